@@ -1,0 +1,1 @@
+"""Installs a corrective kernel into a live model and verifies that it is really in place."""

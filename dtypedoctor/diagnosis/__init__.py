@@ -1,0 +1,1 @@
+"""Reads traces and says what went wrong. No torch."""

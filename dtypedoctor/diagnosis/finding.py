@@ -1,0 +1,68 @@
+"""What a detector says."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Confidence", "Finding", "Link", "Severity"]
+
+
+class Severity(StrEnum):
+    """How much a finding matters."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+class Confidence(StrEnum):
+    """How sure a finding is. ``PROVEN`` is said only where a counterfactual run or replay settled it."""
+
+    PROVEN = "proven"
+    LIKELY = "likely"
+    POSSIBLE = "possible"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One link of a provenance chain, from the failing op back to where a dtype was born."""
+
+    fqn: str | None
+    op: str
+    dtype_in: str | None
+    dtype_out: str | None
+    source: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One diagnosed failure: what, where it originates, why, how sure, and what cures it.
+
+    Attributes:
+        id: kebab-case id, the same string in YAML, JSON, docs and file names.
+        fqn: dotted name of the module that originates the failure, or None where no module does.
+        op: operator, e.g. ``aten.mul.Tensor``.
+        phase: ``static``, ``forward``, ``backward``, ``recompute``, ``optimizer``, ``generate`` or ``compile``.
+        step: training step, counted from 1.
+        source: ``file.py:line`` of the user's or library's code.
+        summary: the headline, one sentence.
+        cause: why it happens, one paragraph.
+        evidence: measurements, one sentence each.
+        remedies: ids of remedies to try, best first.
+        references: public tickets of the same failure.
+    """
+
+    id: str
+    severity: Severity
+    confidence: Confidence
+    fqn: str | None = None
+    op: str | None = None
+    phase: str | None = None
+    step: int | None = None
+    dtype: str | None = None
+    source: str | None = None
+    summary: str
+    cause: str
+    evidence: tuple[str, ...] = ()
+    provenance: tuple[Link, ...] = ()
+    remedies: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()

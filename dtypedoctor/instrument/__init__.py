@@ -1,0 +1,1 @@
+"""Measures a running model: module watch, op trace, autocast, quantisation state, optimizer and scaler."""

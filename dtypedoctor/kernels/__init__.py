@@ -1,0 +1,1 @@
+"""Corrective kernels, and beside each the faulty original that it replaces."""

@@ -1,0 +1,1 @@
+"""Builds models: builtin tiny ones with an offline tokenizer, local folders, hub ids; adapters and quantisation."""

@@ -1,0 +1,1 @@
+"""One Report value and its renderers. No torch."""

@@ -1,0 +1,1 @@
+"""Starts workers, times them out and collects what they left. No torch."""

@@ -1,0 +1,1 @@
+"""What to run: the Scenario value, its YAML file, and the list of known scenarios. No torch."""

@@ -1,0 +1,238 @@
+"""The Scenario: what to build, what to do with it, what is expected to go wrong and what cures it.
+
+Scenarios are immutable. A remedy, a reference run, a bisection probe are all scenarios derived from another one with
+:meth:`Scenario.with_changes`, which validates again.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+DTypeName = Literal["float16", "bfloat16", "float32", "float64"]
+Device = Literal["auto", "cpu", "cuda"]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=100)]
+
+
+class Strict(BaseModel):
+    """Base of all parts: immutable, unknown keys refused, no silent conversion (``yes`` is not 1)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Outlier(Strict):
+    """Scales parameters of a builtin model, so that a tiny random model reaches the magnitudes of a trained one."""
+
+    parameters: str = Field(description="Glob over dotted parameter names, e.g. `model.layers.0.mlp.gate_proj.weight`.")
+    scale: float = Field(description="Factor by which the matching parameters are multiplied.")
+
+
+class Lora(Strict):
+    """LoRA adapters through peft."""
+
+    r: int = Field(default=8, ge=1, description="Rank of the update matrices.")
+    alpha: float = Field(default=16, gt=0, description="LoRA alpha; the update is scaled by alpha / r.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability on the adapter's input.")
+    targets: list[str] = Field(min_length=1, description="Names of the modules to adapt, as peft's `target_modules`.")
+    modules_to_save: list[str] = Field(default_factory=list, description="Modules trained in full beside the adapters.")
+    dora: bool = Field(default=False, description="Use DoRA (weight-decomposed LoRA).")
+    autocast_adapter_dtype: bool = Field(
+        default=True, description="peft's own flag: keep float16/bfloat16 adapters in float32."
+    )
+
+
+class Quantization(Strict):
+    """4-bit weights through bitsandbytes."""
+
+    kind: Literal["nf4", "fp4"] = Field(default="nf4", description="4-bit data type.")
+    compute_dtype: DTypeName | None = Field(
+        default=None, description="`bnb_4bit_compute_dtype`; the model's dtype if left out."
+    )
+    quant_state_dtype: DTypeName | None = Field(
+        default=None, description="dtype stored in each `quant_state`; the model's dtype if left out."
+    )
+    nested: bool = Field(default=True, description="Quantise the statistics too (double quantisation).")
+    skip: list[str] = Field(
+        default_factory=lambda: ["lm_head"], description="Modules that stay unquantised (matched by name part)."
+    )
+
+
+class Model(Strict):
+    """What to build or load."""
+
+    name: str = Field(description="`builtin:NAME`, a local folder, a hub id, or `package.module:factory`.")
+    dtype: DTypeName = Field(default="float32", description="dtype of the weights.")
+    outliers: list[Outlier] = Field(default_factory=list, description="Scaled parameters (builtin models only).")
+    lora: Lora | None = Field(default=None, description="LoRA adapters.")
+    quantization: Quantization | None = Field(default=None, description="4-bit quantisation.")
+    attention: Literal["eager", "sdpa", "flash_attention_2"] | None = Field(
+        default=None, description="Attention implementation; transformers' choice if left out."
+    )
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Extra keyword arguments of a builtin model's builder."
+    )
+
+
+class TrainSettings(Strict):
+    """Settings that the training workloads share."""
+
+    steps: int = Field(default=8, ge=1, description="Optimizer steps.")
+    learning_rate: float = Field(default=1e-3, gt=0, description="Learning rate.")
+    batch_size: int = Field(default=2, ge=1, description="Sequences per device and micro-step.")
+    gradient_accumulation: int = Field(default=1, ge=1, description="Micro-steps per optimizer step.")
+    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="Optimizer.")
+
+
+class Grpo(TrainSettings):
+    """TRL's GRPOTrainer on a small arithmetic prompt set with a reward that needs no model."""
+
+    kind: Literal["grpo"]
+    generations: int = Field(default=2, ge=2, description="Completions per prompt (`num_generations`).")
+    new_tokens: int = Field(default=8, ge=1, description="Largest completion length.")
+    prompts: int = Field(default=64, ge=1, description="Number of prompts in the generated data set.")
+    beta: float = Field(default=0.0, ge=0, description="Weight of the KL term.")
+    mixed_precision: Literal["no", "fp16", "bf16"] = Field(
+        default="no", description="TRL's own amp flag (`fp16=`/`bf16=`); does nothing for float16 on a CPU."
+    )
+
+
+class Sft(TrainSettings):
+    """TRL's SFTTrainer on a small arithmetic data set."""
+
+    kind: Literal["sft"]
+    examples: int = Field(default=64, ge=1, description="Number of examples in the generated data set.")
+    max_length: int = Field(default=64, ge=8, description="Longest example in tokens.")
+    mixed_precision: Literal["no", "fp16", "bf16"] = Field(default="no", description="TRL's own amp flag.")
+
+
+class Train(TrainSettings):
+    """A plain PyTorch training loop on random token ids, without any trainer."""
+
+    kind: Literal["train"]
+    sequence_length: int = Field(default=32, ge=1, description="Tokens per sequence.")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient clipping, none if null.")
+    autocast_scope: Literal["forward", "loop"] = Field(
+        default="forward", description="Whether autocast wraps each forward or the whole loop."
+    )
+
+
+class Forward(Strict):
+    """Forward passes on random token ids; with `backward` also the gradients of the summed loss."""
+
+    kind: Literal["forward"]
+    steps: int = Field(default=1, ge=1, description="Number of forward passes.")
+    batch_size: int = Field(default=2, ge=1, description="Sequences per pass.")
+    sequence_length: int = Field(default=32, ge=1, description="Tokens per sequence.")
+    backward: bool = Field(default=False, description="Also run the backward pass.")
+
+
+class Generate(Strict):
+    """Text generation from short prompts."""
+
+    kind: Literal["generate"]
+    steps: int = Field(default=1, ge=1, description="Number of `generate` calls.")
+    batch_size: int = Field(default=2, ge=1, description="Prompts per call.")
+    new_tokens: int = Field(default=8, ge=1, description="New tokens per prompt.")
+    sample: bool = Field(default=True, description="Sample instead of greedy decoding.")
+
+
+class Unload(Strict):
+    """Deletes the model of the steps before and frees its memory, as a notebook user would."""
+
+    kind: Literal["unload"]
+
+
+class Script(Strict):
+    """Runs a user's script, unchanged, in this process."""
+
+    kind: Literal["script"]
+    path: str | None = Field(default=None, description="Path of the script.")
+    module: str | None = Field(default=None, description="Dotted module name, as `python -m`.")
+    args: list[str] = Field(default_factory=list, description="Arguments of the script.")
+
+    @model_validator(mode="after")
+    def _one_target(self) -> Self:
+        if (self.path is None) == (self.module is None):
+            raise ValueError("give either path or module")
+        return self
+
+
+Workload = Annotated[Grpo | Sft | Train | Forward | Generate | Unload | Script, Field(discriminator="kind")]
+
+
+class Autocast(Strict):
+    """An autocast region around the workload (for trainers: around `train()`)."""
+
+    dtype: DTypeName = Field(description="Autocast dtype.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Device type of the region.")
+
+
+class Compile(Strict):
+    """`torch.compile` of the model."""
+
+    backend: Literal["inductor", "eager", "aot_eager"] = Field(default="inductor", description="Compiler backend.")
+    fullgraph: bool = Field(default=False, description="Refuse graph breaks.")
+    dynamic: bool | None = Field(default=None, description="torch.compile's `dynamic`.")
+
+
+class CorrectionSpec(Strict):
+    """A correction to switch on inside the worker, with the modules it is meant for where it takes any."""
+
+    id: Name = Field(description="Correction id.")
+    modules: list[str] = Field(default_factory=list, description="Dotted module names, for corrections that take them.")
+
+
+class ScenarioStep(Strict):
+    """One thing done in the process; steps run in order and share it."""
+
+    name: Name | None = Field(default=None, description="Name of the step in reports.")
+    model: Model | None = Field(default=None, description="Model to build; the previous step's model if left out.")
+    workload: Workload = Field(description="What to do with it.")
+    autocast: Autocast | None = Field(default=None, description="Autocast region around the workload.")
+    grad_scaler: bool = Field(default=False, description="Use a gradient scaler (plain training loop only).")
+    compile: Compile | None = Field(default=None, description="Compile the model.")
+
+
+class Reference(Strict):
+    """The healthy run to compare with: the same scenario with these changes."""
+
+    dtype: DTypeName = Field(default="bfloat16", description="dtype of every model.")
+    autocast: bool = Field(default=False, description="Keep the autocast regions of the scenario.")
+
+
+class Expectation(Strict):
+    """What the scenario is there to show; `run` exits 0 only if it comes true."""
+
+    findings: list[Name] = Field(default_factory=list, description="Finding ids, the root cause first.")
+    cured_by: list[Name] = Field(default_factory=list, description="Remedies that cure.")
+    not_cured_by: list[Name] = Field(default_factory=list, description="Remedies that are tried and do not cure.")
+
+
+class Scenario(Strict):
+    """A complete, reproducible run. See ``docs/scenarios.md`` for every key."""
+
+    name: Name = Field(description="Name, equal to the file name without `.yaml`.")
+    summary: str = Field(description="One sentence: what is shown.")
+    references: list[str] = Field(default_factory=list, description="Public tickets of the failure.")
+    steps: list[ScenarioStep] = Field(min_length=1, description="What is done, in order, in one process.")
+    device: Device = Field(default="auto", description="`auto` takes CUDA where there is one.")
+    seed: int = Field(default=3407, ge=0, lt=2**32, description="Seed of weights, data and sampling.")
+    time_limit: int = Field(default=600, ge=1, description="Seconds after which the worker is stopped.")
+    deterministic: bool = Field(default=True, description="Ask torch for deterministic algorithms.")
+    corrections: list[CorrectionSpec] = Field(default_factory=list, description="Corrections switched on in this run.")
+    remedies: list[Name] = Field(
+        default_factory=list, description="Remedies to try beside those that the findings propose."
+    )
+    reference: Reference | None = Field(default=None, description="The run to compare with; none if left out.")
+    expect: Expectation = Field(default_factory=Expectation, description="What this scenario shows.")
+
+    @field_validator("steps")
+    @classmethod
+    def _first_step_has_a_model(cls, steps: list[ScenarioStep]) -> list[ScenarioStep]:
+        if steps[0].model is None and not isinstance(steps[0].workload, Script):
+            raise ValueError("the first step needs a model")
+        return steps
+
+    def with_changes(self, **changes: Any) -> "Scenario":
+        """A copy with the given fields replaced, validated again (``model_copy`` alone would not validate)."""
+        return Scenario.model_validate(self.model_dump() | changes)

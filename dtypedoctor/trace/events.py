@@ -1,0 +1,339 @@
+"""The records of a trace. Every record is a frozen value with a stable short name; the file format is one JSON array or object a line.
+
+A trace is written by a worker and read by everything else, so this file imports nothing but the standard library.
+
+Coordinates shared by many records:
+
+* ``n``: the sequence number of the event within its process; it orders events even where a record reaches the disk later.
+* ``step``: the training step being worked on, counted from 1 (the number of optimizer steps done, plus one).
+* ``call``: the number of the outermost module call being worked on, counted from 1 over the whole process.
+* ``phase``: ``load`` ``forward`` ``backward`` ``recompute`` ``optimizer`` ``generate`` ``probe`` ``compile``.
+* ``root``: the number of the outermost module (a model), in the order in which they were first seen.
+
+Dtypes are torch's names without the prefix. Shapes are lists of ints; -1 stands for a dimension that varies.
+Magnitudes are taken over the finite elements only, so no record ever holds NaN or inf.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA = 1
+
+Json = Any  # what json.loads returns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """First record of every trace file."""
+
+    schema: int = SCHEMA
+    created: float = 0.0
+    pid: int = 0
+    rank: int = 0
+    world_size: int = 1
+    watched: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Versions, devices and settings of the worker."""
+
+    values: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A step of the scenario begins (``index`` from 0)."""
+
+    n: int
+    index: int
+    name: str
+    workload: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """An outermost module was seen for the first time."""
+
+    root: int
+    cls: str
+    modules: int
+    dtypes: Mapping[str, int]
+    """Parameter elements per dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterNote:
+    """A parameter or buffer, noted once and again whenever its dtype changes.
+
+    ``quant`` describes packed storage: ``{"kind": "nf4", "dtype": quant_state.dtype, "compute_dtype", "storage_dtype",
+    "nested": bool, "offset_dtype", "absmax_dtype", "blocksize"}``.
+    """
+
+    n: int
+    root: int
+    name: str
+    dtype: str
+    shape: list[int]
+    requires_grad: bool = False
+    buffer: bool = False
+    owner: str = ""
+    """Class of the module that holds it."""
+    quant: Mapping[str, Json] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A place where tensors are measured, described once and referred to by ``id`` in samples.
+
+    ``kind`` is ``output``, ``input``, ``grad_output`` (gradient of a module output), ``grad`` (gradient of a parameter)
+    or ``param`` (a parameter after the optimizer step). ``index`` is the path inside a structured output (``""`` for a
+    plain tensor). ``autocast`` is the enabled autocast dtype of the tensor's device, or None.
+    """
+
+    id: int
+    root: int
+    fqn: str
+    cls: str
+    phase: str
+    kind: str
+    index: str
+    dtype: str
+    shape: list[int]
+    device: str = "cpu"
+    autocast: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One measured tensor. ``absmax`` is over finite elements; ``num_nan`` and ``num_inf`` count the others.
+
+    On disk samples come in lines of their own: ``["s", n, step, call, [[site, absmax, num_nan, num_inf], ...]]``,
+    the counts left out where both are zero. Each row's own ``n`` is the line's plus its place in it.
+    """
+
+    n: int
+    step: int
+    call: int
+    site: int
+    absmax: float
+    num_nan: int = 0
+    num_inf: int = 0
+
+    @property
+    def finite(self) -> bool:
+        """Whether every element was finite."""
+        return not (self.num_nan or self.num_inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """Which dtypes enter and leave a module, noted when a combination is first seen."""
+
+    n: int
+    step: int
+    call: int
+    phase: str
+    root: int
+    fqn: str
+    cls: str
+    inputs: list[str]
+    outputs: list[str]
+    weights: list[str] = field(default_factory=list)
+    autocast: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNote:
+    """A tensor as an operand or result of one op.
+
+    ``id`` is equal for two notes exactly when they are the same tensor in the same version within one op trace.
+    ``name`` is the parameter or buffer it is, or the model input, where known.
+    """
+
+    id: int
+    dtype: str
+    shape: list[int]
+    absmax: float | None = None
+    num_nan: int = 0
+    num_posinf: int = 0
+    num_neginf: int = 0
+    name: str | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether every element was finite (also true where nothing was measured)."""
+        return not (self.num_nan or self.num_posinf or self.num_neginf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operator call inside the op trace's window, in execution order.
+
+    ``error`` is the message with which the op itself raised. ``function`` names the custom ``autograd.Function`` in
+    whose forward or backward the op ran. ``autocast`` is the dtype of the autocast region the Python code was in.
+    ``scalars`` holds the non-tensor arguments that decide a verdict (e.g. a fill value), as text.
+    """
+
+    n: int
+    step: int
+    call: int
+    phase: str
+    fqn: str
+    op: str
+    inputs: list[TensorNote]
+    outputs: list[TensorNote]
+    source: str | None = None
+    inplace: bool = False
+    out_variant: bool = False
+    function: str | None = None
+    autocast: str | None = None
+    scalars: list[str] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The op with number ``of`` was run again on the same operands in another way (``how``, e.g. ``float32``)."""
+
+    n: int
+    of: int
+    how: str
+    finite: bool
+    absmax: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """An exception reached the top of a workload or script.
+
+    ``frames`` are the innermost stack frames as ``file:line function``, outermost first; ``modules`` the module calls
+    that were open, outermost first.
+    """
+
+    n: int
+    step: int
+    call: int
+    phase: str
+    type: str
+    message: str
+    frames: list[str]
+    modules: list[str]
+    function: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """Numbers that the workload reports for a finished training step (loss, grad_norm, reward, step_time in seconds…).
+
+    Non-finite numbers are left out of ``values`` and their names listed in ``nonfinite``.
+    """
+
+    n: int
+    step: int
+    values: Mapping[str, float]
+    nonfinite: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeLogProbs:
+    """Token log-probabilities of the policy on the fixed probe batch after a step; None where one is not finite."""
+
+    n: int
+    step: int
+    values: list[float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """State of a correction: ``installed`` with proof, or ``reason`` why not; counters at the time of the record."""
+
+    n: int
+    id: str
+    target: str
+    installed: bool
+    reason: str = ""
+    proof: str = ""
+    hits: int = 0
+    rescued: int = 0
+    clamped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerState:
+    """A gradient scaler finished a step."""
+
+    n: int
+    step: int
+    scale: float
+    found_inf: bool
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Anything a specialised instrument saw; ``kind`` says which, ``values`` what (documented beside the instrument)."""
+
+    n: int
+    step: int
+    call: int
+    phase: str
+    kind: str
+    fqn: str | None
+    values: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotWatched:
+    """Something the watch did not see into, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What the run took: ``peak_memory`` bytes over the baseline before the model was built, ``seconds`` of wall clock."""
+
+    seconds: float
+    peak_memory: int
+    device: str
+    checksum: str | None = None
+    """SHA-256 over the bytes of the trainable parameters at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Last record. A trace without it was cut short."""
+
+    n: int
+    outcome: str
+    """``completed`` or ``raised``."""
+    steps_completed: int
+
+
+KINDS: dict[str, type[Any]] = {
+    "header": Header,
+    "environment": Environment,
+    "stage": Stage,
+    "root": Root,
+    "parameter": ParameterNote,
+    "site": Site,
+    "flow": Flow,
+    "op": Op,
+    "replay": Replay,
+    "raised": Raised,
+    "metric": Metric,
+    "logprobs": ProbeLogProbs,
+    "correction": Correction,
+    "scaler": ScalerState,
+    "observation": Observation,
+    "not-watched": NotWatched,
+    "resources": Resources,
+    "end": End,
+}
+"""Name on disk of each record that is written as an object."""
+
+NAMES: dict[type[Any], str] = {cls: name for name, cls in KINDS.items()}

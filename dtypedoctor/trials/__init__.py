@@ -1,0 +1,1 @@
+"""Before and after: remedies, references, parity and bisection. No torch."""
