@@ -1,0 +1,83 @@
+"""``report.json``: the contract that scripts lean on, written and read."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.report.model import SCHEMA, Report, Trial
+
+_HINT = "Give the report.json that dtypedoctor wrote, or run the scenario again."
+
+
+def render_json(report: Report) -> str:
+    """The report as JSON text, ASCII only and ending in a newline.
+
+    NaN and inf, which JSON cannot hold, become null. Every trial carries ``steps_completed``, ``loss`` and ``grad_norm``
+    of its run beside ``run`` itself, so that a script need not care whether the run exists.
+    """
+    return json.dumps(_document(report), indent=2, allow_nan=False) + "\n"
+
+
+def from_json(text: str) -> Report:
+    """The report that :func:`render_json` wrote; unknown keys are ignored.
+
+    Raises:
+        UsageError: not JSON, not a report, a field missing or of the wrong type, or a newer schema.
+    """
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"not a report: {error}", _HINT) from error
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if not isinstance(schema, int):
+        raise UsageError("not a report: no schema number", _HINT)
+    if schema > SCHEMA:
+        raise UsageError(f"this report has schema {schema}, newer than {SCHEMA}", "Update dtypedoctor to read it.")
+    try:
+        return TypeAdapter(Report).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise UsageError(f"not a report: {_first_problem(error)}", _HINT) from error
+
+
+def _document(report: Report) -> dict[str, Any]:
+    document = {"schema": SCHEMA, **_plain(report)}
+    document["trials"] = [_trial(trial) for trial in report.trials]
+    return document
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    run = trial.run
+    return {
+        **_plain(trial),
+        "steps_completed": run.steps_completed if run else None,
+        "loss": _plain(run.loss) if run else [],
+        "grad_norm": _plain(run.grad_norm) if run else [],
+    }
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {_unicode(str(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, int) else _unicode(str(value))
+
+
+def _unicode(text: str) -> str:
+    # File names that are not UTF-8 reach Python as lone surrogates, which JSON readers refuse.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(map(str, problem["loc"])) or "the document"
+    return f"{place}: {problem['msg']}"
