@@ -1,0 +1,188 @@
+"""Reads YAML text into a tree in which every key and value knows its place.
+
+The tree is built from PyYAML's events, so nothing is ever constructed, expanded or recursed into beyond a fixed depth.
+Anchors, aliases, tags and merge keys are refused: a scenario is plain keys and values.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from dtypedoctor.scenario.problems import KeyPath, Place, Problem, dotted, quoted
+from dtypedoctor.scenario.yaml_scalars import Scalar, read_scalar
+from dtypedoctor.scenario.yaml_syntax import syntax_problem
+
+__all__ = ["Entry", "Node", "read_tree"]
+
+_DEEPEST = 32  # a scenario needs 6; `options` may nest further
+
+
+@dataclass(slots=True)
+class Entry:
+    """A key's place and its value."""
+
+    key_place: Place
+    node: "Node"
+
+
+@dataclass(slots=True)
+class Node:
+    """A value with its place. ``readable`` is False where the value was refused and None stands in its stead."""
+
+    place: Place
+    value: "Scalar | list[Node] | dict[str, Entry]"
+    readable: bool = True
+
+    def plain(self) -> Any:
+        """The value as dicts, lists and scalars."""
+        if isinstance(self.value, dict):
+            return {key: entry.node.plain() for key, entry in self.value.items()}
+        if isinstance(self.value, list):
+            return [item.plain() for item in self.value]
+        return self.value
+
+    def child(self, part: str | int) -> "Node | None":
+        """The value under a key or at an index; None where there is none."""
+        if isinstance(self.value, dict) and isinstance(part, str):
+            entry = self.value.get(part)
+            return entry.node if entry else None
+        if isinstance(self.value, list) and isinstance(part, int) and 0 <= part < len(self.value):
+            return self.value[part]
+        return None
+
+    def find(self, path: KeyPath) -> "Node | None":
+        """The value at the end of a path; None where the path leads nowhere."""
+        node: Node | None = self
+        for part in path:
+            node = node.child(part) if node else None
+        return node
+
+
+def read_tree(text: str) -> tuple[Node | None, list[Problem]]:
+    """Reads the one document in ``text``, which must hold no characters that YAML forbids.
+
+    Returns:
+        The tree, or None where the text cannot be read to its end, and every mistake found on the way.
+    """
+    reader = _Reader(text)
+    tree: Node | None = None
+    try:
+        tree = reader.document()
+    except _UnreadableError as error:
+        reader.problems.append(error.problem)
+    except yaml.MarkedYAMLError as error:
+        reader.problems.append(syntax_problem(error, text))
+    except (ValueError, OverflowError):  # PyYAML leaves escapes beyond Unicode and huge version numbers to Python
+        reader.problems.append(Problem(reader.here(), "not valid YAML: a number here is too large"))
+    return tree, reader.problems
+
+
+class _UnreadableError(Exception):
+    """A mistake after which reading on makes no sense."""
+
+    def __init__(self, place: Place, text: str) -> None:
+        super().__init__(text)
+        self.problem = Problem(place, text)
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self._loader = yaml.SafeLoader(text)
+        self._next: Callable[[], Any] = self._loader.get_event
+        self.problems: list[Problem] = []
+
+    def here(self) -> Place:
+        return _place(self._loader.get_mark())
+
+    def document(self) -> Node:
+        self._next()  # the stream starts
+        if self._loader.check_event(yaml.StreamEndEvent):
+            raise _UnreadableError(Place(1, 1), "the file is empty")
+        self._next()  # the document starts
+        tree = self._node((), self._next())
+        self._next()  # the document ends
+        if not self._loader.check_event(yaml.StreamEndEvent):
+            second = self._next()
+            raise _UnreadableError(
+                _place(second.start_mark), "a second document starts here; a scenario file holds one"
+            )
+        return tree
+
+    def _node(self, path: KeyPath, event: Any) -> Node:
+        place = _place(event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            self._note(place, path, f"aliases (*{event.anchor}) are not accepted; write the value out")
+            return Node(place, None, readable=False)
+        if event.anchor is not None:
+            self._note(place, path, f"anchors (&{event.anchor}) are not accepted; write the value where it is needed")
+        if event.tag is not None:
+            self._note(place, path, f"tags ({event.tag}) are not accepted; leave it out")
+        if isinstance(event, yaml.ScalarEvent):
+            return self._scalar(path, place, event)
+        if len(path) >= _DEEPEST:
+            raise _UnreadableError(place, f"nested deeper than {_DEEPEST} levels")
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self._sequence(path, place)
+        return self._mapping(path, place)
+
+    def _scalar(self, path: KeyPath, place: Place, event: Any) -> Node:
+        word: str = event.value
+        try:
+            _refuse_control_characters(word)
+            return Node(place, word if event.style else read_scalar(word))
+        except ValueError as error:
+            self._note(place, path, str(error))
+            return Node(place, None, readable=False)
+
+    def _sequence(self, path: KeyPath, place: Place) -> Node:
+        items: list[Node] = []
+        while not isinstance(event := self._next(), yaml.SequenceEndEvent):
+            items.append(self._node((*path, len(items)), event))
+        return Node(place, items)
+
+    def _mapping(self, path: KeyPath, place: Place) -> Node:
+        entries: dict[str, Entry] = {}
+        while not isinstance(event := self._next(), yaml.MappingEndEvent):
+            key_place = _place(event.start_mark)
+            key = self._key(path, key_place, event)
+            value = self._node((*path, key or "?"), self._next())
+            if key is None:
+                continue
+            if key in entries:
+                self._note(key_place, (*path, key), f"duplicate key, first given at {entries[key].key_place}")
+            else:
+                entries[key] = Entry(key_place, value)
+        return Node(place, entries)
+
+    def _key(self, path: KeyPath, place: Place, event: Any) -> str | None:
+        """The key as it is written, so that `yes` and `1` are texts; None where it cannot be one."""
+        if not isinstance(event, yaml.ScalarEvent):
+            self._node(path, event)  # reads over it, and notes the mistakes inside
+            self._note(place, path, "a key must be a word")
+            return None
+        if event.anchor is not None or event.tag is not None:
+            self._note(place, path, "anchors and tags are not accepted on a key; leave them out")
+        word: str = event.value
+        if word == "<<":
+            self._note(place, path, "merge keys (<<) are not accepted; write the keys out")
+            return None
+        if not word or not word.isprintable():
+            self._note(place, path, f"a key must be a word, got {quoted(word)}")
+            return None
+        return word
+
+    def _note(self, place: Place, path: KeyPath, text: str) -> None:
+        self.problems.append(Problem(place, f"{dotted(path)}: {text}" if path else text))
+
+
+def _place(mark: Any) -> Place:
+    return Place(mark.line + 1, mark.column + 1)
+
+
+def _refuse_control_characters(word: str) -> None:
+    """Refuses what escapes such as ``"\\0"`` smuggle into a text: no file name, id or message can hold it."""
+    for c in word:
+        if (c < " " and c not in "\n\t") or c == "\x7f" or "\ud800" <= c <= "\udfff":
+            raise ValueError(f"the text holds the character U+{ord(c):04X}, which is not accepted")
