@@ -5,40 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
+
+from dtypedoctor.kernels.counters import Counters
 
 
 class TargetMismatchError(Exception):
     """The code that a correction is meant for is not the code that is there; the message gives the difference."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """What a correction did. Element counts stay on the device until they are read, so counting never synchronises."""
-
-    hits: int = 0
-    paused: bool = False
-    """While True nothing is counted (the probe batch is not part of the run)."""
-    _elements: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def hit(self) -> None:
-        """Counts one use of the corrective path."""
-        if not self.paused:
-            self.hits += 1
-
-    def add(self, name: str, mask: torch.Tensor) -> None:
-        """Adds the number of True elements of ``mask`` (bool, any shape) to the counter ``name``."""
-        if self.paused:
-            return
-        count = mask.sum(dtype=torch.int64)
-        held = self._elements.get(name)
-        self._elements[name] = count if held is None else held + count.to(held.device)
-
-    def elements(self, name: str) -> int:
-        """The value of the counter ``name``; waits for the device."""
-        held = self._elements.get(name)
-        return 0 if held is None else int(held.item())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -305,6 +305,14 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The worker cannot do what the scenario asks (a user's mistake, not a failure of the run)."""
+
+    message: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """Last record. A trace without it was cut short."""
 
@@ -332,6 +340,7 @@ KINDS: dict[str, type[Any]] = {
     "observation": Observation,
     "not-watched": NotWatched,
     "resources": Resources,
+    "refused": Refused,
     "end": End,
 }
 """Name on disk of each record that is written as an object."""

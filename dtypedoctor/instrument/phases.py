@@ -1,0 +1,127 @@
+"""Notices when a backward pass, an optimizer step, a scaler step or a generation begins and ends.
+
+Functions are wrapped while the watch runs and put back afterwards; the wrapped function is called exactly as it was.
+"""
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dtypedoctor.instrument.position import Position
+
+Listener = Callable[[], None]
+
+
+class Phases:
+    """Keeps ``position.step`` and ``position.phase``.
+
+    Attributes:
+        before_backward: called with the tensors that a backward pass starts from.
+        after_backward: called when the outermost backward pass has ended, also by an exception.
+        before_step, after_step: called with the optimizer around its step.
+        after_scaler: called with the scaler, the optimizer and whether the step was skipped.
+    """
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+        self._undo: list[Callable[[], None]] = []
+        self._steps: Counter[int] = Counter()
+        self._wrapped_generate = False
+        self.before_backward: list[Callable[[list[Tensor]], None]] = []
+        self.after_backward: list[Listener] = []
+        self.before_step: list[Callable[[Optimizer], None]] = []
+        self.after_step: list[Callable[[Optimizer], None]] = []
+        self.after_scaler: list[Callable[[Any, Optimizer, bool], None]] = []
+
+    def start(self) -> None:
+        """Wraps backward, optimizer and scaler steps of the process."""
+        self._wrap(torch.autograd, "backward", self._around_backward)
+        self._wrap(torch.autograd, "grad", self._around_backward)
+        self._wrap(torch.amp.GradScaler, "step", self._around_scaler_step)
+        pre = register_optimizer_step_pre_hook(self._pre_step)
+        post = register_optimizer_step_post_hook(self._post_step)
+        self._undo += [pre.remove, post.remove]
+
+    def stop(self) -> None:
+        """Puts everything back as it was."""
+        while self._undo:
+            self._undo.pop()()
+        self._wrapped_generate = False
+
+    def follow_generate(self) -> None:
+        """Wraps transformers' ``generate`` once transformers is there; cheap to call again."""
+        if self._wrapped_generate:
+            return
+        utils = sys.modules.get("transformers.generation.utils")
+        mixin = getattr(utils, "GenerationMixin", None)
+        if mixin is None:
+            return
+        self._wrapped_generate = True
+        self._wrap(mixin, "generate", self._around_generate)
+
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(owner, name, wrapper)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._position.muted:
+            return original(*args, **kwargs)
+        first = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        tensors = [first] if isinstance(first, Tensor) else [t for t in (first or ()) if isinstance(t, Tensor)]
+        if not self._position.backward_depth:
+            for listener in self.before_backward:
+                listener(tensors)
+        self._position.backward_depth += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._position.backward_depth -= 1
+            if not self._position.backward_depth:
+                for done in self.after_backward:
+                    done()
+
+    def _around_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._position.during("generate"):
+            return original(*args, **kwargs)
+
+    def _around_scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
+                            **kwargs: Any) -> Any:  # fmt: skip
+        inner = getattr(optimizer, "optimizer", optimizer)
+        before = self._steps[id(inner)]
+        result = original(scaler, optimizer, *args, **kwargs)
+        skipped = scaler.is_enabled() and self._steps[id(inner)] == before
+        for listener in self.after_scaler:
+            listener(scaler, inner, skipped)
+        if skipped:
+            self._count(inner)
+        return result
+
+    def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for listener in self.before_step:
+            listener(optimizer)
+        self._position.overrides.append("optimizer")
+
+    def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._position.overrides:
+            self._position.overrides.pop()
+        for listener in self.after_step:
+            listener(optimizer)
+        self._count(optimizer)
+
+    def _count(self, optimizer: Optimizer) -> None:
+        """Counts a step; with several optimizers (one per network, say) the busiest one gives the step number."""
+        self._steps[id(optimizer)] += 1
+        self._position.step = max(self._position.step, 1 + self._steps[id(optimizer)])

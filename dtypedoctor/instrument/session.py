@@ -1,0 +1,178 @@
+"""All instruments of one watched process, wired together."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dtypedoctor.instrument.autocast import AutocastLog
+from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.optrace import OpTrace
+from dtypedoctor.instrument.phases import Phases
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.watch import ModuleWatch
+from dtypedoctor.trace.events import Raised, ScalerState
+from dtypedoctor.trace.writer import TraceWriter
+
+MAX_FRAMES = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpWindow:
+    """When the op trace is open; see ``dtypedoctor.scenario.request.Window``."""
+
+    call: int
+    step: int
+    until: str
+
+
+class Instruments:
+    """Starts and stops everything that watches a process.
+
+    Args:
+        writer: where the records go.
+        watch: False leaves the process untouched but for exceptions and what the workload itself reports.
+        window: where the op trace is on; None for nowhere.
+    """
+
+    def __init__(self, writer: TraceWriter, *, watch: bool = True, window: OpWindow | None = None) -> None:
+        self.position = Position()
+        self.writer = writer
+        self._watch = watch
+        self._window = window
+        self._autocast = AutocastLog()
+        self.names = Names(writer)
+        self._phases = Phases(self.position)
+        self._modules = ModuleWatch(writer, self.position, self.names, self._autocast)
+        self._ops = OpTrace(writer, self.position, self.names, self._autocast)
+        self._listen()
+
+    def _listen(self) -> None:
+        self._phases.before_backward.append(self._before_backward)
+        self._phases.after_backward.append(self._after_backward)
+        self._phases.before_step.append(self._before_step)
+        self._phases.after_step.append(self._after_step)
+        self._phases.after_scaler.append(self._after_scaler)
+        self._modules.before_root.append(self._before_call)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self._autocast.start()
+        self._phases.start()
+        if self._watch:
+            self._modules.start()
+
+    def stop(self) -> None:
+        """Stops watching and puts back everything that was replaced."""
+        self._ops.close()
+        self._modules.stop()
+        self._phases.stop()
+        self._autocast.stop()
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Nothing inside is recorded."""
+        with self.position.mute():
+            yield
+
+    def attach(self, model: nn.Module) -> None:
+        """Names ``model`` as an outermost module before it is first called."""
+        if self._watch and self.names.find(model) is None:
+            self.names.add_root(model)
+
+    def _before_call(self, module: nn.Module) -> None:
+        self._phases.follow_generate()
+        window = self._window
+        if window is None:
+            return
+        if self._ops.is_open and window.until == "next-call" and not self.position.backward_depth:
+            self._ops.close()
+        if window.call == self.position.call and window.until != "optimizer":
+            self._ops.open()
+
+    def _before_backward(self, tensors: list[Tensor]) -> None:
+        if self._window is not None and self._window.until == "next-call":
+            self._ops.close()
+        if self._watch:
+            found = [(str(i), t) for i, t in enumerate(tensors) if measurable(t)]
+            self._modules.sample_now("loss", found, "forward")
+
+    def _after_backward(self) -> None:
+        if self._window is not None and self._window.until == "backward" and self._ops.is_open:
+            self._ops.close()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if self._watch:
+            self._sample_optimizer(optimizer, "grad", "backward")
+        window = self._window
+        if window is not None and window.until == "optimizer" and window.step == self.position.step:
+            self._ops.open()
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if self._window is not None and self._window.until == "optimizer":
+            self._ops.close()
+        if self._watch:
+            self._sample_optimizer(optimizer, "param", "optimizer")
+            self.names.note_parameters()
+
+    def _sample_optimizer(self, optimizer: Optimizer, kind: str, phase: str) -> None:
+        found: list[tuple[str, Tensor]] = []
+        known = self._parameter_names()
+        for group_number, group in enumerate(optimizer.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                tensor = parameter.grad if kind == "grad" else parameter
+                if tensor is not None and measurable(tensor):
+                    found.append((known.get(id(parameter), f"param_groups.{group_number}.{number}"), tensor))
+        self._modules.sample_now(kind, found, phase)
+
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(tensor): name for _, name, tensor, _, is_buffer in self.names.tensors() if not is_buffer}
+
+    def _after_scaler(self, scaler: Any, optimizer: Optimizer, skipped: bool) -> None:
+        if self._watch:
+            self.writer.write(
+                ScalerState(
+                    n=self.writer.next_n(),
+                    step=self.position.step,
+                    scale=float(scaler.get_scale()),
+                    found_inf=skipped,
+                    skipped=skipped,
+                )
+            )
+
+    def note_exception(self, error: BaseException) -> None:
+        """Records an exception that reached the top."""
+        identity, modules = self._modules.raised_in
+        frames = traceback.extract_tb(error.__traceback__)[-MAX_FRAMES:]
+        position = self.position
+        self.writer.write(
+            Raised(
+                n=self.writer.next_n(),
+                step=position.step,
+                call=position.call,
+                phase=_phase_of(error, position),
+                type=type(error).__name__,
+                message=str(error)[:2000],
+                frames=[f"{f.filename}:{f.lineno} {f.name}" for f in frames],
+                modules=modules if identity == id(error) else [],
+            )
+        )
+
+
+def _phase_of(error: BaseException, position: Position) -> str:
+    """The phase in which an exception was raised; wrappers have already been left, so its own frames tell."""
+    names = {f.name for f in traceback.extract_tb(error.__traceback__)}
+    if "_around_generate" in names:
+        return "generate"
+    if "_around_backward" in names:
+        return "backward"
+    if "_around_scaler_step" in names or position.phase == "optimizer":
+        return "optimizer"
+    return position.phase
+
+

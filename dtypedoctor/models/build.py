@@ -1,0 +1,157 @@
+"""Builds or loads what a scenario's ``model:`` asks for."""
+
+import fnmatch
+import importlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.models.builtin import BUILTINS, builder_arguments
+from dtypedoctor.models.quantization import quantize_linears
+from dtypedoctor.models.tokenizer import byte_tokenizer
+from dtypedoctor.scenario.model import Lora, Model, Outlier, Quantization
+
+BUILTIN = "builtin:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A model on its device with the tokenizer that belongs to it."""
+
+    model: nn.Module
+    tokenizer: Any
+
+
+def build(spec: Model, device: torch.device, seed: int) -> Built:
+    """Builds, scales, casts, packs and adapts a model, in this order, and moves it to ``device``.
+
+    Weights and adapters are each drawn from ``seed`` anew, as TRL's trainers do when they add the adapters, so that an
+    option of one does not change the other.
+
+    Raises:
+        UsageError: the model is unknown, cannot be loaded, or an option does not fit it.
+    """
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    set_seed(seed)
+    if spec.name.startswith(BUILTIN):
+        built = _prepare(_builtin(spec), byte_tokenizer(), spec, dtype, device)
+    elif ":" in spec.name and not Path(spec.name).exists():
+        built = _prepare(_from_factory(spec), byte_tokenizer(), spec, dtype, device)
+    else:
+        built = _pretrained(spec, dtype, device)
+    model = built.model
+    if spec.lora is not None:
+        set_seed(seed)
+        model = _adapt(model, spec.lora)
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Built(model=model, tokenizer=built.tokenizer)
+
+
+def _builtin(spec: Model) -> nn.Module:
+    name = spec.name.removeprefix(BUILTIN)
+    builder = BUILTINS.get(name)
+    if builder is None:
+        raise UsageError(f"there is no builtin model {name!r}", f"Known: {', '.join(BUILTIN + n for n in BUILTINS)}.")
+    try:
+        return builder(**builder_arguments(spec.options))
+    except TypeError as error:
+        raise UsageError(f"{spec.name} does not take these options: {error}", "See docs/scenarios.md.") from error
+
+
+def _from_factory(spec: Model) -> nn.Module:
+    module_name, _, function_name = spec.name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"cannot find the model factory {spec.name}: {error}",
+            "Give package.module:function, importable from the current directory, or builtin:NAME.",
+        ) from error
+    try:
+        model = factory(**builder_arguments(spec.options))
+    except Exception as error:
+        raise UsageError(f"the model factory {spec.name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model factory {spec.name} returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _prepare(model: nn.Module, tokenizer: Any, spec: Model, dtype: torch.dtype, device: torch.device) -> Built:
+    for outlier in spec.outliers:
+        _scale(model, outlier)
+    model = model.to(device=device, dtype=dtype)
+    if spec.attention is not None and hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation(spec.attention)
+    if spec.quantization is not None:
+        quantize_linears(model, spec.quantization, dtype)
+    return Built(model=model, tokenizer=tokenizer)
+
+
+def _scale(model: nn.Module, outlier: Outlier) -> None:
+    matching = [p for name, p in model.named_parameters() if fnmatch.fnmatchcase(name, outlier.parameters)]
+    if not matching:
+        raise UsageError(
+            f"outliers: no parameter matches {outlier.parameters!r}",
+            f"The model has, for example, {next(iter(dict(model.named_parameters())), 'none')}.",
+        )
+    with torch.no_grad():
+        for parameter in matching:
+            parameter.mul_(outlier.scale)
+
+
+def _pretrained(spec: Model, dtype: torch.dtype, device: torch.device) -> Built:
+    if spec.outliers:
+        raise UsageError(f"{spec.name}: outliers are for builtin models", "Remove `outliers`: real weights need none.")
+    arguments: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
+    if spec.attention is not None:
+        arguments["attn_implementation"] = spec.attention
+    if spec.quantization is not None:
+        arguments["quantization_config"] = _bnb_config(spec.quantization, dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(spec.name, **arguments)
+        tokenizer = AutoTokenizer.from_pretrained(spec.name)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        place = "folder" if Path(spec.name).exists() else "model id"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        offline = " HF_HUB_OFFLINE is set." if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise UsageError(
+            f"cannot load the {place} {spec.name!r}: {reason}",
+            f"Give builtin:NAME, a folder with config.json and weights, or a hub id that can be reached.{offline}",
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return Built(model=model, tokenizer=tokenizer)
+
+
+def _bnb_config(spec: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=spec.kind,
+        bnb_4bit_use_double_quant=spec.nested,
+        bnb_4bit_compute_dtype=getattr(torch, spec.compute_dtype) if spec.compute_dtype else dtype,
+        llm_int8_skip_modules=list(spec.skip),
+    )
+
+
+def _adapt(model: nn.Module, spec: Lora) -> nn.Module:
+    config = LoraConfig(
+        r=spec.r,
+        lora_alpha=spec.alpha,
+        lora_dropout=spec.dropout,
+        target_modules=list(spec.targets),
+        modules_to_save=list(spec.modules_to_save) or None,
+        use_dora=spec.dora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, config, autocast_adapter_dtype=spec.autocast_adapter_dtype)
+    except ValueError as error:
+        raise UsageError(f"lora: {str(error).splitlines()[0]}", "Check `targets` and `modules_to_save`.") from error

@@ -1,0 +1,47 @@
+"""What the worker runs on."""
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+PACKAGES = (
+    "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets", "triton", "safetensors",
+    "tokenizers", "unsloth", "unsloth_zoo", "axolotl", "nemo_automodel", "flash_attn", "deepspeed", "liger_kernel",
+)  # fmt: skip
+VARIABLES = ("ACCELERATE_MIXED_PRECISION", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING",
+             "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "OMP_NUM_THREADS",
+             "TORCHDYNAMO_DISABLE", "UNSLOTH_FORCE_FLOAT32", "HF_HUB_OFFLINE")  # fmt: skip
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Versions, device, CPU capability and the environment variables that steer precision."""
+    values: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "device": str(device),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "cuda": torch.version.cuda,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        values["gpu"] = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "count": torch.cuda.device_count(),
+        }
+    return values
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,186 @@
+"""A worker: one process, one scenario, one trace."""
+
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import set_seed
+
+from dtypedoctor.corrections import CORRECTIONS
+from dtypedoctor.corrections.contract import Installed
+from dtypedoctor.errors import UsageError
+from dtypedoctor.instrument.session import Instruments, OpWindow
+from dtypedoctor.models.build import Built, build
+from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Scenario, ScenarioStep
+from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.trace.events import Correction, End, Environment, Header, Refused, Resources, Stage
+from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.worker.environment import describe_environment
+from dtypedoctor.worker.resources import MemoryMeter, checksum
+from dtypedoctor.workloads import WORKLOADS
+from dtypedoctor.workloads.context import Context
+
+
+def serve(directory: Path) -> int:
+    """Does what ``DIRECTORY/request.json`` asks for and leaves the trace beside it.
+
+    Returns:
+        0 if the scenario ran to its end, 1 if an exception ended it, 2 if the scenario cannot be run at all.
+    """
+    request = Request.model_validate_json((directory / REQUEST).read_bytes())
+    writer = TraceWriter(directory)
+    writer.write(Header(created=time.time(), pid=os.getpid(), watched=request.watch))
+    window = request.window
+    instruments = Instruments(
+        writer,
+        watch=request.watch,
+        window=OpWindow(call=window.call, step=window.step, until=window.until) if window else None,
+    )
+    run = _Run(request.scenario, instruments, directory)
+    outcome = "completed"
+    try:
+        run.all_stages()
+    except UsageError as error:
+        writer.write(Refused(message=error.message, hint=error.hint))
+        outcome = "refused"
+    except BaseException as error:  # whatever ends the scenario is its result
+        instruments.note_exception(error)
+        outcome = "raised"
+    finally:
+        instruments.stop()
+    run.conclude(outcome)
+    writer.close()
+    return {"completed": 0, "raised": 1, "refused": 2}[outcome]
+
+
+class _Run:
+    """The scenario's stages in one process."""
+
+    def __init__(self, scenario: Scenario, instruments: Instruments, directory: Path) -> None:
+        self._scenario = scenario
+        self._instruments = instruments
+        self._writer = instruments.writer
+        self._directory = directory
+        self._built: Built | None = None
+        self._installed: dict[str, Installed] = {}
+        self._steps = 0
+        self._began = time.perf_counter()
+        self._meter: MemoryMeter | None = None
+        self._device = torch.device("cpu")
+
+    def all_stages(self) -> None:
+        """Runs every step of the scenario in order."""
+        self._device = choose_device(self._scenario.device)
+        self._writer.write(Environment(values=describe_environment(self._device)))
+        if self._scenario.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        self._meter = MemoryMeter(self._device)
+        for index, stage in enumerate(self._scenario.steps):
+            self._stage(index, stage)
+
+    def _stage(self, index: int, stage: ScenarioStep) -> None:
+        kind = stage.workload.kind
+        self._writer.write(
+            Stage(n=self._writer.next_n(), index=index, name=stage.name or f"step-{index + 1}", workload=kind)
+        )
+        if stage.model is not None:
+            self._built = build(stage.model, self._device, self._scenario.seed)
+        assert self._built is not None  # the scenario's validation saw to it
+        self._correct(self._built.model)
+        self._instruments.start()
+        self._instruments.attach(self._built.model)
+        set_seed(self._scenario.seed)
+        context = Context(
+            scenario=self._scenario,
+            stage=stage,
+            built=self._built,
+            device=self._device,
+            instruments=self._instruments,
+            region=lambda: region(stage.autocast, self._device),
+            scratch=self._directory / "scratch",
+            pause=[installed.counters for installed in self._installed.values()],
+        )
+        try:
+            WORKLOADS[kind](context)
+        finally:
+            self._steps += context.steps_completed
+        self._instruments.stop()
+
+    def _correct(self, model: nn.Module) -> None:
+        for spec in self._scenario.corrections:
+            if spec.id in self._installed:
+                continue
+            self._install(spec, model)
+
+    def _install(self, spec: CorrectionSpec, model: nn.Module) -> None:
+        correction = CORRECTIONS.get(spec.id)
+        if correction is None:
+            raise UsageError(f"there is no correction {spec.id!r}", f"Known: {', '.join(CORRECTIONS)}.")
+        record = Correction(n=self._writer.next_n(), id=spec.id, target="", installed=False)
+        try:
+            installed = correction.install(model, spec.modules)
+        except Exception as error:
+            self._writer.write(replace(record, reason=f"{type(error).__name__}: {error}"))
+            raise
+        self._installed[spec.id] = installed
+        self._writer.write(replace(record, target=installed.target, installed=True, proof=installed.proof))
+
+    def conclude(self, outcome: str) -> None:
+        """Writes what only the end of a run knows. A device that no longer answers costs these records, nothing else."""
+        try:
+            self._conclude_corrections()
+            self._conclude_resources()
+        except RuntimeError as error:
+            self._instruments.note_exception(error)
+        self._writer.write(End(n=self._writer.next_n(), outcome=outcome, steps_completed=self._steps))
+
+    def _conclude_corrections(self) -> None:
+        for name, installed in self._installed.items():
+            self._writer.write(
+                Correction(
+                    n=self._writer.next_n(),
+                    id=name,
+                    target=installed.target,
+                    installed=True,
+                    proof=installed.proof,
+                    hits=installed.counters.hits,
+                    rescued=installed.counters.elements("rescued"),
+                    clamped=installed.counters.elements("clamped"),
+                )
+            )
+            installed.undo()
+
+    def _conclude_resources(self) -> None:
+        self._writer.write(
+            Resources(
+                seconds=time.perf_counter() - self._began,
+                peak_memory=self._meter.peak() if self._meter else 0,
+                device=str(self._device),
+                checksum=checksum(self._built.model) if self._built else None,
+            )
+        )
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device for ``auto``, ``cpu`` or ``cuda``.
+
+    Raises:
+        UsageError: CUDA is wanted where there is none.
+    """
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UsageError("this scenario needs a CUDA device and there is none", "Run it with `--device cpu`.")
+    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+
+
+def region(spec: Autocast | None, device: torch.device) -> AbstractContextManager[Any]:
+    """The autocast region that a scenario asks for."""
+    if spec is None:
+        return nullcontext()
+    return torch.autocast(device.type if spec.device == "auto" else spec.device, dtype=getattr(torch, spec.dtype))

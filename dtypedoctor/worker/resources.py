@@ -1,0 +1,57 @@
+"""How much memory a run takes."""
+
+import gc
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+class MemoryMeter:
+    """Peak memory over what was in use when the meter was made.
+
+    On CUDA the allocator's peak; on a CPU the peak resident size of the process as Linux counts it (``VmHWM``), which is
+    reset first. Where the kernel does not allow the reset the peak is that of the whole process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._base = torch.cuda.memory_allocated(device)
+        else:
+            _reset_peak()
+            self._base = _status("VmRSS")
+
+    def peak(self) -> int:
+        """Bytes over the baseline."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._base
+        return max(0, _status("VmHWM") - self._base)
+
+
+def _reset_peak() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _status(field: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def checksum(model: nn.Module) -> str:
+    """SHA-256 over the names and bytes of the trainable parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            digest.update(name.encode())
+            digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
