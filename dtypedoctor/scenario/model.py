@@ -16,7 +16,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=100)]
 class Strict(BaseModel):
     """Base of all parts: immutable, unknown keys refused, no silent conversion (``yes`` is not 1)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Outlier(Strict):
@@ -30,7 +30,7 @@ class Lora(Strict):
     """LoRA adapters through peft."""
 
     r: int = Field(default=8, ge=1, description="Rank of the update matrices.")
-    alpha: float = Field(default=16, gt=0, description="LoRA alpha; the update is scaled by alpha / r.")
+    alpha: float = Field(default=16.0, gt=0, description="LoRA alpha; the update is scaled by alpha / r.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout probability on the adapter's input.")
     targets: list[str] = Field(min_length=1, description="Names of the modules to adapt, as peft's `target_modules`.")
     modules_to_save: list[str] = Field(default_factory=list, description="Modules trained in full beside the adapters.")
@@ -86,7 +86,7 @@ class TrainSettings(Strict):
 class Grpo(TrainSettings):
     """TRL's GRPOTrainer on a small arithmetic prompt set with a reward that needs no model."""
 
-    kind: Literal["grpo"]
+    kind: Literal["grpo"] = Field(description="Chooses this workload.")
     generations: int = Field(default=2, ge=2, description="Completions per prompt (`num_generations`).")
     new_tokens: int = Field(default=8, ge=1, description="Largest completion length.")
     prompts: int = Field(default=64, ge=1, description="Number of prompts in the generated data set.")
@@ -99,7 +99,7 @@ class Grpo(TrainSettings):
 class Sft(TrainSettings):
     """TRL's SFTTrainer on a small arithmetic data set."""
 
-    kind: Literal["sft"]
+    kind: Literal["sft"] = Field(description="Chooses this workload.")
     examples: int = Field(default=64, ge=1, description="Number of examples in the generated data set.")
     max_length: int = Field(default=64, ge=8, description="Longest example in tokens.")
     mixed_precision: Literal["no", "fp16", "bf16"] = Field(default="no", description="TRL's own amp flag.")
@@ -108,9 +108,9 @@ class Sft(TrainSettings):
 class Train(TrainSettings):
     """A plain PyTorch training loop on random token ids, without any trainer."""
 
-    kind: Literal["train"]
+    kind: Literal["train"] = Field(description="Chooses this workload.")
     sequence_length: int = Field(default=32, ge=1, description="Tokens per sequence.")
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Gradient clipping, none if null.")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Largest gradient norm; no clipping if null.")
     autocast_scope: Literal["forward", "loop"] = Field(
         default="forward", description="Whether autocast wraps each forward or the whole loop."
     )
@@ -119,7 +119,7 @@ class Train(TrainSettings):
 class Forward(Strict):
     """Forward passes on random token ids; with `backward` also the gradients of the summed loss."""
 
-    kind: Literal["forward"]
+    kind: Literal["forward"] = Field(description="Chooses this workload.")
     steps: int = Field(default=1, ge=1, description="Number of forward passes.")
     batch_size: int = Field(default=2, ge=1, description="Sequences per pass.")
     sequence_length: int = Field(default=32, ge=1, description="Tokens per sequence.")
@@ -129,7 +129,7 @@ class Forward(Strict):
 class Generate(Strict):
     """Text generation from short prompts."""
 
-    kind: Literal["generate"]
+    kind: Literal["generate"] = Field(description="Chooses this workload.")
     steps: int = Field(default=1, ge=1, description="Number of `generate` calls.")
     batch_size: int = Field(default=2, ge=1, description="Prompts per call.")
     new_tokens: int = Field(default=8, ge=1, description="New tokens per prompt.")
@@ -139,13 +139,13 @@ class Generate(Strict):
 class Unload(Strict):
     """Deletes the model of the steps before and frees its memory, as a notebook user would."""
 
-    kind: Literal["unload"]
+    kind: Literal["unload"] = Field(description="Chooses this workload.")
 
 
 class Script(Strict):
     """Runs a user's script, unchanged, in this process."""
 
-    kind: Literal["script"]
+    kind: Literal["script"] = Field(description="Chooses this workload.")
     path: str | None = Field(default=None, description="Path of the script.")
     module: str | None = Field(default=None, description="Dotted module name, as `python -m`.")
     args: list[str] = Field(default_factory=list, description="Arguments of the script.")
@@ -217,7 +217,9 @@ class Scenario(Strict):
     steps: list[ScenarioStep] = Field(min_length=1, description="What is done, in order, in one process.")
     device: Device = Field(default="auto", description="`auto` takes CUDA where there is one.")
     seed: int = Field(default=3407, ge=0, lt=2**32, description="Seed of weights, data and sampling.")
-    time_limit: int = Field(default=600, ge=1, description="Seconds after which the worker is stopped.")
+    time_limit: int = Field(
+        default=600, ge=1, le=604_800, description="Seconds after which the worker is stopped; at most a week."
+    )
     deterministic: bool = Field(default=True, description="Ask torch for deterministic algorithms.")
     corrections: list[CorrectionSpec] = Field(default_factory=list, description="Corrections switched on in this run.")
     remedies: list[Name] = Field(
