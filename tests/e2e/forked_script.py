@@ -1,0 +1,97 @@
+"""Runs a script in a forked child, which starts with every heavy library imported already."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TIME_LIMIT = 120.0
+
+SLOW_PARTS = {
+    "torch": ("torch", "torch._dynamo"),
+    "transformers": ("transformers.generation.utils", "transformers.trainer", "transformers.models.llama.modeling_llama"),
+    "trl": ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"),
+}
+"""Modules that a library imports on first use, seconds each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a script ended: class name and text of what it raised, what it printed, what the probe brought back."""
+
+    raised: str | None
+    message: str
+    output: str
+    seconds: float
+    evidence: Any
+
+
+Around = Callable[[Callable[[], None]], Any]
+"""Calls the script that it is given, which never raises, and returns evidence that can be pickled."""
+
+
+def preload(libraries: frozenset[str]) -> None:
+    """Import what the children will need, once, here."""
+    for library in sorted(libraries | {"torch"}):
+        for name in SLOW_PARTS.get(library, (library,)):
+            importlib.import_module(name)
+
+
+def run_forked(path: Path, folder: Path, around: Around) -> Ended:
+    """Run ``path`` in a child whose working directory is ``folder``."""
+    result, output = folder / "ended.pickle", folder / "output.txt"
+    child = os.fork()
+    if child == 0:
+        os._exit(run_here(path, folder, result, output, around))
+    wait_for(child, path)
+    raised, message, seconds, evidence = pickle.loads(result.read_bytes())
+    text = output.read_text(encoding="utf-8", errors="replace")
+    return Ended(raised=raised, message=message, output=text, seconds=seconds, evidence=evidence)
+
+
+def wait_for(child: int, path: Path) -> None:
+    """Wait for ``child``; one that takes too long is killed and reported as a TimeoutError."""
+    deadline = time.monotonic() + TIME_LIMIT
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise TimeoutError(f"{path.name} ran longer than {TIME_LIMIT:.0f} s")
+        time.sleep(0.005)
+
+
+def run_here(path: Path, folder: Path, result: Path, output: Path, around: Around) -> int:
+    """The child's side: streams to a file, the script as ``__main__``, its end written to ``result``."""
+    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.chdir(folder)
+    sys.argv = [str(path)]
+    sys.path.insert(0, str(path.parent))
+    raised: list[BaseException] = []
+
+    def script() -> None:
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except BaseException as error:  # whatever ends a script is what is reported here
+            raised.append(error)
+
+    started = time.perf_counter()
+    evidence = around(script)
+    seconds = time.perf_counter() - started
+    name = type(raised[0]).__name__ if raised else None
+    result.write_bytes(pickle.dumps((name, str(raised[0]) if raised else "", seconds, evidence)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return 0
