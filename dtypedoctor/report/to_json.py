@@ -11,6 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.model import SCHEMA, Report, Trial
 
+__all__ = ["from_json", "plain", "render_json"]
+
 _HINT = "Give the report.json that dtypedoctor wrote, or run the scenario again."
 
 
@@ -45,7 +47,7 @@ def from_json(text: str) -> Report:
 
 
 def _document(report: Report) -> dict[str, Any]:
-    document = {"schema": SCHEMA, **_plain(report)}
+    document = {"schema": SCHEMA, **plain(report)}
     document["trials"] = [_trial(trial) for trial in report.trials]
     return document
 
@@ -53,20 +55,21 @@ def _document(report: Report) -> dict[str, Any]:
 def _trial(trial: Trial) -> dict[str, Any]:
     run = trial.run
     return {
-        **_plain(trial),
+        **plain(trial),
         "steps_completed": run.steps_completed if run else None,
-        "loss": _plain(run.loss) if run else [],
-        "grad_norm": _plain(run.grad_norm) if run else [],
+        "loss": plain(run.loss) if run else [],
+        "grad_norm": plain(run.grad_norm) if run else [],
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """``value`` in terms of what JSON has: enums as their text, NaN and inf as None, whatever is unknown as its ``str``."""
     if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
-        return {_unicode(str(key)): _plain(item) for key, item in value.items()}
+        return {_unicode(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, int) else _unicode(str(value))
