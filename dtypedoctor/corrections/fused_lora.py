@@ -1,0 +1,109 @@
+"""Corrections of the fused LoRA projections; which of them cures which failure is for the trials to show."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtypedoctor.corrections.contract import Correction, Installed, TargetMismatchError
+from dtypedoctor.corrections.kernel_swap import swap_step, together
+from dtypedoctor.kernels import dequantize, fused_lora
+from dtypedoctor.kernels.counters import Counters
+
+
+def _swap(name: str, corrective: Callable[..., Any]) -> Callable[[nn.Module, Sequence[str]], Installed]:
+    def install(model: nn.Module, modules: Sequence[str]) -> Installed:
+        return swap_step(model, fused_lora, name, corrective, Counters())
+
+    return install
+
+
+def _install_backward_autocast_off(model: nn.Module, modules: Sequence[str]) -> Installed:
+    counters = Counters()
+    scope = swap_step(model, fused_lora, "run_backward", fused_lora.run_backward_without_autocast, counters)
+    try:
+        casts = swap_step(model, fused_lora, "backward_weight", fused_lora.backward_weight_cast, Counters())
+    except TargetMismatchError:
+        scope.undo()
+        raise
+    return together(scope, casts)
+
+
+def _install_quant_state_dtype(model: nn.Module, modules: Sequence[str]) -> Installed:
+    """Sets ``quant_state.dtype`` of every packed weight to the dtype of the activations, that of the input embedding.
+
+    ``hits`` is the number of quantisation states that were changed.
+    """
+    dtype = _activation_dtype(model)
+    states = _quant_states(model)
+    before = {name: state.dtype for name, state in states.items() if state.dtype != dtype}
+    if not before:
+        raise TargetMismatchError(f"there is nothing to set: each of {len(states)} quant_states already says {dtype}")
+    if dequantize.choose_kernel(dtype) != dtype:
+        raise TargetMismatchError(f"there is no dequantise kernel for {dtype}: the weights would be silently wrong")
+    counters = Counters(hits=len(before))
+    for name in before:
+        states[name].dtype = dtype
+
+    def undo() -> None:
+        for name, old in before.items():
+            states[name].dtype = old
+
+    found = {str(state.dtype) for state in _quant_states(model).values()}
+    return Installed(
+        target="quant_state.dtype",
+        proof=f"{len(before)} of {len(states)} quant_states were changed; all now say {', '.join(sorted(found))}",
+        undo=undo,
+        counters=counters,
+    )
+
+
+def _activation_dtype(model: nn.Module) -> torch.dtype:
+    find = getattr(model, "get_input_embeddings", None)
+    weight = getattr(find() if find else None, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise TargetMismatchError(f"{type(model).__name__} has no input embedding to take the activations' dtype from")
+    return weight.dtype
+
+
+def _quant_states(model: nn.Module) -> dict[str, Any]:
+    states = {name: getattr(parameter, "quant_state", None) for name, parameter in model.named_parameters()}
+    found = {name: state for name, state in states.items() if state is not None}
+    if not found:
+        raise TargetMismatchError(f"{type(model).__name__} has no packed weights")
+    return found
+
+
+CORRECTIONS_FUSED_LORA = (
+    Correction(
+        id="cast-after-dequantize",
+        summary="Casts the dequantised weight and the base product of a LoRA projection to the activations' dtype.",
+        install=_swap("lora_matmul", fused_lora.lora_matmul_cast_after_dequantize),
+    ),
+    Correction(
+        id="quant-state-dtype",
+        summary="Sets quant_state.dtype of every packed weight to the dtype of the activations.",
+        install=_install_quant_state_dtype,
+    ),
+    Correction(
+        id="backward-autocast-off",
+        summary="Runs the hand-written backward passes without autocast, gradients and weights cast to the input's dtype.",
+        install=_install_backward_autocast_off,
+    ),
+    Correction(
+        id="out-of-place-addmm",
+        summary="Adds the LoRA products out of place, where autocast reaches them.",
+        install=_swap("accumulate", fused_lora.accumulate_out_of_place),
+    ),
+    Correction(
+        id="decode-in-input-dtype",
+        summary="Runs the projections of a single new token in the activations' dtype, without autocast or packed kernel.",
+        install=_swap("decode_linear", fused_lora.decode_linear_in_input_dtype),
+    ),
+    Correction(
+        id="strict",
+        summary="Raises where weight, quantisation state, activations and autocast disagree, instead of casting.",
+        install=_swap("dense_weight", fused_lora.strict_dense_weight),
+    ),
+)
