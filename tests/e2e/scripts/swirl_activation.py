@@ -1,0 +1,55 @@
+# expect:
+#   id: float16-overflow
+#   fqn: net.2
+#   op: aten.mul.Tensor
+#   phase: forward
+#   step: 1
+#   raises: null
+#   family: nonfinite
+#   why: the cube inside a custom autograd function's forward exceeds float16
+
+import torch
+from torch import nn
+
+
+class Swirl(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        square = x * x
+        return torch.tanh(square * x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        y = torch.tanh(x * x * x)
+        return grad * (1 - y * y) * 3 * x * x
+
+
+class SwirlLayer(nn.Module):
+    def forward(self, x):
+        return Swirl.apply(x)
+
+
+class Surface(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(2, 40), nn.Linear(40, 40), SwirlLayer(), nn.Linear(40, 40), SwirlLayer(), nn.Linear(40, 1)
+        )
+
+    def forward(self, xy):
+        return self.net(xy)
+
+
+torch.manual_seed(0)
+surface = Surface().half()
+grid = torch.cartesian_prod(torch.linspace(-500, 500, 9), torch.linspace(-500, 500, 9)).half()
+height = torch.sin(grid.float().sum(-1, keepdim=True) / 300)
+opt = torch.optim.SGD(surface.parameters(), lr=1e-4)
+for it in range(2):
+    loss = nn.functional.mse_loss(surface(grid).float(), height)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    print(it, loss.item())
