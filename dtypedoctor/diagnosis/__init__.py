@@ -1,1 +1,22 @@
 """Reads traces and says what went wrong. No torch."""
+
+from collections.abc import Callable, Iterable
+
+from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.overflow import detect_overflow
+from dtypedoctor.trace.reader import Trace
+
+Detector = Callable[[Trace], Iterable[Finding]]
+
+DETECTORS: dict[str, Detector] = {
+    "overflow": detect_overflow,
+}
+"""Every detector by the name of its family."""
+
+_RANK = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
+
+
+def diagnose(trace: Trace) -> tuple[Finding, ...]:
+    """Everything that the detectors see in ``trace``, the root cause before its consequences."""
+    found = [finding for detector in DETECTORS.values() for finding in detector(trace)]
+    return tuple(sorted(found, key=lambda f: _RANK[f.severity]))

@@ -175,17 +175,17 @@ def _is_inplace(func: Any) -> bool:
     return bool(func._schema.name.split("::")[-1].endswith("_")) and func._schema.is_mutable
 
 
-def _keep_mutable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _keep_mutable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with a copy of everything the op writes to, so that it can be replayed."""
     if not func._schema.is_mutable:
-        return func, args, kwargs
+        return args, kwargs
     written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     positions = [a.name for a in func._schema.arguments]
     kept = tuple(
         a.clone() if isinstance(a, Tensor) and i < len(positions) and positions[i] in written else a
         for i, a in enumerate(args)
     )
-    return func, kept, {k: v.clone() if k in written and isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    return kept, {k: v.clone() if k in written and isinstance(v, Tensor) else v for k, v in kwargs.items()}
 
 
 def _scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ def replay_wider(writer: TraceWriter, of: int, func: Any, args: tuple[Any, ...],
     def widen(value: Any) -> Any:
         if measurable(value):
             return value.to(wide)
-        return wide if value in _FLOATS and isinstance(value, torch.dtype) else value
+        return wide if isinstance(value, torch.dtype) and value in _FLOATS else value
 
     _replay(writer, of, str(wide).removeprefix("torch."), func, tree_map(widen, (args, kwargs)))
 

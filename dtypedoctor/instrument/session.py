@@ -64,6 +64,7 @@ class Instruments:
         """Begins to watch."""
         self._autocast.start()
         self._phases.start()
+        self._phases.follow_generate()
         if self._watch:
             self._modules.start()
 

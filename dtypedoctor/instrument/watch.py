@@ -5,7 +5,7 @@ copies and compiles as before. Inside a compiled region the hooks do nothing (an
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -84,9 +84,10 @@ class ModuleWatch:
         for listener in self.before_root:
             listener(module)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         if torch.compiler.is_compiling() or self._position.muted:
             return
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])  # torch drops kwargs where forward has raised
         stack = self._position.stack
         if module not in stack[-1:]:
             if module not in stack:

@@ -15,7 +15,7 @@ from dtypedoctor.corrections import CORRECTIONS
 from dtypedoctor.corrections.contract import Installed
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.session import Instruments, OpWindow
-from dtypedoctor.models.build import Built, build
+from dtypedoctor.models.build import BUILTIN, Built, build
 from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Scenario, ScenarioStep
 from dtypedoctor.scenario.request import REQUEST, Request
 from dtypedoctor.trace.events import Correction, End, Environment, Header, Refused, Resources, Stage
@@ -80,6 +80,8 @@ class _Run:
         if self._scenario.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)
+        if self._device.type == "cpu" and all(_is_builtin(stage) for stage in self._scenario.steps):
+            torch.set_num_threads(1)  # tiny models gain nothing from more, and sums then do not depend on the machine
         self._meter = MemoryMeter(self._device)
         for index, stage in enumerate(self._scenario.steps):
             self._stage(index, stage)
@@ -165,6 +167,10 @@ class _Run:
                 checksum=checksum(self._built.model) if self._built else None,
             )
         )
+
+
+def _is_builtin(stage: ScenarioStep) -> bool:
+    return stage.model is None or stage.model.name.startswith(BUILTIN)
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -1,0 +1,19 @@
+"""Consoles that suit where the text goes."""
+
+import os
+from typing import TextIO
+
+from rich.console import Console
+
+PLAIN_WIDTH = 100
+"""Columns when the output is not a terminal."""
+
+
+def console_for(stream: TextIO) -> Console:
+    """A console on ``stream``: as wide as the terminal (80 columns at least); plain, 100 columns, when it is piped."""
+    terminal = stream.isatty()
+    if not terminal:
+        return Console(file=stream, width=int(os.environ.get("COLUMNS", PLAIN_WIDTH)), no_color=True, force_terminal=False,
+                       legacy_windows=False, highlight=False)  # fmt: skip
+    console = Console(file=stream, highlight=False)
+    return console if console.width >= 80 else Console(file=stream, highlight=False, width=80)

@@ -1,0 +1,32 @@
+"""``dtypedoctor scenarios``: what can be run."""
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from dtypedoctor.scenario.catalog import available
+from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.schema import json_schema
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command(name="scenarios", epilog="Example:  dtypedoctor scenarios --schema > scenario.schema.json")(scenarios)
+
+
+def scenarios(
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of scenario files, for editors, and exit.")
+    ] = False,
+) -> None:
+    """List the scenarios that come with the program."""
+    if schema:
+        print(json.dumps(json_schema(), indent=2))
+        return
+    found = [load_scenario(path) for path in available()]
+    width = max((len(s.name) for s in found), default=0)
+    for scenario in found:
+        print(f"{scenario.name:<{width}}  {scenario.summary}")
+    print("\nNext: dtypedoctor run NAME", file=sys.stderr)

@@ -1,0 +1,16 @@
+"""Which remedies are worth trying for a finding."""
+
+BY_FINDING: dict[str, tuple[str, ...]] = {
+    "float16-overflow": ("bfloat16",),
+}
+"""Remedies that fit a finding wherever it originates."""
+
+BY_MODULE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("float16-overflow", "Gemma4TextMLP"): ("gemma4-mlp-float32-product",),
+}
+"""Remedies written for one class of module."""
+
+
+def remedies_for(finding: str, cls: str = "") -> tuple[str, ...]:
+    """Ids of the remedies for ``finding`` originating in a module of class ``cls``, the most specific first."""
+    return BY_MODULE.get((finding, cls), ()) + BY_FINDING.get(finding, ())

@@ -1,0 +1,83 @@
+"""Makes the Report of a treatment."""
+
+from collections.abc import Iterator
+
+from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.report.model import Outcome, Report, Status
+from dtypedoctor.report.origin_strip import origin_strip
+from dtypedoctor.trace.events import NotWatched
+from dtypedoctor.trials.treatment import Treatment, expectation
+
+
+def build_report(treatment: Treatment, *, command: str, files: dict[str, str], next_command: str) -> Report:
+    """Everything that is said about a treated scenario.
+
+    Args:
+        treatment: what was found out.
+        command: the command line that led here.
+        files: where things lie in the run directory, by name.
+        next_command: what to type next.
+    """
+    scenario = treatment.scenario
+    expects = bool(scenario.expect.findings)
+    met, sentence = expectation(scenario, treatment)
+    primary = treatment.findings[0] if treatment.findings else None
+    return Report(
+        name=scenario.name,
+        status=_status(treatment),
+        headline=_headline(treatment, primary),
+        findings=treatment.findings,
+        trials=treatment.trials,
+        before=treatment.before_summary,
+        reference=treatment.reference_summary,
+        strip=origin_strip(treatment.diagnosed, primary),
+        observer=treatment.observer,
+        coverage=tuple(_coverage(treatment)),
+        environment=treatment.before.trace.environment,
+        scenario=scenario.model_dump(mode="json", exclude_defaults=True),
+        files=files,
+        command=command,
+        expectation=sentence if expects and treatment.trials else "",
+        expectation_met=met if expects and treatment.trials else None,
+        next_command=next_command,
+    )
+
+
+def _status(treatment: Treatment) -> Status:
+    if treatment.before.exit.died:
+        return Status.WORKER_DIED
+    if any(f.severity is not Severity.INFO for f in treatment.findings):
+        return Status.FINDINGS
+    return Status.HEALTHY if treatment.before_summary.ended == "completed" else Status.ERROR
+
+
+def _headline(treatment: Treatment, primary: Finding | None) -> str:
+    if primary is not None:
+        cures = [t.remedy for t in treatment.trials if t.outcome is Outcome.FIXED]
+        if cures:
+            return f"{primary.summary} Cured by {' or '.join(cures)}."
+        return primary.summary
+    before = treatment.before_summary
+    if treatment.before.exit.died:
+        return f"The worker was {treatment.before.exit.describe()}{_last_module(treatment)}."
+    if before.ended != "completed":
+        return f"The run failed, but not through its dtypes as far as could be seen: {before.ended}"
+    return f"Nothing found: {before.steps_completed} of {before.steps_planned} steps done, everything finite."
+
+
+def _last_module(treatment: Treatment) -> str:
+    cursor = treatment.before.trace.cursor
+    if cursor is None or cursor.site is None:
+        return " before any module was entered"
+    return f"; the last module entered was {cursor.site.fqn or cursor.site.cls} in step {cursor.step} ({cursor.site.phase})"
+
+
+def _coverage(treatment: Treatment) -> Iterator[str]:
+    trace = treatment.before.trace
+    for note in trace.all(NotWatched):
+        yield f"{note.what}: {note.why}"
+    yield from (f"trace: {damage}" for damage in trace.damage)
+    if trace.end is None:
+        yield "the end of the run: the trace has no end record, so the last moments may be missing"
+    if treatment.findings and treatment.closer is None:
+        yield "single operations: the failure did not come back in a second run, so no op trace shows it"

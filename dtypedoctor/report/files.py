@@ -1,0 +1,50 @@
+"""Reports on disk."""
+
+import json
+from pathlib import Path
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.report.markdown import render_markdown
+from dtypedoctor.report.model import Report
+from dtypedoctor.report.redaction import redact
+from dtypedoctor.report.to_json import from_json, render_json
+
+REPORT_JSON = "report.json"
+REPORT_MD = "report.md"
+
+
+def write_report(directory: Path, report: Report) -> Report:
+    """Writes ``report.json`` and ``report.md`` into ``directory`` and returns the report as it was written.
+
+    Reports are attached to public tickets, so private strings are replaced first.
+    """
+    public = redact(report)
+    _replace(directory / REPORT_JSON, render_json(public))
+    _replace(directory / REPORT_MD, render_markdown(public))
+    return public
+
+
+def read_report(place: Path) -> Report:
+    """Reads the report that a run has left in ``place`` (the directory or the file itself).
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+    """
+    path = place / REPORT_JSON if place.is_dir() else place
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{place}: no report here", "Give a directory that `dtypedoctor run`, `exec` or `bisect` has left."
+        ) from error
+    try:
+        return from_json(text)
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: not a report of dtypedoctor ({error})") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file as a whole: readers see the old content or the new one, never half of it."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,177 @@
+"""Starts workers, each a process of its own, and collects what they left.
+
+Workers are forked from a warm server (the standard library's forkserver with torch and the trainers imported), so that
+a run starts in milliseconds instead of seconds. The server never touches CUDA.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.runner.child import WORKER, begin
+from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.trace.events import Refused
+from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.writer import EVENTS
+
+EXIT = "exit.json"
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExit:
+    """How a worker process ended.
+
+    Attributes:
+        code: exit status, or minus the signal that ended it.
+        timed_out: whether the doctor stopped it at its time limit.
+        seconds: wall-clock time from start to end.
+    """
+
+    code: int
+    timed_out: bool
+    seconds: float
+
+    @property
+    def died(self) -> bool:
+        """Whether the process did not end by itself in an orderly way."""
+        return self.timed_out or self.code not in (0, 1, 2)
+
+    def describe(self) -> str:
+        """How it ended, in words."""
+        if self.timed_out:
+            return f"stopped at its time limit after {self.seconds:.0f} s"
+        if self.code >= 0:
+            return f"ended with status {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        likely = " (often: out of memory)" if -self.code == signal.SIGKILL else ""
+        return f"killed by {name}{likely}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished run: its trace, how the worker ended, and where everything lies."""
+
+    trace: Trace
+    exit: WorkerExit
+    directory: Path
+
+
+Progress = Callable[[Path], None]
+"""Called now and then with the directory of the run that is going on."""
+
+
+class Launcher:
+    """Runs requests in worker processes. Use as a context manager.
+
+    Args:
+        progress: called every few hundredths of a second while a worker runs.
+        log: file for what the warm server prints while it imports.
+    """
+
+    def __init__(self, log: Path, progress: Progress | None = None) -> None:
+        self._log = log
+        self._progress = progress
+        self._context = multiprocessing.get_context("forkserver")
+
+    def __enter__(self) -> "Launcher":
+        self._context.set_forkserver_preload([WORKER, __name__])
+        with _streams_to(self._log):
+            forkserver.ensure_running()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None  # the server ends with this process, or serves the next launcher
+
+    def run(self, request: Request, directory: Path) -> Run:
+        """Runs ``request`` in a new process; everything it leaves lies in ``directory``, which must not exist yet.
+
+        Raises:
+            UsageError: the directory cannot be written, or the worker says that the scenario cannot be run at all.
+        """
+        make_directory(directory)
+        (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
+        process = self._context.Process(target=begin, args=(str(directory),), daemon=False)
+        began = time.monotonic()
+        process.start()
+        try:
+            timed_out = not self._wait(process, directory, began + request.scenario.time_limit)
+        finally:
+            _stop(process)
+        ended = WorkerExit(code=process.exitcode or 0, timed_out=timed_out, seconds=time.monotonic() - began)
+        (directory / EXIT).write_text(json.dumps(asdict(ended)), encoding="utf-8")
+        run = Run(trace=_trace(directory), exit=ended, directory=directory)
+        refused = run.trace.last(Refused)
+        if refused is not None:
+            raise UsageError(refused.message, refused.hint)
+        return run
+
+    def _wait(self, process: ForkServerProcess, directory: Path, deadline: float) -> bool:
+        while process.is_alive():
+            if time.monotonic() > deadline:
+                return False
+            process.join(POLL_SECONDS)
+            if self._progress is not None:
+                self._progress(directory)
+        return True
+
+
+def make_directory(directory: Path) -> None:
+    """Creates a directory that does not exist yet.
+
+    Raises:
+        UsageError: it exists, or cannot be created.
+    """
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(f"{directory}: already exists", "A run is never overwritten; give another --out.") from None
+    except OSError as error:
+        raise UsageError(f"{directory}: cannot be created ({error.strerror})", "Give a writable --out.") from error
+
+
+def _trace(directory: Path) -> Trace:
+    if not (directory / EVENTS).exists():
+        return Trace(records=(), samples=(), sites={})
+    return read_trace(directory)
+
+
+def _stop(process: ForkServerProcess) -> None:
+    """Ends the worker and everything that it started."""
+    if process.pid is None:
+        return
+    if process.is_alive():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+    process.join()
+
+
+@contextlib.contextmanager
+def _streams_to(path: Path) -> Iterator[None]:
+    """Lets a process that is started inside inherit ``path`` as its standard output and error."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        for descriptor, original in enumerate(kept, start=1):
+            os.dup2(original, descriptor)
+            os.close(original)

@@ -1,0 +1,77 @@
+"""What trials find out, as values."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """Outcome of a trial."""
+
+    FIXED = "fixed"
+    NOT_FIXED = "not-fixed"
+    NOT_TRIED = "not-tried"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """How far the policy's token log-probabilities are from the reference's on the same inputs, per step.
+
+    The KL divergence is estimated per token with exp(d) - d - 1, d = log p_reference - log p
+    (the k3 estimator, http://joschu.net/blog/kl-approx.html), and averaged over the probe batch.
+    """
+
+    median_kl: float | None
+    p95_kl: float | None
+    max_kl: float | None
+    total_kl: float | None
+    steps_compared: int
+    reward_equal_steps: int | None = None
+    """Steps whose mean reward differs by less than 0.01; None without rewards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What one run did, as it stands in the before/after table. None marks a number that is missing or not finite."""
+
+    label: str
+    steps_completed: int
+    steps_planned: int
+    loss: tuple[float | None, ...] = ()
+    grad_norm: tuple[float | None, ...] = ()
+    reward: tuple[float | None, ...] = ()
+    step_time: float | None = None
+    """Median seconds of the steps after the first (of all where there is only one)."""
+    peak_memory: int | None = None
+    """Bytes over the baseline before the model was built."""
+    ended: str = "completed"
+    """How it ended, in words."""
+    finding_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A remedy that was tried by running the changed scenario, or the reason why it was not."""
+
+    remedy: str
+    summary: str
+    outcome: Outcome
+    reason: str
+    safe: bool
+    run: RunSummary | None = None
+    parity: Parity | None = None
+    rescued_elements: int | None = None
+    clamped_elements: int | None = None
+    step_time_ratio: float | None = None
+    peak_memory_ratio: float | None = None
+    ratio_base: str | None = None
+    """Label of the run that the ratios are against."""
+    output_error: float | None = None
+    """Relative error of the outputs against a float32 reference, where measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observer:
+    """Whether the watched run and an unwatched one gave bitwise equal losses, gradients and parameters."""
+
+    bitwise_equal: bool | None
+    reason: str

@@ -1,0 +1,45 @@
+"""What a run did, boiled down to the numbers of the before/after table."""
+
+from statistics import median
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.runner.launch import Run
+from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.trace.events import Metric, Raised, Resources
+from dtypedoctor.trials.results import RunSummary
+
+
+def planned_steps(scenario: Scenario) -> int:
+    """Steps that the scenario's workloads are to do."""
+    return sum(getattr(step.workload, "steps", 0) for step in scenario.steps)
+
+
+def summarise(label: str, run: Run, scenario: Scenario) -> RunSummary:
+    """The row of ``run`` in the before/after table."""
+    trace = run.trace
+    metrics = trace.all(Metric)
+    resources = trace.last(Resources)
+    times = [m.values["step_time"] for m in metrics if "step_time" in m.values]
+    return RunSummary(
+        label=label,
+        steps_completed=trace.end.steps_completed if trace.end else len(metrics),
+        steps_planned=planned_steps(scenario),
+        loss=tuple(m.values.get("loss") for m in metrics),
+        grad_norm=tuple(m.values.get("grad_norm") for m in metrics),
+        reward=tuple(m.values.get("reward") for m in metrics) if any("reward" in m.values for m in metrics) else (),
+        step_time=median(times[1:] or times) if times else None,
+        peak_memory=resources.peak_memory if resources else None,
+        ended=how_it_ended(run),
+        finding_ids=tuple(dict.fromkeys(f.id for f in diagnose(trace))),
+    )
+
+
+def how_it_ended(run: Run) -> str:
+    """The end of a run in words: ``completed``, the exception, or how the process died."""
+    if run.exit.died:
+        return run.exit.describe()
+    raised = run.trace.last(Raised)
+    if raised is not None:
+        first_line = raised.message.splitlines()[0] if raised.message else ""
+        return f"{raised.type} in step {raised.step} ({raised.phase}): {first_line[:160]}"
+    return "completed" if run.trace.end is not None else "the trace has no end"

@@ -1,0 +1,137 @@
+"""The whole treatment of a scenario: before, diagnosis, a closer look, trials, reference."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.window import suspicious_window
+from dtypedoctor.runner.launch import Run
+from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.scenario.request import Request
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trials.judge import judge, not_tried
+from dtypedoctor.trials.observer import compare_unwatched
+from dtypedoctor.trials.remedies import REMEDIES, Remedy
+from dtypedoctor.trials.results import Observer, Outcome, RunSummary, Trial
+from dtypedoctor.trials.summary import summarise
+
+RunRequest = Callable[[str, Request], Run]
+"""Runs a request under a label that is unique within the treatment, e.g. ``before`` or ``remedy-bfloat16``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """Everything that was found out about a scenario.
+
+    Attributes:
+        before: the untreated run.
+        closer: the second look at the same failure with the op trace on, if there was anything to look at.
+        diagnosed: the trace that the findings come from (the closer look's where there is one).
+    """
+
+    scenario: Scenario
+    before: Run
+    before_summary: RunSummary
+    closer: Run | None
+    diagnosed: Trace
+    findings: tuple[Finding, ...]
+    observer: Observer
+    reference: Run | None
+    reference_summary: RunSummary | None
+    trials: tuple[Trial, ...]
+
+
+def treat(scenario: Scenario, run: RunRequest, *, remedies: bool = True) -> Treatment:
+    """Runs ``scenario``, explains it, tries what may cure it and compares with the reference.
+
+    Args:
+        scenario: what to run.
+        run: runs one request.
+        remedies: False stops after the diagnosis.
+    """
+    before = run("before", Request(scenario=scenario))
+    closer = _look_closer(scenario, before, run)
+    diagnosed = closer.trace if closer is not None else before.trace
+    findings = diagnose(diagnosed)
+    before_summary = summarise("before", before, scenario)
+    observer = compare_unwatched(before, run("unwatched", Request(scenario=scenario, watch=False)))
+    reference = _reference(scenario, run) if remedies and findings else None
+    reference_summary = summarise("reference", reference, scenario) if reference is not None else None
+    trials: tuple[Trial, ...] = ()
+    if remedies:
+        compared = (reference_summary, reference.trace) if reference is not None and reference_summary is not None else None
+        trials = tuple(_try(r, scenario, run, (before_summary, findings), compared) for r in _proposed(scenario, findings))
+    return Treatment(
+        scenario=scenario,
+        before=before,
+        before_summary=before_summary,
+        closer=closer,
+        diagnosed=diagnosed,
+        findings=findings,
+        observer=observer,
+        reference=reference,
+        reference_summary=reference_summary,
+        trials=trials,
+    )
+
+
+def _look_closer(scenario: Scenario, before: Run, run: RunRequest) -> Run | None:
+    """The same run again with the op trace on where the first one failed; None if there is nothing to look at."""
+    window = suspicious_window(before.trace)
+    if window is None or before.exit.timed_out:
+        return None
+    closer = run("closer", Request(scenario=scenario, window=window))
+    return closer if suspicious_window(closer.trace) is not None else None
+
+
+def _reference(scenario: Scenario, run: RunRequest) -> Run | None:
+    if scenario.reference is None:
+        return None
+    steps = scenario.model_dump()["steps"]
+    for step in steps:
+        if step["model"] is not None:
+            step["model"]["dtype"] = scenario.reference.dtype
+        if not scenario.reference.autocast:
+            step["autocast"] = None
+    return run("reference", Request(scenario=scenario.with_changes(steps=steps)))
+
+
+def _proposed(scenario: Scenario, findings: tuple[Finding, ...]) -> Iterator[Remedy]:
+    """What the findings propose, then what the scenario asks for; each once."""
+    wanted = [r for f in findings if f.severity is not Severity.INFO for r in f.remedies]
+    wanted += [*scenario.remedies, *scenario.expect.cured_by, *scenario.expect.not_cured_by]
+    if not findings:
+        wanted = list(scenario.remedies)
+    for name in dict.fromkeys(wanted):
+        if name in REMEDIES:
+            yield REMEDIES[name]
+
+
+def _try(remedy: Remedy, scenario: Scenario, run: RunRequest, before: tuple[RunSummary, tuple[Finding, ...]],
+         reference: tuple[RunSummary, Trace] | None) -> Trial:  # fmt: skip
+    changed = remedy.change(scenario)
+    if changed == scenario:
+        return not_tried(remedy, "it would change nothing in this scenario")
+    return judge(remedy, changed, run(f"remedy-{remedy.id}", Request(scenario=changed)), before, reference)
+
+
+def expectation(scenario: Scenario, treatment: Treatment) -> tuple[bool, str]:
+    """Whether everything that the scenario says it shows has come true, and a sentence that says so."""
+    expect = scenario.expect
+    found = [f.id for f in treatment.findings if f.severity is not Severity.INFO]
+    wrong = []
+    if expect.findings and found[: len(expect.findings)] != expect.findings:
+        wrong.append(f"expected findings {', '.join(expect.findings)}, got {', '.join(found) or 'none'}")
+    if not expect.findings and found:
+        wrong.append(f"expected no findings, got {', '.join(found)}")
+    outcomes = {t.remedy: t for t in treatment.trials}
+    for name, wanted in [(n, Outcome.FIXED) for n in expect.cured_by] + [(n, Outcome.NOT_FIXED) for n in expect.not_cured_by]:
+        trial = outcomes.get(name)
+        if trial is None or trial.outcome is not wanted:
+            wrong.append(f"{name} should be {wanted.value}, is {trial.outcome.value if trial else 'unknown'}")
+    if wrong:
+        return False, "Not as the scenario says: " + "; ".join(wrong) + "."
+    if not expect.findings:
+        return True, "As the scenario says: healthy."
+    return True, "As the scenario says: it fails, and " + ", ".join(expect.cured_by or ["nothing"]) + " cures it."
