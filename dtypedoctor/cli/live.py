@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -27,7 +27,7 @@ class LiveView:
         self._began = time.monotonic()
         self._follower: Follower | None = None
 
-    def __enter__(self) -> "LiveView":
+    def __enter__(self) -> Self:
         if self._stream.isatty():
             self._live = Live(console=self._console, refresh_per_second=10, transient=True)
             self._live.__enter__()

@@ -53,7 +53,7 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone; nothing more can be said to it
         code = int(ExitCode.OK)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (the one place where nothing may escape)
         code = _unexpected(error)
     sys.exit(code)
 

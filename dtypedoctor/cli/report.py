@@ -15,6 +15,7 @@ from dtypedoctor.report.renderers import RENDERERS
 from dtypedoctor.report.terminal import render_terminal
 
 Format = StrEnum("Format", {name: name for name in ("terminal", *RENDERERS)})  # type: ignore[misc]
+TERMINAL = Format("terminal")
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 def report(
     run: Annotated[Path, typer.Argument(help="Directory that a run has left, or its report.json.", metavar="RUN")],
-    format: Annotated[Format, typer.Option("--format", "-f", help="What to print.")] = Format("terminal"),
+    format: Annotated[Format, typer.Option("--format", "-f", help="What to print.")] = TERMINAL,
 ) -> None:
     """Print the report of a finished run."""
     found = read_report(run)

@@ -33,9 +33,13 @@ def register(app: typer.Typer) -> None:
 
 def run(
     scenario: Annotated[str, typer.Argument(help="Scenario file, or the name of one that comes with the program.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Run directory to create.", show_default="runs/NAME-TIME")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Run directory to create.", show_default="runs/NAME-TIME")
+    ] = None,
     no_remedies: Annotated[bool, typer.Option("--no-remedies", help="Stop after the diagnosis.")] = False,
-    model: Annotated[str | None, typer.Option("--model", help="Another model: builtin:NAME, a folder or a hub id.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Another model: builtin:NAME, a folder or a hub id.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Another dtype for every model.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Another seed.")] = None,
@@ -93,7 +97,12 @@ def _run_in(scenario: Scenario, directory: Path, *, remedies: bool) -> Report:
 
 def exit_code(report: Report) -> int:
     """The exit code that a finished report stands for."""
-    if report.status is Status.WORKER_DIED and report.before is not None and not report.before.loss and not report.strip:
+    if (
+        report.status is Status.WORKER_DIED
+        and report.before is not None
+        and not report.before.loss
+        and not report.strip
+    ):
         return int(ExitCode.FINDINGS if report.findings else ExitCode.NO_TRACE)
     if report.expectation_met is not None:
         return int(ExitCode.OK if report.expectation_met else ExitCode.FINDINGS)

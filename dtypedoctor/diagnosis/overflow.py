@@ -122,8 +122,10 @@ def _by_module(trace: Trace, sample: Sample, site: Site) -> Finding:
         summary=f"{_short(fqn)} is where {site.dtype} first stops being finite, in step {sample.step} ({site.phase}).",
         cause=f"The first inf or NaN was seen at {_short(site.fqn)}; no op trace says which operation made it.",
         evidence=(
-            f"{sample.num_nan} NaN and {sample.num_inf} inf; largest finite magnitude {sample.absmax:.6g} "
-            f"(largest {site.dtype}: {limit:.6g}).",
+            (
+                f"{sample.num_nan} NaN and {sample.num_inf} inf; largest finite magnitude {sample.absmax:.6g} "
+                f"(largest {site.dtype}: {limit:.6g})."
+            ),
             "Its input was already not finite." if came_in else "Its input was finite.",
         ),
         remedies=remedies_for("float16-overflow", class_of(trace, fqn)) if site.dtype == "float16" else (),

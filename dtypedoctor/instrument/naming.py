@@ -43,7 +43,9 @@ class Names:
             elements[dtype_name(parameter)] += parameter.numel()
         self._name_all(module, number)
         self._writer.write(
-            Root(root=number, cls=type(module).__name__, modules=sum(1 for _ in module.modules()), dtypes=dict(elements))
+            Root(
+                root=number, cls=type(module).__name__, modules=sum(1 for _ in module.modules()), dtypes=dict(elements)
+            )
         )
         self.note_parameters()
 

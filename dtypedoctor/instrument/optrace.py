@@ -76,7 +76,9 @@ class OpTrace(TorchDispatchMode):
             result = func(*args, **kwargs)
         except Exception as error:
             with _disable_current_modes():
-                self._write(n, func, inputs, [], error=str(error).splitlines()[0] if str(error) else type(error).__name__)
+                self._write(
+                    n, func, inputs, [], error=str(error).splitlines()[0] if str(error) else type(error).__name__
+                )
                 replay_equal_dtypes(self._writer, n, func, args, kwargs)
             raise
         with _disable_current_modes():
@@ -139,7 +141,7 @@ class OpTrace(TorchDispatchMode):
                 fqn, forward_source = known
                 source = source if function else forward_source
         else:
-            self._origins[torch.autograd._get_sequence_nr()] = (fqn, source)
+            self._origins[torch._C._autograd._get_sequence_nr()] = (fqn, source)
         return fqn, source, function
 
 
@@ -209,7 +211,11 @@ def _python_place(frame: FrameType | None) -> tuple[str | None, str | None]:
             if isinstance(context, FunctionCtx):
                 function = type(context).__name__.removesuffix("Backward")
         module = frame.f_globals.get("__name__", "")
-        if source is None and not module.startswith(("torch.", "dtypedoctor.instrument", "dtypedoctor.worker")) and module != "torch":
+        if (
+            source is None
+            and not module.startswith(("torch.", "dtypedoctor.instrument", "dtypedoctor.worker"))
+            and module != "torch"
+        ):
             source = f"{code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         if source is not None and function is not None:
             break

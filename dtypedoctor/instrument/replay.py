@@ -46,12 +46,14 @@ def replay_equal_dtypes(writer: TraceWriter, of: int, func: Any, args: tuple[Any
     _replay(writer, of, "equal-dtypes", func, tree_map(cast, (args, kwargs)))
 
 
-def _replay(writer: TraceWriter, of: int, how: str, func: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+def _replay(
+    writer: TraceWriter, of: int, how: str, func: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]
+) -> None:
     args, kwargs = arguments
     try:
         with torch.no_grad(), torch._C._DisableAutocast():
             result = func(*args, **kwargs)
-    except Exception as error:  # the replay is an experiment: whatever goes wrong is its result, not a failure of the run
+    except Exception as error:  # noqa: BLE001  (an experiment: whatever goes wrong is its result)
         writer.write(Replay(n=writer.next_n(), of=of, how=how, finite=False, absmax=None, note=str(error)[:200]))
         return
     results = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor) and measurable(t)]

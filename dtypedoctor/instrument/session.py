@@ -175,5 +175,3 @@ def _phase_of(error: BaseException, position: Position) -> str:
     if "_around_scaler_step" in names or position.phase == "optimizer":
         return "optimizer"
     return position.phase
-
-

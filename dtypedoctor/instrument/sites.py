@@ -25,7 +25,7 @@ class Sites:
               autocast: str | None) -> int:  # fmt: skip
         """The number of the place that ``tensor`` is measured at, written to the trace when it is new."""
         place = (root, fqn, phase, kind, index, tensor.dtype, autocast)
-        key = (*place, tensor.shape)
+        key: tuple[Any, ...] = (*place, tensor.shape)
         found = self._ids.get(key)
         if found is not None:
             return found

@@ -47,7 +47,9 @@ def measure(tensors: Sequence[Tensor]) -> list[Extent]:
         return []
     with torch.no_grad(), torch._C._DisableAutocast():
         norms = torch.stack([_max_norm(t.detach()) for t in tensors]).tolist()
-        return [_count(t.detach()) if not isfinite(n) else Extent(absmax=n) for t, n in zip(tensors, norms, strict=True)]
+        return [
+            _count(t.detach()) if not isfinite(n) else Extent(absmax=n) for t, n in zip(tensors, norms, strict=True)
+        ]
 
 
 def _max_norm(tensor: Tensor) -> Tensor:

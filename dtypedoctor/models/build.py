@@ -51,7 +51,8 @@ def build(spec: Model, device: torch.device, seed: int) -> Built:
         set_seed(seed)
         model = _adapt(model, spec.lora)
     if spec.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Built(model=model, tokenizer=built.tokenizer)
 
 
@@ -89,7 +90,8 @@ def _prepare(model: nn.Module, tokenizer: Any, spec: Model, dtype: torch.dtype, 
         _scale(model, outlier)
     model = model.to(device=device, dtype=dtype)
     if spec.attention is not None and hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation(spec.attention)
+        choose: Any = model.set_attn_implementation
+        choose(spec.attention)
     if spec.quantization is not None:
         quantize_linears(model, spec.quantization, dtype)
     return Built(model=model, tokenizer=tokenizer)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Self
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.child import WORKER, begin
@@ -87,7 +88,7 @@ class Launcher:
         self._progress = progress
         self._context = multiprocessing.get_context("forkserver")
 
-    def __enter__(self) -> "Launcher":
+    def __enter__(self) -> Self:
         self._context.set_forkserver_preload([WORKER, __name__])
         with _streams_to(self._log):
             forkserver.ensure_running()

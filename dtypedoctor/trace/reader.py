@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.trace.events import KINDS, SCHEMA, Environment, End, Header, Op, Sample, Site, TensorNote
+from dtypedoctor.trace.events import KINDS, SCHEMA, End, Environment, Header, Op, Sample, Site, TensorNote
 from dtypedoctor.trace.writer import CURSOR, CURSOR_FORMAT, CURSOR_MAGIC, EVENTS
 
 Record = TypeVar("Record")
@@ -94,9 +94,11 @@ def read_trace(directory: Path) -> Trace:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{directory}: no trace here ({error.strerror})", "Give a directory that a run has left.") from error
+        raise UsageError(
+            f"{directory}: no trace here ({error.strerror})", "Give a directory that a run has left."
+        ) from error
     loader = _Loader()
-    whole, _, torn = data.rpartition(b"\n")
+    whole, _, _torn = data.rpartition(b"\n")
     for number, line in enumerate(whole.split(b"\n") if whole else (), start=1):
         loader.line(number, line)
     loader.samples.sort(key=lambda s: s.n)

@@ -72,7 +72,9 @@ class TraceWriter:
 
     def write_samples(self, n: int, step: int, call: int, rows: Sequence[SampleRow]) -> None:
         """Appends one line of samples; row i has the sequence number ``n + i`` (reserve them with :meth:`next_n`)."""
-        compact = [[s, float(f"{a:.7g}"), nan, inf] if nan or inf else [s, float(f"{a:.7g}")] for s, a, nan, inf in rows]
+        compact = [
+            [s, float(f"{a:.7g}"), nan, inf] if nan or inf else [s, float(f"{a:.7g}")] for s, a, nan, inf in rows
+        ]
         self._line(["s", n, step, call, compact])
 
     def mark(self, step: int, call: int, site: int) -> None:

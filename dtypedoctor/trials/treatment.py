@@ -60,8 +60,12 @@ def treat(scenario: Scenario, run: RunRequest, *, remedies: bool = True) -> Trea
     reference_summary = summarise("reference", reference, scenario) if reference is not None else None
     trials: tuple[Trial, ...] = ()
     if remedies:
-        compared = (reference_summary, reference.trace) if reference is not None and reference_summary is not None else None
-        trials = tuple(_try(r, scenario, run, (before_summary, findings), compared) for r in _proposed(scenario, findings))
+        compared = (
+            (reference_summary, reference.trace) if reference is not None and reference_summary is not None else None
+        )
+        trials = tuple(
+            _try(r, scenario, run, (before_summary, findings), compared) for r in _proposed(scenario, findings)
+        )
     return Treatment(
         scenario=scenario,
         before=before,
@@ -126,7 +130,9 @@ def expectation(scenario: Scenario, treatment: Treatment) -> tuple[bool, str]:
     if not expect.findings and found:
         wrong.append(f"expected no findings, got {', '.join(found)}")
     outcomes = {t.remedy: t for t in treatment.trials}
-    for name, wanted in [(n, Outcome.FIXED) for n in expect.cured_by] + [(n, Outcome.NOT_FIXED) for n in expect.not_cured_by]:
+    for name, wanted in [(n, Outcome.FIXED) for n in expect.cured_by] + [
+        (n, Outcome.NOT_FIXED) for n in expect.not_cured_by
+    ]:
         trial = outcomes.get(name)
         if trial is None or trial.outcome is not wanted:
             wrong.append(f"{name} should be {wanted.value}, is {trial.outcome.value if trial else 'unknown'}")

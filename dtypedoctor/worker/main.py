@@ -48,7 +48,7 @@ def serve(directory: Path) -> int:
     except UsageError as error:
         writer.write(Refused(message=error.message, hint=error.hint))
         outcome = "refused"
-    except BaseException as error:  # whatever ends the scenario is its result
+    except BaseException as error:  # noqa: BLE001  (whatever ends the scenario is its result)
         instruments.note_exception(error)
         outcome = "raised"
     finally:

@@ -48,9 +48,7 @@ def run_grpo(context: Context) -> None:
 
 def prompts(count: int) -> Dataset:
     """Questions with one user message each, so that the tokenizer's chat template is exercised."""
-    return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": f"What is {i}+{i + 1}?"}]} for i in range(count)]
-    )
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {i}+{i + 1}?"}]} for i in range(count)])
 
 
 def distinct_characters(completions: list[Any], **_: Any) -> list[float]:

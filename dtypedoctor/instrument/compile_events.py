@@ -1,0 +1,290 @@
+"""Counts what ``torch.compile`` gave up on: graph breaks, recompiles, and functions that it stopped compiling.
+
+Dynamo's counters know how many graph breaks and graphs there were. Why a break happened, which guard failed and that a
+limit was hit is only logged, so this listens to Dynamo's loggers. It prints nothing and changes no setting of the compiler.
+The log lines that are read here have the same form in torch 2.9 to 2.13.
+"""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch._logging._internal as torch_logging
+
+TORCH_DIRECTORY = torch.__path__[0]
+LIMIT_LOGGER = "torch._dynamo.convert_frame"
+ARTIFACTS = ("graph_breaks", "recompiles")
+"""Logs that are off unless asked for. Dynamo looks for the guard that failed only while the second is on."""
+
+MAX_FRAMES = 6
+MAX_TEXT = 400
+MAX_GUARDS = 8
+
+_BREAK = re.compile(
+    r"Graph break.*? in user code at (?P<place>.+:\d+)\s*\nGraph Break Reason: (?P<reason>.*)", re.DOTALL
+)
+_EXPLAINED = re.compile(r"^(?P<kind>\S.*)\n +Explanation: (?P<explanation>.+)$", re.MULTILINE)
+_CONTEXT = re.compile(r"Developer debug context: (?P<context>.+)")
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
+_RECOMPILE = re.compile(r"Recompiling function (?P<function>\S+) in (?P<place>.+:\d+)")
+_GUARD = re.compile(r"^ *- (?P<guard>\d+/\d+: .+)$", re.MULTILINE)
+_LIMIT = re.compile(
+    r"hit config\.(?P<limit>\w+) \((?P<value>\d+)\)\s+function: '(?P<function>.+)' \((?P<place>.+:\d+)\)"
+    r"\s+last reason: (?:\d+/\d+: )?(?P<guard>.+)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphBreak:
+    """Equal graph breaks.
+
+    Attributes:
+        kind: Dynamo's name for the break, e.g. ``Unsupported method call``.
+        explanation: its explanation, first line.
+        context: its debug context, cut; it names the types and functions involved.
+        frames: the stack at the break as ``file:line function``, outermost first, torch's own frames left out.
+        count: how often it happened.
+    """
+
+    kind: str
+    explanation: str
+    context: str
+    frames: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompile:
+    """A function was compiled again.
+
+    Attributes:
+        function: its name; ``torch_dynamo_resume_in_F_at_L`` is the rest of F after a graph break at line L.
+        place: ``file:line`` of its definition.
+        guards: for each version compiled before, newest first, the guard that failed, in Dynamo's words.
+    """
+
+    function: str
+    place: str
+    guards: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitHit:
+    """Dynamo stopped compiling a function: what is not in its cache runs in eager mode from now on.
+
+    Attributes:
+        limit: name of the limit in ``torch._dynamo.config``.
+        value: its value.
+        function, place: as in :class:`Recompile`.
+        guard: the guard that failed last, in Dynamo's words.
+    """
+
+    limit: str
+    value: int
+    function: str
+    place: str
+    guard: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileReport:
+    """What Dynamo did while it was watched.
+
+    Attributes:
+        breaks: number of graph breaks, from Dynamo's counter.
+        graph_breaks: the same breaks, equal ones taken together, most frequent first.
+        unique_graphs: number of graphs handed to the backend.
+        frames: number of functions (and rests of functions) that Dynamo tried to compile.
+        frames_compiled: how many of them it did compile.
+        recompiles: in the order in which they happened.
+        limit_hits: in the order in which they happened.
+    """
+
+    breaks: int
+    graph_breaks: tuple[GraphBreak, ...]
+    unique_graphs: int
+    frames: int
+    frames_compiled: int
+    recompiles: tuple[Recompile, ...]
+    limit_hits: tuple[LimitHit, ...]
+
+
+class CompileWatch:
+    """Listens to Dynamo while it is entered; :meth:`report` may be called inside and after."""
+
+    def __init__(self) -> None:
+        self._break_lines: list[str] = []
+        self._recompile_lines: list[str] = []
+        self._limit_lines: list[str] = []
+        self._attached: list[tuple[logging.Logger, logging.Handler, int]] = []
+        self._switched_on: list[str] = []
+        self._before: dict[str, int] = {}
+        self._after: dict[str, int] | None = None
+
+    def __enter__(self) -> Self:
+        import torch._dynamo.convert_frame  # noqa: F401, PLC0415  (slow to import, and it creates the loggers)
+
+        self._after = None
+        self._before = _counted()
+        for artifact, heard in zip(ARTIFACTS, (self._break_lines, self._recompile_lines), strict=True):
+            if not torch_logging.log_state.is_artifact_enabled(artifact):
+                torch_logging.log_state.enable_artifact(artifact)
+                self._switched_on.append(artifact)
+            for name in [name for name in logging.root.manager.loggerDict if name.endswith(f".__{artifact}")]:
+                self._listen(logging.getLogger(name), heard, logging.DEBUG)
+        self._listen(logging.getLogger(LIMIT_LOGGER), self._limit_lines, logging.WARNING)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._after = _counted()
+        for logger, listener, level in self._attached:
+            logger.removeHandler(listener)
+            logger.setLevel(level)
+        self._attached.clear()
+        torch_logging.log_state.artifact_names.difference_update(self._switched_on)
+        self._switched_on.clear()
+
+    def _listen(self, logger: logging.Logger, heard: list[str], level: int) -> None:
+        listener = _Listener(heard, level)
+        self._attached.append((logger, listener, logger.level))
+        logger.addHandler(listener)
+        if not logger.isEnabledFor(level):
+            logger.setLevel(level)
+
+    def report(self) -> CompileReport:
+        """What has happened so far since entering, up to leaving."""
+        after = self._after if self._after is not None else _counted()
+        done = {name: max(0, after[name] - before) for name, before in self._before.items()}
+        return CompileReport(
+            breaks=done["breaks"],
+            graph_breaks=_grouped(self._break_lines),
+            unique_graphs=done["unique_graphs"],
+            frames=done["frames"],
+            frames_compiled=done["frames_compiled"],
+            recompiles=tuple(_recompiles(self._recompile_lines)),
+            limit_hits=tuple(_limit_hits(self._limit_lines)),
+        )
+
+
+class _Listener(logging.Handler):
+    """Keeps the messages of a logger."""
+
+    def __init__(self, heard: list[str], level: int) -> None:
+        super().__init__(level)
+        self._heard = heard
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from torch._dynamo.utils import reset_graph_break_dup_checker  # noqa: PLC0415  (slow to import)
+
+        self._heard.append(record.getMessage())
+        reset_graph_break_dup_checker()  # else only the first of equal breaks would come with its stack
+
+
+def _counted() -> dict[str, int]:
+    """Dynamo's counters as they stand."""
+    from torch._dynamo.utils import counters  # noqa: PLC0415  (slow to import)
+
+    return {
+        "breaks": sum(counters["graph_break"].values()),
+        "unique_graphs": counters["stats"]["unique_graphs"],
+        "frames": counters["frames"]["total"],
+        "frames_compiled": counters["frames"]["ok"],
+    }
+
+
+def _grouped(lines: list[str]) -> tuple[GraphBreak, ...]:
+    counted = Counter(filter(None, map(_parsed_break, lines)))
+    return tuple(
+        GraphBreak(kind=kind, explanation=explanation, context=context, frames=frames, count=count)
+        for (kind, explanation, context, frames), count in counted.most_common()
+    )
+
+
+def _parsed_break(line: str) -> tuple[str, str, str, tuple[str, ...]] | None:
+    found = _BREAK.search(line)
+    if found is None:
+        return None
+    reason, _, stack = found["reason"].partition("User code traceback:")
+    explained = _EXPLAINED.search(reason)
+    kind = explained["kind"] if explained else reason.split("\n", 1)[0]
+    context = _CONTEXT.search(reason)
+    frames = [
+        f"{frame['file']}:{frame['line']} {frame['function']}"
+        for frame in _FRAME.finditer(stack)
+        if not frame["file"].startswith(TORCH_DIRECTORY)
+    ]
+    return (
+        kind.strip(),
+        explained["explanation"].strip() if explained else "",
+        context["context"].strip()[:MAX_TEXT] if context else "",
+        tuple(frames[-MAX_FRAMES:]) or (found["place"],),
+    )
+
+
+def _recompiles(lines: list[str]) -> Iterator[Recompile]:
+    for line in lines:
+        found = _RECOMPILE.search(line)
+        if found is not None:
+            guards = tuple(guard["guard"].partition(": ")[2].strip() for guard in _GUARD.finditer(line))
+            yield Recompile(function=found["function"], place=found["place"], guards=guards)
+
+
+def _limit_hits(lines: list[str]) -> Iterator[LimitHit]:
+    for line in lines:
+        found = _LIMIT.search(line)
+        if found is not None:
+            yield LimitHit(
+                limit=found["limit"],
+                value=int(found["value"]),
+                function=found["function"],
+                place=found["place"],
+                guard=found["guard"].strip(),
+            )
+
+
+def observations(report: CompileReport) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The report as ``kind`` and ``values`` of the trace's observations.
+
+    * ``compile``: ``breaks``, ``unique_graphs``, ``frames``, ``frames_compiled``, ``recompiles``, ``limit_hits`` (counts).
+    * ``graph-break``: the fields of :class:`GraphBreak`, one record for each group.
+    * ``recompile``: ``function``, ``place``, ``count`` and the distinct ``guards`` (at most 8), one record per function.
+    * ``recompile-limit``: the fields of :class:`LimitHit`.
+    """
+    yield (
+        "compile",
+        {
+            "breaks": report.breaks,
+            "unique_graphs": report.unique_graphs,
+            "frames": report.frames,
+            "frames_compiled": report.frames_compiled,
+            "recompiles": len(report.recompiles),
+            "limit_hits": len(report.limit_hits),
+        },
+    )
+    for group in report.graph_breaks:
+        yield (
+            "graph-break",
+            {
+                "kind": group.kind,
+                "explanation": group.explanation,
+                "context": group.context,
+                "frames": list(group.frames),
+                "count": group.count,
+            },
+        )
+    for (function, place), times in Counter((r.function, r.place) for r in report.recompiles).most_common():
+        guards = [r.guards[0] for r in report.recompiles if (r.function, r.place) == (function, place) and r.guards]
+        distinct = list(dict.fromkeys(guards))[:MAX_GUARDS]
+        yield "recompile", {"function": function, "place": place, "count": times, "guards": distinct}
+    for hit in report.limit_hits:
+        yield (
+            "recompile-limit",
+            {"limit": hit.limit, "value": hit.value, "function": hit.function, "place": hit.place, "guard": hit.guard},
+        )
