@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 
 from dtypedoctor.scenario.messages import allowed_words, in_words
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.problems import KeyPath, Place, Problem, dotted
+from dtypedoctor.scenario.problems import KeyPath, Place, Problem, dotted, quoted
 from dtypedoctor.scenario.shape import Spot, follow
 from dtypedoctor.scenario.suggestions import closest, did_you_mean
 from dtypedoctor.scenario.yaml_nodes import Node
@@ -40,7 +40,7 @@ def check_name(tree: Node, stem: str) -> list[Problem]:
     node = tree.find(("name",))
     if node is None or not isinstance(node.value, str) or node.value == stem:
         return []
-    return [Problem(node.place, f"name: wants '{stem}', the file's name, got '{node.value}'")]
+    return [Problem(node.place, f"name: wants {quoted(stem)}, the file's name, got {quoted(node.value)}")]
 
 
 def check_ids(tree: Node, known: Mapping[str, Collection[str]]) -> list[Problem]:
@@ -54,7 +54,7 @@ def check_ids(tree: Node, known: Mapping[str, Collection[str]]) -> list[Problem]
     for what, path, node in _ids(tree):
         ids = known.get(what)
         if ids is not None and isinstance(node.value, str) and node.value not in ids:
-            text = f"no {what} has the id '{node.value}'{did_you_mean(node.value, ids)}"
+            text = f"no {what} has the id {quoted(node.value)}{did_you_mean(node.value, ids)}"
             problems.append(Problem(node.place, f"{dotted(path)}: {text}"))
     return problems
 
@@ -134,8 +134,8 @@ def _describe(tree: Node, error: ErrorDetails) -> Problem | None:
     node = tree.find(path)
     if node and not node.readable:
         return None
-    text = in_words(error)
-    return Problem(_place(tree, path), f"{dotted(path)}: {text}" if path else text)
+    text = f"{dotted(path)}: {in_words(error)}" if path else f"a scenario {in_words(error)}"
+    return Problem(_place(tree, path), text)
 
 
 def _unknown_key(tree: Node, path: KeyPath, keys: tuple[str, ...]) -> Problem:

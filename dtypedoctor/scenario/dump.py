@@ -20,7 +20,7 @@ def to_yaml(scenario: Scenario) -> str:
     values = scenario.model_dump(exclude_defaults=True)
     for step in values["steps"]:
         step["workload"] = {"kind": step["workload"]["kind"]} | step["workload"]  # what is done stands first
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):

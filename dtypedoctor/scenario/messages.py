@@ -31,7 +31,10 @@ def in_words(error: ErrorDetails) -> str:
 
 def allowed_words(error: ErrorDetails) -> list[str]:
     """The words that pydantic lists as allowed, for errors that list some."""
-    context = error.get("ctx", {})
+    return _listed(error.get("ctx", {}))
+
+
+def _listed(context: dict[str, Any]) -> list[str]:
     return re.findall(r"'([^']*)'", context.get("expected_tags", context.get("expected", "")))
 
 
@@ -53,7 +56,13 @@ _Words = Callable[[Any, dict[str, Any]], str]
 
 
 def _wants(what: str) -> _Words:
-    return lambda given, context: f"wants {what.format(**context)}, got {_given(given)}"
+    """A sentence about ``what``, in which pydantic's own word for a bound stands in braces."""
+
+    def words(given: Any, context: dict[str, Any]) -> str:
+        bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
+        return f"wants {what.format(**bounds)}, got {_given(given)}"
+
+    return words
 
 
 def _wants_text(given: Any, context: dict[str, Any]) -> str:
@@ -62,8 +71,7 @@ def _wants_text(given: Any, context: dict[str, Any]) -> str:
 
 
 def _wants_one_of(given: Any, context: dict[str, Any]) -> str:
-    listed = context.get("expected_tags", context.get("expected", ""))
-    allowed = re.findall(r"'([^']*)'", listed)
+    allowed = _listed(context)
     meant = _DTYPE_WORDS.get(given.lower()) if isinstance(given, str) else None
     if meant in allowed:
         suggestion = f"; did you mean '{meant}'?"

@@ -14,6 +14,7 @@ KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top of a file down to a value."""
 
 _MOST_SHOWN = 100
+_LONGEST_QUOTE = 60
 _LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # those at which PyYAML counts a new line
 
 
@@ -54,18 +55,20 @@ def dotted(path: KeyPath) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            text += ("." if text else "") + (part if part.isidentifier() else quoted(part))
+            text += ("." if text else "") + (
+                part if part.isidentifier() and len(part) <= _LONGEST_QUOTE else quoted(part)
+            )
     return text
 
 
-def quoted(text: str, limit: int = 60) -> str:
+def quoted(text: str, limit: int = _LONGEST_QUOTE) -> str:
     """The text in quotes on one line, escaped where it does not print and shortened to ``limit`` characters."""
     return repr(text if len(text) <= limit else text[:limit] + "…")
 
 
-def printable(path: Path) -> str:
-    """The path with whatever does not print (line breaks, undecodable bytes) escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(path))
+def printable(text: str | Path) -> str:
+    """The text or path with whatever does not print (line breaks, undecodable bytes of a file name) escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def refusal(path: Path, problems: Iterable[Problem], hint: str) -> UsageError:

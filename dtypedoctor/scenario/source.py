@@ -11,8 +11,8 @@ from dtypedoctor.scenario.problems import Place, Problem, printable, refusal
 
 __all__ = ["LARGEST_FILE", "read_text"]
 
-LARGEST_FILE = 256 * 1024
-"""Bytes. A scenario takes one or two thousand; PyYAML needs seconds for more than this."""
+LARGEST_FILE = 128 * 1024
+"""Bytes. A scenario takes one or two thousand, and PyYAML about ten seconds for a million."""
 
 _FOREIGN = {
     codecs.BOM_UTF32_LE: "UTF-32",

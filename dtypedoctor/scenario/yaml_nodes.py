@@ -4,6 +4,7 @@ The tree is built from PyYAML's events, so nothing is ever constructed, expanded
 Anchors, aliases, tags and merge keys are refused: a scenario is plain keys and values.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from dtypedoctor.scenario.yaml_syntax import syntax_problem
 __all__ = ["Entry", "Node", "read_tree"]
 
 _DEEPEST = 32  # a scenario needs 6; `options` may nest further
+_STANDARD = "tag:yaml.org,2002:"  # what PyYAML makes of `!!`
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(slots=True)
@@ -101,7 +104,10 @@ class _Reader:
         if self._loader.check_event(yaml.StreamEndEvent):
             raise _UnreadableError(Place(1, 1), "the file is empty")
         self._next()  # the document starts
-        tree = self._node((), self._next())
+        content = self._next()
+        if isinstance(content, yaml.ScalarEvent) and not content.value:
+            raise _UnreadableError(Place(1, 1), "the file is empty")
+        tree = self._node((), content)
         self._next()  # the document ends
         if not self._loader.check_event(yaml.StreamEndEvent):
             second = self._next()
@@ -113,12 +119,14 @@ class _Reader:
     def _node(self, path: KeyPath, event: Any) -> Node:
         place = _place(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
-            self._note(place, path, f"aliases (*{event.anchor}) are not accepted; write the value out")
+            self._note(place, path, f"aliases ({quoted(f'*{event.anchor}')}) are not accepted; write the value out")
             return Node(place, None, readable=False)
         if event.anchor is not None:
-            self._note(place, path, f"anchors (&{event.anchor}) are not accepted; write the value where it is needed")
+            self._note(place, path, f"anchors ({quoted(f'&{event.anchor}')}) are not accepted; leave it out")
         if event.tag is not None:
-            self._note(place, path, f"tags ({event.tag}) are not accepted; leave it out")
+            self._note(
+                place, path, f"tags ({quoted(event.tag.replace(_STANDARD, '!!'))}) are not accepted; leave it out"
+            )
         if isinstance(event, yaml.ScalarEvent):
             return self._scalar(path, place, event)
         if len(path) >= _DEEPEST:
@@ -159,7 +167,7 @@ class _Reader:
     def _key(self, path: KeyPath, place: Place, event: Any) -> str | None:
         """The key as it is written, so that `yes` and `1` are texts; None where it cannot be one."""
         if not isinstance(event, yaml.ScalarEvent):
-            self._node(path, event)  # reads over it, and notes the mistakes inside
+            self._node((*path, "?"), event)  # reads over it, and notes the mistakes inside
             self._note(place, path, "a key must be a word")
             return None
         if event.anchor is not None or event.tag is not None:
@@ -183,6 +191,6 @@ def _place(mark: Any) -> Place:
 
 def _refuse_control_characters(word: str) -> None:
     """Refuses what escapes such as ``"\\0"`` smuggle into a text: no file name, id or message can hold it."""
-    for c in word:
-        if (c < " " and c not in "\n\t") or c == "\x7f" or "\ud800" <= c <= "\udfff":
-            raise ValueError(f"the text holds the character U+{ord(c):04X}, which is not accepted")
+    match = _CONTROL.search(word)
+    if match:
+        raise ValueError(f"the text holds the character U+{ord(match[0]):04X}, which is not accepted")

@@ -4,10 +4,11 @@ import re
 
 import yaml
 
-from dtypedoctor.scenario.problems import Place, Problem, lines_of
+from dtypedoctor.scenario.problems import Place, Problem, lines_of, printable
 
 __all__ = ["syntax_problem"]
 
+_NO_COLON = "could not find expected ':'"
 _WORDS: tuple[tuple[str, str], ...] = (
     (r"found character '\\t' that cannot start", "a tab character; indent and separate with spaces"),
     (r"found character (.+) that cannot start", r"no value can start with \1; put the text in quotes"),
@@ -15,14 +16,14 @@ _WORDS: tuple[tuple[str, str], ...] = (
         r"mapping values are not allowed",
         "a ':' where no key can stand; correct the indentation, or put the text in quotes",
     ),
-    (r"could not find expected ':'", "there is no ':' after the key"),
+    (_NO_COLON, "there is no ':' after the key"),
     (r"found unexpected end of stream", "the quoted text is never closed"),
     (r"found unexpected document separator", "the quoted text is never closed"),
     (r"expected ',' or '(.)'", r"a ',' or '\1' is missing"),
     (r"expected <block end>", "this does not line up with the lines above; correct the indentation"),
     (r"sequence entries are not allowed", "a '-' where no list can start; put the list on lines of its own"),
     (r"block sequence entries are not allowed", "a '-' where no list can start; put the list on lines of its own"),
-    (r"found unknown escape character (.+)", r"unknown escape \\\1 in double quotes; use single quotes"),
+    (r"found unknown escape character '(.+)'", r"unknown escape \\\1 in double quotes; use single quotes"),
     (r"expected the node content", "a value is missing"),
     (r"expected '<document start>'", "the value ended before this; correct the indentation, or put the text in quotes"),
 )
@@ -30,16 +31,21 @@ _WORDS: tuple[tuple[str, str], ...] = (
 
 def syntax_problem(error: yaml.MarkedYAMLError, text: str) -> Problem:
     """Where reading ended and why. The place where an unclosed text, list or mapping starts is named."""
-    mark = error.problem_mark or error.context_mark
-    place = Place(mark.line + 1, mark.column + 1) if mark else Place(1, 1)
+    problem = error.problem or "it cannot be read"
+    mark = error.context_mark if problem.startswith(_NO_COLON) else error.problem_mark  # the key, not what follows it
+    place = _place(mark) if mark else Place(1, 1)
     tab = _tab_in_indentation(text, place.line)
     if tab is not None:
         return Problem(tab, "a tab in the indentation; indent with spaces")
-    words = _in_words(error.problem or "it cannot be read")
+    words = _in_words(problem)
     start = error.context_mark
-    if start and start.line + 1 != place.line and not words.startswith("this does not line up"):
-        words += f" (in what starts at {Place(start.line + 1, start.column + 1)})"
+    if start is not None and start.line + 1 < place.line and not problem.startswith("expected <block end>"):
+        words += f" (in what starts at {_place(start)})"
     return Problem(place, f"not valid YAML: {words}")
+
+
+def _place(mark: yaml.Mark) -> Place:
+    return Place(mark.line + 1, mark.column + 1)
 
 
 def _in_words(problem: str) -> str:
@@ -47,7 +53,7 @@ def _in_words(problem: str) -> str:
         match = re.match(pattern, problem)
         if match:
             return match.expand(words)
-    return " ".join(problem.split())
+    return printable(problem[:200].replace(r"'\x00'", "the end of the file"))
 
 
 def _tab_in_indentation(text: str, line: int) -> Place | None:

@@ -1,0 +1,109 @@
+"""The shipped scenarios are found, by path or by name, wherever the program was installed."""
+
+from pathlib import Path
+
+import pytest
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.scenario import catalog
+from dtypedoctor.scenario.catalog import available, resolve
+from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.model import Grpo
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_every_shipped_scenario_loads() -> None:
+    """A shipped file with a mistake would be the first thing that a newcomer sees."""
+    paths = available()
+    assert [path.stem for path in paths] == sorted(path.stem for path in (REPOSITORY / "scenarios").glob("*.yaml"))
+    assert [load_scenario(path).name for path in paths] == [path.stem for path in paths]
+
+
+def test_the_gemma_4_scenarios_differ_in_dtype_only() -> None:
+    """A control that differs in anything else would prove nothing."""
+    faulty, *controls = (load_scenario(resolve(f"gemma4_grpo_{dtype}")) for dtype in ("fp16", "bf16", "fp32"))
+    dtypes = []
+    for control in controls:
+        model, twin = faulty.steps[0].model, control.steps[0].model
+        assert model is not None
+        assert twin is not None
+        dtypes.append(twin.dtype)
+        assert twin.model_copy(update={"dtype": model.dtype}) == model
+        assert (control.steps[0].workload, control.seed) == (faulty.steps[0].workload, faulty.seed)
+        assert not control.expect.findings
+    assert dtypes == ["bfloat16", "float32"]
+
+
+def test_the_float16_scenario_is_the_one_that_is_known_to_fail() -> None:
+    """The settings with which the failure was reproduced on a CPU."""
+    scenario = load_scenario(resolve("gemma4_grpo_fp16"))
+    model, workload = scenario.steps[0].model, scenario.steps[0].workload
+    assert model is not None
+    assert model.lora is not None
+    assert isinstance(workload, Grpo)
+    assert (model.name, model.dtype, scenario.seed) == ("builtin:gemma4-tiny", "float16", 3407)
+    assert {(o.parameters, o.scale) for o in model.outliers} == {
+        ("model.layers.0.mlp.gate_proj.weight", 550.0),
+        ("model.layers.0.mlp.up_proj.weight", 550.0),
+    }
+    assert (model.lora.r, model.lora.alpha, len(model.lora.targets)) == (4, 8.0, 7)
+    assert workload == Grpo(
+        kind="grpo", steps=8, learning_rate=0.05, batch_size=2, gradient_accumulation=4, generations=2, new_tokens=8
+    )
+    assert scenario.reference is not None
+    assert scenario.reference.dtype == "bfloat16"
+    assert scenario.expect.findings == ["float16-overflow"]
+    assert scenario.expect.cured_by == ["gemma4-mlp-float32-product", "bfloat16"]
+
+
+def test_a_bare_name_and_a_path_lead_to_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a checkout the path works, everywhere the name."""
+    monkeypatch.chdir(REPOSITORY)
+    path = resolve("scenarios/gemma4_grpo_fp16.yaml")
+    assert path == Path("scenarios/gemma4_grpo_fp16.yaml")
+    assert resolve("gemma4_grpo_fp16").samefile(path)
+
+
+def test_a_file_of_ones_own_goes_before_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in the current directory is what is meant; a directory of that name is not a scenario."""
+    monkeypatch.chdir(tmp_path)
+    own = Path("gemma4_grpo_fp16")
+    own.mkdir()
+    assert resolve(str(own)) != own
+    own.rmdir()
+    own.write_text("")
+    assert resolve(str(own)) == own
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gemma4_grpo_pf16", "gemma4_grpo_pf16: no such file or scenario; did you mean 'gemma4_grpo_fp16'?"),
+        ("scenarios/zzz.yaml", "scenarios/zzz.yaml: no such file or scenario"),
+        ("", "'': no such file or scenario"),
+    ],
+)
+def test_an_unknown_scenario_is_answered_with_the_known_ones(text: str, said: str) -> None:
+    """The near name is suggested and all names are in the hint."""
+    with pytest.raises(UsageError) as refused:
+        resolve(text)
+    assert refused.value.message == said
+    assert "gemma4_grpo_bf16" in refused.value.hint
+
+
+def test_what_only_opening_can_judge_is_left_to_loading(tmp_path: Path) -> None:
+    """A name too long for the file system is a path like any other here."""
+    long = str(tmp_path / ("a" * 300))
+    assert resolve(long) == Path(long)
+
+
+def test_a_wheel_holds_its_scenarios_inside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In site-packages, a directory `scenarios` beside the package belongs to somebody else."""
+    shipped = tmp_path / "dtypedoctor" / "data" / "scenarios"
+    for directory in (shipped, tmp_path / "scenarios"):
+        directory.mkdir(parents=True)
+    (shipped / "mine.yaml").touch()
+    (tmp_path / "scenarios" / "foreign.yaml").touch()
+    monkeypatch.setattr(catalog, "_PACKAGE", tmp_path / "dtypedoctor")
+    assert available() == (shipped / "mine.yaml",)

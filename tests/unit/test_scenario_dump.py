@@ -1,0 +1,89 @@
+"""A scenario survives being written and read."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given, settings
+from jsonschema import Draft202012Validator
+from scenario_files import written
+from scenario_strategies import scenarios
+
+from dtypedoctor.scenario.catalog import available, resolve
+from dtypedoctor.scenario.dump import to_yaml
+from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.scenario.schema import json_schema
+
+VALIDATOR = Draft202012Validator(json_schema())
+
+
+@given(scenarios())
+@settings(max_examples=400, deadline=None)
+def test_what_is_written_reads_back_equal(scenario: Scenario) -> None:
+    """Whatever texts, numbers and options a scenario holds, its YAML means the same scenario."""
+    with TemporaryDirectory() as directory:
+        assert load_scenario(written(Path(directory), to_yaml(scenario), name=scenario.name)) == scenario
+
+
+@given(scenarios())
+@settings(max_examples=200, deadline=None)
+def test_the_json_schema_accepts_every_scenario(scenario: Scenario) -> None:
+    """An editor must not underline what the loader takes."""
+    VALIDATOR.validate(scenario.model_dump(mode="json"))
+
+
+def test_the_shipped_scenarios_read_back_equal(tmp_path: Path) -> None:
+    """The same on real files."""
+    for path in available():
+        scenario = load_scenario(path)
+        assert load_scenario(written(tmp_path, to_yaml(scenario), name=scenario.name)) == scenario
+
+
+def test_what_is_left_out_is_what_has_its_default() -> None:
+    """A minimal scenario for a ticket shows only what matters."""
+    _, _, steps = to_yaml(load_scenario(resolve("gemma4_grpo_bf16"))).partition("steps:\n")
+    assert steps.splitlines() == [
+        "- model:",
+        "    name: builtin:gemma4-tiny",
+        "    dtype: bfloat16",
+        "    outliers:",
+        "    - parameters: model.layers.0.mlp.gate_proj.weight",
+        "      scale: 550.0",
+        "    - parameters: model.layers.0.mlp.up_proj.weight",
+        "      scale: 550.0",
+        "    lora:",
+        "      r: 4",
+        "      alpha: 8.0",
+        "      targets:",
+        "      - q_proj",
+        "      - k_proj",
+        "      - v_proj",
+        "      - o_proj",
+        "      - gate_proj",
+        "      - up_proj",
+        "      - down_proj",
+        "  workload:",
+        "    kind: grpo",
+        "    learning_rate: 0.05",
+        "    gradient_accumulation: 4",
+    ]
+
+
+def test_the_json_schema_is_one_and_says_what_each_key_means() -> None:
+    """Editors show the descriptions, so every key of every part has one."""
+    schema = json_schema()
+    Draft202012Validator.check_schema(schema)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    for part in (schema, *schema["$defs"].values()):
+        assert part["description"]
+        assert part["additionalProperties"] is False
+        for key, value in part["properties"].items():
+            assert value["description"], key
+
+
+def test_the_json_schema_refuses_a_misspelt_key() -> None:
+    """Not everything passes."""
+    assert not VALIDATOR.is_valid(
+        {"name": "a", "summary": "b", "steps": [{"workload": {"kind": "unload", "stpes": 1}}]}
+    )
+    assert not VALIDATOR.is_valid({"name": "a", "summary": "b", "steps": []})

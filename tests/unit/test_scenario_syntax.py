@@ -1,0 +1,208 @@
+"""Files that are not YAML, not text or not files are refused with a place and no traceback."""
+
+import os
+from pathlib import Path
+
+import pytest
+from scenario_files import HEALTHY, mistakes, written
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.source import LARGEST_FILE
+
+SYNTAX = {
+    "a tab in the indentation": ("a:\n\tb: 1", "2:1: a tab in the indentation; indent with spaces"),
+    "a tab before a value": ("a: \tb", "1:4: not valid YAML: a tab character; indent and separate with spaces"),
+    "a reserved sign": ("a: @b", "1:4: not valid YAML: no value can start with '@'; put the text in quotes"),
+    "two colons": (
+        "a: b: c",
+        "1:5: not valid YAML: a ':' where no key can stand; correct the indentation, or put the text in quotes",
+    ),
+    "an unclosed list": (
+        "a: [1, 2\nb: 3",
+        "2:2: not valid YAML: a ',' or ']' is missing (in what starts at 1:4)",
+    ),
+    "an unclosed mapping": (
+        "a: {x: 1\nb: 3",
+        "2:2: not valid YAML: a ',' or '}' is missing (in what starts at 1:4)",
+    ),
+    "an unclosed text": (
+        "a: 'x\nb: 1\n",
+        "3:1: not valid YAML: the quoted text is never closed (in what starts at 1:4)",
+    ),
+    "an unclosed text before a document": (
+        "a: 'x\n---\n",
+        "2:1: not valid YAML: the quoted text is never closed (in what starts at 1:4)",
+    ),
+    "an unknown escape": ('a: "\\q"', "1:6: not valid YAML: unknown escape \\q in double quotes; use single quotes"),
+    "an escape beyond Unicode": ('a: "\\U00110000"', "1:7: not valid YAML: a number here is too large"),
+    "a version of thousands of digits": (
+        "%YAML 1." + "9" * 5000 + "\n---\na: 1",
+        "1:9: not valid YAML: a number here is too large",
+    ),
+    "wrong indentation": (
+        "a:\n  b: 1\n c: 2",
+        "3:2: not valid YAML: this does not line up with the lines above; correct the indentation",
+    ),
+    "a list behind a key": (
+        "a: - b",
+        "1:4: not valid YAML: a '-' where no list can start; put the list on lines of its own",
+    ),
+    "a key without a colon": ("a: 1\nb\nc: 2", "2:1: not valid YAML: there is no ':' after the key"),
+    "a missing value": ("a: [1,,2]", "1:7: not valid YAML: a value is missing"),
+    "text after the end": (
+        "a: 1\n...\nb: 2",
+        "3:1: not valid YAML: the value ended before this; correct the indentation, or put the text in quotes",
+    ),
+    "an alias without a name": (
+        "a: *",
+        "1:5: not valid YAML: expected alphabetic or numeric character, but found the end of the file",
+    ),
+    "several documents": ("a: 1\n---\nb: 2", "2:1: a second document starts here; a scenario file holds one"),
+    "nothing": ("", "1:1: the file is empty"),
+    "only comments": ("# nothing\n", "1:1: the file is empty"),
+    "an empty document": ("---\n", "1:1: the file is empty"),
+    "lists without end": ("[" * 60_000, "1:33: nested deeper than 32 levels"),
+    "keys without end": ("? " * 60_000, "1:65: nested deeper than 32 levels"),
+    "mappings without end": ("".join(" " * i + "a:\n" for i in range(100)), "33:33: nested deeper than 32 levels"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), SYNTAX.values(), ids=SYNTAX.keys())
+def test_what_is_not_yaml_is_told_in_plain_words(tmp_path: Path, text: str, said: str) -> None:
+    """A syntax error gives one line: where reading ended, why, and where the unclosed part starts."""
+    assert mistakes(written(tmp_path, text)) == [said]
+
+
+REFUSED = {
+    "a duplicate key": ("seed: 1\nseed: 2", "8:1: seed: duplicate key, first given at 7:1"),
+    "a duplicate key written otherwise": ("seed: 1\n'seed': 2", "8:1: seed: duplicate key, first given at 7:1"),
+    "a duplicate key inside": (
+        "reference: {dtype: float32, dtype: float16}",
+        "7:29: reference.dtype: duplicate key, first given at 7:13",
+    ),
+    "an anchor": ("seed: &a 1", "7:7: seed: anchors ('&a') are not accepted; leave it out"),
+    "an alias": ("reference: *a", "7:12: reference: aliases ('*a') are not accepted; write the value out"),
+    "a tag": ("seed: !!int 1", "7:7: seed: tags ('!!int') are not accepted; leave it out"),
+    "a Python object": (
+        "seed: !!python/object/apply:os.getpid []",
+        "7:7: seed: tags ('!!python/object/apply:os.getpid') are not accepted; leave it out",
+    ),
+    "a merge key": ("<<: {seed: 1}", "7:1: merge keys (<<) are not accepted; write the keys out"),
+    "a list as key": ("? [a]\n: 1", "7:3: a key must be a word"),
+    "an empty key": ("'': 1", "7:1: a key must be a word, got ''"),
+    "a key with a line break": ('"a\\nb": 1', "7:1: a key must be a word, got 'a\\nb'"),
+    "an anchor on a key": ("&a seed: 1", "7:1: anchors and tags are not accepted on a key; leave them out"),
+    "an escaped NUL": (
+        'references: ["a\\0"]',
+        "7:14: references[0]: the text holds the character U+0000, which is not accepted",
+    ),
+    "half a surrogate pair": (
+        'references: ["\\uD800"]',
+        "7:14: references[0]: the text holds the character U+D800, which is not accepted",
+    ),
+    "a terminal's escape": (
+        'references: ["\\e[2J"]',
+        "7:14: references[0]: the text holds the character U+001B, which is not accepted",
+    ),
+}
+
+
+@pytest.mark.parametrize(("lines", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_yaml_beyond_keys_and_values_is_refused(tmp_path: Path, lines: str, said: str) -> None:
+    """Whatever could hide, repeat, execute or recurse is refused at its place."""
+    assert said in mistakes(written(tmp_path, f"{HEALTHY}{lines}\n"))
+
+
+def test_a_refused_value_is_not_called_wrong_a_second_time(tmp_path: Path) -> None:
+    """What stands in for an unreadable value never shows up in a message."""
+    assert mistakes(written(tmp_path, HEALTHY + "seed: *a\nreference: {dtype: *b}\n")) == [
+        "7:7: seed: aliases ('*a') are not accepted; write the value out",
+        "8:20: reference.dtype: aliases ('*b') are not accepted; write the value out",
+    ]
+
+
+def test_aliases_are_never_expanded(tmp_path: Path) -> None:
+    """Ten aliases of ten aliases of ten …, and a list that holds itself, cost no more than their text."""
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{chr(c)}: &{chr(c)} [{', '.join(['*' + chr(c - 1)] * 10)}]\n" for c in range(ord("b"), ord("z"))
+    )
+    assert "and" in mistakes(written(tmp_path, bomb))[-1]
+    assert mistakes(written(tmp_path, HEALTHY + "references: &r [*r]\n")) == [
+        "7:13: references: anchors ('&r') are not accepted; leave it out",
+        "7:17: references[0]: aliases ('*r') are not accepted; write the value out",
+    ]
+
+
+BYTES = {
+    "a NUL": (b"name: a\nsummary: b\0c\n", "2:11: the character U+0000 is not allowed in YAML"),
+    "an escape sequence": (b"name: a\r\nsummary: \x1b[2J\n", "2:10: the character U+001B is not allowed in YAML"),
+    "Latin-1": ("name: a\nsummary: Größe\n".encode("latin-1"), "2:12: byte 0xf6 is not UTF-8"),
+    "UTF-16": ("name: a\n".encode("utf-16"), "1:1: the file is in UTF-16, not UTF-8"),
+    "UTF-32": ("name: a\n".encode("utf-32"), "1:1: the file is in UTF-32, not UTF-8"),
+    "a picture": (b"\x89PNG\r\n\x1a\n", "1:1: byte 0x89 is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), BYTES.values(), ids=BYTES.keys())
+def test_what_is_not_text_is_told_by_its_first_wrong_byte(tmp_path: Path, content: bytes, said: str) -> None:
+    """A wrong encoding or a control character has a line and a column too."""
+    assert mistakes(written(tmp_path, content)) == [said]
+
+
+def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
+    """Files from other systems load, and columns count from the first visible character."""
+    windows = HEALTHY.replace("\n", "\r\n").encode("utf-8-sig")
+    assert load_scenario(written(tmp_path, windows)).name == "example"
+    assert mistakes(written(tmp_path, windows.replace(b"name: example", b"nome: example", 1))) == [
+        "1:1: nome: unknown key; did you mean 'name'?"
+    ]
+
+
+def test_a_directory_is_answered_with_its_files(tmp_path: Path) -> None:
+    """Whoever gives a directory most likely means a file in it."""
+    path = written(tmp_path, HEALTHY)
+    with pytest.raises(UsageError) as refused:
+        load_scenario(tmp_path)
+    assert refused.value.message == f"{tmp_path}: this is a directory, not a scenario file"
+    assert refused.value.hint == f"Give one of its files: {path}"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError) as refused:
+        load_scenario(tmp_path / "empty")
+    assert refused.value.hint == "Give a YAML file."
+
+
+def test_a_missing_file_is_answered_with_the_name_that_it_resembles() -> None:
+    """A misspelt name leads to the shipped scenario."""
+    with pytest.raises(UsageError) as refused:
+        load_scenario(Path("scenarios/gemma4_grpo_fp61.yaml"))
+    assert refused.value.message == (
+        "scenarios/gemma4_grpo_fp61.yaml: no such file or scenario; did you mean 'gemma4_grpo_fp16'?"
+    )
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Opening a pipe that nobody writes to would hang forever."""
+    path = tmp_path / "example.yaml"
+    os.mkfifo(path)
+    assert mistakes(path) == ["this is not a regular file"]
+
+
+def test_a_file_that_is_no_directory_on_the_way_is_told(tmp_path: Path) -> None:
+    """A path through a file, and a name that no file system takes, are answered with the system's reason."""
+    inside = written(tmp_path, HEALTHY) / "more.yaml"
+    assert mistakes(inside) == ["cannot be read: Not a directory"]
+    assert mistakes(tmp_path / ("a" * 300)) == ["cannot be read: File name too long"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_told(tmp_path: Path) -> None:
+    """The system's reason is passed on."""
+    path = written(tmp_path, HEALTHY)
+    path.chmod(0)
+    assert mistakes(path) == ["cannot be read: Permission denied"]
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    """A data file given by mistake is refused by its size."""
+    assert mistakes(written(tmp_path, b"#" * (LARGEST_FILE + 1))) == ["larger than 128 KiB"]
