@@ -2,13 +2,24 @@
 
 from collections.abc import Callable
 
+from dtypedoctor.report.github_summary import render_github_summary
+from dtypedoctor.report.junit import render_junit
 from dtypedoctor.report.markdown import render_markdown
 from dtypedoctor.report.model import Report
+from dtypedoctor.report.redaction import redact
 from dtypedoctor.report.to_json import render_json
 
 __all__ = ["RENDERERS"]
 
+
+def _redacted(render: Callable[[Report], str]) -> Callable[[Report], str]:
+    return lambda report: render(redact(report))
+
+
 RENDERERS: dict[str, Callable[[Report], str]] = {
-    "md": render_markdown,
-    "json": render_json,
+    "md": _redacted(render_markdown),
+    "json": _redacted(render_json),
+    "junit": _redacted(render_junit),
+    "github": _redacted(render_github_summary),
 }
+"""Each takes a report as it was built and leaves out what must not stand in a public ticket."""

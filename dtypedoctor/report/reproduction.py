@@ -5,20 +5,27 @@ from collections.abc import Mapping
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from dtypedoctor import __version__
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.to_json import plain
+from dtypedoctor.scenario.dump import to_yaml
+from dtypedoctor.scenario.model import Scenario
 
 __all__ = ["reproduction_script", "scenario_yaml"]
 
 
 def scenario_yaml(report: Report) -> str:
-    """The scenario of ``report`` as YAML, ASCII only; empty where the report carries none."""
-    if not report.scenario:
+    """The scenario of ``report`` as YAML; empty where the report carries none."""
+    values = plain(report.scenario)
+    if not values:
         return ""
-    text: str = yaml.safe_dump(plain(report.scenario), sort_keys=False, width=100)
-    return text
+    try:
+        return to_yaml(Scenario.model_validate(values))
+    except ValidationError:  # a report may be older than the scenario's present keys, or redacted
+        text: str = yaml.safe_dump(values, sort_keys=False, width=100)
+        return text
 
 
 def reproduction_script(report: Report) -> str:

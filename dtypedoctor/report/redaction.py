@@ -1,0 +1,159 @@
+"""Takes out of a report what must not stand in a public ticket: who, where, and every secret."""
+
+import getpass
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
+from typing import Any, TypeVar
+
+from dtypedoctor.report.private_paths import HOMES, short_paths
+from dtypedoctor.report.secret_patterns import ALLOWED_VARIABLES, SECRET, names_a_secret, without_secrets
+
+__all__ = ["Private", "redact"]
+
+_Value = TypeVar("_Value")
+
+_VARIABLES = frozenset({"variables", "env", "environ", "environment_variables"})
+"""Keys under which a mapping holds environment variables."""
+
+_HOST = re.compile(
+    r"(?<![\w.-])(?:[\w-]+\.)+(?:internal|corp|lan|intranet|localdomain|cluster\.local|amazonaws\.com)(?![\w-])"
+    r"|(?<![\w-])ip(?:-\d{1,3}){4}(?![\w-])|(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?=:\d)"
+)
+_NOBODY = frozenset({
+    "admin", "build", "cpu", "cuda", "data", "debian", "default", "gpu", "guest", "home", "host", "linux", "localhost", "main",
+    "model", "models", "nobody", "node", "python", "root", "runner", "server", "test", "torch", "train", "ubuntu", "user",
+    "users", "work", "worker",
+})  # fmt: skip
+"""User and host names that identify nobody, and words that a report needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Private:
+    """Names that identify a person or a machine.
+
+    Attributes:
+        users: login names.
+        hosts: host names, short or full.
+        secrets: values that must not be shown wherever they stand.
+    """
+
+    users: frozenset[str] = frozenset()
+    hosts: frozenset[str] = frozenset()
+    secrets: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_this_machine(cls) -> "Private":
+        """Who runs this process, the machine it runs on, and the secrets in its environment."""
+        try:
+            users = frozenset({getpass.getuser()})
+        except (KeyError, OSError):  # a container may run under a user id that has no name
+            users = frozenset()
+        host = socket.gethostname()
+        secrets = frozenset(value for name, value in os.environ.items() if names_a_secret(name) and len(value) > 5)
+        return cls(users=users, hosts=frozenset({host, host.split(".")[0]}), secrets=secrets)
+
+
+def redact(report: _Value, private: Private | None = None) -> _Value:
+    """``report`` (or any other value made of dataclasses, mappings, sequences and texts) with everything private replaced.
+
+    Replaced are tokens, passwords and credentials in URLs (:mod:`.secret_patterns`), values of environment variables
+    outside the allow-list, absolute paths (:mod:`.private_paths`), e-mail addresses, and the names of users and hosts:
+    those in ``private`` (by default of this machine) and those that home directories in the report itself give away.
+    Redacting twice changes nothing more.
+    """
+    known = private if private is not None else Private.of_this_machine()
+    found = {owner for text in _texts(report) for owner in HOMES.findall(text)}
+    recorded = dict(_recorded_names(report))
+    users = known.users | found | {name for key, name in recorded.items() if key in ("USER", "LOGNAME", "USERNAME")}
+    hosts = known.hosts | {name for key, name in recorded.items() if key in ("HOSTNAME", "HOST")}
+    cleaned: dict[str, str] = {}
+    clean_names = _without_names(users, hosts)
+
+    def clean(text: str) -> str:
+        if text not in cleaned:
+            shown = text
+            for secret in known.secrets:
+                shown = shown.replace(secret, SECRET)
+            cleaned[text] = clean_names(short_paths(without_secrets(shown)))
+        return cleaned[text]
+
+    result: _Value = _walk(report, clean)
+    return result
+
+
+def _walk(value: Any, clean: Callable[[str], str]) -> Any:
+    if isinstance(value, Enum):
+        return value
+    if isinstance(value, str):
+        return clean(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _walk(getattr(value, f.name), clean) for f in fields(value) if f.init})
+    if isinstance(value, Mapping):
+        return {_walk(key, clean): _entry(key, item, clean) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_sequence(value, clean))
+    return value
+
+
+def _entry(key: Any, item: Any, clean: Callable[[str], str]) -> Any:
+    name = str(key)
+    if name.lower() in _VARIABLES and isinstance(item, Mapping):
+        return {_walk(k, clean): _walk(v, clean) if k in ALLOWED_VARIABLES else SECRET for k, v in item.items()}
+    if isinstance(item, str) and names_a_secret(name):
+        return SECRET
+    return _walk(item, clean)
+
+
+def _sequence(items: Sequence[Any], clean: Callable[[str], str]) -> Iterator[Any]:
+    option = False
+    for item in items:
+        # an argument list keeps an option and its value apart: ["--token", "…"]
+        yield SECRET if option and isinstance(item, str) and not item.startswith("-") else _walk(item, clean)
+        option = isinstance(item, str) and item.startswith("-") and names_a_secret(item)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif is_dataclass(value):
+        for f in fields(value):
+            yield from _texts(getattr(value, f.name))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item)
+
+
+def _recorded_names(value: Any) -> Iterator[tuple[str, str]]:
+    """Texts that stand in a mapping of environment variables, by the variable's name."""
+    if is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(item, Mapping) and str(key).lower() in _VARIABLES:
+                yield from ((str(k), v) for k, v in item.items() if isinstance(v, str))
+            else:
+                yield from _recorded_names(item)
+
+
+def _without_names(users: frozenset[str], hosts: frozenset[str]) -> Callable[[str], str]:
+    patterns = [(_HOST, "<host>")]
+    for names, replacement in ((hosts, "<host>"), (users, "<user>")):
+        telling = sorted((n for n in names if len(n) > 2 and n.lower() not in _NOBODY), key=len, reverse=True)
+        if telling:
+            choice = "|".join(map(re.escape, telling))
+            patterns.append((re.compile(rf"(?<![A-Za-z0-9])(?:{choice})(?![A-Za-z0-9])", re.IGNORECASE), replacement))
+
+    def clean(text: str) -> str:
+        for pattern, replacement in patterns:
+            text = pattern.sub(replacement, text)
+        return text
+
+    return clean
