@@ -19,15 +19,21 @@ def _swap(name: str, corrective: Callable[..., Any]) -> Callable[[nn.Module, Seq
     return install
 
 
-def _install_backward_autocast_off(model: nn.Module, modules: Sequence[str]) -> Installed:
-    counters = Counters()
-    scope = swap_step(model, fused_lora, "run_backward", fused_lora.run_backward_without_autocast, counters)
-    try:
-        casts = swap_step(model, fused_lora, "backward_weight", fused_lora.backward_weight_cast, Counters())
-    except TargetMismatchError:
-        scope.undo()
-        raise
-    return together(scope, casts)
+def _swap_both(
+    first: tuple[str, Callable[..., Any]], second: tuple[str, Callable[..., Any]]
+) -> Callable[[nn.Module, Sequence[str]], Installed]:
+    """Like :func:`_swap` for a correction that takes two steps; either both are in place or none."""
+
+    def install(model: nn.Module, modules: Sequence[str]) -> Installed:
+        counters = Counters()
+        part = swap_step(model, fused_lora, *first, counters)
+        try:
+            return together(part, swap_step(model, fused_lora, *second, counters))
+        except TargetMismatchError:
+            part.undo()
+            raise
+
+    return install
 
 
 def _install_quant_state_dtype(model: nn.Module, modules: Sequence[str]) -> Installed:
@@ -89,7 +95,10 @@ CORRECTIONS_FUSED_LORA = (
     Correction(
         id="backward-autocast-off",
         summary="Runs the hand-written backward passes without autocast, gradients and weights cast to the input's dtype.",
-        install=_install_backward_autocast_off,
+        install=_swap_both(
+            ("run_backward", fused_lora.run_backward_without_autocast),
+            ("backward_weight", fused_lora.backward_weight_cast),
+        ),
     ),
     Correction(
         id="out-of-place-addmm",
@@ -104,6 +113,9 @@ CORRECTIONS_FUSED_LORA = (
     Correction(
         id="strict",
         summary="Raises where weight, quantisation state, activations and autocast disagree, instead of casting.",
-        install=_swap("dense_weight", fused_lora.strict_dense_weight),
+        install=_swap_both(
+            ("dense_weight", fused_lora.strict_dense_weight),
+            ("packed_gemv", fused_lora.strict_packed_gemv),
+        ),
     ),
 )

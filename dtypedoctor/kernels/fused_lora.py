@@ -20,7 +20,7 @@ from dtypedoctor.kernels import dequantize
 
 
 class MixedDtypesError(TypeError):
-    """Dtypes that have to agree do not; raised only by the strict form of :func:`dense_weight`."""
+    """Dtypes that have to agree do not; raised only by the strict forms of this module's functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def run_backward_without_autocast(body: Callable[..., Any], ctx: Any, *gradients
 def decode_linear(X: Tensor, base: Base, A: Tensor | None, B: Tensor | None) -> Tensor:
     """A projection for one new token, without gradients, into an output of the dtype of X.
 
-    On CUDA a single row goes through :func:`_gemv`; otherwise W is dequantised and multiplied with ``out=``, which
+    On CUDA a single row goes through :func:`packed_gemv`; otherwise W is dequantised and multiplied with ``out=``, which
     autocast does not touch either.
 
     Args:
@@ -144,7 +144,7 @@ def decode_linear(X: Tensor, base: Base, A: Tensor | None, B: Tensor | None) -> 
     """
     rows = X.reshape(X.shape[0], -1)
     if base.state is not None and X.is_cuda and len(rows) == 1:
-        out = _gemv(rows, base.weight, base.state)
+        out = packed_gemv(rows, base.weight, base.state)
     else:
         weight = dense_weight(base.weight, base.state, X.dtype, True)
         out = torch.empty(len(rows), weight.shape[0], dtype=X.dtype, device=X.device)
@@ -155,22 +155,44 @@ def decode_linear(X: Tensor, base: Base, A: Tensor | None, B: Tensor | None) -> 
     return out.unsqueeze(1)
 
 
-def _gemv(row: Tensor, weight: Tensor, state: QuantState) -> Tensor:
+def packed_gemv(row: Tensor, weight: Tensor, state: QuantState) -> Tensor:
     """``row Wᵀ`` on the packed W with the kernel that the quantisation state names, whatever the row's dtype is.
 
     Like the real call, which hands over addresses, the kernel reads and writes memory of another 16-bit format as its own.
+
+    Args:
+        row: shape (1, in), on CUDA.
+        weight: the packed bytes of W.
+        state: its quantisation state.
+
+    Returns:
+        Shape (1, out), typed as ``row``.
+    """
+    return _run_gemv(row, weight, state, dequantize.choose_kernel(state.dtype))
+
+
+def strict_packed_gemv(row: Tensor, weight: Tensor, state: QuantState) -> Tensor:
+    """Form of :func:`packed_gemv` for finding errors.
+
+    Raises:
+        MixedDtypesError: the kernel is not that of the state's dtype, or not that of the activations.
     """
     kernel = dequantize.choose_kernel(state.dtype)
+    if not kernel == state.dtype == row.dtype:
+        raise MixedDtypesError(f"quant_state is {state.dtype}, its kernel {kernel}, the activations are {row.dtype}")
+    return _run_gemv(row, weight, state, kernel)
+
+
+def _run_gemv(row: Tensor, weight: Tensor, state: QuantState, kernel: torch.dtype) -> Tensor:
     rows, columns = state.shape
     out = torch.empty(1, rows, dtype=row.dtype, device=row.device)
     absmax = state.absmax
     if state.nested:
-        absmax = torch.ops.bitsandbytes.dequantize_blockwise(
-            absmax, state.state2.absmax, state.state2.code, state.state2.blocksize, torch.float32
+        inner = state.state2
+        absmax = state.offset + torch.ops.bitsandbytes.dequantize_blockwise(
+            absmax, inner.absmax, inner.code, inner.blocksize, torch.float32
         )
-        absmax = absmax + state.offset
-    seen = row.view(kernel)[:, :columns]
-    written = out.view(kernel)[:, :rows]
+    seen, written = row.view(kernel)[:, :columns], out.view(kernel)[:, :rows]
     torch.ops.bitsandbytes.gemv_4bit.out(seen, weight, state.shape, absmax, state.code, state.blocksize, out=written)
     return out
 
