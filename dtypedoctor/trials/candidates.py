@@ -75,6 +75,7 @@ def require_usable(roots: Sequence[Node]) -> None:
     for node in (node for root in roots for node in root.walk()):
         if node.id in seen:
             raise ValueError(f"candidate {node.id!r} occurs twice")
-        if node.weight is not None and not (math.isfinite(node.weight) and node.weight >= 0):
-            raise ValueError(f"candidate {node.id!r} has the weight {node.weight}")
+        weight = node.likelihood()
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"candidate {node.id!r} has the weight {weight}")
         seen.add(node.id)
