@@ -3,11 +3,11 @@
 from collections.abc import Collection, Mapping
 from typing import cast
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from dtypedoctor.scenario.messages import allowed_words, in_words
-from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.scenario.model import Name, Scenario
 from dtypedoctor.scenario.problems import KeyPath, Place, Problem, dotted, quoted
 from dtypedoctor.scenario.shape import Spot, follow
 from dtypedoctor.scenario.suggestions import closest, did_you_mean
@@ -40,7 +40,18 @@ def check_name(tree: Node, stem: str) -> list[Problem]:
     node = tree.find(("name",))
     if node is None or not isinstance(node.value, str) or node.value == stem:
         return []
+    if not _is_name(stem):
+        text = f"name: wants the file's name, but {quoted(stem)} cannot be one; rename the file"
+        return [Problem(node.place, text)]
     return [Problem(node.place, f"name: wants {quoted(stem)}, the file's name, got {quoted(node.value)}")]
+
+
+def _is_name(text: str) -> bool:
+    try:
+        TypeAdapter(Name).validate_python(text)
+    except ValidationError:
+        return False
+    return True
 
 
 def check_ids(tree: Node, known: Mapping[str, Collection[str]]) -> list[Problem]:

@@ -230,6 +230,13 @@ def test_the_name_is_that_of_the_file(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_whose_name_cannot_be_a_scenarios_is_to_be_renamed(tmp_path: Path) -> None:
+    """Asking for the file's name would only lead to the next mistake."""
+    assert mistakes(written(tmp_path, HEALTHY, name="My Copy")) == [
+        "1:7: name: wants the file's name, but 'My Copy' cannot be one; rename the file"
+    ]
+
+
 def test_ids_that_nothing_has_are_mistakes_where_the_known_ones_are_given(tmp_path: Path) -> None:
     """Finding, remedy and correction ids are held against the registries that the caller passes."""
     text = HEALTHY + (
