@@ -9,7 +9,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -41,13 +41,13 @@ _LIMIT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphBreak:
-    """Equal graph breaks.
+    """Graph breaks at one line of code for one reason.
 
     Attributes:
         kind: Dynamo's name for the break, e.g. ``Unsupported method call``.
         explanation: its explanation, first line.
-        context: its debug context, cut; it names the types and functions involved.
-        frames: the stack at the break as ``file:line function``, outermost first, torch's own frames left out.
+        context: debug context of the first of them, cut; it names the types and functions involved.
+        frames: stack of the first of them as ``file:line function``, outermost first, torch's own frames left out.
         count: how often it happened.
     """
 
@@ -97,9 +97,11 @@ class CompileReport:
 
     Attributes:
         breaks: number of graph breaks, from Dynamo's counter.
-        graph_breaks: the same breaks, equal ones taken together, most frequent first.
+        graph_breaks: the breaks grouped, most frequent first. Breaks at which a function could not be split and was left to
+            eager mode whole are among them, though Dynamo's counter leaves them out.
         unique_graphs: number of graphs handed to the backend.
-        frames: number of functions (and rests of functions) that Dynamo tried to compile.
+        frames: number of functions (and rests of functions) that Dynamo tried to compile; 0 under ``fullgraph=True``, where
+            Dynamo does not count them.
         frames_compiled: how many of them it did compile.
         recompiles: in the order in which they happened.
         limit_hits: in the order in which they happened.
@@ -121,40 +123,44 @@ class CompileWatch:
         self._break_lines: list[str] = []
         self._recompile_lines: list[str] = []
         self._limit_lines: list[str] = []
-        self._attached: list[tuple[logging.Logger, logging.Handler, int]] = []
+        self._attached: list[tuple[logging.Logger, logging.Handler, int, bool]] = []
         self._switched_on: list[str] = []
         self._before: dict[str, int] = {}
         self._after: dict[str, int] | None = None
 
     def __enter__(self) -> Self:
-        import torch._dynamo.convert_frame  # noqa: F401, PLC0415  (slow to import, and it creates the loggers)
+        import torch._dynamo.convert_frame  # noqa: F401  (slow to import, and it creates the loggers)
 
         self._after = None
         self._before = _counted()
         for artifact, heard in zip(ARTIFACTS, (self._break_lines, self._recompile_lines), strict=True):
-            if not torch_logging.log_state.is_artifact_enabled(artifact):
+            loggers = [name for name in logging.root.manager.loggerDict if name.endswith(f".__{artifact}")]
+            already_on = torch_logging.log_state.is_artifact_enabled(artifact)
+            if not already_on:
                 torch_logging.log_state.enable_artifact(artifact)
                 self._switched_on.append(artifact)
-            for name in [name for name in logging.root.manager.loggerDict if name.endswith(f".__{artifact}")]:
-                self._listen(logging.getLogger(name), heard, logging.DEBUG)
-        self._listen(logging.getLogger(LIMIT_LOGGER), self._limit_lines, logging.WARNING)
+            for name in loggers:
+                self._listen(logging.getLogger(name), heard, logging.DEBUG, printed=already_on)
+        self._listen(logging.getLogger(LIMIT_LOGGER), self._limit_lines, logging.WARNING, printed=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._after = _counted()
-        for logger, listener, level in self._attached:
+        for logger, listener, level, propagate in self._attached:
             logger.removeHandler(listener)
             logger.setLevel(level)
+            logger.propagate = propagate
         self._attached.clear()
         torch_logging.log_state.artifact_names.difference_update(self._switched_on)
         self._switched_on.clear()
 
-    def _listen(self, logger: logging.Logger, heard: list[str], level: int) -> None:
+    def _listen(self, logger: logging.Logger, heard: list[str], level: int, *, printed: bool) -> None:
         listener = _Listener(heard, level)
-        self._attached.append((logger, listener, logger.level))
+        self._attached.append((logger, listener, logger.level, logger.propagate))
         logger.addHandler(listener)
+        logger.propagate = logger.propagate and printed
         if not logger.isEnabledFor(level):
             logger.setLevel(level)
 
@@ -181,7 +187,7 @@ class _Listener(logging.Handler):
         self._heard = heard
 
     def emit(self, record: logging.LogRecord) -> None:
-        from torch._dynamo.utils import reset_graph_break_dup_checker  # noqa: PLC0415  (slow to import)
+        from torch._dynamo.utils import reset_graph_break_dup_checker
 
         self._heard.append(record.getMessage())
         reset_graph_break_dup_checker()  # else only the first of equal breaks would come with its stack
@@ -189,7 +195,7 @@ class _Listener(logging.Handler):
 
 def _counted() -> dict[str, int]:
     """Dynamo's counters as they stand."""
-    from torch._dynamo.utils import counters  # noqa: PLC0415  (slow to import)
+    from torch._dynamo.utils import counters
 
     return {
         "breaks": sum(counters["graph_break"].values()),
@@ -200,31 +206,30 @@ def _counted() -> dict[str, int]:
 
 
 def _grouped(lines: list[str]) -> tuple[GraphBreak, ...]:
-    counted = Counter(filter(None, map(_parsed_break, lines)))
-    return tuple(
-        GraphBreak(kind=kind, explanation=explanation, context=context, frames=frames, count=count)
-        for (kind, explanation, context, frames), count in counted.most_common()
-    )
+    groups: dict[tuple[str, str, str], GraphBreak] = {}
+    for found in filter(None, map(_BREAK.search, lines)):
+        one = _parsed_break(found)
+        key = one.kind, one.explanation, one.frames[-1]
+        held = groups.get(key)
+        groups[key] = one if held is None else replace(held, count=held.count + 1)
+    return tuple(sorted(groups.values(), key=lambda group: -group.count))
 
 
-def _parsed_break(line: str) -> tuple[str, str, str, tuple[str, ...]] | None:
-    found = _BREAK.search(line)
-    if found is None:
-        return None
+def _parsed_break(found: re.Match[str]) -> GraphBreak:
     reason, _, stack = found["reason"].partition("User code traceback:")
     explained = _EXPLAINED.search(reason)
-    kind = explained["kind"] if explained else reason.split("\n", 1)[0]
     context = _CONTEXT.search(reason)
     frames = [
         f"{frame['file']}:{frame['line']} {frame['function']}"
         for frame in _FRAME.finditer(stack)
         if not frame["file"].startswith(TORCH_DIRECTORY)
     ]
-    return (
-        kind.strip(),
-        explained["explanation"].strip() if explained else "",
-        context["context"].strip()[:MAX_TEXT] if context else "",
-        tuple(frames[-MAX_FRAMES:]) or (found["place"],),
+    return GraphBreak(
+        kind=explained["kind"] if explained else reason.split("\n", 1)[0],
+        explanation=explained["explanation"] if explained else "",
+        context=context["context"][:MAX_TEXT] if context else "",
+        frames=tuple(frames[-MAX_FRAMES:]) or (found["place"],),
+        count=1,
     )
 
 
@@ -269,22 +274,10 @@ def observations(report: CompileReport) -> Iterator[tuple[str, dict[str, Any]]]:
         },
     )
     for group in report.graph_breaks:
-        yield (
-            "graph-break",
-            {
-                "kind": group.kind,
-                "explanation": group.explanation,
-                "context": group.context,
-                "frames": list(group.frames),
-                "count": group.count,
-            },
-        )
+        yield "graph-break", asdict(group) | {"frames": list(group.frames)}
     for (function, place), times in Counter((r.function, r.place) for r in report.recompiles).most_common():
         guards = [r.guards[0] for r in report.recompiles if (r.function, r.place) == (function, place) and r.guards]
         distinct = list(dict.fromkeys(guards))[:MAX_GUARDS]
         yield "recompile", {"function": function, "place": place, "count": times, "guards": distinct}
     for hit in report.limit_hits:
-        yield (
-            "recompile-limit",
-            {"limit": hit.limit, "value": hit.value, "function": hit.function, "place": hit.place, "guard": hit.guard},
-        )
+        yield "recompile-limit", asdict(hit)

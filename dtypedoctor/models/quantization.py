@@ -37,6 +37,8 @@ def _packed(linear: nn.Linear, spec: Quantization, compute: torch.dtype, stored:
         linear.weight.data.to(stored), requires_grad=False, compress_statistics=spec.nested, quant_type=spec.kind
     )
     packed.weight = weight.to(linear.weight.device)
+    # else one eval-mode forward on such a CPU reorders the bytes for good, and training then loses its gradients silently
+    packed.support_avx512bf16_for_cpu = False
     if linear.bias is not None:
         packed.bias = nn.Parameter(linear.bias.data, requires_grad=False)
     return packed

@@ -1,0 +1,145 @@
+"""Corrections of norms whose output is wider than their input."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from dtypedoctor.corrections.contract import Correction, Installed, TargetMismatchError
+from dtypedoctor.corrections.module_forward import Forward, named_modules_of, wrap_forwards
+from dtypedoctor.kernels.counters import Counters
+from dtypedoctor.kernels.lora_linear import LinearLoRA
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def install_norm_output_cast(model: nn.Module, modules: Sequence[str]) -> Installed:
+    """Casts the output of norms back to the dtype of their input.
+
+    Which modules are meant is measured, not read from a class name's list: those (of ``modules``, or of all whose class
+    name has "norm" in it) that return something wider for a row of ones in the model's own 16-bit dtype.
+
+    Raises:
+        TargetMismatchError: no norm widens its input, or a named module does not, or the model is not 16-bit.
+    """
+    dtype = half_dtype_of(model)
+    if modules:
+        targets = named_modules_of(model, list(modules))
+        tame = [name for name, module in targets.items() if not widens(module, dtype)]
+        if tame:
+            raise TargetMismatchError(f"{', '.join(tame)} does not widen {dtype} input")
+    else:
+        targets = {name: module for name, module in model.named_modules() if _is_norm(module) and widens(module, dtype)}
+        if not targets:
+            raise TargetMismatchError(f"no norm of {type(model).__name__} widens {dtype} input")
+    counters = Counters()
+    installed = wrap_forwards(targets, _casting_output(counters), counters)
+    stubborn = [name for name, module in targets.items() if widens(module, dtype)]
+    counters.hits = 0  # the row of ones is not part of the run
+    if stubborn:
+        installed.undo()
+        raise TargetMismatchError(f"{', '.join(stubborn)} still widens {dtype} input after the correction")
+    return replace(installed, proof=f"{installed.proof}; a row of ones in {dtype} now comes out in {dtype}")
+
+
+def install_cast_at_lora_input(model: nn.Module, modules: Sequence[str]) -> Installed:
+    """Casts the input of low-rank adapted linear layers to the dtype of their update; a guard, not a cure of the cause.
+
+    Args:
+        model: a model with :class:`LinearLoRA` layers.
+        modules: dotted names of the layers that are meant; all if empty.
+
+    Raises:
+        TargetMismatchError: the model has no such layer, or a named module is not one.
+    """
+    if modules:
+        targets = named_modules_of(model, list(modules))
+        others = [name for name, module in targets.items() if not isinstance(module, LinearLoRA)]
+        if others:
+            raise TargetMismatchError(f"{', '.join(others)} is not a LinearLoRA")
+    else:
+        targets = {name: module for name, module in model.named_modules() if isinstance(module, LinearLoRA)}
+        if not targets:
+            raise TargetMismatchError(f"{type(model).__name__} has no LinearLoRA")
+    counters = Counters()
+    return wrap_forwards(targets, _casting_input(counters), counters)
+
+
+def half_dtype_of(model: nn.Module) -> torch.dtype:
+    """The 16-bit dtype that most parameter elements of ``model`` have.
+
+    Raises:
+        TargetMismatchError: the model has no 16-bit parameters.
+    """
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.dtype in HALF:
+            elements[parameter.dtype] += parameter.numel()
+    if not elements:
+        raise TargetMismatchError(f"{type(model).__name__} has no float16 or bfloat16 parameters")
+    return elements.most_common(1)[0][0]
+
+
+def widens(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether ``module`` returns something wider than ``dtype`` for a row of ones; hooks on it are not called.
+
+    A module that does not take such a row, because its weight is no vector or its forward is another, does not widen it.
+    """
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1:
+        return False
+    try:
+        with torch.no_grad():
+            out = module.forward(torch.ones(1, len(weight), dtype=dtype, device=weight.device))
+    except (TypeError, RuntimeError):
+        return False
+    return isinstance(out, Tensor) and out.dtype.itemsize > dtype.itemsize
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _casting_output(counters: Counters) -> Callable[[nn.Module, Forward], Forward]:
+    def wrap(module: nn.Module, original: Forward) -> Forward:
+        def forward(x: Tensor) -> Tensor:
+            out: Tensor = original(x)
+            if out.dtype != x.dtype:
+                counters.hit()
+            return out.to(x.dtype)
+
+        return forward
+
+    return wrap
+
+
+def _casting_input(counters: Counters) -> Callable[[nn.Module, Forward], Forward]:
+    def wrap(module: nn.Module, original: Forward) -> Forward:
+        assert isinstance(module, LinearLoRA)  # the targets were chosen so
+        wanted = module.lora_a.weight
+
+        def forward(x: Tensor) -> Tensor:
+            if x.dtype != wanted.dtype:
+                counters.hit()
+            cast: Tensor = original(x.to(wanted.dtype))
+            return cast
+
+        return forward
+
+    return wrap
+
+
+RMS_NORM = (
+    Correction(
+        id="norm-output-cast",
+        summary="Casts the output of norms with a wider weight back to the dtype of their input.",
+        install=install_norm_output_cast,
+    ),
+    Correction(
+        id="cast-at-lora-input",
+        summary="Casts the input of LinearLoRA layers to the dtype of their weights; whoever widened it still does.",
+        install=install_cast_at_lora_input,
+    ),
+)
