@@ -17,9 +17,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-UNINITIALISED = ("aten.empty", "aten.new_empty", "aten.resize_")
+FROM_ELSEWHERE = ("aten.empty", "aten.new_empty", "aten.resize_", "aten.set_.")
+"""Ops whose result is memory that no op has computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +28,11 @@ class Witnessed:
     """One thing that was seen.
 
     ``kind`` is ``birth`` (an op made NaN out of none, or inf out of finite numbers), ``input`` (a root module was given
-    a non-finite tensor), ``parameters`` (a root module held one before it was called) or ``raised``. ``fqn`` is relative
+    a non-finite tensor), ``parameters`` (a root module held one before it was called), ``consumed`` (before all of these,
+    an op that is no view was given NaN and passed it on) or ``raised``. ``fqn`` is relative
     to the outermost module, None outside every module. ``step`` is the number of optimizer steps done plus one,
-    ``call`` the number of the outermost module call.
+    ``call`` the number of the outermost module call. ``in_float32`` says for a birth whether the same op on the same
+    operands, widened to float32, is finite.
     """
 
     kind: str
@@ -38,6 +41,7 @@ class Witnessed:
     phase: str
     step: int
     call: int
+    in_float32: bool | None = None
 
     def by_step(self, stepped: bool) -> Witnessed:
         """The record with its call number as step, where the program never finished an optimizer step."""
@@ -118,6 +122,25 @@ def asks_for_nonfinite(tree: Any) -> bool:
     return any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in tree_leaves(tree))
 
 
+def is_view(func: Any) -> bool:
+    """Whether the result of ``func`` shares memory with an operand that it leaves unchanged."""
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+
+
+def widened(leaf: Any) -> Any:
+    """A float32 copy of a narrower tensor, float32 for a narrower dtype, anything else as it is (tensors copied)."""
+    if isinstance(leaf, torch.dtype):
+        return torch.float32 if leaf in (torch.float16, torch.bfloat16) else leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf.clone()
+
+
+def finite_when_run(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``func`` on these operands gives only finite numbers."""
+    return not any(nan_and_inf(tensors_in(func(*args, **kwargs))))
+
+
 class Witness:
     """Collects what was seen, in order."""
 
@@ -125,12 +148,11 @@ class Witness:
         self.place = Place()
         self.seen: list[Witnessed] = []
 
-    def note(self, kind: str, op: str | None, fqn: str | None = None) -> None:
-        """Record something happening here and now (in module ``fqn``, if that is not the innermost open one)."""
+    def note(self, kind: str, op: str | None, **details: Any) -> None:
+        """Record something happening here and now; ``details`` are further or other fields of the record."""
         place = self.place
-        where = place.fqn if fqn is None else fqn
-        step, call = place.steps_done + 1, max(place.calls, 1)
-        self.seen.append(Witnessed(kind=kind, op=op, fqn=where, phase=place.phase, step=step, call=call))
+        fields = {"fqn": place.fqn, "phase": place.phase, "step": place.steps_done + 1, "call": max(place.calls, 1)}
+        self.seen.append(Witnessed(kind=kind, op=op, **(fields | details)))
 
     def before_module(self, module: torch.nn.Module, args: Any) -> None:
         """Global forward pre-hook."""
@@ -139,24 +161,27 @@ class Witness:
         with torch._C._DisableTorchDispatch():
             bad = next((name for name, p in module.named_parameters() if any(nan_and_inf(tensors_in(p)))), None)
             if bad is not None:
-                self.note("parameters", None, bad.rpartition(".")[0])
+                self.note("parameters", None, fqn=bad.rpartition(".")[0])
             if any(nan_and_inf(tensors_in(args))):
                 self.note("input", None)
 
     def run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run one aten op and judge it."""
         nan_before, inf_before = nan_and_inf(tensors_in((args, kwargs)))
+        wide = None if nan_before or inf_before else tree_map(widened, (args, kwargs))
         try:
             out = func(*args, **kwargs)
         except Exception:
             self.note("raised", str(func))
             raise
-        if str(func).startswith(UNINITIALISED):
+        if str(func).startswith(FROM_ELSEWHERE):
             return out
         nan_after, inf_after = nan_and_inf(tensors_in(out))
         new_inf = inf_after and not (inf_before or nan_before or asks_for_nonfinite((args, kwargs)))
         if (nan_after and not nan_before) or new_inf:
-            self.note("birth", str(func))
+            self.note("birth", str(func), in_float32=wide and finite_when_run(func, *wide))
+        elif nan_before and nan_after and not self.seen and not is_view(func):
+            self.note("consumed", str(func))
         return out
 
 

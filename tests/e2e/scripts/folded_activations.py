@@ -45,6 +45,7 @@ class Part(nn.Module):
 
 torch.manual_seed(0)
 net = nn.Sequential()
+net.start = nn.Linear(24, 24)
 net.stack = nn.Sequential(Part(24, 1e5), Part(24, 1e-5))
 net.end = nn.Linear(24, 3)
 opt = torch.optim.SGD(net.parameters(), lr=0.01)

@@ -1,6 +1,6 @@
 # expect:
 #   id: float16-overflow
-#   fqn: refine.widen
+#   fqn: refine.close
 #   op: aten.addmm.default
 #   phase: forward
 #   step: 1

@@ -24,7 +24,7 @@ class Votes(nn.Module):
 
 
 class Speller(nn.Module):
-    def __init__(self, dim=24, letters=30):
+    def __init__(self, dim=96, letters=30):
         super().__init__()
         self.table = nn.Embedding(letters, dim)
         self.votes = Votes(dim)

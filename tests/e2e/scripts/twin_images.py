@@ -21,7 +21,7 @@ class Twins(nn.Module):
     def forward(self, left, right):
         a = nn.functional.normalize(self.net(left), dim=-1)
         b = nn.functional.normalize(self.net(right), dim=-1)
-        return a @ b.T / self.temperature.abs().clamp_min(1e-5).to(a.dtype)
+        return a @ b.T / self.temperature.clamp_min(1e-5).to(a.dtype)
 
 
 torch.manual_seed(6)

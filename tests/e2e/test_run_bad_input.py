@@ -1,0 +1,107 @@
+"""What goes wrong before and during a run ends with one clear message and the right exit code."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command import Finished, dtypedoctor, report_of
+
+HERE = Path(__file__).resolve().parent
+
+GRPO: dict[str, Any] = {"kind": "grpo", "steps": 8, "learning_rate": 0.05, "gradient_accumulation": 4}
+LORA: dict[str, Any] = {"r": 4, "alpha": 8, "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+
+
+def scenario(directory: Path, *, name: str = "case", **changes: Any) -> Path:
+    """Writes a small GRPO scenario with some top-level keys or model keys changed."""
+    model = {"name": "builtin:gemma4-tiny", "dtype": "float16", "lora": LORA} | changes.pop("model", {})
+    content = {"name": name, "summary": "A case.", "steps": [{"model": model, "workload": GRPO | changes.pop("workload", {})}]}
+    path = directory / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(content | changes))
+    return path
+
+
+def run(path: Path, *more: str, out: Path | None = None) -> tuple[Finished, Path]:
+    directory = out or path.parent / "run"
+    return dtypedoctor("run", path, "--out", directory, *more, PYTHONPATH=str(HERE), HF_HUB_OFFLINE="1"), directory
+
+
+def assert_refused(finished: Finished, directory: Path, *words: str) -> None:
+    """Exit 2, the words in one message on stderr, no traceback, nothing left behind."""
+    assert finished.code == 2, finished.err
+    assert "Traceback" not in finished.err
+    for word in words:
+        assert word in finished.err
+    assert not directory.exists()
+
+
+def test_an_unknown_key_is_named_with_its_place(tmp_path: Path) -> None:
+    """file:line:column, the key, and the one that was meant."""
+    path = scenario(tmp_path)
+    path.write_text(path.read_text().replace("learning_rate", "lerning_rate"))
+    finished, directory = run(path)
+    assert_refused(finished, directory, "case.yaml:", "lerning_rate", "learning_rate")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("builtin:gemma5-tiny", ("no builtin model 'gemma5-tiny'", "builtin:gemma4-tiny")),
+        ("somebody/no-such-model", ("cannot load the model id 'somebody/no-such-model'", "HF_HUB_OFFLINE")),
+        ("factories:raises", ("factories:raises raised LookupError: the weights are in another castle",)),
+        ("factories:not_a_model", ("returned str, not a torch.nn.Module",)),
+        ("factories:nowhere", ("cannot find the model factory factories:nowhere",)),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_refused(model: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    """Unknown builtin, hub id without network, factories that raise, return something else or do not exist."""
+    finished, directory = run(scenario(tmp_path, model={"name": model}))
+    assert_refused(finished, directory, *words)
+
+
+def test_cuda_where_there_is_none_is_refused(tmp_path: Path) -> None:
+    """The message says what to do instead."""
+    finished, directory = run(scenario(tmp_path, device="cuda"))
+    if finished.code == 0 or finished.code == 10:
+        pytest.skip("this machine has a CUDA device")
+    assert_refused(finished, directory, "needs a CUDA device", "--device cpu")
+
+
+def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
+    """Neither is a scenario."""
+    finished, directory = run(tmp_path / "missing.yaml")
+    assert_refused(finished, directory, "missing.yaml")
+
+
+def test_an_output_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
+    """A file stands where the run directory's parent should be."""
+    (tmp_path / "file").write_text("")
+    finished, directory = run(scenario(tmp_path), out=tmp_path / "file" / "run")
+    assert_refused(finished, directory, "cannot be created")
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"), [("killed", "SIGKILL"), ("crashes", "SIGSEGV"), ("hangs", "time limit")]
+)
+def test_a_worker_that_dies_leaves_a_report_that_names_the_last_module(factory: str, words: str, tmp_path: Path) -> None:
+    """Killed, crashed or hung in the second MLP: the report says how and where, and the doctor is alive."""
+    path = scenario(tmp_path, model={"name": f"factories:{factory}", "lora": None}, time_limit=20)
+    finished, directory = run(path)
+    assert finished.code in (3, 10), finished.err
+    assert "Traceback" not in finished.err
+    report = report_of(directory)
+    assert report["status"] == "worker-died"
+    assert words in report["headline"]
+    assert "model.layers.1.mlp" in report["headline"]
+
+
+def test_a_correction_whose_target_does_not_match_is_not_tried_and_says_why(tmp_path: Path) -> None:
+    """The correction raises in the worker; the table shows not-tried with the difference of the signatures."""
+    path = scenario(tmp_path, model={"name": "factories:renamed_mlp_input"}, remedies=["gemma4-mlp-float32-product"])
+    finished, directory = run(path)
+    assert finished.code == 10, finished.err
+    trials = {t["remedy"]: t for t in report_of(directory)["trials"]}
+    trial = trials["gemma4-mlp-float32-product"]
+    assert trial["outcome"] == "not-tried"
+    assert "takes (self, hidden), this correction was written for (self, x)" in trial["reason"]
