@@ -1,0 +1,126 @@
+"""Gemma-4's MLP and its correction, on transformers' real class."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
+
+from dtypedoctor.corrections.contract import TargetMismatchError
+from dtypedoctor.corrections.gemma4 import MLP_FLOAT32_PRODUCT
+from dtypedoctor.kernels.gemma4_mlp import SAFE_LIMIT
+from dtypedoctor.models.builtin import gemma4_tiny
+
+
+def mlp(scale: float = 1.0) -> tuple[nn.Module, Gemma4TextMLP]:
+    torch.manual_seed(0)
+    model = gemma4_tiny()
+    layer = model.model.layers[0].mlp
+    with torch.no_grad():
+        layer.gate_proj.weight.mul_(scale)
+        layer.up_proj.weight.mul_(scale)
+    return model, layer
+
+
+def test_the_limit_is_exact_in_both_half_formats_and_the_next_value_is_not() -> None:
+    """65280 survives float16 and bfloat16; 65504 turns into 65536 in bfloat16, which float16 cannot hold."""
+    assert torch.tensor(SAFE_LIMIT).half().float().item() == SAFE_LIMIT
+    assert torch.tensor(SAFE_LIMIT).bfloat16().float().item() == SAFE_LIMIT
+    assert torch.tensor(65504.0).bfloat16().half().isinf()
+    assert torch.tensor(SAFE_LIMIT + 128).bfloat16().float().item() != SAFE_LIMIT + 128
+
+
+def test_in_float16_it_equals_the_float32_reference_forward_and_backward() -> None:
+    """Within float16's rounding of the projections, and at least as close as the original."""
+    model, layer = mlp()
+    x = torch.randn(5, 64)
+    reference = layer(x)
+    reference.sum().backward()
+    wanted = layer.up_proj.weight.grad.clone()
+    model.zero_grad()
+    model.half()
+    installed = MLP_FLOAT32_PRODUCT.install(model, [])
+    try:
+        out = layer(x.half())
+        out.sum().backward()
+    finally:
+        installed.undo()
+    torch.testing.assert_close(out.float(), reference, rtol=4e-3, atol=2e-3 * reference.abs().max().item())
+    torch.testing.assert_close(layer.up_proj.weight.grad.float(), wanted, rtol=1e-2, atol=5e-3 * wanted.abs().max().item())
+    assert installed.counters.hits == 1
+    assert installed.counters.elements("rescued") == 0
+    assert installed.counters.elements("clamped") == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_other_dtypes_take_the_original_path_bit_for_bit(dtype: torch.dtype) -> None:
+    """Only float16 is touched."""
+    model, layer = mlp(50.0)
+    model.to(dtype)
+    x = torch.randn(5, 64, dtype=dtype)
+    expected = layer(x)
+    installed = MLP_FLOAT32_PRODUCT.install(model, [])
+    try:
+        assert torch.equal(layer(x), expected)
+        assert installed.counters.hits == 0
+    finally:
+        installed.undo()
+
+
+def test_an_overflowing_product_is_held_and_counted() -> None:
+    """The original returns inf or NaN; the correction is finite and says how many elements it held."""
+    model, layer = mlp(800.0)
+    model.half()
+    x = torch.randn(8, 64).half() * 2
+    assert not torch.isfinite(layer(x)).all()
+    installed = MLP_FLOAT32_PRODUCT.install(model, [])
+    try:
+        assert torch.isfinite(layer(x)).all()
+        assert installed.counters.elements("clamped") > 0
+    finally:
+        installed.undo()
+
+
+def test_elements_that_are_lost_are_counted_as_rescued() -> None:
+    """An inf in the gate spoils whole rows of the result: they become zero, and the count says so."""
+    model, layer = mlp()
+    model.half()
+    x = torch.randn(3, 64).half()
+    x[1, 0] = torch.inf
+    installed = MLP_FLOAT32_PRODUCT.install(model, [])
+    try:
+        out = layer(x)
+        assert (out[1] == 0).all()
+        assert installed.counters.elements("rescued") == 64
+    finally:
+        installed.undo()
+
+
+def test_it_is_undone_and_proves_that_it_was_in_place() -> None:
+    """The class runs another code object while installed and its own afterwards."""
+    model, _ = mlp()
+    original = Gemma4TextMLP.forward
+    installed = MLP_FLOAT32_PRODUCT.install(model, [])
+    assert Gemma4TextMLP.forward is not original
+    assert "gemma4.py" in installed.proof
+    installed.undo()
+    installed.undo()
+    assert Gemma4TextMLP.forward is original
+
+
+def test_another_signature_is_refused_with_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward with one more parameter is not the code that this was written for."""
+    model, _ = mlp()
+
+    def forward(self: nn.Module, x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+        return x
+
+    monkeypatch.setattr(Gemma4TextMLP, "forward", forward)
+    with pytest.raises(TargetMismatchError, match=r"takes \(self, x, router\).*written for \(self, x\)"):
+        MLP_FLOAT32_PRODUCT.install(model, [])
+    assert Gemma4TextMLP.forward is forward
+
+
+def test_a_model_without_that_mlp_is_refused() -> None:
+    """There is nothing to correct in a linear layer."""
+    with pytest.raises(TargetMismatchError, match="has no Gemma4TextMLP"):
+        MLP_FLOAT32_PRODUCT.install(nn.Linear(2, 2), [])

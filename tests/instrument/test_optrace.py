@@ -1,0 +1,135 @@
+"""The op trace: where a bad value is born, and which operand was the odd one."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from watched import watched
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.instrument.session import OpWindow
+from dtypedoctor.trace.events import Op, Replay
+from dtypedoctor.trace.reader import Trace
+
+
+class Product(nn.Module):
+    """Squares what a linear returns; overflows float16 for large inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.last = nn.Linear(4, 4, bias=False)
+        nn.init.eye_(self.first.weight)
+        nn.init.eye_(self.last.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(h * h)
+
+
+def first_call() -> OpWindow:
+    return OpWindow(call=1, step=0, until="next-call")
+
+
+def test_the_origin_is_the_op_with_finite_operands_and_its_replay_is_finite(tmp_path: Path) -> None:
+    """300 squared is 90000: inf in float16, finite in float32, and the finding says module, op and line."""
+    net = Product().half()
+    trace = watched(tmp_path, lambda _: net(torch.full((1, 4), 300.0).half()), first_call())
+    (finding,) = diagnose(trace)
+    assert (finding.id, finding.fqn, finding.op, finding.confidence) == ("float16-overflow", "", "aten.mul.Tensor", "proven")
+    assert finding.source is not None
+    assert finding.source.startswith("test_optrace.py:")
+    (replay,) = trace.all(Replay)
+    assert (replay.finite, replay.absmax) == (True, 90000.0)
+
+
+def test_a_value_that_no_dtype_holds_is_a_domain_error(tmp_path: Path) -> None:
+    """The logarithm of a negative number is NaN in float64 too."""
+    class Log(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.log()
+
+    trace = watched(tmp_path, lambda _: Log()(torch.tensor([1.0, -1.0])), first_call())
+    (finding,) = diagnose(trace)
+    assert (finding.id, finding.op, finding.confidence) == ("domain-error", "aten.log.default", "proven")
+
+
+def test_an_overflow_in_the_backward_pass_is_found_at_the_forward_line_that_it_differentiates(tmp_path: Path) -> None:
+    """Forward values are small; the gradient of a scaled loss is not."""
+    net = Product().half()
+
+    def work(_: object) -> None:
+        (net(torch.full((1, 4), 2.0).half()).float().sum() * 60000.0).backward()
+
+    trace = watched(tmp_path, work, OpWindow(call=1, step=0, until="backward"))
+    (finding,) = diagnose(trace)
+    assert finding.id == "float16-overflow"
+    assert finding.phase == "backward"
+    assert finding.source is not None
+    assert finding.source.startswith("test_optrace.py:")
+
+
+def test_an_op_that_refuses_mixed_dtypes_is_recorded_with_its_operands_and_a_replay(tmp_path: Path) -> None:
+    """The refused op, its operands' dtypes and the parameter's name are in the trace; with equal dtypes it runs."""
+    net = Product().bfloat16()
+    trace = watched(tmp_path, lambda _: net(torch.ones(1, 4)), first_call())
+    failed = next(op for op in trace.all(Op) if op.error)
+    assert failed.op == "aten.mm.default"
+    assert failed.fqn == "first"
+    assert sorted(t.dtype for t in failed.inputs) == ["bfloat16", "float32"]
+    replay = next(r for r in trace.all(Replay) if r.of == failed.n)
+    assert (replay.how, replay.finite) == ("equal-dtypes", True)
+
+
+def test_inplace_ops_inside_a_custom_function_are_seen_with_their_real_dtypes(tmp_path: Path) -> None:
+    """Below autocast: the products are cast, the in-place accumulation is not, and the Function is named."""
+    class Accumulate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, w: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
+            out = x @ w
+            return out.addmm_(x, w)
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.eye(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Accumulate.apply(x, self.w)
+
+    net = Wrapper().bfloat16()
+
+    def work(_: object) -> None:
+        with torch.autocast("cpu", dtype=torch.float16):
+            net(torch.ones(1, 4).bfloat16())
+
+    trace = watched(tmp_path, work, first_call())
+    failed = next(op for op in trace.all(Op) if op.error)
+    assert failed.op == "aten.addmm_.default"
+    assert failed.inplace
+    assert failed.function == "Accumulate"
+    assert failed.autocast == "float16"
+    assert [t.dtype for t in failed.inputs] == ["float16", "bfloat16", "bfloat16"]
+
+
+def test_the_window_is_closed_outside_of_its_call(tmp_path: Path) -> None:
+    """Only the ops of the named call are recorded."""
+    net = Product()
+    trace = watched(tmp_path, lambda _: [net(torch.ones(1, 4)) for _ in range(3)], OpWindow(call=2, step=0, until="next-call"))
+    assert {op.call for op in trace.all(Op)} == {2}
+    assert trace.all(Op)
+
+
+def results(trace: Trace) -> list[str]:
+    return [op.op for op in trace.all(Op)]
+
+
+def test_tracing_changes_no_result(tmp_path: Path) -> None:
+    """Gradients under the op trace are bitwise those without it."""
+    net, x = Product(), torch.randn(3, 4)
+    net(x).sum().backward()
+    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    trace = watched(tmp_path, lambda _: net(x).sum().backward(), OpWindow(call=1, step=0, until="backward"))
+    assert "aten.mm.default" in results(trace)
+    assert all(torch.equal(a, p.grad) for a, p in zip(expected, net.parameters(), strict=True) if p.grad is not None)

@@ -1,0 +1,29 @@
+"""Runs a piece of code under the instruments and reads its trace."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dtypedoctor.instrument.session import Instruments, OpWindow
+from dtypedoctor.trace.events import End, Header
+from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.writer import TraceWriter
+
+
+def watched(directory: Path, work: Callable[[Instruments], Any], window: OpWindow | None = None, *, watch: bool = True) -> Trace:
+    """The trace of ``work``; an exception that it raises is recorded as the worker would."""
+    writer = TraceWriter(directory)
+    writer.write(Header(watched=watch))
+    instruments = Instruments(writer, watch=watch, window=window)
+    instruments.start()
+    outcome = "completed"
+    try:
+        work(instruments)
+    except Exception as error:  # noqa: BLE001  (the code under test may raise anything)
+        instruments.note_exception(error)
+        outcome = "raised"
+    finally:
+        instruments.stop()
+    writer.write(End(n=writer.next_n(), outcome=outcome, steps_completed=0))
+    writer.close()
+    return read_trace(directory)

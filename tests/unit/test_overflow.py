@@ -1,0 +1,79 @@
+"""The overflow detector on traces built by hand."""
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.finding import Confidence
+from dtypedoctor.diagnosis.window import suspicious_window
+from dtypedoctor.scenario.request import Window
+from dtypedoctor.trace.events import Raised, Replay
+from traces import TraceBuilder, tensor
+
+
+def overflowing(*, replay_finite: bool = True, dtype: str = "float16") -> TraceBuilder:
+    """A product that becomes inf inside `mlp`, is passed on by `mlp.down`, and is NaN after the norm."""
+    trace = TraceBuilder()
+    trace.sample("mlp.gate", 318.75)
+    trace.sample("mlp.up", 333.25)
+    product = trace.op("aten.mul.Tensor", "mlp", [tensor(1, 318.75, dtype=dtype), tensor(2, 333.25, dtype=dtype)],
+                       [tensor(3, 56256.0, dtype=dtype, inf=2)])  # fmt: skip
+    trace.add(Replay(n=trace.n(), of=product.n, how="float32", finite=replay_finite, absmax=77178.0))
+    trace.op("aten.mm.default", "mlp.down", [tensor(3, 56256.0, dtype=dtype, inf=2), tensor(4)], [tensor(5, inf=1, nan=3)])
+    trace.sample("mlp.down", 6620.0, inf=1, nan=3, dtype=dtype)
+    trace.sample("mlp.down", 6620.0, inf=2, dtype=dtype, kind="input")
+    trace.sample("norm", 0.0, nan=8, dtype=dtype)
+    return trace
+
+
+def test_the_op_that_made_the_first_inf_is_blamed_and_not_the_modules_that_pass_it_on() -> None:
+    """Module, op, source and operands are those of the product; a finite replay makes it proven."""
+    (finding,) = diagnose(overflowing().build())
+    assert finding.id == "float16-overflow"
+    assert finding.confidence is Confidence.PROVEN
+    assert (finding.fqn, finding.op, finding.source) == ("mlp", "aten.mul.Tensor", "model.py:7")
+    assert any("318.75 and 333.25" in line and "65504" in line for line in finding.evidence)
+    assert any("77178" in line for line in finding.evidence)
+
+
+def test_a_result_that_float32_cannot_hold_either_is_no_precision_problem() -> None:
+    """A replay that is not finite turns the verdict to domain-error."""
+    (finding,) = diagnose(overflowing(replay_finite=False).build())
+    assert finding.id == "domain-error"
+
+
+def test_without_an_op_trace_the_module_above_the_first_bad_input_is_possible() -> None:
+    """The watch alone says which module's own code it was, and does not claim more than that."""
+    trace = TraceBuilder().sample("mlp.up", 333.25).sample("mlp.down", 6620.0, inf=1).sample("mlp.down", 1.0, inf=2, kind="input")
+    (finding,) = diagnose(trace.build())
+    assert (finding.fqn, finding.op, finding.confidence) == ("mlp", None, Confidence.POSSIBLE)
+
+
+def test_a_finite_trace_has_no_findings() -> None:
+    """Large but finite values are nobody's fault."""
+    assert diagnose(TraceBuilder().sample("mlp.down", 65000.0).build()) == ()
+
+
+def test_a_deliberate_minus_inf_that_reaches_no_module_output_is_silent() -> None:
+    """A mask inside the op trace is not an origin."""
+    trace = TraceBuilder()
+    trace.op("aten.masked_fill.Scalar", "attention", [tensor(1)], [tensor(2, inf=4)])
+    trace.op("aten._softmax.default", "attention", [tensor(2, inf=4)], [tensor(3, 0.5)])
+    trace.sample("attention", 0.5)
+    assert diagnose(trace.build()) == ()
+
+
+def test_the_second_look_opens_around_the_first_bad_value() -> None:
+    """A bad output is looked for in its call, a bad gradient in its backward pass, a bad parameter in its step."""
+    assert suspicious_window(TraceBuilder().sample("a", 1.0).build()) is None
+    forward = TraceBuilder().sample("a", 1.0, nan=1, call=13, phase="generate").build()
+    assert suspicious_window(forward) == Window(call=13, until="next-call")
+    backward = TraceBuilder().sample("a", 1.0, nan=1, call=4, phase="backward", kind="grad_output").build()
+    assert suspicious_window(backward) == Window(call=4, until="backward")
+    stepped = TraceBuilder().sample("w", 1.0, nan=1, step=3, phase="optimizer", kind="param").build()
+    assert suspicious_window(stepped) == Window(step=3, until="optimizer")
+
+
+def test_the_second_look_opens_around_a_refused_op() -> None:
+    """An exception about dtypes is looked for in the call that raised it."""
+    raised = Raised(n=9, step=2, call=6, phase="forward", type="RuntimeError",
+                    message="expected m1 and m2 to have the same dtype, but got: c10::Half != c10::BFloat16", frames=[],
+                    modules=[])  # fmt: skip
+    assert suspicious_window(TraceBuilder().add(raised).build()) == Window(call=6, until="next-call")

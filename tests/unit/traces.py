@@ -1,0 +1,58 @@
+"""Builds traces by hand."""
+
+from typing import Any
+
+from dtypedoctor.trace.events import End, Header, Op, Sample, Site, TensorNote
+from dtypedoctor.trace.reader import Trace
+
+
+class TraceBuilder:
+    """Collects records in execution order."""
+
+    def __init__(self) -> None:
+        self._records: list[Any] = [Header()]
+        self._samples: list[Sample] = []
+        self._sites: dict[int, Site] = {}
+        self._n = 0
+
+    def n(self) -> int:
+        self._n += 1
+        return self._n
+
+    def sample(self, fqn: str, absmax: float, *, dtype: str = "float16", nan: int = 0, inf: int = 0, cls: str = "Linear",
+               kind: str = "output", phase: str = "forward", step: int = 1, call: int = 1) -> "TraceBuilder":  # fmt: skip
+        number = len(self._sites) + 1
+        self._sites[number] = Site(id=number, root=0, fqn=fqn, cls=cls, phase=phase, kind=kind, index="", dtype=dtype, shape=[2, 8])
+        self._samples.append(
+            Sample(n=self.n(), step=step, call=call, site=number, absmax=absmax, num_nan=nan, num_inf=inf)
+        )
+        return self
+
+    def op(self, op: str, fqn: str, inputs: list[TensorNote], outputs: list[TensorNote], **more: Any) -> Op:
+        record = Op(
+            n=self.n(),
+            step=more.pop("step", 1),
+            call=more.pop("call", 1),
+            phase=more.pop("phase", "forward"),
+            fqn=fqn,
+            op=op,
+            inputs=inputs,
+            outputs=outputs,
+            source=more.pop("source", "model.py:7"),
+            **more,
+        )
+        self._records.append(record)
+        return record
+
+    def add(self, *records: Any) -> "TraceBuilder":
+        self._records += records
+        return self
+
+    def build(self, *, outcome: str = "completed") -> Trace:
+        records = (*self._records, *self._sites.values(), End(n=self.n(), outcome=outcome, steps_completed=1))
+        return Trace(records=records, samples=tuple(self._samples), sites=dict(self._sites))
+
+
+def tensor(number: int, absmax: float | None = 1.0, *, dtype: str = "float16", nan: int = 0, inf: int = 0, **more: Any) -> TensorNote:
+    """A tensor note of eight elements."""
+    return TensorNote(id=number, dtype=dtype, shape=[2, 4], absmax=absmax, num_nan=nan, num_posinf=inf, **more)
