@@ -5,14 +5,14 @@ from tempfile import TemporaryDirectory
 
 from hypothesis import given, settings
 from jsonschema import Draft202012Validator
+from scenario_files import written
+from scenario_strategies import scenarios
 
 from dtypedoctor.scenario.catalog import available, resolve
 from dtypedoctor.scenario.dump import to_yaml
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.schema import json_schema
-from tests.unit.scenario_files import written
-from tests.unit.scenario_strategies import scenarios
 
 VALIDATOR = Draft202012Validator(json_schema())
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from scenario_files import HEALTHY, mistakes, written
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.loading import load_scenario
-from tests.unit.scenario_files import HEALTHY, mistakes, written
 
 # An extra line at the end of a healthy scenario, which is line 7, and what is said about it.
 TOP_LEVEL = {
