@@ -1,6 +1,7 @@
 """The `dtypedoctor` command: verbs, options that all of them share, and the one place where errors become exit codes."""
 
 import os
+import re
 import sys
 import traceback
 from typing import Annotated
@@ -10,6 +11,9 @@ import typer
 from dtypedoctor import __version__
 from dtypedoctor.cli import report, run, scenarios
 from dtypedoctor.errors import DoctorError, ExitCode
+
+_PLACED = re.compile(r"\S+:\d+:\d+: ")
+"""How a message begins that says its own place; editors jump to it."""
 
 app = typer.Typer(
     name="dtypedoctor",
@@ -71,7 +75,7 @@ def _unexpected(error: Exception) -> int:
 
 
 def _complain(message: str, hint: str) -> None:
-    print(f"error: {message}" if "\n" not in message else message, file=sys.stderr)
+    print(message if _PLACED.match(message) else f"error: {message}", file=sys.stderr)
     if hint:
         print(f"hint: {hint}", file=sys.stderr)
 

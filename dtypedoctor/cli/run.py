@@ -1,6 +1,7 @@
 """``dtypedoctor run``: a scenario from failure to proven cure."""
 
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from dtypedoctor.cli.console import console_for
 from dtypedoctor.cli.live import LiveView
 from dtypedoctor.diagnosis.finding import Severity
-from dtypedoctor.errors import ExitCode
+from dtypedoctor.errors import ExitCode, UsageError
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
 from dtypedoctor.report.model import Report, Status
@@ -65,13 +66,11 @@ def default_directory(name: str) -> Path:
 
 def run_scenario(scenario: Scenario, directory: Path, *, remedies: bool) -> Report:
     """Treats ``scenario`` in ``directory`` and leaves its report there."""
-    created = not directory.exists()
     make_directory(directory)
     try:
         return _run_in(scenario, directory, remedies=remedies)
-    except BaseException:
-        if created and not any(directory.glob(f"*/{'events.jsonl'}")):
-            _remove_empty(directory)
+    except UsageError:
+        shutil.rmtree(directory)  # nothing was run, so nothing is left behind
         raise
 
 
@@ -92,7 +91,8 @@ def _run_in(scenario: Scenario, directory: Path, *, remedies: bool) -> Report:
         files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before", "log": "server.log"},
         next_command=f"dtypedoctor report {directory} --format md",
     )
-    return write_report(directory, report)
+    write_report(directory, report)
+    return report
 
 
 def exit_code(report: Report) -> int:
@@ -108,13 +108,3 @@ def exit_code(report: Report) -> int:
         return int(ExitCode.OK if report.expectation_met else ExitCode.FINDINGS)
     remain = any(f.severity is not Severity.INFO for f in report.findings) or report.status is not Status.HEALTHY
     return int(ExitCode.FINDINGS if remain else ExitCode.OK)
-
-
-def _remove_empty(directory: Path) -> None:
-    """Takes back a run directory in which nothing was run."""
-    for path in sorted(directory.rglob("*"), reverse=True):
-        if path.is_dir():
-            path.rmdir()
-        else:
-            path.unlink()
-    directory.rmdir()

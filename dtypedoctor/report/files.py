@@ -13,15 +13,15 @@ REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
 
 
-def write_report(directory: Path, report: Report) -> Report:
-    """Writes ``report.json`` and ``report.md`` into ``directory`` and returns the report as it was written.
+def write_report(directory: Path, report: Report) -> None:
+    """Writes ``report.json`` and ``report.md`` into ``directory``.
 
-    Reports are attached to public tickets, so private strings are replaced first.
+    Reports are attached to public tickets, so private strings are replaced first; ``report`` itself, for the person at
+    the prompt, keeps them.
     """
     public = redact(report)
     _replace(directory / REPORT_JSON, render_json(public))
     _replace(directory / REPORT_MD, render_markdown(public))
-    return public
 
 
 def read_report(place: Path) -> Report:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_window
+from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
@@ -117,7 +118,11 @@ def _try(remedy: Remedy, scenario: Scenario, run: RunRequest, before: tuple[RunS
     changed = remedy.change(scenario)
     if changed == scenario:
         return not_tried(remedy, "it would change nothing in this scenario")
-    return judge(remedy, changed, run(f"remedy-{remedy.id}", Request(scenario=changed)), before, reference)
+    try:
+        tried = run(f"remedy-{remedy.id}", Request(scenario=changed))
+    except UsageError as refused:  # what can be run untreated may still not be possible with the remedy
+        return not_tried(remedy, refused.message)
+    return judge(remedy, changed, tried, before, reference)
 
 
 def expectation(scenario: Scenario, treatment: Treatment) -> tuple[bool, str]:
