@@ -6,11 +6,10 @@ from enum import StrEnum
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.trials.results import Observer as Observer
-from dtypedoctor.trials.results import Outcome as Outcome
-from dtypedoctor.trials.results import Parity as Parity
-from dtypedoctor.trials.results import RunSummary as RunSummary
-from dtypedoctor.trials.results import Trial as Trial
+from dtypedoctor.report.picture import Picture
+from dtypedoctor.trials.results import Observer, Outcome, Parity, RunSummary, Trial
+
+__all__ = ["SCHEMA", "Observer", "Outcome", "Parity", "Report", "RunSummary", "Status", "StripRow", "Trial"]
 
 SCHEMA = 1
 
@@ -62,3 +61,5 @@ class Report:
     """Whether the scenario's expectation came true, in words; empty without one."""
     expectation_met: bool | None = None
     next_command: str = ""
+    pictures: tuple[Picture, ...] = ()
+    """What the traces of the runs look like, for formats that can show it; not part of report.json."""

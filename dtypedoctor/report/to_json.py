@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -47,7 +47,8 @@ def from_json(text: str) -> Report:
 
 
 def _document(report: Report) -> dict[str, Any]:
-    document = {"schema": SCHEMA, **plain(report)}
+    document = {"schema": SCHEMA, **plain(replace(report, pictures=()))}
+    del document["pictures"]  # the traces themselves lie beside the report
     document["trials"] = [_trial(trial) for trial in report.trials]
     return document
 
