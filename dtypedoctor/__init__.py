@@ -3,8 +3,6 @@
 Importing the package does not import torch; the public names are loaded when they are first used.
 """
 
-from importlib import metadata as _metadata
-
-__version__ = _metadata.version("dtypedoctor")
+__version__ = "0.1.0"
 
 __all__ = ["__version__"]
