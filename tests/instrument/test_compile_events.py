@@ -1,0 +1,257 @@
+"""What Dynamo gave up on, counted: on small functions, and on the NF4 fast path before and after its correction."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch._dynamo
+import torch._logging._internal as torch_logging
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from dtypedoctor.corrections.nf4_dequantize import NF4_DEQUANTIZE
+from dtypedoctor.instrument.compile_events import CompileReport, CompileWatch, observations
+from dtypedoctor.models.nf4_compiled import Nf4CompiledConfig, build_nf4_compiled
+
+CUSTOM_OP = NF4_DEQUANTIZE[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A compiled model at work: one evaluation, then training steps."""
+
+    report: CompileReport
+    losses: list[float]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled before or left after a test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tokens() -> Tensor:
+    """(2, 12) token ids, always the same."""
+    return torch.randint(4, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def evaluate_then_train(call: Callable[..., object], model: torch.nn.Module, steps: int = 2) -> list[float]:
+    """As a trainer does that evaluates before the first step: without gradients, then with."""
+    with torch.no_grad():
+        losses = [call(tokens(), labels=tokens()).loss.item()]  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(steps):
+        loss = call(tokens(), labels=tokens()).loss  # type: ignore[attr-defined]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def run(config: Nf4CompiledConfig, *, corrected: bool, fullgraph: bool = False) -> Run:
+    """Compiles with the backend that runs graphs as they are, which is enough for counting."""
+    model = build_nf4_compiled(config)
+    installed = CUSTOM_OP.install(model, ()) if corrected else None
+    torch._dynamo.reset()
+    try:
+        with CompileWatch() as watch:
+            losses = evaluate_then_train(torch.compile(model, backend="eager", fullgraph=fullgraph), model)
+    finally:
+        if installed is not None:
+            installed.undo()
+    return Run(report=watch.report(), losses=losses)
+
+
+def broken(x: Tensor) -> Tensor:
+    """One graph before the break and one after it; both depend on the shape."""
+    x = x + 1
+    torch._dynamo.graph_break()
+    return x * 2
+
+
+@pytest.fixture(scope="module")
+def faulty() -> Run:
+    """The fast path as it is."""
+    return run(Nf4CompiledConfig(), corrected=False)
+
+
+def test_a_function_that_dynamo_can_trace_leaves_nothing_to_report() -> None:
+    """One graph, no break, no recompile."""
+    with CompileWatch() as watch:
+        torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.ones(2))
+    report = watch.report()
+    assert (report.breaks, report.graph_breaks, report.recompiles, report.limit_hits) == (0, (), (), ())
+    assert report.unique_graphs == report.frames == report.frames_compiled == 1
+
+
+def test_a_break_is_reported_with_its_reason_and_the_line_of_the_users_code() -> None:
+    """torch's own frames are left out of the stack."""
+
+    def inner(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    def outer(x: Tensor) -> Tensor:
+        return inner(x) * 2
+
+    with CompileWatch() as watch:
+        torch.compile(outer, backend="eager")(torch.ones(2))
+    report = watch.report()
+    assert report.breaks == sum(group.count for group in report.graph_breaks)
+    first = report.graph_breaks[0]
+    line = inner.__code__.co_firstlineno + 1
+    assert first.frames[-1] == f"{__file__}:{line} inner"
+    assert "graph_break()" in first.kind
+    assert "User-inserted graph break" in first.explanation
+
+
+def test_equal_breaks_are_one_entry_with_a_count() -> None:
+    """Dynamo prints the stack of equal breaks once; the watch has it each time."""
+
+    with CompileWatch() as watch:
+        compiled = torch.compile(broken, backend="eager", dynamic=False)
+        for size in (2, 3, 4):
+            compiled(torch.ones(size))
+    (group,) = watch.report().graph_breaks
+    assert (group.count, watch.report().breaks) == (3, 3)
+    assert group.frames[-1].endswith(" broken")
+
+
+def test_recompiles_carry_the_guard_that_failed_and_the_limit_ends_them() -> None:
+    """Eight versions are Dynamo's default; the ninth size finds the limit."""
+
+    def grow(x: Tensor) -> Tensor:
+        return x + 1
+
+    with CompileWatch() as watch:
+        compiled = torch.compile(grow, backend="eager", dynamic=False)
+        for size in range(2, 13):
+            compiled(torch.ones(size))
+    report = watch.report()
+    assert {r.function for r in report.recompiles} == {"grow"}
+    assert report.recompiles[0].guards == ("tensor 'x' size mismatch at index 0. expected 2, actual 3",)
+    assert report.recompiles[1].guards[0] == "tensor 'x' size mismatch at index 0. expected 3, actual 4"
+    (hit,) = report.limit_hits
+    assert (hit.limit, hit.value, hit.function) == ("recompile_limit", 8, "grow")
+    assert hit.place == f"{__file__}:{grow.__code__.co_firstlineno}"
+    assert hit.guard == "tensor 'x' size mismatch at index 0. expected 9, actual 10"
+
+
+def test_only_what_happens_inside_is_reported() -> None:
+    """Breaks before entering and after leaving belong to others."""
+
+    compiled = torch.compile(broken, backend="eager", dynamic=False)
+    compiled(torch.ones(2))
+    with CompileWatch() as watch:
+        compiled(torch.ones(3))
+        assert watch.report().breaks == 1
+    compiled(torch.ones(4))
+    assert watch.report().breaks == 1
+    assert len(watch.report().recompiles) == 2, "the function and its rest after the break"
+
+
+def test_listening_prints_nothing_and_is_put_back(capfd: pytest.CaptureFixture[str]) -> None:
+    """Levels, propagation, handlers and the list of enabled logs are what they were."""
+    names = [n for n in logging.root.manager.loggerDict if n.endswith((".__graph_breaks", ".__recompiles"))]
+    names.append("torch._dynamo.convert_frame")
+
+    def state() -> list[tuple[object, ...]]:
+        loggers = map(logging.getLogger, names)
+        return [(log.level, log.propagate, tuple(log.handlers)) for log in loggers]
+
+    before, enabled = state(), set(torch_logging.log_state.artifact_names)
+
+    with CompileWatch() as watch:
+        compiled = torch.compile(broken, backend="eager", dynamic=False)
+        compiled(torch.ones(2))
+        compiled(torch.ones(3))
+    assert watch.report().breaks == 2
+    captured = capfd.readouterr()
+    assert "raph break" not in captured.err + captured.out
+    assert "ecompil" not in captured.err + captured.out
+    assert (state(), set(torch_logging.log_state.artifact_names)) == (before, enabled)
+
+
+def test_a_users_own_compile_logs_stay_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
+    """What TORCH_LOGS asked for is still printed."""
+    torch._logging.set_logs(graph_breaks=True)
+    try:
+        with CompileWatch() as watch:
+            torch.compile(broken, backend="eager")(torch.ones(2))
+        assert torch_logging.log_state.is_artifact_enabled("graph_breaks")
+        assert watch.report().breaks == 1
+        assert "Graph break in user code" in capfd.readouterr().err
+    finally:
+        torch._logging.set_logs()
+
+
+def test_the_fast_path_breaks_the_graph_at_each_ctypes_value(faulty: Run) -> None:
+    """Dozens of breaks, all of them in ctypes, at the pointers and at the calls."""
+    assert faulty.report.breaks > 40
+    assert faulty.report.unique_graphs > 20
+    assert all("ctypes" in g.context + g.explanation or "_FuncPtr" in g.context or "_SimpleCData" in g.context
+               for g in faulty.report.graph_breaks)  # fmt: skip
+    places = {group.frames[-1].rsplit("/", 1)[-1].split(":")[0] for group in faulty.report.graph_breaks}
+    assert places == {"functional.py", "nf4_ctypes.py"}
+    assert "get_ptr" in faulty.report.graph_breaks[0].frames[-1]
+
+
+def test_its_helper_is_recompiled_for_bytes_and_floats_until_the_limit(faulty: Run) -> None:
+    """The guard and the limit that the public description names."""
+    helper = [r for r in faulty.report.recompiles if r.function == "get_ptr"]
+    assert "tensor 'A' dtype mismatch. expected Float, actual Byte" in {guard for r in helper for guard in r.guards}
+    hits = {hit.function: hit for hit in faulty.report.limit_hits}
+    assert "get_ptr" in hits
+    assert (hits["get_ptr"].limit, hits["get_ptr"].value) == ("recompile_limit", 8)
+    assert hits["get_ptr"].guard == "tensor 'A' dtype mismatch. expected Byte, actual Float"
+
+
+def test_the_watch_does_not_change_the_number_of_breaks(faulty: Run) -> None:
+    """Dynamo's own counters after the same run without it."""
+    model = build_nf4_compiled(Nf4CompiledConfig())
+    torch._dynamo.reset()
+    breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+    losses = evaluate_then_train(torch.compile(model, backend="eager"), model)
+    assert sum(counters["graph_break"].values()) - breaks == faulty.report.breaks
+    assert counters["stats"]["unique_graphs"] - graphs == faulty.report.unique_graphs
+    assert losses == faulty.losses
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_the_corrected_path_is_one_graph_per_mode(faulty: Run, fullgraph: bool) -> None:
+    """No break, no limit; one graph without and one with gradients, and the same losses to the last bit."""
+    corrected = run(Nf4CompiledConfig(), corrected=True, fullgraph=fullgraph)
+    assert (corrected.report.breaks, corrected.report.graph_breaks, corrected.report.limit_hits) == (0, (), ())
+    assert corrected.report.unique_graphs == 2
+    assert [r.guards for r in corrected.report.recompiles] == [("GLOBAL_STATE changed: grad_mode",)]
+    assert corrected.losses == faulty.losses
+
+
+def test_the_corrected_path_compiles_without_nested_statistics_too() -> None:
+    """And gives eager mode's losses."""
+    config = Nf4CompiledConfig(nested=False)
+    corrected = run(config, corrected=True, fullgraph=True)
+    model = build_nf4_compiled(config)
+    assert corrected.report.breaks == 0
+    assert corrected.losses == evaluate_then_train(model, model)
+
+
+def test_the_observations_are_json_and_lose_nothing_that_counts(faulty: Run) -> None:
+    """One summary, one record per kind of break, per recompiled function and per limit that was hit."""
+    found = list(observations(faulty.report))
+    assert json.loads(json.dumps(found, allow_nan=False)) == [list(pair) for pair in found]
+    by_kind: dict[str, list[dict[str, object]]] = {}
+    for kind, values in found:
+        by_kind.setdefault(kind, []).append(values)
+    (summary,) = by_kind["compile"]
+    assert (summary["breaks"], summary["limit_hits"]) == (faulty.report.breaks, len(faulty.report.limit_hits))
+    assert sum(int(str(r["count"])) for r in by_kind["recompile"]) == len(faulty.report.recompiles)
+    assert [r["function"] for r in by_kind["recompile-limit"]] == [hit.function for hit in faulty.report.limit_hits]
+    helper = next(r for r in by_kind["recompile"] if r["function"] == "get_ptr")
+    assert "tensor 'A' dtype mismatch. expected Float, actual Byte" in str(helper["guards"])
