@@ -1,0 +1,154 @@
+"""Every finding has a page that is complete, linked and true: its example fails as the page says."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from finding_page import FOLDER, Page, links, read_page
+from forked_script import Ended, preload, run_forked
+
+from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.diagnosis.ids import FAMILIES, FINDING_IDS
+
+IDS = [finding for ids in FAMILIES.values() for finding in ids]
+SECTIONS = [
+    "What it looks like",
+    "Why it happens",
+    "How it is told apart",
+    "What cures it",
+    "Example",
+    "References",
+]
+MARKS = ("python", "python gpu", "python distributed")
+LIBRARIES = ("bitsandbytes", "transformers", "peft")
+INDEX = (FOLDER / "README.md").read_text(encoding="utf-8")
+
+WITH_GPU_BLOCK = [
+    path.stem for path in sorted(FOLDER.glob("*.md")) if "```python gpu\n" in path.read_text(encoding="utf-8")
+]
+
+pages = cache(lambda: {finding: read_page(FOLDER / f"{finding}.md") for finding in IDS})
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """How each example ended, run in children of this process, which imports every library once."""
+    examples = {finding: page.example for finding, page in pages().items()}
+    needed = frozenset(
+        name for name in LIBRARIES if any(f"import {name}" in e or f"from {name}" in e for e in examples.values())
+    )
+    preload(needed)
+    ends = {}
+    for finding, code in examples.items():
+        folder = tmp_path_factory.mktemp(finding)
+        script = folder / "example.py"
+        script.write_text(code, encoding="utf-8")
+        ends[finding] = run_forked(script, folder, single_threaded)
+    return ends
+
+
+def single_threaded(script: Callable[[], None]) -> None:
+    """The script, without threads that its parent may have had and a fork does not take along."""
+    import torch
+
+    torch.set_num_threads(1)
+    script()
+
+
+def page_of(finding: str) -> Page:
+    """The page about ``finding``."""
+    return pages()[finding]
+
+
+def test_there_is_a_page_for_every_id_and_for_nothing_else() -> None:
+    """A page without a finding would be found by nobody."""
+    assert {path.stem for path in FOLDER.glob("*.md")} == FINDING_IDS | {"README"}
+
+
+def test_the_index_has_one_line_for_every_finding_in_order() -> None:
+    """It shows id, severity and title of the page, family by family."""
+    listed = re.findall(r"^- \[(.+?)\]\(\1\.md\) \((\w+)\): (.+)$", INDEX, re.MULTILINE)
+    wanted = [(i, page_of(i).front_matter["severity"], page_of(i).front_matter["title"]) for i in IDS]
+    assert listed == wanted
+    assert INDEX.count("\n## ") == len(FAMILIES)
+
+
+@pytest.mark.parametrize("finding", IDS)
+def test_the_front_matter_names_the_finding_its_family_and_its_severity(finding: str) -> None:
+    """Programs read it; the heading repeats the title for people."""
+    page = page_of(finding)
+    assert list(page.front_matter) == ["id", "family", "severity", "title"]
+    assert page.front_matter["id"] == finding
+    assert finding in FAMILIES[page.front_matter["family"]]
+    assert page.front_matter["severity"] in list(Severity)
+    assert page.title.replace("`", "") == page.front_matter["title"]
+
+
+@pytest.mark.parametrize("finding", IDS)
+def test_a_page_has_all_sections_and_is_neither_a_note_nor_a_book(finding: str) -> None:
+    """The same order everywhere, so that a reader in trouble knows where to look."""
+    page = page_of(finding)
+    assert list(page.sections) == SECTIONS
+    assert all(page.sections.values())
+    assert 40 <= len(page.text.splitlines()) <= 90
+
+
+@pytest.mark.parametrize("finding", IDS)
+def test_a_page_names_neighbours_a_proof_and_public_references(finding: str) -> None:
+    """Without these three it would be an opinion."""
+    page = page_of(finding)
+    told_apart = page.sections["How it is told apart"]
+    assert links(told_apart)
+    assert re.search(r"counterfactual|replay|settle", told_apart, re.IGNORECASE)
+    assert all(target.startswith("https://") for target in links(page.sections["References"]))
+    assert links(page.sections["References"])
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.md")), ids=lambda path: path.stem)
+def test_every_relative_link_leads_to_a_file(path: Path) -> None:
+    """Pages move; links rot."""
+    relative = [target for target in links(path.read_text(encoding="utf-8")) if "://" not in target]
+    assert [target for target in relative if not (path.parent / target).is_file()] == []
+    assert path.name not in relative
+
+
+@pytest.mark.parametrize("finding", IDS)
+def test_an_example_is_a_short_script_that_ends_with_an_assertion(finding: str) -> None:
+    """One block runs on a CPU; others say what they need."""
+    blocks = [block for block in page_of(finding).blocks if block.info]
+    assert all(block.info in MARKS for block in blocks)
+    assert [block.info for block in blocks].count("python") == 1
+    for block in blocks:
+        lines = block.code.splitlines()
+        assert 8 <= sum(bool(line.strip()) for line in lines) <= 25
+        assert max(map(len, lines)) <= 120
+        assert isinstance(ast.parse(block.code).body[-1], ast.Assert)
+
+
+@pytest.mark.parametrize("finding", IDS)
+def test_the_example_shows_the_failure(finding: str, endings: dict[str, Ended]) -> None:
+    """The assertions of the script hold, so what the page says does happen."""
+    ended = endings[finding]
+    assert (ended.raised, ended.message) == (None, ""), ended.output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="needs a CUDA device")
+@pytest.mark.parametrize("finding", WITH_GPU_BLOCK)
+def test_the_gpu_example_shows_the_failure(finding: str, tmp_path: Path) -> None:
+    """In a process of its own each, since CUDA does not survive a fork."""
+    for block in page_of(finding).blocks:
+        if block.info == "python gpu":
+            script = tmp_path / "example.py"
+            script.write_text(block.code, encoding="utf-8")
+            done = subprocess.run(
+                [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+            )
+            assert done.returncode == 0, done.stderr

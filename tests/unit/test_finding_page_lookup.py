@@ -1,0 +1,82 @@
+"""The page of a finding is found wherever the program was installed, and a wrong id is answered with the right one."""
+
+from pathlib import Path
+
+import pytest
+
+from dtypedoctor.diagnosis.ids import FAMILIES, FINDING_IDS
+from dtypedoctor.diagnosis.pages import folder, page
+from dtypedoctor.errors import DoctorError, ExitCode, UsageError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def make_package(root: Path, *folders: str) -> Path:
+    """An installed package below ``root``, with the given folders beside or inside it."""
+    for name in ("dtypedoctor", *folders):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    return root / "dtypedoctor"
+
+
+def test_every_finding_id_is_in_exactly_one_family() -> None:
+    """The set and the ordered families are two views of one list."""
+    listed = [finding for ids in FAMILIES.values() for finding in ids]
+    assert len(listed) == len(set(listed)) == len(FINDING_IDS) == 45
+    assert set(listed) == FINDING_IDS
+
+
+def test_the_page_is_the_text_of_its_file() -> None:
+    """In a source checkout it comes from docs, unchanged."""
+    path = REPOSITORY / "docs" / "findings" / "autocast-bypass.md"
+    assert page("autocast-bypass") == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("autocast-bypas", "autocast-bypass"),
+        ("Float16-Overflow", "float16-overflow"),
+        ("float16_overflow", "float16-overflow"),
+        ("quant-state", "quant-state-dtype"),
+    ],
+)
+def test_a_misspelt_id_is_answered_with_the_nearest_one(typed: str, meant: str) -> None:
+    """It is a mistake of the user's, and the message holds its solution."""
+    with pytest.raises(UsageError) as caught:
+        page(typed)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert caught.value.message == f"'{typed}': no such finding; did you mean '{meant}'?"
+    assert all(finding in caught.value.hint for finding in FINDING_IDS)
+
+
+@pytest.mark.parametrize("typed", ["", "README", "../scenarios", "zzzz", "a\x1b[31m\n", "x" * 5000])
+def test_what_is_no_id_is_refused_on_one_printable_line(typed: str) -> None:
+    """Neither other files nor control characters get through, and nothing is suggested that is not near."""
+    with pytest.raises(UsageError) as caught:
+        page(typed)
+    assert "no such finding" in caught.value.message
+    assert "did you mean" not in caught.value.message
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 200
+
+
+def test_a_wheels_own_pages_come_first(tmp_path: Path) -> None:
+    """A wheel that is used inside a checkout shows the pages it was built with."""
+    package = make_package(tmp_path, "dtypedoctor/data/findings", "docs/findings")
+    (tmp_path / "pyproject.toml").touch()
+    assert folder(package) == package / "data" / "findings"
+
+
+def test_a_checkout_has_its_pages_in_docs(tmp_path: Path) -> None:
+    """There is no data folder inside the package."""
+    package = make_package(tmp_path, "docs/findings")
+    (tmp_path / "pyproject.toml").touch()
+    assert folder(package) == tmp_path / "docs" / "findings"
+
+
+def test_somebody_elses_docs_in_site_packages_are_left_alone(tmp_path: Path) -> None:
+    """Packages that install a top-level docs folder exist; without a project file beside it, it is not ours."""
+    package = make_package(tmp_path, "docs/findings")
+    with pytest.raises(DoctorError, match="missing from this installation") as caught:
+        folder(package)
+    assert caught.value.exit_code == ExitCode.INTERNAL
