@@ -44,7 +44,7 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
 
 
 def _status(treatment: Treatment) -> Status:
-    if treatment.before.exit.died:
+    if treatment.before.died:
         return Status.WORKER_DIED
     if any(f.severity is not Severity.INFO for f in treatment.findings):
         return Status.FINDINGS
@@ -58,8 +58,8 @@ def _headline(treatment: Treatment, primary: Finding | None) -> str:
             return f"{primary.summary} Cured by {' or '.join(cures)}."
         return primary.summary
     before = treatment.before_summary
-    if treatment.before.exit.died:
-        return f"The worker was {treatment.before.exit.describe()}{_last_module(treatment)}."
+    if treatment.before.died:
+        return f"The worker was {treatment.before.last_words()}{_last_module(treatment)}."
     if before.ended != "completed":
         return f"The run failed, but not through its dtypes as far as could be seen: {before.ended}"
     return f"Nothing found: {before.steps_completed} of {before.steps_planned} steps done, everything finite."

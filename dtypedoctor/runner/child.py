@@ -10,13 +10,19 @@ from pathlib import Path
 WORKER = "dtypedoctor.worker.main"
 """The module on the other side of the border; it is imported by name, and only in worker processes."""
 
+PRELOAD = "dtypedoctor.worker.preload"
+"""What the warm server imports before it forks workers."""
+
+STDOUT, STDERR = "stdout.txt", "stderr.txt"
+"""Where a worker's streams go, in its directory."""
+
 
 def begin(directory: str) -> None:
     """Cuts the process loose from the doctor's streams and session, then serves the request in ``directory``."""
     os.setsid()  # so that the doctor can stop the worker together with everything that it starts
     place = Path(directory)
-    _redirect(place / "stdout.txt", 1)
-    _redirect(place / "stderr.txt", 2)
+    _redirect(place / STDOUT, 1)
+    _redirect(place / STDERR, 2)
     _leave_with_the_doctor()
     status = import_module(WORKER).serve(place)
     sys.stdout.flush()

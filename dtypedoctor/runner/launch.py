@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner.child import WORKER, begin
+from dtypedoctor.runner.child import PRELOAD, STDERR, begin
 from dtypedoctor.scenario.request import REQUEST, Request
 from dtypedoctor.trace.events import Refused
 from dtypedoctor.trace.reader import Trace, read_trace
@@ -70,6 +70,20 @@ class Run:
     exit: WorkerExit
     directory: Path
 
+    @property
+    def died(self) -> bool:
+        """Whether the worker ended without finishing its trace."""
+        return self.exit.died or self.trace.end is None
+
+    def last_words(self) -> str:
+        """How the worker ended and the last line that it wrote to its standard error, if any."""
+        try:
+            lines = (self.directory / STDERR).read_text(encoding="utf-8", errors="replace").split("\n")
+        except OSError:
+            lines = []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return self.exit.describe() + (f": {last[:200]}" if last and not self.exit.timed_out else "")
+
 
 Progress = Callable[[Path], None]
 """Called now and then with the directory of the run that is going on."""
@@ -89,7 +103,7 @@ class Launcher:
         self._context = multiprocessing.get_context("forkserver")
 
     def __enter__(self) -> Self:
-        self._context.set_forkserver_preload([WORKER, __name__])
+        self._context.set_forkserver_preload([PRELOAD, __name__])
         with _streams_to(self._log):
             forkserver.ensure_running()
         return self

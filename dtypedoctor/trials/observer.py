@@ -9,7 +9,7 @@ COMPARED = ("loss", "grad_norm", "reward")
 
 def compare_unwatched(watched: Run, unwatched: Run) -> Observer:
     """Compares losses, gradient norms and the trained parameters of a watched run and an unwatched one, bit for bit."""
-    if watched.exit.died or unwatched.exit.died:
+    if watched.died or unwatched.died:
         return Observer(bitwise_equal=None, reason="a worker died, so there is nothing to compare")
     end, end_unwatched = watched.trace.end, unwatched.trace.end
     if end is None or end_unwatched is None:

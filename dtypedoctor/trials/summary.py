@@ -36,10 +36,10 @@ def summarise(label: str, run: Run, scenario: Scenario) -> RunSummary:
 
 def how_it_ended(run: Run) -> str:
     """The end of a run in words: ``completed``, the exception, or how the process died."""
-    if run.exit.died:
-        return run.exit.describe()
+    if run.died:
+        return run.last_words()
     raised = run.trace.last(Raised)
     if raised is not None:
         first_line = raised.message.splitlines()[0] if raised.message else ""
         return f"{raised.type} in step {raised.step} ({raised.phase}): {first_line[:160]}"
-    return "completed" if run.trace.end is not None else "the trace has no end"
+    return "completed"

@@ -1,0 +1,20 @@
+"""What the warm server imports before it forks workers.
+
+A process that has initialised CUDA cannot fork usable workers, and importing bitsandbytes (so also peft and trl)
+initialises CUDA where there is a device: measured with bitsandbytes 0.50.2 and peft on an H200. There the server stops
+short of them, and each worker imports the rest itself.
+"""
+
+import os
+
+os.environ.setdefault(
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+)  # so that asking for devices does not initialise CUDA either
+
+import accelerate  # noqa: F401
+import datasets  # noqa: F401
+import torch
+import transformers  # noqa: F401
+
+if not torch.cuda.is_available():
+    import dtypedoctor.worker.main  # noqa: F401
