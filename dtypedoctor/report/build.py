@@ -59,7 +59,7 @@ def _headline(treatment: Treatment, primary: Finding | None) -> str:
         return primary.summary
     before = treatment.before_summary
     if treatment.before.died:
-        return f"The worker was {treatment.before.last_words()}{_last_module(treatment)}."
+        return f"The worker {treatment.before.last_words()}{_last_module(treatment)}."
     if before.ended != "completed":
         return f"The run failed, but not through its dtypes as far as could be seen: {before.ended}"
     return f"Nothing found: {before.steps_completed} of {before.steps_planned} steps done, everything finite."

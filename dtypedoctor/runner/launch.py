@@ -51,7 +51,7 @@ class WorkerExit:
     def describe(self) -> str:
         """How it ended, in words."""
         if self.timed_out:
-            return f"stopped at its time limit after {self.seconds:.0f} s"
+            return f"was stopped at its time limit after {self.seconds:.0f} s"
         if self.code >= 0:
             return f"ended with status {self.code}"
         try:
@@ -59,7 +59,7 @@ class WorkerExit:
         except ValueError:
             name = f"signal {-self.code}"
         likely = " (often: out of memory)" if -self.code == signal.SIGKILL else ""
-        return f"killed by {name}{likely}"
+        return f"was killed by {name}{likely}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +76,15 @@ class Run:
         return self.exit.died or self.trace.end is None
 
     def last_words(self) -> str:
-        """How the worker ended and the last line that it wrote to its standard error, if any."""
+        """How the worker ended; for a Python process that failed also the last line of its standard error."""
+        if self.exit.code <= 0 or self.exit.timed_out:
+            return self.exit.describe()
         try:
             lines = (self.directory / STDERR).read_text(encoding="utf-8", errors="replace").split("\n")
         except OSError:
             lines = []
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return self.exit.describe() + (f": {last[:200]}" if last and not self.exit.timed_out else "")
+        return self.exit.describe() + (f": {last[:200]}" if last else "")
 
 
 Progress = Callable[[Path], None]

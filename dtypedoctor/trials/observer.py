@@ -23,6 +23,8 @@ def compare_unwatched(watched: Run, unwatched: Run) -> Observer:
     if difference:
         return Observer(bitwise_equal=False, reason=difference)
     steps = len(watched.trace.all(Metric))
+    if not steps:
+        return Observer(bitwise_equal=None, reason="no step was finished, so there is nothing to compare")
     return Observer(
         bitwise_equal=True,
         reason=f"losses and gradient norms of {steps} step(s) and the trained parameters are equal with and without the watch",
