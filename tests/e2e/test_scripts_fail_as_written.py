@@ -15,6 +15,7 @@ from op_witness import Witnessed, watching
 from script_corpus import FAMILIES, Case, cases, matches_fqn
 
 ALL = cases()
+COMPILED = [case for case in ALL if "torch.compile" in case.source]
 LIBRARIES = frozenset(library for case in ALL for library in case.imports)
 SKIPPED_IDS = {
     "stale-cuda-stream": "needs a CUDA stream",
@@ -37,12 +38,14 @@ def bare(script: Callable[[], None]) -> None:
     script()
 
 
-def graph_breaks(script: Callable[[], None]) -> int:
-    """The script, then Dynamo's own count of graph breaks."""
+def compiled(script: Callable[[], None]) -> set[str]:
+    """The script, then what Dynamo's own counters say of graph breaks and of the recompile limit."""
     from torch._dynamo.utils import counters
 
     script()
-    return sum(counters["graph_break"].values())
+    limited = any("recompile limit exceeded" in reason for reason in counters["unimplemented"])
+    found = {"compile-graph-break": bool(counters["graph_break"]), "recompile-limit": limited}
+    return {name for name, present in found.items() if present}
 
 
 def witnessed(script: Callable[[], None]) -> list[Witnessed]:
@@ -74,11 +77,13 @@ def assert_ends_as_written(case: Case, ended: Ended) -> None:
 @pytest.mark.parametrize("case", ALL, ids=ids)
 def test_a_script_run_bare_ends_as_its_header_says(case: Case, tmp_path: Path) -> None:
     """Raises what it says or nothing, and shows its symptom in its own output."""
-    compiled = "torch.compile" in case.source
-    ended = run_forked(case.path, tmp_path, graph_breaks if compiled else bare)
-    assert_ends_as_written(case, ended)
-    if compiled:
-        assert (ended.evidence > 0) == ("compile-graph-break" in case.ids)
+    assert_ends_as_written(case, run_forked(case.path, tmp_path, bare))
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=ids)
+def test_dynamo_counts_what_the_header_says(case: Case, tmp_path: Path) -> None:
+    """Dynamo's counters hold a graph break or a recompile limit exactly where the header names it."""
+    assert run_forked(case.path, tmp_path, compiled).evidence == set(case.ids)
 
 
 @pytest.mark.parametrize("case", of("nonfinite"), ids=ids)
@@ -132,8 +137,8 @@ def test_the_corpus_is_large_enough_and_covers_every_family() -> None:
 
 @pytest.mark.parametrize("case", of("scaling", "silent", "compile-load"), ids=ids)
 def test_a_failure_without_an_op_to_witness_shows_a_symptom(case: Case) -> None:
-    """A script that raises nothing and makes nothing non-finite proves its failure by what it prints."""
-    assert case.raises or case.shows
+    """A script that raises nothing, makes nothing non-finite and compiles nothing shows its failure by what it prints."""
+    assert case.raises or case.shows or case in COMPILED
 
 
 @pytest.mark.parametrize("case", ALL, ids=ids)
