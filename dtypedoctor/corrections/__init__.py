@@ -1,7 +1,20 @@
 """Installs a corrective kernel into a live model and verifies that it is really in place."""
 
 from dtypedoctor.corrections.contract import Correction
+from dtypedoctor.corrections.dequantize import CORRECTIONS_DEQUANTIZE
+from dtypedoctor.corrections.fused_lora import CORRECTIONS_FUSED_LORA
 from dtypedoctor.corrections.gemma4 import MLP_FLOAT32_PRODUCT
+from dtypedoctor.corrections.nf4_dequantize import NF4_DEQUANTIZE
+from dtypedoctor.corrections.rms_norm import RMS_NORM
 
-CORRECTIONS: dict[str, Correction] = {c.id: c for c in (MLP_FLOAT32_PRODUCT,)}
+CORRECTIONS: dict[str, Correction] = {
+    correction.id: correction
+    for correction in (
+        MLP_FLOAT32_PRODUCT,
+        *CORRECTIONS_FUSED_LORA,
+        *CORRECTIONS_DEQUANTIZE,
+        *RMS_NORM,
+        *NF4_DEQUANTIZE,
+    )
+}
 """Every correction by its id."""

@@ -26,13 +26,23 @@ class Names:
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
         self._names: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
-        self._roots: list[nn.Module] = []
+        self._roots: list[nn.Module | None] = []
         self._noted: dict[tuple[int, str], tuple[str, bool]] = {}
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:
-        """The outermost modules in the order in which they were added."""
-        return tuple(self._roots)
+        """The outermost modules in the order in which they were added, those that were removed left out."""
+        return tuple(root for root in self._roots if root is not None)
+
+    def remove_root(self, module: nn.Module) -> None:
+        """Lets go of an outermost module and of everything inside it; does nothing where it is not one."""
+        self._roots = [None if root is module else root for root in self._roots]
+
+    def add_alias(self, wrapper: nn.Module, module: nn.Module) -> None:
+        """Gives ``wrapper``, through which ``module`` is called (a compiled model, say), the name of ``module``."""
+        place = self._names.get(module)
+        if place is not None:
+            self._names[wrapper] = place
 
     def add_root(self, module: nn.Module) -> None:
         """Numbers ``module`` as an outermost one and names everything inside it."""
@@ -58,7 +68,7 @@ class Names:
         found = self._names.get(module)
         if found is None and self._roots:
             for number, root in enumerate(self._roots):  # modules may have been added after the root was first seen
-                if any(child is module for child in root.modules()):
+                if root is not None and any(child is module for child in root.modules()):
                     self._name_all(root, number)
                     return self._names.get(module)
         return found
@@ -66,6 +76,8 @@ class Names:
     def tensors(self) -> Iterator[tuple[int, str, Tensor, nn.Module, bool]]:
         """Every parameter and buffer: root, name, tensor, owner, whether it is a buffer."""
         for number, root in enumerate(self._roots):
+            if root is None:
+                continue
             for prefix, module in root.named_modules(remove_duplicate=True):
                 dot = f"{prefix}." if prefix else ""
                 for name, tensor in module._parameters.items():

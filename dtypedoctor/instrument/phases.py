@@ -33,6 +33,7 @@ class Phases:
         self._position = position
         self._undo: list[Callable[[], None]] = []
         self._steps: Counter[int] = Counter()
+        self._first = 1
         self._wrapped_generate = False
         self.before_backward: list[Callable[[list[Tensor]], None]] = []
         self.after_backward: list[Listener] = []
@@ -54,6 +55,12 @@ class Phases:
         while self._undo:
             self._undo.pop()()
         self._wrapped_generate = False
+
+    def restart(self, step: int) -> None:
+        """Training begins anew, with optimizers of its own; its first step is number ``step``."""
+        self._steps.clear()
+        self._first = step
+        self._position.step = step
 
     def follow_generate(self) -> None:
         """Wraps transformers' ``generate`` once transformers is there; cheap to call again."""
@@ -124,4 +131,4 @@ class Phases:
     def _count(self, optimizer: Optimizer) -> None:
         """Counts a step; with several optimizers (one per network, say) the busiest one gives the step number."""
         self._steps[id(optimizer)] += 1
-        self._position.step = max(self._position.step, 1 + self._steps[id(optimizer)])
+        self._position.step = max(self._position.step, self._first + self._steps[id(optimizer)])

@@ -75,16 +75,43 @@ class Instruments:
         self._phases.stop()
         self._autocast.stop()
 
+    @property
+    def phases(self) -> Phases:
+        """What tells of backward passes and optimizer steps."""
+        return self._phases
+
+    @property
+    def modules(self) -> ModuleWatch:
+        """What tells of outermost module calls."""
+        return self._modules
+
+    @property
+    def watching(self) -> bool:
+        """Whether more than exceptions and the workload's own numbers is recorded."""
+        return self._watch
+
     @contextmanager
     def probing(self) -> Iterator[None]:
         """Nothing inside is recorded."""
         with self.position.mute():
             yield
 
+    def begin_stage(self, step: int) -> None:
+        """A step of the scenario begins: its first training step is number ``step`` of the process."""
+        self._phases.restart(step)
+
     def attach(self, model: nn.Module) -> None:
         """Names ``model`` as an outermost module before it is first called."""
         if self._watch and self.names.find(model) is None:
             self.names.add_root(model)
+
+    def name_as(self, wrapper: nn.Module, model: nn.Module) -> None:
+        """Gives ``wrapper``, through which ``model`` is called, the same name."""
+        self.names.add_alias(wrapper, model)
+
+    def detach(self, model: nn.Module) -> None:
+        """Forgets ``model``, so that its memory can be freed; its number is not given to another."""
+        self.names.remove_root(model)
 
     def _before_call(self, module: nn.Module) -> None:
         self._phases.follow_generate()

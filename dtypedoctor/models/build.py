@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.models.builtin import BUILTINS, builder_arguments
+from dtypedoctor.models.float32_twin import widen
 from dtypedoctor.models.quantization import quantize_linears
 from dtypedoctor.models.tokenizer import byte_tokenizer
 from dtypedoctor.scenario.model import Lora, Model, Outlier, Quantization
@@ -41,7 +42,7 @@ def build(spec: Model, device: torch.device, seed: int) -> Built:
     dtype: torch.dtype = getattr(torch, spec.dtype)
     set_seed(seed)
     if spec.name.startswith(BUILTIN):
-        built = _prepare(_builtin(spec), byte_tokenizer(), spec, dtype, device)
+        built = _builtin(spec, dtype, device, seed)
     elif ":" in spec.name and not Path(spec.name).exists():
         built = _prepare(_from_factory(spec), byte_tokenizer(), spec, dtype, device)
     else:
@@ -53,18 +54,37 @@ def build(spec: Model, device: torch.device, seed: int) -> Built:
     if spec.gradient_checkpointing:
         enable: Any = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if spec.float32_twin:
+        widen(model)
     return Built(model=model, tokenizer=built.tokenizer)
 
 
-def _builtin(spec: Model) -> nn.Module:
+def _builtin(spec: Model, dtype: torch.dtype, device: torch.device, seed: int) -> Built:
     name = spec.name.removeprefix(BUILTIN)
-    builder = BUILTINS.get(name)
-    if builder is None:
+    builtin = BUILTINS.get(name)
+    if builtin is None:
         raise UsageError(f"there is no builtin model {name!r}", f"Known: {', '.join(BUILTIN + n for n in BUILTINS)}.")
+    arguments = builder_arguments(spec.options)
+    if builtin.finished:
+        _refuse_changes_of_finished(spec)
+        arguments |= {"dtype": dtype, "seed": seed}
     try:
-        return builder(**builder_arguments(spec.options))
+        model = builtin.build(**arguments)
     except TypeError as error:
         raise UsageError(f"{spec.name} does not take these options: {error}", "See docs/scenarios.md.") from error
+    if builtin.finished:
+        return Built(model=model.to(device), tokenizer=byte_tokenizer())
+    return _prepare(model, byte_tokenizer(), spec, dtype, device)
+
+
+def _refuse_changes_of_finished(spec: Model) -> None:
+    given = {"outliers": spec.outliers, "lora": spec.lora, "quantization": spec.quantization}
+    wrong = [key for key, value in given.items() if value]
+    if wrong or spec.attention or spec.gradient_checkpointing:
+        raise UsageError(
+            f"{spec.name} decides on its weights, packing and adapters itself: remove {', '.join(wrong) or 'the rest'}",
+            "Its `options` choose among what it can do; see docs/scenarios.md.",
+        )
 
 
 def _from_factory(spec: Model) -> nn.Module:

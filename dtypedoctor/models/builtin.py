@@ -1,18 +1,37 @@
-"""Tiny models from real library code with seeded random weights; nothing is downloaded.
+"""Tiny models with seeded random weights; nothing is downloaded.
 
-Each builder takes the scenario's ``options`` and returns a float32 model on the CPU; everything else (outliers, dtype,
-quantisation, adapters) is the same for all of them and happens in ``build.py``.
+Most are real library code: their builders take the scenario's ``options`` and return a float32 model on the CPU, and
+everything else (outliers, dtype, quantisation, adapters) is the same for all of them and happens in ``build.py``. The
+others stand for custom models, which decide on their dtypes, packing and adapters themselves.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig, LlamaForCausalLM
 
+from dtypedoctor.models.custom_moe import CustomMoeConfig, build_custom_moe
+from dtypedoctor.models.llama_nf4 import fuse
+from dtypedoctor.models.nf4_compiled import Nf4CompiledConfig, build_nf4_compiled
 from dtypedoctor.models.tokenizer import VOCABULARY_SIZE
 
-Builder = Callable[..., nn.Module]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builtin:
+    """A builtin model.
+
+    Attributes:
+        build: takes the scenario's options and returns the model on the CPU.
+        finished: whether ``build`` also takes ``dtype`` and ``seed`` and returns a model that must not be cast, packed or
+            adapted any more.
+    """
+
+    build: Callable[..., nn.Module]
+    finished: bool = False
+
 
 _SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
@@ -53,11 +72,32 @@ def llama_tiny(*, layers: int = 2, hidden: int = 64, intermediate: int = 128) ->
     return LlamaForCausalLM(config)
 
 
-BUILTINS: dict[str, Builder] = {
-    "gemma4-tiny": gemma4_tiny,
-    "llama-tiny": llama_tiny,
+def llama_nf4_fused(*, decode_path: bool = True, **sizes: int) -> nn.Module:
+    """The Llama of :func:`llama_tiny` whose projections run through the fused LoRA functions, once packed and adapted."""
+    return fuse(llama_tiny(**sizes), decode_path=decode_path)
+
+
+def custom_moe(*, dtype: torch.dtype, seed: int, **options: Any) -> nn.Module:
+    """The custom decoder; see :class:`CustomMoeConfig` for the options."""
+    config = CustomMoeConfig(dtype=dtype, seed=seed, **options)
+    model: Any = build_custom_moe(config)
+    model._keep_in_fp32_modules = list(config.keep_in_fp32)  # where transformers' own models carry theirs
+    return model
+
+
+def nf4_compiled(*, dtype: torch.dtype, seed: int, **options: Any) -> nn.Module:
+    """The NF4 decoder that is made to be compiled; see :class:`Nf4CompiledConfig` for the options."""
+    return build_nf4_compiled(Nf4CompiledConfig(dtype=dtype, seed=seed, **options))
+
+
+BUILTINS: dict[str, Builtin] = {
+    "gemma4-tiny": Builtin(build=gemma4_tiny),
+    "llama-tiny": Builtin(build=llama_tiny),
+    "llama-nf4-fused": Builtin(build=llama_nf4_fused),
+    "custom-moe": Builtin(build=custom_moe, finished=True),
+    "nf4-compiled": Builtin(build=nf4_compiled, finished=True),
 }
-"""Builders by the name that stands after ``builtin:``."""
+"""Builtin models by the name that stands after ``builtin:``."""
 
 
 def builder_arguments(options: dict[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,10 @@ class Model(Strict):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Extra keyword arguments of a builtin model's builder."
     )
+    float32_twin: bool = Field(
+        default=False,
+        description="Compute in float32 with the weights as `dtype` rounds them; output errors are against it.",
+    )
 
 
 class TrainSettings(Strict):

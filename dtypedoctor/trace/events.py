@@ -149,7 +149,9 @@ class TensorNote:
     """A tensor as an operand or result of one op.
 
     ``id`` is equal for two notes exactly when they are the same tensor in the same version within one op trace.
-    ``name`` is the parameter or buffer it is, or the model input, where known.
+    ``name`` is the parameter, buffer, plain attribute or model input whose memory it is (whole, perhaps transposed), where
+    known, and ``origin`` says which: ``parameter`` ``buffer`` ``attribute`` ``input``. ``storage`` is equal for two notes
+    exactly when they share memory; 0 where that is unknown.
     """
 
     id: int
@@ -160,6 +162,8 @@ class TensorNote:
     num_posinf: int = 0
     num_neginf: int = 0
     name: str | None = None
+    origin: str = ""
+    storage: int = 0
 
     @property
     def finite(self) -> bool:
@@ -173,7 +177,9 @@ class Op:
 
     ``error`` is the message with which the op itself raised. ``function`` names the custom ``autograd.Function`` in
     whose forward or backward the op ran. ``autocast`` is the dtype of the autocast region the Python code was in.
-    ``scalars`` holds the non-tensor arguments that decide a verdict (e.g. a fill value), as text.
+    ``scalars`` holds the non-tensor arguments that decide a verdict (e.g. a fill value), as text. A function or module
+    call that refused its operands before any operator ran is an op too, named ``aten.NAME.default`` where such an operator
+    exists, else ``function.NAME`` or ``module.CLASS``. ``root`` is the outermost module that ``fqn`` belongs to.
     """
 
     n: int
@@ -191,11 +197,17 @@ class Op:
     autocast: str | None = None
     scalars: list[str] = field(default_factory=list)
     error: str | None = None
+    root: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """The op with number ``of`` was run again on the same operands in another way (``how``, e.g. ``float32``)."""
+    """The op with number ``of`` was run again on the same operands in another way.
+
+    ``how`` is ``float32`` or ``float64`` (wider), ``equal-dtypes`` (all in the widest), ``all-as-DTYPE``, ``operand-I-as-DTYPE``
+    (only operand I cast, counted over ``Op.inputs``) or ``narrowest-dtype``. ``note`` is the message of a replay that raised,
+    ``dtype`` the dtype of the result of one that did not.
+    """
 
     n: int
     of: int
@@ -203,6 +215,7 @@ class Replay:
     finite: bool
     absmax: float | None
     note: str = ""
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,11 +252,15 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeLogProbs:
-    """Token log-probabilities of the policy on the fixed probe batch after a step; None where one is not finite."""
+    """Token log-probabilities of the policy on the fixed probe batch after a step; None where one is not finite.
+
+    ``untrained`` marks the probe before the first step of a stage that has built its own model.
+    """
 
     n: int
     step: int
     values: list[float | None]
+    untrained: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,8 +298,8 @@ class Observation:
     call: int
     phase: str
     kind: str
-    fqn: str | None
     values: Mapping[str, Json]
+    fqn: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,15 +15,16 @@ from dtypedoctor.corrections import CORRECTIONS
 from dtypedoctor.corrections.contract import Installed
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.session import Instruments, OpWindow
-from dtypedoctor.models.build import BUILTIN, Built, build
+from dtypedoctor.models.build import BUILTIN, build
 from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Scenario, ScenarioStep
 from dtypedoctor.scenario.request import REQUEST, Request
 from dtypedoctor.trace.events import Correction, End, Environment, Header, Refused, Resources, Stage
 from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.worker.compiling import compiling
 from dtypedoctor.worker.environment import describe_environment
 from dtypedoctor.worker.resources import MemoryMeter, checksum
 from dtypedoctor.workloads import WORKLOADS
-from dtypedoctor.workloads.context import Context
+from dtypedoctor.workloads.context import Context, Holder
 
 
 def serve(directory: Path) -> int:
@@ -66,8 +67,8 @@ class _Run:
         self._instruments = instruments
         self._writer = instruments.writer
         self._directory = directory
-        self._built: Built | None = None
-        self._installed: dict[str, Installed] = {}
+        self._holder = Holder()
+        self._installed: dict[str, list[Installed]] = {}
         self._steps = 0
         self._began = time.perf_counter()
         self._meter: MemoryMeter | None = None
@@ -92,33 +93,45 @@ class _Run:
             Stage(n=self._writer.next_n(), index=index, name=stage.name or f"step-{index + 1}", workload=kind)
         )
         if stage.model is not None:
-            self._built = build(stage.model, self._device, self._scenario.seed)
-        assert self._built is not None  # the scenario's validation saw to it
-        self._correct(self._built.model)
+            self._holder.built = build(stage.model, self._device, self._scenario.seed)
+            self._correct(self._holder.built.model)
+        context = self._context(stage)
+        self._instruments.begin_stage(self._steps + 1)
         self._instruments.start()
-        self._instruments.attach(self._built.model)
+        if self._holder.built is not None:
+            self._instruments.attach(self._holder.built.model)
+        if stage.model is not None:
+            context.probe_untrained()
         set_seed(self._scenario.seed)
-        context = Context(
-            scenario=self._scenario,
-            stage=stage,
-            built=self._built,
-            device=self._device,
-            instruments=self._instruments,
-            region=lambda: region(stage.autocast, self._device),
-            scratch=self._directory / "scratch",
-            pause=[installed.counters for installed in self._installed.values()],
-        )
         try:
-            WORKLOADS[kind](context)
+            with compiling(context):
+                WORKLOADS[kind](context)
         finally:
             self._steps += context.steps_completed
         self._instruments.stop()
 
+    def _context(self, stage: ScenarioStep) -> Context:
+        return Context(
+            scenario=self._scenario,
+            stage=stage,
+            holder=self._holder,
+            device=self._device,
+            instruments=self._instruments,
+            region=lambda: region(stage.autocast, self._device),
+            scratch=self._directory / "scratch",
+            pause=[installed.counters for several in self._installed.values() for installed in several],
+            steps_before=self._steps,
+        )
+
     def _correct(self, model: nn.Module) -> None:
+        """Installs the scenario's corrections for ``model``; those for the model before it are taken out first."""
+        self._take_out()
         for spec in self._scenario.corrections:
-            if spec.id in self._installed:
-                continue
             self._install(spec, model)
+
+    def _take_out(self) -> None:
+        for installed in reversed([one for several in self._installed.values() for one in several]):
+            installed.undo()
 
     def _install(self, spec: CorrectionSpec, model: nn.Module) -> None:
         correction = CORRECTIONS.get(spec.id)
@@ -130,7 +143,7 @@ class _Run:
         except Exception as error:
             self._writer.write(replace(record, reason=f"{type(error).__name__}: {error}"))
             raise
-        self._installed[spec.id] = installed
+        self._installed.setdefault(spec.id, []).append(installed)
         self._writer.write(replace(record, target=installed.target, installed=True, proof=installed.proof))
 
     def conclude(self, outcome: str) -> None:
@@ -143,20 +156,20 @@ class _Run:
         self._writer.write(End(n=self._writer.next_n(), outcome=outcome, steps_completed=self._steps))
 
     def _conclude_corrections(self) -> None:
-        for name, installed in self._installed.items():
+        for name, several in self._installed.items():
             self._writer.write(
                 Correction(
                     n=self._writer.next_n(),
                     id=name,
-                    target=installed.target,
+                    target=several[-1].target,
                     installed=True,
-                    proof=installed.proof,
-                    hits=installed.counters.hits,
-                    rescued=installed.counters.elements("rescued"),
-                    clamped=installed.counters.elements("clamped"),
+                    proof=several[-1].proof,
+                    hits=sum(one.counters.hits for one in several),
+                    rescued=sum(one.counters.elements("rescued") for one in several),
+                    clamped=sum(one.counters.elements("clamped") for one in several),
                 )
             )
-            installed.undo()
+        self._take_out()
 
     def _conclude_resources(self) -> None:
         self._writer.write(
@@ -164,7 +177,7 @@ class _Run:
                 seconds=time.perf_counter() - self._began,
                 peak_memory=self._meter.peak() if self._meter else 0,
                 device=str(self._device),
-                checksum=checksum(self._built.model) if self._built else None,
+                checksum=checksum(self._holder.built.model) if self._holder.built else None,
             )
         )
 

@@ -1,22 +1,28 @@
 """What a workload is given to work with."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.models.build import Built
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
-from dtypedoctor.trace.events import Metric, ProbeLogProbs
+from dtypedoctor.trace.events import Metric, NotWatched, ProbeLogProbs
+from dtypedoctor.workloads.probe import token_log_probabilities, vocabulary_of
 
-PROBE_SEQUENCES = 2
-PROBE_TOKENS = 24
+
+@dataclass(slots=True)
+class Holder:
+    """The model that the process has at the moment; a stage may build another one or let it go."""
+
+    built: Built | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,71 +30,102 @@ class Context:
     """One stage of a scenario at work.
 
     Attributes:
-        built: model and tokenizer.
+        holder: where the model is kept; no workload keeps it elsewhere beyond its own return.
         region: makes the autocast region that the scenario asks for (a null context where it asks for none).
         scratch: a directory for files that libraries insist on writing.
         pause: what must hold still while the probe runs (correction counters).
+        compiled: the model as ``torch.compile`` gave it back, where the stage asks for that.
+        steps_before: training steps that earlier stages have done.
         steps_completed: training steps done in this stage, kept by the workload.
     """
 
     scenario: Scenario
     stage: ScenarioStep
-    built: Built
+    holder: Holder
     device: torch.device
     instruments: Instruments
     region: Callable[[], AbstractContextManager[Any]]
     scratch: Path
     pause: list[Any] = field(default_factory=list)
+    compiled: nn.Module | None = None
+    steps_before: int = 0
     steps_completed: int = 0
 
+    @property
+    def built(self) -> Built:
+        """Model and tokenizer.
+
+        Raises:
+            UsageError: an earlier stage has unloaded the model.
+        """
+        if self.holder.built is None:
+            raise UsageError(
+                f"the {self.stage.workload.kind} step has no model: it was unloaded before", "Give the step a `model`."
+            )
+        return self.holder.built
+
+    @property
+    def model(self) -> nn.Module:
+        """What a workload calls: the model, compiled if the stage asks for that."""
+        return self.compiled if self.compiled is not None else self.built.model
+
+    def begin_step(self) -> None:
+        """Says that the next step begins, for workloads without an optimizer, whose steps nobody else counts."""
+        self.instruments.position.step = self.steps_before + self.steps_completed + 1
+
     def metric(self, step: int, values: dict[str, float]) -> None:
-        """Records the numbers of a finished training step."""
+        """Records the numbers of training step ``step`` of this stage (from 1), which is finished."""
         finite = {name: float(value) for name, value in values.items() if isfinite(value)}
         writer = self.instruments.writer
         writer.write(
-            Metric(n=writer.next_n(), step=step, values=finite, nonfinite=sorted(values.keys() - finite.keys()))
+            Metric(
+                n=writer.next_n(),
+                step=self.steps_before + step,
+                values=finite,
+                nonfinite=sorted(values.keys() - finite.keys()),
+            )
         )
 
-    def probe(self, model: nn.Module, step: int) -> None:
-        """Records the policy's token log-probabilities on a fixed batch, without a trace and without touching any state."""
+    def probe(self, step: int, *, untrained: bool = False) -> None:
+        """Records the policy's token log-probabilities on a fixed batch, without a trace and without touching any state.
+
+        The model is called as it is, not compiled, so that the probe causes no recompilation. Nothing is recorded for a
+        model without a vocabulary.
+
+        Args:
+            step: the step of this stage after which this is.
+            untrained: the stage has not begun yet.
+        """
+        model = self.built.model
+        if vocabulary_of(model) is None:
+            return
         with self.instruments.probing(), _held(self.pause):
             values = token_log_probabilities(model, self.scenario.seed, self.device)
         writer = self.instruments.writer
-        writer.write(ProbeLogProbs(n=writer.next_n(), step=step, values=values))
+        writer.write(
+            ProbeLogProbs(n=writer.next_n(), step=self.steps_before + step, values=values, untrained=untrained)
+        )
+
+    def probe_untrained(self) -> None:
+        """The probe before the stage's first step. A model that fails here will fail in its workload, where it is watched."""
+        if vocabulary_of(self.built.model) is None:
+            what = f"log-probabilities of {type(self.built.model).__name__}"
+            self.instruments.writer.write(NotWatched(what=what, why="it has no config.vocab_size to draw tokens from"))
+            return
+        try:
+            with self.region():
+                self.probe(0, untrained=True)
+        except Exception as error:  # noqa: BLE001  (the workload will meet it again, watched)
+            why = f"the forward pass raises {type(error).__name__}"
+            self.instruments.writer.write(NotWatched(what="outputs before the first step", why=why))
 
 
-class _held:  # noqa: N801  (a context manager that reads like a verb)
-    def __init__(self, counters: list[Any]) -> None:
-        self._counters = counters
-
-    def __enter__(self) -> None:
-        for counter in self._counters:
-            counter.paused = True
-
-    def __exit__(self, *_: object) -> None:
-        for counter in self._counters:
-            counter.paused = False
-
-
-def probe_tokens(vocabulary: int, seed: int, device: torch.device) -> Tensor:
-    """The fixed probe batch: (2, 24) token ids from a generator of its own, the same for every run of a scenario."""
-    generator = torch.Generator().manual_seed(seed)
-    low = min(4, vocabulary - 1)  # ids below are special tokens of the builtin tokenizer
-    return torch.randint(low, vocabulary, (PROBE_SEQUENCES, PROBE_TOKENS), generator=generator).to(device)
-
-
-def token_log_probabilities(model: nn.Module, seed: int, device: torch.device) -> list[float | None]:
-    """log p(token | tokens before it) for every token of the probe batch but the first of each sequence, in float32.
-
-    The model is put into evaluation mode for the pass and back afterwards; an element that is not finite is None.
-    """
-    tokens = probe_tokens(int(model.config.vocab_size), seed, device)  # type: ignore[union-attr, arg-type]
-    training = model.training
-    model.eval()
+@contextmanager
+def _held(counters: list[Any]) -> Iterator[None]:
+    for counter in counters:
+        counter.paused = True
     try:
-        with torch.no_grad():
-            logits = model(input_ids=tokens).logits[:, :-1].float()
+        yield
     finally:
-        model.train(training)
-    values = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).flatten().tolist()
-    return [value if isfinite(value) else None for value in values]
+        for counter in counters:
+            counter.paused = False

@@ -7,7 +7,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dtypedoctor.scenario.model import Grpo
 from dtypedoctor.workloads.context import Context
-from dtypedoctor.workloads.trl_callback import StepReporter
+from dtypedoctor.workloads.trl_callback import StepReporter, shared_settings
 
 
 def run_grpo(context: Context) -> None:
@@ -15,27 +15,13 @@ def run_grpo(context: Context) -> None:
     settings = context.stage.workload
     assert isinstance(settings, Grpo)
     config = GRPOConfig(
-        output_dir=str(context.scratch),
-        per_device_train_batch_size=settings.batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation,
         num_generations=settings.generations,
         max_completion_length=settings.new_tokens,
-        max_steps=settings.steps,
-        learning_rate=settings.learning_rate,
-        optim="adamw_torch" if settings.optimizer == "adamw" else "sgd",
         beta=settings.beta,
-        seed=context.scenario.seed,
-        use_cpu=context.device.type == "cpu",
-        fp16=settings.mixed_precision == "fp16",
-        bf16=settings.mixed_precision == "bf16",
-        gradient_checkpointing=False,  # the model has been built with or without it
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **shared_settings(context, settings),
     )
     trainer = GRPOTrainer(
-        model=context.built.model,
+        model=context.model,
         reward_funcs=distinct_characters,
         args=config,
         train_dataset=prompts(settings.prompts),

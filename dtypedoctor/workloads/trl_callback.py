@@ -1,13 +1,35 @@
-"""Carries a trainer's own numbers into the trace."""
+"""What TRL's trainers have in common here: their settings, and how their own numbers get into the trace."""
 
 import time
 from typing import Any
 
 from transformers import TrainerCallback
 
+from dtypedoctor.scenario.model import Grpo, Sft
 from dtypedoctor.workloads.context import Context
 
 REPORTED = ("loss", "grad_norm", "reward", "kl", "entropy")
+
+
+def shared_settings(context: Context, settings: Grpo | Sft) -> dict[str, Any]:
+    """Arguments that every TRL configuration takes: nothing is saved, downloaded or sent anywhere."""
+    return {
+        "output_dir": str(context.scratch),
+        "per_device_train_batch_size": settings.batch_size,
+        "gradient_accumulation_steps": settings.gradient_accumulation,
+        "max_steps": settings.steps,
+        "learning_rate": settings.learning_rate,
+        "optim": "adamw_torch" if settings.optimizer == "adamw" else "sgd",
+        "seed": context.scenario.seed,
+        "use_cpu": context.device.type == "cpu",
+        "fp16": settings.mixed_precision == "fp16",
+        "bf16": settings.mixed_precision == "bf16",
+        "gradient_checkpointing": False,  # the model has been built with or without it
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
 
 
 class StepReporter(TrainerCallback):
@@ -26,7 +48,7 @@ class StepReporter(TrainerCallback):
         """Stops the clock and probes."""
         self._seconds = time.perf_counter() - self._began
         self._context.steps_completed = state.global_step
-        self._context.probe(kwargs["model"], state.global_step)
+        self._context.probe(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Records the numbers that the trainer logs for a step."""
