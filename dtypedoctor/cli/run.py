@@ -24,7 +24,7 @@ from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.overrides import override
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trials.summary import how_it_ended
-from dtypedoctor.trials.treatment import treat
+from dtypedoctor.trials.treatment import Plan, treat
 
 
 def register(app: typer.Typer) -> None:
@@ -84,7 +84,7 @@ def _run_in(scenario: Scenario, directory: Path, *, remedies: bool) -> Report:
             view.end(how_it_ended(finished))
             return finished
 
-        treatment = treat(scenario, launch, remedies=remedies)
+        treatment = treat(scenario, launch, Plan(remedies=remedies))
     report = build_report(
         treatment,
         command=shlex.join(["dtypedoctor", *sys.argv[1:]]),

@@ -43,11 +43,6 @@ class WorkerExit:
     timed_out: bool
     seconds: float
 
-    @property
-    def died(self) -> bool:
-        """Whether the process did not end by itself in an orderly way."""
-        return self.timed_out or self.code not in (0, 1, 2)
-
     def describe(self) -> str:
         """How it ended, in words."""
         if self.timed_out:
@@ -64,16 +59,22 @@ class WorkerExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished run: its trace, how the worker ended, and where everything lies."""
+    """A finished run: its trace, how the worker ended, and where everything lies.
+
+    Attributes:
+        foreign: whether it ran a user's script, which may leave with any status, or without a word by ``os._exit``.
+    """
 
     trace: Trace
     exit: WorkerExit
     directory: Path
+    foreign: bool = False
 
     @property
     def died(self) -> bool:
-        """Whether the worker ended without finishing its trace."""
-        return self.exit.died or self.trace.end is None
+        """Whether the worker ended without finishing its trace, and not because a script wanted it so."""
+        wanted = self.foreign and self.exit.code == 0
+        return self.exit.timed_out or (self.trace.end is None and not wanted)
 
     def last_words(self) -> str:
         """How the worker ended; for a Python process that failed also the last line of its standard error."""
@@ -128,13 +129,8 @@ class Launcher:
             timed_out = not self._wait(process, directory, began + request.scenario.time_limit)
         finally:
             _stop(process)
-        ended = WorkerExit(code=process.exitcode or 0, timed_out=timed_out, seconds=time.monotonic() - began)
-        (directory / EXIT).write_text(json.dumps(asdict(ended)), encoding="utf-8")
-        run = Run(trace=_trace(directory), exit=ended, directory=directory)
-        refused = run.trace.last(Refused)
-        if refused is not None:
-            raise UsageError(refused.message, refused.hint)
-        return run
+        seconds = time.monotonic() - began
+        return collect(directory, WorkerExit(code=process.exitcode or 0, timed_out=timed_out, seconds=seconds))
 
     def _wait(self, process: ForkServerProcess, directory: Path, deadline: float) -> bool:
         while process.is_alive():
@@ -158,6 +154,20 @@ def make_directory(directory: Path) -> None:
         raise UsageError(f"{directory}: already exists", "A run is never overwritten; give another --out.") from None
     except OSError as error:
         raise UsageError(f"{directory}: cannot be created ({error.strerror})", "Give a writable --out.") from error
+
+
+def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run:
+    """The run that a worker has left in ``directory``; how it ended is written down beside it.
+
+    Raises:
+        UsageError: the worker says that what it was asked for cannot be run at all.
+    """
+    (directory / EXIT).write_text(json.dumps(asdict(ended)), encoding="utf-8")
+    run = Run(trace=_trace(directory), exit=ended, directory=directory, foreign=foreign)
+    refused = run.trace.last(Refused)
+    if refused is not None:
+        raise UsageError(refused.message, refused.hint)
+    return run
 
 
 def _trace(directory: Path) -> Trace:

@@ -55,6 +55,7 @@ class TraceWriter:
         self._file = (directory / EVENTS).open("xb", buffering=0)
         self._next = 0
         self._cursor = _open_cursor(directory / CURSOR)
+        self._disowned = False
 
     def next_n(self, count: int = 1) -> int:
         """Reserves ``count`` sequence numbers and returns the first."""
@@ -79,7 +80,12 @@ class TraceWriter:
 
     def mark(self, step: int, call: int, site: int) -> None:
         """Notes, in memory shared with the file system, the module that is being entered (no system call)."""
-        CURSOR_FORMAT.pack_into(self._cursor, 0, self._next, step, call, site, CURSOR_MAGIC)
+        if not self._disowned:
+            CURSOR_FORMAT.pack_into(self._cursor, 0, self._next, step, call, site, CURSOR_MAGIC)
+
+    def disown(self) -> None:
+        """Writes nothing more. For a forked child, whose parent goes on writing the same file."""
+        self._disowned = True
 
     def close(self) -> None:
         """Closes the files; the End record has to be written before."""
@@ -87,6 +93,8 @@ class TraceWriter:
         self._cursor.close()
 
     def _line(self, value: Any) -> None:
+        if self._disowned:
+            return
         line = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
         self._file.write(line.encode("ascii") + b"\n")
 

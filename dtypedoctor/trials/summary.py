@@ -42,4 +42,6 @@ def how_it_ended(run: Run) -> str:
     if raised is not None:
         first_line = raised.message.splitlines()[0] if raised.message else ""
         return f"{raised.type} in step {raised.step} ({raised.phase}): {first_line[:160]}"
+    if run.foreign and run.exit.code != 0:
+        return run.exit.describe()
     return "completed"

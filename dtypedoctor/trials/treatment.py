@@ -1,5 +1,6 @@
 """The whole treatment of a scenario: before, diagnosis, a closer look, trials, reference."""
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ from dtypedoctor.trials.summary import summarise
 
 RunRequest = Callable[[str, Request], Run]
 """Runs a request under a label that is unique within the treatment, e.g. ``before`` or ``remedy-bfloat16``."""
+
+
+NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run unwatched; --certify does that")
+FOREIGN = "nothing was changed in a script that is not ours; if it can be switched on from outside, --try does that"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,20 +48,39 @@ class Treatment:
     trials: tuple[Trial, ...]
 
 
-def treat(scenario: Scenario, run: RunRequest, *, remedies: bool = True) -> Treatment:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How far a treatment goes.
+
+    Attributes:
+        closer: look at a failure again with the op trace on.
+        certify: run once more unwatched, and compare.
+        remedies: try what is proposed, and compare with the reference; False stops after the diagnosis.
+        only: ids of the remedies that may be tried; the others are reported as not tried. None allows all.
+    """
+
+    closer: bool = True
+    certify: bool = True
+    remedies: bool = True
+    only: frozenset[str] | None = None
+
+
+def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Treatment:
     """Runs ``scenario``, explains it, tries what may cure it and compares with the reference.
 
     Args:
         scenario: what to run.
         run: runs one request.
-        remedies: False stops after the diagnosis.
+        plan: how far to go; everything if left out.
     """
+    plan = plan or Plan()
+    remedies = plan.remedies
     before = run("before", Request(scenario=scenario))
-    closer = _look_closer(scenario, before, run)
+    closer = _look_closer(scenario, before, run) if plan.closer else None
     diagnosed = closer.trace if closer is not None else before.trace
     findings = diagnose(diagnosed)
     before_summary = summarise("before", before, scenario)
-    observer = compare_unwatched(before, run("unwatched", Request(scenario=scenario, watch=False)))
+    observer = _certificate(scenario, before, run) if plan.certify else NOT_COMPARED
     reference = _reference(scenario, run) if remedies and findings else None
     reference_summary = summarise("reference", reference, scenario) if reference is not None else None
     trials: tuple[Trial, ...] = ()
@@ -65,7 +89,10 @@ def treat(scenario: Scenario, run: RunRequest, *, remedies: bool = True) -> Trea
             (reference_summary, reference.trace) if reference is not None and reference_summary is not None else None
         )
         trials = tuple(
-            _try(r, scenario, run, (before_summary, findings), compared) for r in _proposed(scenario, findings)
+            _try(r, scenario, run, (before_summary, findings), compared)
+            if plan.only is None or r.id in plan.only
+            else not_tried(r, FOREIGN)
+            for r in _proposed(scenario, findings)
         )
     return Treatment(
         scenario=scenario,
@@ -81,10 +108,14 @@ def treat(scenario: Scenario, run: RunRequest, *, remedies: bool = True) -> Trea
     )
 
 
+def _certificate(scenario: Scenario, before: Run, run: RunRequest) -> Observer:
+    return compare_unwatched(before, run("unwatched", Request(scenario=scenario, watch=False)))
+
+
 def _look_closer(scenario: Scenario, before: Run, run: RunRequest) -> Run | None:
     """The same run again with the op trace on where the first one failed; None if there is nothing to look at."""
     window = suspicious_window(before.trace)
-    if window is None or before.exit.timed_out:
+    if window is None or before.exit.timed_out or -before.exit.code in (signal.SIGINT, signal.SIGTERM):
         return None
     closer = run("closer", Request(scenario=scenario, window=window))
     return closer if suspicious_window(closer.trace) is not None else None

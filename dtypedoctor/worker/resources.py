@@ -23,13 +23,23 @@ class MemoryMeter:
             self._base = torch.cuda.memory_allocated(device)
         else:
             _reset_peak()
-            self._base = _status("VmRSS")
+            self._base = resident()
 
     def peak(self) -> int:
         """Bytes over the baseline."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._base
-        return max(0, _status("VmHWM") - self._base)
+        return max(0, peak_resident() - self._base)
+
+
+def resident() -> int:
+    """Bytes of memory that the process has resident now; 0 where the system does not say."""
+    return _status("VmRSS")
+
+
+def peak_resident() -> int:
+    """The largest number of bytes that the process has had resident; 0 where the system does not say."""
+    return _status("VmHWM")
 
 
 def _reset_peak() -> None:

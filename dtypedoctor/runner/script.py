@@ -1,0 +1,87 @@
+"""Runs a user's script in a fresh interpreter and collects what it left.
+
+The script's process differs from that of ``python script.py`` as little as can be: the same interpreter, environment,
+working directory and standard input. It has a process group of its own, so that it can be stopped with all that it started.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from dtypedoctor.runner.launch import Run, WorkerExit, collect, make_directory
+from dtypedoctor.runner.streams import Streams
+from dtypedoctor.scenario.request import REQUEST, Request
+
+BOOT = Path(__file__).resolve().parents[1] / "worker" / "boot.py"
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LONGEST_WAIT = 0.5
+
+
+def run_script(request: Request, directory: Path, *, live: bool) -> Run:
+    """Runs the script of ``request``; everything it leaves lies in ``directory``, which must not exist yet.
+
+    Args:
+        live: give the script this process's standard input, and show what it writes. Otherwise it reads nothing, and what
+            it writes is only kept.
+
+    Raises:
+        UsageError: the directory cannot be written, or there is no such script.
+    """
+    make_directory(directory)
+    (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
+    began = time.monotonic()
+    with Streams(directory, live=live) as streams:
+        with streams.ends() as (out, err):
+            process = subprocess.Popen(
+                [sys.executable, str(BOOT), str(directory.resolve())],
+                stdin=None if live else subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                process_group=0,
+            )
+        with _forwarding(process):
+            timed_out = not _wait(process, streams, began + request.scenario.time_limit)
+        streams.show_rest()
+    seconds = time.monotonic() - began
+    return collect(directory, WorkerExit(code=process.wait(), timed_out=timed_out, seconds=seconds), foreign=True)
+
+
+def _wait(process: "subprocess.Popen[bytes]", streams: Streams, deadline: float) -> bool:
+    """Waits for the process, showing what it writes; False if it had to be stopped at its time limit."""
+    ended = os.pidfd_open(process.pid)
+    try:
+        while process.poll() is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return False
+            streams.show(min(left, LONGEST_WAIT), ended)
+    finally:
+        os.close(ended)
+    return True
+
+
+@contextlib.contextmanager
+def _forwarding(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Signals that mean the script are sent on to it: Ctrl-C to its whole group, as a terminal does."""
+
+    def forward(number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,62 @@
+"""Calls a function as soon as a module has been imported, so that nothing is imported before the script asks for it."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+Listener = Callable[[], None]
+
+
+def after_import(name: str, listener: Listener) -> None:
+    """Calls ``listener`` once, right after the module ``name`` has been executed; at once if it has been already.
+
+    The module's spec and loader are what they would be without this.
+    """
+    if name in sys.modules:
+        listener()
+    else:
+        sys.meta_path.insert(0, _Finder(name, listener))
+
+
+class _Finder(MetaPathFinder):
+    """Lets the other finders find the module, and puts a loader around theirs that calls the listener."""
+
+    def __init__(self, name: str, listener: Listener) -> None:
+        self._name = name
+        self._listener = listener
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        for finder in [f for f in sys.meta_path if f is not self]:
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(fullname, path, target) if find is not None else None
+            if spec is not None:
+                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, self._done)
+                return spec
+        return None
+
+    def _done(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        self._listener()
+
+
+class _Loader(Loader):
+    def __init__(self, inner: Loader, done: Listener) -> None:
+        self._inner = inner
+        self._done = done
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None  # the import system sets it before it calls a loader
+        module.__spec__.loader = module.__loader__ = self._inner
+        self._inner.exec_module(module)
+        self._done()

@@ -1,0 +1,127 @@
+"""A worker for a user's script: the same process does what ``python script.py`` would, with the watch around it.
+
+Nothing heavy is imported here. The instruments come in when the script itself has imported torch, so environment variables
+that it sets before that are heeded, and a script without torch pays nothing.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtypedoctor.trace.events import End, Header, NotWatched, Raised, Refused, Resources, Stage
+from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.worker import main_module
+from dtypedoctor.worker.on_import import after_import
+from dtypedoctor.worker.tracebacks import hide_in_excepthook, hide_own_frames
+
+if TYPE_CHECKING:
+    from dtypedoctor.worker.script_watch import ScriptWatch
+
+REQUEST = "request.json"
+"""The same name as in ``dtypedoctor.scenario.request``, whose pydantic models a script need not wait for."""
+
+
+def serve(directory: Path) -> None:
+    """Runs the script that ``DIRECTORY/request.json`` names and leaves the trace beside it.
+
+    What the script raises, ``SystemExit`` and ``KeyboardInterrupt`` included, leaves this function, so that the interpreter
+    ends as it would without the doctor.
+    """
+    request = json.loads((directory / REQUEST).read_bytes())
+    recording = _Recording(request, directory)
+    recording.begin()
+    settings = request["scenario"]["steps"][0]["workload"]
+    try:
+        program = main_module.module(settings["module"]) if settings["module"] else main_module.script(settings["path"])
+    except main_module.NotRunnableError as error:
+        recording.refuse(str(error))
+        sys.exit(2)
+    except BaseException as error:
+        recording.end(error)
+        raise
+    try:
+        main_module.run(program, settings["args"])
+    except BaseException as error:
+        recording.end(error)
+        raise
+    recording.end(None)
+
+
+class _Recording:
+    """The trace of a script, begun before it starts and ended after its last line."""
+
+    def __init__(self, request: Mapping[str, Any], directory: Path) -> None:
+        self._request = request
+        self._writer = TraceWriter(directory)
+        self._watch: ScriptWatch | None = None
+        self._owner = os.getpid()
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        """Writes the header and waits for torch."""
+        writer = self._writer
+        writer.write(Header(created=time.time(), pid=self._owner, watched=self._request["watch"]))
+        writer.write(Stage(n=writer.next_n(), index=0, name="script", workload="script"))
+        os.register_at_fork(after_in_child=writer.disown)
+        after_import("torch", self._torch_is_there)
+
+    def _torch_is_there(self) -> None:
+        try:
+            from dtypedoctor.worker.script_watch import ScriptWatch
+
+            self._watch = ScriptWatch(self._writer, self._request)
+            self._watch.start()
+        except Exception as error:  # noqa: BLE001  (a defect of ours must not end the script)
+            self._writer.write(NotWatched(what="the whole script", why=f"{type(error).__name__}: {error}"))
+
+    def refuse(self, message: str) -> None:
+        """There is nothing to run."""
+        self._writer.write(Refused(message=message))
+        self._finish("refused")
+
+    def end(self, error: BaseException | None) -> None:
+        """The script has come to its end, with ``error`` if it is one."""
+        if os.getpid() != self._owner:
+            return  # a child that the script has forked ends here too; the trace is its parent's
+        if error is not None:
+            hide_own_frames(error)
+            hide_in_excepthook()
+        raised = error is not None and not isinstance(error, SystemExit)
+        steps = 0
+        if self._watch is not None:
+            steps = self._watch.finish(error if raised else None)
+        elif error is not None and raised:
+            _without_torch(self._writer, error)
+        self._finish("raised" if raised else "completed", steps)
+
+    def _finish(self, outcome: str, steps: int = 0) -> None:
+        writer = self._writer
+        if self._watch is None and outcome != "refused":
+            writer.write(NotWatched(what="tensors and modules", why="the script has not imported torch"))
+        peak = self._watch.peak_memory() if self._watch is not None else 0
+        seconds = time.perf_counter() - self._began
+        writer.write(Resources(seconds=seconds, peak_memory=peak, device=self._watch.device if self._watch else "cpu"))
+        writer.write(End(n=writer.next_n(), outcome=outcome, steps_completed=steps))
+        writer.close()
+
+
+def _without_torch(writer: TraceWriter, error: BaseException) -> None:
+    """Records what ended a script that has never come to torch."""
+    frames = traceback.extract_tb(error.__traceback__)
+    writer.write(
+        Raised(
+            n=writer.next_n(),
+            step=1,
+            call=0,
+            phase="forward",
+            type=type(error).__name__,
+            message=str(error)[:2000],
+            frames=[f"{f.filename}:{f.lineno} {f.name}" for f in frames],
+            modules=[],
+        )
+    )
