@@ -11,6 +11,7 @@ import typer
 from dtypedoctor.cli.console import console_for
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.files import read_report
+from dtypedoctor.report.gallery import with_pictures
 from dtypedoctor.report.renderers import RENDERERS
 from dtypedoctor.report.terminal import render_terminal
 
@@ -34,6 +35,8 @@ def report(
     if format == "terminal":
         render_terminal(found, console_for(sys.stdout))
         return
+    if format == "html":
+        found = with_pictures(found, run if run.is_dir() else run.parent)
     text = RENDERERS[str(format)](found)
     try:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")

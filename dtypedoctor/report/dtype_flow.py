@@ -19,12 +19,8 @@ def why_it_changes(flow: Flow) -> str:
         return ""
     if leaving == {flow.autocast}:
         return f"autocast runs it in {flow.autocast}"
-    if not entering:
-        return (
-            "it makes floating-point values in the dtype of its weights"
-            if leaving <= weights
-            else "it makes these values"
-        )
+    if not entering:  # an embedding; a container that is given token ids only hands on what is inside it
+        return "it looks up values in the dtype of its weights" if leaving <= weights else ""
     promoted = _promoted(entering | weights)
     if leaving == {promoted} and promoted != _promoted(entering):
         return f"its {', '.join(sorted(weights))} weights promote the result to {promoted}"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from dtypedoctor.report.github_summary import render_github_summary
+from dtypedoctor.report.html import render_html
 from dtypedoctor.report.junit import render_junit
 from dtypedoctor.report.markdown import render_markdown
 from dtypedoctor.report.model import Report
@@ -18,6 +19,7 @@ def _redacted(render: Callable[[Report], str]) -> Callable[[Report], str]:
 
 RENDERERS: dict[str, Callable[[Report], str]] = {
     "md": _redacted(render_markdown),
+    "html": _redacted(render_html),
     "json": _redacted(render_json),
     "junit": _redacted(render_junit),
     "github": _redacted(render_github_summary),

@@ -28,7 +28,7 @@ def one_line(text: str, limit: int = NAME_LIMIT) -> str:
 
 def paragraphs(text: str, limit: int = TEXT_LIMIT) -> str:
     """Like :func:`one_line`, but line breaks stay, a tab becomes four spaces, and what is too long loses its end."""
-    shown = "\n".join(_escape(line.replace("\t", "    ").rstrip()) for line in text[:limit].splitlines())
+    shown = "\n".join(_escape(line.replace("\t", "    ")) for line in text[:limit].splitlines())
     left_out = len(text) - limit
     return f"{shown}… ({left_out:,} characters left out)" if left_out > 0 else shown
 

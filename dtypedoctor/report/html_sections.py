@@ -1,0 +1,248 @@
+"""The parts of the HTML page that need no script."""
+
+from collections.abc import Sequence
+
+from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.dtypes import short_name
+from dtypedoctor.report.charts import line_chart
+from dtypedoctor.report.comparison import compare, outcome_words, runs
+from dtypedoctor.report.elements import Html, el, join, table
+from dtypedoctor.report.facts import (
+    CONFIDENCE,
+    STATUS,
+    bisection_summary,
+    bisection_verdicts,
+    environment_rows,
+    link_dtypes,
+    observer_sentence,
+    place,
+)
+from dtypedoctor.report.model import Outcome, Report
+from dtypedoctor.report.numbers import ABSENT
+from dtypedoctor.report.reproduction import reproduction_script, scenario_yaml
+from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines
+from dtypedoctor.report.text import one_line
+
+__all__ = ["bisection", "comparison", "flow", "reproduce", "strip", "trust", "verdict"]
+
+_MOST_CHANGES = 300
+
+
+def verdict(report: Report) -> Html:
+    """What failed, where, how sure, what cures it; then cause and evidence of every finding."""
+    status = el("span", STATUS[report.status], class_=f"pill {report.status.value}")
+    head = el(
+        "header",
+        el("p", status, " ", el("span", one_line(report.name), class_="dim")),
+        el("h1", one_line(report.headline, 600)),
+    )
+    findings = [_finding(finding, first=index == 0, report=report) for index, finding in enumerate(report.findings)]
+    return el("section", head, *findings, id="verdict", class_="card")
+
+
+def _finding(finding: Finding, *, first: bool, report: Report) -> Html:
+    facts = [("what", el("code", finding.id)), ("how sure", f"{finding.severity}, {CONFIDENCE[finding.confidence]}")]
+    facts += [(label, _fact(label, value)) for label, value in place(finding)]
+    if first:
+        facts.append(("cured by", _cures(report)))
+    listed = el("dl", *(join((el("dt", label), el("dd", value))) for label, value in facts), class_="facts")
+    story = [el("h3", "Cause"), el("p", finding.cause)]
+    if finding.evidence:
+        story += [el("h3", "Evidence"), el("ul", *(el("li", item) for item in finding.evidence))]
+    if finding.provenance:
+        story += [el("h3", "Where the dtype came from"), _chain(finding)]
+    if finding.remedies:
+        story += [el("h3", "Remedies, best first"), el("p", *_codes(finding.remedies))]
+    if finding.references:
+        story += [
+            el("h3", "The same failure elsewhere"),
+            el("ul", *(el("li", _link(url)) for url in finding.references)),
+        ]
+    body = el("div", listed, el("div", *story, class_="story"), class_="finding")
+    if first:
+        return body
+    return el("details", el("summary", el("code", finding.id), " ", one_line(finding.summary, 300)), body)
+
+
+def _fact(label: str, value: str) -> Html:
+    if label != "module":
+        return el("code", value)
+    return el(
+        "button", el("code", value), " ", el("span", "show", class_="dim"), type="button", class_="goto", data_fqn=value
+    )
+
+
+def _cures(report: Report) -> Html:
+    if not report.trials:
+        return Html("no remedy was tried")
+    cures = [trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED]
+    return join(_codes(cures)) if cures else Html(f"none of the {len(report.trials)} remedies")
+
+
+def _codes(names: list[str] | tuple[str, ...]) -> list[Html]:
+    return [join((", " if index else "", el("code", one_line(name)))) for index, name in enumerate(names)]
+
+
+def _link(url: str) -> Html:
+    shown = one_line(url, 300)
+    return (
+        el("a", shown, href=url, rel="noreferrer noopener")
+        if url.startswith("https://") and url == shown
+        else join((shown,))
+    )
+
+
+def _chain(finding: Finding) -> Html:
+    links = [
+        el("li", el("code", one_line(link.fqn or "(no module)")), " ", el("span", one_line(link.op), class_="dim"), " ",
+           el("strong", link_dtypes(link)), " ", el("span", one_line(link.source or ""), class_="dim"))
+        for link in finding.provenance
+    ]  # fmt: skip
+    return el("ol", *links, class_="chain")
+
+
+def comparison(report: Report) -> Html:
+    """The before/after table, a verdict on each remedy, and loss, grad_norm and reward over the steps."""
+    found = compare(report)
+    if not found.columns:
+        return Html()
+    rows = [[label, *(one_line(column.cells[i]) for column in found.columns)] for i, label in enumerate(found.rows)]
+    shown = table(["", *(one_line(column.label) for column in found.columns)], rows, "One column per run")
+    verdicts = el(
+        "ul",
+        *(
+            el("li", el("code", one_line(t.remedy)), ": ", el("strong", outcome_words(t.outcome)), f". {t.reason}")
+            for t in report.trials
+        ),
+    )
+    notes = el("p", " ".join(found.notes), class_="dim")
+    compared = [(column.label, run) for column, run in zip(found.columns, runs(report), strict=True)]
+    charts = el(
+        "div",
+        line_chart("loss", [(one_line(label, 60), run.loss) for label, run in compared]),
+        line_chart("grad_norm", [(one_line(label, 60), run.grad_norm) for label, run in compared]),
+        line_chart("reward", [(one_line(label, 60), run.reward) for label, run in compared]),
+        class_="charts",
+    )
+    title = "Before and after" if len(found.columns) > 1 else "The run"
+    parts = [el("h2", title), el("div", shown, charts, class_="beside"), notes, verdicts if report.trials else Html()]
+    return el("section", *parts, id="compare", class_="card")
+
+
+def strip(report: Report) -> Html:
+    """The dtype-and-magnitude strip around the origin, which needs no trace."""
+    lines = strip_lines(report.strip)
+    if not lines:
+        return Html()
+    rows = [
+        [el("code", one_line(line.name)), one_line(line.dtype, 20), line.absmax, _bar(line), _note(line)]
+        for line in lines
+    ]
+    shown = table(
+        ["module", "dtype", "absmax", "of its range", ""], rows, "Modules around the origin, in execution order"
+    )
+    return el(
+        "section",
+        el("h2", "Around the origin"),
+        shown,
+        el("p", scale_caption(report.strip), class_="dim"),
+        id="strip",
+        class_="card",
+    )
+
+
+def _bar(line: StripLine) -> Html:
+    if line.fill is None:
+        return Html(ABSENT)
+    level = "bad" if line.note else f"l{min(9, int(line.fill * 10))}"
+    full = el("rect", width=f"{line.fill * 100:.1f}", height="10", class_=f"cell {level}")
+    return el(
+        "svg",
+        el("rect", width="100", height="10", class_="track"),
+        full,
+        viewBox="0 0 100 10",
+        class_="bar",
+        aria_hidden="true",
+    )
+
+
+def _note(line: StripLine) -> Html:
+    return el("strong", line.note, class_="warn") if line.note else Html()
+
+
+def flow(report: Report) -> Html:
+    """Every module that hands on another floating-point dtype than it was given, and what changes it."""
+    if not report.pictures:
+        return Html()
+    changes = [(module, flow) for module in report.pictures[0].modules for flow in module.flows if flow.why]
+    rows = [
+        [_fact("module", module.fqn or module.cls), module.cls, f.phase, _dtypes(f.inputs), _dtypes(f.outputs), f.why]
+        for module, f in changes[:_MOST_CHANGES]
+    ]
+    parts = [el("h2", "Where the dtype changes")]
+    if not rows:
+        parts.append(el("p", "No module hands on a floating-point dtype other than the one it was given."))
+    else:
+        parts.append(table(["module", "class", "phase", "in", "out", "why"], rows, f"Run “{report.pictures[0].label}”"))
+    if len(changes) > len(rows):
+        parts.append(el("p", f"{len(changes) - len(rows)} more are in the trace.", class_="dim"))
+    return el("section", *parts, id="flow", class_="card")
+
+
+def _dtypes(names: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(map(short_name, names))) or ABSENT
+
+
+def bisection(report: Report) -> Html:
+    """What a bisection found."""
+    if report.bisection is None:
+        return Html()
+    facts = [
+        join((el("dt", label), el("dd", one_line(value, 500)))) for label, value in bisection_summary(report.bisection)
+    ]
+    verdicts = bisection_verdicts(report.bisection)
+    shown = table(["mode", "outcome", "phase", "module", "absmax"], verdicts, "Verdicts") if verdicts else Html()
+    return el("section", el("h2", "Bisection"), el("dl", *facts, class_="facts"), shown, id="bisection", class_="card")
+
+
+def trust(report: Report) -> Html:
+    """Observer certificate, expectation, and what was not watched."""
+    parts = [el("h2", "Can this be trusted?"), el("p", observer_sentence(report.observer))]
+    if report.expectation:
+        met = {True: "met", False: "not met", None: "not judged"}[report.expectation_met]
+        parts.append(el("p", el("strong", f"Expectation {met}. "), report.expectation))
+    if report.coverage:
+        parts += [el("h3", "Not watched"), el("ul", *(el("li", item) for item in report.coverage))]
+    notes = [(picture.label, note) for picture in report.pictures for note in picture.notes]
+    if notes:
+        parts += [
+            el("h3", "What the runs noted"),
+            el("ul", *(el("li", el("strong", f"{label}: "), note) for label, note in notes)),
+        ]
+    return el("section", *parts, id="trust", class_="card")
+
+
+def reproduce(report: Report) -> Html:
+    """The exact command, the scenario, a script for another machine, the environment."""
+    parts = [el("h2", "Reproduce")]
+    parts += [_copyable("Command", report.command, opened=True)] if report.command else []
+    parts += [_copyable("Next", report.next_command, opened=True)] if report.next_command else []
+    parts += [
+        _copyable("Scenario", scenario_yaml(report)),
+        _copyable("Script for another machine", reproduction_script(report)),
+    ]
+    rows = [[el("code", one_line(name)), one_line(value, 500)] for name, value in environment_rows(report.environment)]
+    if rows:
+        parts.append(el("details", el("summary", "Environment"), table([], rows, "Versions, device and variables")))
+    return el("section", *parts, id="reproduce", class_="card")
+
+
+def _copyable(title: str, content: str, *, opened: bool = False) -> Html:
+    if not content:
+        return Html()
+    block = el(
+        "div", el("pre", el("code", content)), el("button", "Copy", type="button", class_="copy"), class_="copyable"
+    )
+    if opened:
+        return join((el("h3", title), block))
+    return el("details", el("summary", title), block)
