@@ -43,9 +43,17 @@ class Witnessed:
     call: int
     in_float32: bool | None = None
 
-    def by_step(self, stepped: bool) -> Witnessed:
-        """The record with its call number as step, where the program never finished an optimizer step."""
-        return self if stepped else replace(self, step=self.call)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Testimony:
+    """What a witness says at the end: its records in order, and which op ran directly in which module's forward."""
+
+    records: tuple[Witnessed, ...]
+    ran: frozenset[tuple[str, str]]
+
+    def first(self, *kinds: str) -> Witnessed | None:
+        """First record of one of ``kinds``."""
+        return next((record for record in self.records if record.kind in kinds), None)
 
 
 class Place:
@@ -107,13 +115,14 @@ def next_sequence_number() -> int:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Floating-point tensors anywhere in ``tree``."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    """Floating-point tensors anywhere in ``tree``; subclasses such as DTensor are left alone."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return [leaf for leaf in tree_leaves(tree) if type(leaf) in plain and leaf.is_floating_point()]
 
 
 def nan_and_inf(tensors: Sequence[torch.Tensor]) -> tuple[bool, bool]:
     """Whether any element is NaN, and whether any is infinite."""
-    dense = [tensor for tensor in tensors if tensor.layout == torch.strided and not tensor.is_meta]
+    dense = [tensor.detach() for tensor in tensors if tensor.layout == torch.strided and not tensor.is_meta]
     return any(bool(t.isnan().any()) for t in dense), any(bool(t.isinf().any()) for t in dense)
 
 
@@ -142,17 +151,26 @@ def finite_when_run(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class Witness:
-    """Collects what was seen, in order."""
+    """Collects what is seen."""
 
     def __init__(self) -> None:
         self.place = Place()
         self.seen: list[Witnessed] = []
+        self.ran: set[tuple[str, str]] = set()
 
     def note(self, kind: str, op: str | None, **details: Any) -> None:
         """Record something happening here and now; ``details`` are further or other fields of the record."""
         place = self.place
         fields = {"fqn": place.fqn, "phase": place.phase, "step": place.steps_done + 1, "call": max(place.calls, 1)}
         self.seen.append(Witnessed(kind=kind, op=op, **(fields | details)))
+
+    def testimony(self) -> Testimony:
+        """All that was seen. A program that never finished an optimizer step counts its calls as steps."""
+        if self.place.steps_done:
+            records = tuple(self.seen)
+        else:
+            records = tuple(replace(record, step=record.call) for record in self.seen)
+        return Testimony(records=records, ran=frozenset(self.ran))
 
     def before_module(self, module: torch.nn.Module, args: Any) -> None:
         """Global forward pre-hook."""
@@ -174,6 +192,8 @@ class Witness:
         except Exception:
             self.note("raised", str(func))
             raise
+        if self.place.open:
+            self.ran.add((str(func), self.place.open[-1][0]))
         if str(func).startswith(FROM_ELSEWHERE):
             return out
         nan_after, inf_after = nan_and_inf(tensors_in(out))

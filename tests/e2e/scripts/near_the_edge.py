@@ -21,13 +21,9 @@ class Edge(nn.Module):
 
 
 torch.manual_seed(22)
-edge = Edge().to(torch.float16)
-optimizer = torch.optim.SGD(edge.parameters(), lr=0.5)
-for step in range(4):
+edge = Edge().to(torch.float16).eval()
+for batch in range(4):
     x = (torch.randn(64, 3) * 8).half()
-    y, wide = edge(x)
-    loss = (y.float().squeeze(-1) - x.float()[:, 0].sign()).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(step, loss.item(), "peak", int(wide.float().max()))
+    with torch.no_grad():
+        y, wide = edge(x)
+    print(batch, y.float().mean().item(), "peak", int(wide.float().max()))
