@@ -130,6 +130,6 @@ _ROWS: dict[str, Callable[[_Entry], str]] = {
     "KL total": _of_parity(lambda parity: number(parity.total_kl)),
     "KL steps compared": _of_parity(lambda parity: count(parity.steps_compared)),
     "equal rewards": _of_parity(_reward_equal),
-    "output error": _of_trial(lambda trial: number(trial.output_error)),
+    "output error": lambda entry: number(entry.run.output_error),
     "safe": _of_trial(lambda trial: "yes" if trial.safe else "no"),
 }

@@ -13,8 +13,8 @@ REWARD_TOLERANCE = 0.01
 
 def parity(run: Trace, reference: Trace) -> Parity | None:
     """Compares the probe batch's token log-probabilities step by step; None where no step can be compared."""
-    ours = {p.step: p.values for p in run.all(ProbeLogProbs)}
-    theirs = {p.step: p.values for p in reference.all(ProbeLogProbs)}
+    ours = {p.step: p.values for p in run.all(ProbeLogProbs) if not p.untrained}
+    theirs = {p.step: p.values for p in reference.all(ProbeLogProbs) if not p.untrained}
     shared = sorted(ours.keys() & theirs.keys())
     per_step = [kl for step in shared if (kl := _mean_kl(ours[step], theirs[step])) is not None]
     if not per_step:

@@ -1,10 +1,16 @@
 """Remedies: changes of a scenario that may cure a finding."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.trials.changes import (
+    Change,
+    autocast_of_model,
+    fresh_process,
+    with_autocast,
+    with_corrections,
+    with_custom_options,
+    with_model,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,53 +20,189 @@ class Remedy:
     Attributes:
         id: kebab-case id.
         summary: what it changes, one sentence.
-        safe: whether it keeps the meaning of the run (an unsafe one may hide the failure instead of curing it).
+        safe: whether it keeps the meaning of the run; an unsafe one casts what disagrees without a word, so it may hide a
+            failure instead of curing it.
         change: gives the changed scenario.
+        strict: it is not there to cure but to raise where the others would cast.
     """
 
     id: str
     summary: str
     safe: bool
-    change: Callable[[Scenario], Scenario]
+    change: Change
+    strict: bool = False
 
 
-def with_correction(correction: str) -> Callable[[Scenario], Scenario]:
-    """A change that switches on one correction."""
+_OVERFLOW = (
+    Remedy(
+        id="gemma4-mlp-float32-product",
+        summary="compute the MLP's gated product in float32 and hold it within ±65280",
+        safe=True,
+        change=with_corrections("gemma4-mlp-float32-product"),
+    ),
+    Remedy(
+        id="bfloat16",
+        summary="load the model in bfloat16, which has float32's range",
+        safe=True,
+        change=with_model(dtype="bfloat16"),
+    ),
+)
 
-    def change(scenario: Scenario) -> Scenario:
-        return scenario.with_changes(corrections=[*scenario.model_dump()["corrections"], {"id": correction}])
+_AUTOCAST = (
+    Remedy(
+        id="autocast-dtype-of-model",
+        summary="open the autocast region in the dtype of the model's own weights",
+        safe=True,
+        change=autocast_of_model,
+    ),
+    Remedy(
+        id="autocast-off",
+        summary="open no autocast region",
+        safe=True,
+        change=with_autocast(None),
+    ),
+    Remedy(
+        id="autocast-bfloat16",
+        summary="run under bfloat16 autocast, which casts whatever it meets, also what should have been an error",
+        safe=False,
+        change=with_autocast("bfloat16"),
+    ),
+)
 
-    return change
+_FUSED_LORA = (
+    Remedy(
+        id="quant-state-dtype",
+        summary="set quant_state.dtype of every packed weight to the activations' dtype",
+        safe=True,
+        change=with_corrections("quant-state-dtype"),
+    ),
+    Remedy(
+        id="cast-after-dequantize",
+        summary="cast each dequantised weight to the activations' dtype, whatever it was",
+        safe=False,
+        change=with_corrections("cast-after-dequantize"),
+    ),
+    Remedy(
+        id="backward-autocast-off",
+        summary="run the hand-written backward passes without autocast, casting gradients and weights to the input's dtype",
+        safe=False,
+        change=with_corrections("backward-autocast-off"),
+    ),
+    Remedy(
+        id="out-of-place-addmm",
+        summary="add the LoRA products out of place, where autocast casts them; its dtype stays as it is",
+        safe=False,
+        change=with_corrections("out-of-place-addmm"),
+    ),
+    Remedy(
+        id="decode-in-input-dtype",
+        summary="cast everything to the activations' dtype when a single new token is decoded",
+        safe=False,
+        change=with_corrections("decode-in-input-dtype"),
+    ),
+    Remedy(
+        id="casts-forward-and-backward",
+        summary="cast-after-dequantize and backward-autocast-off together (the pull request's first version)",
+        safe=False,
+        change=with_corrections("cast-after-dequantize", "backward-autocast-off"),
+    ),
+    Remedy(
+        id="casts-everywhere",
+        summary="cast-after-dequantize, backward-autocast-off and decode-in-input-dtype together",
+        safe=False,
+        change=with_corrections("cast-after-dequantize", "backward-autocast-off", "decode-in-input-dtype"),
+    ),
+    Remedy(
+        id="quant-state-dtype-and-casts",
+        summary="quant-state-dtype with the casts kept as a fallback (the pull request's second version)",
+        safe=False,
+        change=with_corrections("quant-state-dtype", "cast-after-dequantize", "backward-autocast-off"),
+    ),
+    Remedy(
+        id="strict",
+        summary="cast nothing: raise where weight, quantisation state, activations and autocast disagree",
+        safe=True,
+        change=with_corrections("strict"),
+        strict=True,
+    ),
+)
 
+_DEQUANTIZE = (
+    Remedy(
+        id="dequant-buffer-keyed-by-dtype",
+        summary="keep one dequantise buffer per device and dtype",
+        safe=True,
+        change=with_corrections("dequant-buffer-keyed-by-dtype"),
+    ),
+    Remedy(
+        id="dequant-no-shared-buffer",
+        summary="dequantise each weight into memory of its own",
+        safe=True,
+        change=with_corrections("dequant-no-shared-buffer"),
+    ),
+    Remedy(
+        id="dequant-float32-kernel",
+        summary="dequantise a float32 quantisation state with the float32 kernel",
+        safe=True,
+        change=with_corrections("dequant-float32-kernel"),
+    ),
+    Remedy(
+        id="fresh-process",
+        summary="run the last model in a process of its own",
+        safe=True,
+        change=fresh_process,
+    ),
+)
 
-def with_model(**changes: Any) -> Callable[[Scenario], Scenario]:
-    """A change of fields of every model of the scenario."""
+_NORMS = (
+    Remedy(
+        id="norm-output-cast",
+        summary="cast the output of the norms back to the dtype of their input; their weights stay in float32",
+        safe=True,
+        change=with_corrections("norm-output-cast"),
+    ),
+    Remedy(
+        id="drop-keep-in-fp32",
+        summary="keep no module in float32; the norms' weights are rounded to the model's dtype",
+        safe=True,
+        change=with_custom_options(keep_in_fp32=[]),
+    ),
+    Remedy(
+        id="reconcile-dtypes-ignoring-keep-list",
+        summary="cast everything to the model's dtype after loading, kept modules too, whose weights are rounded",
+        safe=True,
+        change=with_custom_options(reconcile="ignore-keep-list"),
+    ),
+    Remedy(
+        id="reconcile-dtypes-honouring-keep-list",
+        summary="cast everything but the kept modules to the model's dtype after loading",
+        safe=True,
+        change=with_custom_options(reconcile="honour-keep-list"),
+    ),
+    Remedy(
+        id="cast-at-lora-input",
+        summary="cast the input of every LoRA layer; defensive: whatever widened the activations still does",
+        safe=False,
+        change=with_corrections("cast-at-lora-input"),
+    ),
+)
 
-    def change(scenario: Scenario) -> Scenario:
-        steps = scenario.model_dump()["steps"]
-        for step in steps:
-            if step["model"] is not None:
-                step["model"] |= changes
-        return scenario.with_changes(steps=steps)
-
-    return change
-
+_COMPILING = (
+    Remedy(
+        id="nf4-custom-op",
+        summary="register the NF4 fast path as an operator that the compiler does not look into",
+        safe=True,
+        change=with_corrections("nf4-custom-op"),
+    ),
+    Remedy(
+        id="nf4-stream-per-call",
+        summary="launch the NF4 fast path on the stream that is current at each call",
+        safe=True,
+        change=with_corrections("nf4-stream-per-call"),
+    ),
+)
 
 REMEDIES: dict[str, Remedy] = {
-    remedy.id: remedy
-    for remedy in (
-        Remedy(
-            id="gemma4-mlp-float32-product",
-            summary="compute the MLP's gated product in float32 and hold it within ±65280",
-            safe=True,
-            change=with_correction("gemma4-mlp-float32-product"),
-        ),
-        Remedy(
-            id="bfloat16",
-            summary="load the model in bfloat16, which has float32's range",
-            safe=True,
-            change=with_model(dtype="bfloat16"),
-        ),
-    )
+    remedy.id: remedy for remedy in (*_OVERFLOW, *_AUTOCAST, *_FUSED_LORA, *_DEQUANTIZE, *_NORMS, *_COMPILING)
 }
 """Every remedy by its id."""

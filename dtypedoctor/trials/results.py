@@ -46,6 +46,8 @@ class RunSummary:
     ended: str = "completed"
     """How it ended, in words."""
     finding_ids: tuple[str, ...] = ()
+    output_error: float | None = None
+    """Relative error of the outputs before the first step against the float32 twin, where measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class Trial:
     ratio_base: str | None = None
     """Label of the run that the ratios are against."""
     output_error: float | None = None
-    """Relative error of the outputs against a float32 reference, where measured."""
+    """That of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Metric, Raised, Resources
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trials.output_error import output_error
 from dtypedoctor.trials.results import RunSummary
 
 
@@ -14,8 +16,8 @@ def planned_steps(scenario: Scenario) -> int:
     return sum(getattr(step.workload, "steps", 0) for step in scenario.steps)
 
 
-def summarise(label: str, run: Run, scenario: Scenario) -> RunSummary:
-    """The row of ``run`` in the before/after table."""
+def summarise(label: str, run: Run, scenario: Scenario, twin: Trace | None = None) -> RunSummary:
+    """The row of ``run`` in the before/after table; ``twin`` is the trace of its float32 twin, where there is one."""
     trace = run.trace
     metrics = trace.all(Metric)
     resources = trace.last(Resources)
@@ -31,6 +33,7 @@ def summarise(label: str, run: Run, scenario: Scenario) -> RunSummary:
         peak_memory=resources.peak_memory if resources else None,
         ended=how_it_ended(run),
         finding_ids=tuple(dict.fromkeys(f.id for f in diagnose(trace))),
+        output_error=output_error(trace, twin) if twin is not None else None,
     )
 
 

@@ -12,11 +12,12 @@ from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trials.judge import judge, not_tried
+from dtypedoctor.trials.judge import Yardstick, judge, not_tried
 from dtypedoctor.trials.observer import compare_unwatched
+from dtypedoctor.trials.references import float32_twin, healthy_reference
 from dtypedoctor.trials.remedies import REMEDIES, Remedy
 from dtypedoctor.trials.results import Observer, Outcome, RunSummary, Trial
-from dtypedoctor.trials.summary import summarise
+from dtypedoctor.trials.summary import how_it_ended, summarise
 
 RunRequest = Callable[[str, Request], Run]
 """Runs a request under a label that is unique within the treatment, e.g. ``before`` or ``remedy-bfloat16``."""
@@ -79,20 +80,24 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     closer = _look_closer(scenario, before, run) if plan.closer else None
     diagnosed = closer.trace if closer is not None else before.trace
     findings = diagnose(diagnosed)
-    before_summary = summarise("before", before, scenario)
     observer = _certificate(scenario, before, run) if plan.certify else NOT_COMPARED
-    reference = _reference(scenario, run) if remedies and findings else None
-    reference_summary = summarise("reference", reference, scenario) if reference is not None else None
+    failed = bool(findings) or how_it_ended(before) != "completed"
+    reference = _compared_run("reference", healthy_reference(scenario), run) if remedies and failed else None
+    twin = _compared_run("float32-twin", float32_twin(scenario), run) if remedies and failed else None
+    exact = twin.trace if twin is not None else None
+    before_summary = summarise("before", before, scenario, exact)
+    reference_summary = summarise("reference", reference, scenario, exact) if reference is not None else None
     trials: tuple[Trial, ...] = ()
     if remedies:
-        compared = (
-            (reference_summary, reference.trace) if reference is not None and reference_summary is not None else None
+        yardstick = Yardstick(
+            before=before_summary,
+            findings=findings,
+            reference=(reference_summary, reference.trace) if reference and reference_summary else None,
+            twin=exact,
         )
         trials = tuple(
-            _try(r, scenario, run, (before_summary, findings), compared)
-            if plan.only is None or r.id in plan.only
-            else not_tried(r, FOREIGN)
-            for r in _proposed(scenario, findings)
+            _try(r, scenario, run, yardstick) if plan.only is None or r.id in plan.only else not_tried(r, FOREIGN)
+            for r in _proposed(scenario, findings, failed=failed)
         )
     return Treatment(
         scenario=scenario,
@@ -121,31 +126,27 @@ def _look_closer(scenario: Scenario, before: Run, run: RunRequest) -> Run | None
     return closer if suspicious_window(closer.trace) is not None else None
 
 
-def _reference(scenario: Scenario, run: RunRequest) -> Run | None:
-    if scenario.reference is None:
+def _compared_run(label: str, scenario: Scenario | None, run: RunRequest) -> Run | None:
+    if scenario is None:
         return None
-    steps = scenario.model_dump()["steps"]
-    for step in steps:
-        if step["model"] is not None:
-            step["model"]["dtype"] = scenario.reference.dtype
-        if not scenario.reference.autocast:
-            step["autocast"] = None
-    return run("reference", Request(scenario=scenario.with_changes(steps=steps)))
+    try:
+        return run(label, Request(scenario=scenario))
+    except UsageError:  # what can be run as it is may still not be possible in another dtype
+        return None
 
 
-def _proposed(scenario: Scenario, findings: tuple[Finding, ...]) -> Iterator[Remedy]:
+def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool) -> Iterator[Remedy]:
     """What the findings propose, then what the scenario asks for; each once."""
     wanted = [r for f in findings if f.severity is not Severity.INFO for r in f.remedies]
-    wanted += [*scenario.remedies, *scenario.expect.cured_by, *scenario.expect.not_cured_by]
-    if not findings:
-        wanted = list(scenario.remedies)
+    wanted += scenario.remedies
+    if failed:
+        wanted += [*scenario.expect.cured_by, *scenario.expect.not_cured_by]
     for name in dict.fromkeys(wanted):
         if name in REMEDIES:
             yield REMEDIES[name]
 
 
-def _try(remedy: Remedy, scenario: Scenario, run: RunRequest, before: tuple[RunSummary, tuple[Finding, ...]],
-         reference: tuple[RunSummary, Trace] | None) -> Trial:  # fmt: skip
+def _try(remedy: Remedy, scenario: Scenario, run: RunRequest, yardstick: Yardstick) -> Trial:
     changed = remedy.change(scenario)
     if changed == scenario:
         return not_tried(remedy, "it would change nothing in this scenario")
@@ -153,7 +154,7 @@ def _try(remedy: Remedy, scenario: Scenario, run: RunRequest, before: tuple[RunS
         tried = run(f"remedy-{remedy.id}", Request(scenario=changed))
     except UsageError as refused:  # what can be run untreated may still not be possible with the remedy
         return not_tried(remedy, refused.message)
-    return judge(remedy, changed, tried, before, reference)
+    return judge(remedy, changed, tried, yardstick)
 
 
 def expectation(scenario: Scenario, treatment: Treatment) -> tuple[bool, str]:
