@@ -92,8 +92,8 @@ class Instruments:
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Nothing inside is recorded."""
-        with self.position.mute():
+        """Nothing inside is recorded but the module that is being entered."""
+        with self.position.during("probe"), self.position.mute():
             yield
 
     def begin_stage(self, step: int) -> None:

@@ -64,16 +64,23 @@ class ModuleWatch:
         self._handles = []
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling() or self._position.muted:
+        if torch.compiler.is_compiling():
             return
         position = self._position
+        if position.muted:
+            if position.phase == "probe":  # nothing of it is recorded, but a process that dies in it says where
+                self._mark(module)
+            return
         if not position.stack:
             self._enter_root(module)
         position.stack.append(module)
+        self._mark(module)
+
+    def _mark(self, module: nn.Module) -> None:
         place = self._names.find(module)
         if place is not None:
-            entered = self._sites.entry(*place, type(module).__name__, position.phase)
-            self._writer.mark(position.step, position.call, entered)
+            entered = self._sites.entry(*place, type(module).__name__, self._position.phase)
+            self._writer.mark(self._position.step, self._position.call, entered)
 
     def _enter_root(self, module: nn.Module) -> None:
         if self._names.find(module) is None:
