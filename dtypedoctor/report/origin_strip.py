@@ -1,10 +1,10 @@
 """The modules around the origin of a failure, with dtype and magnitude, in execution order."""
 
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.diagnosis.modules import first_nonfinite, same_call
+from dtypedoctor.diagnosis.modules import class_of, first_nonfinite, same_call
 from dtypedoctor.dtypes import headroom
 from dtypedoctor.report.model import StripRow
-from dtypedoctor.trace.events import Sample, Site
+from dtypedoctor.trace.events import Op, Raised, Sample, Site
 from dtypedoctor.trace.reader import Trace
 
 BEFORE, AFTER = 6, 4
@@ -12,14 +12,33 @@ BEFORE, AFTER = 6, 4
 
 
 def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
-    """The modules that returned just before and after the first non-finite value; empty for a finite trace."""
-    first = first_nonfinite(trace)
-    if first is None:
+    """The modules that returned just before and after the failure; empty where nothing failed.
+
+    That is the first non-finite value, or else the last module that returned before an exception. An origin that is not
+    itself among them (the op lies between two children of the module) has a row of its own before the first bad one.
+    """
+    anchor = _anchor(trace, finding)
+    if anchor is None:
         return ()
-    sample, _ = first
-    around = _distinct(same_call(trace, sample), sample)
-    place = next(i for i, (s, _) in enumerate(around) if s is sample)
-    return tuple(_row(s, site, finding) for s, site in around[max(0, place - BEFORE) : place + AFTER + 1])
+    around = _distinct(same_call(trace, anchor), anchor)
+    place = next(i for i, (s, _) in enumerate(around) if s is anchor)
+    shown = around[max(0, place - BEFORE) : place + AFTER + 1]
+    rows = [_row(s, site, finding) for s, site in shown]
+    if finding is not None and finding.fqn and not any(row.is_origin for row in rows):
+        at = next(i for i, (s, _) in enumerate(shown) if s is anchor)
+        rows.insert(at if not anchor.finite else at + 1, _origin_row(trace, finding))
+    return tuple(rows)
+
+
+def _anchor(trace: Trace, finding: Finding | None) -> Sample | None:
+    first = first_nonfinite(trace)
+    if first is not None:
+        return first[0]
+    raised = trace.last(Raised)
+    if finding is None or raised is None:
+        return None
+    returned = [s for s in trace.samples if s.n < raised.n and trace.sites[s.site].kind in ("output", "grad_output")]
+    return returned[-1] if returned else None
 
 
 def _distinct(found: list[tuple[Sample, Site]], keep: Sample) -> list[tuple[Sample, Site]]:
@@ -48,4 +67,28 @@ def _row(sample: Sample, site: Site, finding: Finding | None) -> StripRow:
         num_inf=sample.num_inf,
         headroom=headroom(sample.absmax, site.dtype),
         is_origin=finding is not None and site.fqn == finding.fqn,
+    )
+
+
+def _origin_row(trace: Trace, finding: Finding) -> StripRow:
+    """The origin as its op left it, where the op was traced."""
+    fqn = finding.fqn or ""
+    made = [
+        t
+        for op in trace.all(Op)
+        if op.fqn == fqn and op.op == finding.op and op.step == finding.step
+        for t in op.outputs
+    ]
+    result = next((tensor for tensor in made if not tensor.finite), made[-1] if made else None)
+    absmax = result.absmax if result else None
+    dtype = (result.dtype if result else None) or finding.dtype or ""
+    return StripRow(
+        fqn=fqn,
+        cls=class_of(trace, fqn),
+        dtype=dtype,
+        absmax=absmax,
+        num_nan=result.num_nan if result else 0,
+        num_inf=result.num_posinf + result.num_neginf if result else 0,
+        headroom=headroom(absmax, dtype) if absmax is not None else None,
+        is_origin=True,
     )
