@@ -18,7 +18,11 @@ TIME_LIMIT = 120.0
 
 SLOW_PARTS = {
     "torch": ("torch", "torch._dynamo"),
-    "transformers": ("transformers.generation.utils", "transformers.trainer", "transformers.models.llama.modeling_llama"),
+    "transformers": (
+        "transformers.generation.utils",
+        "transformers.trainer",
+        "transformers.models.llama.modeling_llama",
+    ),
     "trl": ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"),
 }
 """Modules that a library imports on first use, seconds each."""
@@ -47,14 +51,23 @@ def preload(libraries: frozenset[str]) -> None:
 
 
 def run_forked(path: Path, folder: Path, around: Around) -> Ended:
-    """Run ``path`` in a child whose working directory is ``folder``."""
+    """Run ``path`` in a child whose working directory is ``folder``.
+
+    Raises TimeoutError for one that takes too long, ChildProcessError for one that dies.
+    """
     result, output = folder / "ended.pickle", folder / "output.txt"
     child = os.fork()
     if child == 0:
-        os._exit(run_here(path, folder, result, output, around))
+        try:
+            redirect(output)
+            run_here(path, folder, result, around)
+        finally:  # nothing may return into the parent's code
+            os._exit(0)
     wait_for(child, path)
-    raised, message, seconds, evidence = pickle.loads(result.read_bytes())
     text = output.read_text(encoding="utf-8", errors="replace")
+    if not result.exists():
+        raise ChildProcessError(f"{path.name} left no result:\n{text[-2000:]}")
+    raised, message, seconds, evidence = pickle.loads(result.read_bytes())
     return Ended(raised=raised, message=message, output=text, seconds=seconds, evidence=evidence)
 
 
@@ -69,13 +82,20 @@ def wait_for(child: int, path: Path) -> None:
         time.sleep(0.005)
 
 
-def run_here(path: Path, folder: Path, result: Path, output: Path, around: Around) -> int:
-    """The child's side: streams to a file, the script as ``__main__``, its end written to ``result``."""
+def redirect(output: Path) -> None:
+    """Send this process's streams to ``output``, a line at a time."""
     stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def run_here(path: Path, folder: Path, result: Path, around: Around) -> None:
+    """The child's side: the script as ``__main__``, and its end written to ``result``."""
+    import torch
+
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; waiting for them would hang
     os.chdir(folder)
     sys.argv = [str(path)]
     sys.path.insert(0, str(path.parent))
@@ -84,7 +104,7 @@ def run_here(path: Path, folder: Path, result: Path, output: Path, around: Aroun
     def script() -> None:
         try:
             runpy.run_path(str(path), run_name="__main__")
-        except BaseException as error:  # whatever ends a script is what is reported here
+        except BaseException as error:  # noqa: BLE001 - whatever ends a script is what is reported here
             raised.append(error)
 
     started = time.perf_counter()
@@ -92,6 +112,3 @@ def run_here(path: Path, folder: Path, result: Path, output: Path, around: Aroun
     seconds = time.perf_counter() - started
     name = type(raised[0]).__name__ if raised else None
     result.write_bytes(pickle.dumps((name, str(raised[0]) if raised else "", seconds, evidence)))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return 0

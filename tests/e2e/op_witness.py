@@ -45,8 +45,8 @@ class Witnessed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Testimony:
-    """What a witness says at the end: its records in order, and which op ran directly in which module's forward."""
+class Account:
+    """What a witness tells at the end: its records in order, and which op ran directly in which module's forward."""
 
     records: tuple[Witnessed, ...]
     ran: frozenset[tuple[str, str]]
@@ -111,7 +111,7 @@ def in_backward() -> bool:
 
 def next_sequence_number() -> int:
     """Number that the next autograd node made in this thread will get."""
-    return int(torch.autograd._get_sequence_nr())
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -164,13 +164,13 @@ class Witness:
         fields = {"fqn": place.fqn, "phase": place.phase, "step": place.steps_done + 1, "call": max(place.calls, 1)}
         self.seen.append(Witnessed(kind=kind, op=op, **(fields | details)))
 
-    def testimony(self) -> Testimony:
+    def account(self) -> Account:
         """All that was seen. A program that never finished an optimizer step counts its calls as steps."""
         if self.place.steps_done:
             records = tuple(self.seen)
         else:
             records = tuple(replace(record, step=record.call) for record in self.seen)
-        return Testimony(records=records, ran=frozenset(self.ran))
+        return Account(records=records, ran=frozenset(self.ran))
 
     def before_module(self, module: torch.nn.Module, args: Any) -> None:
         """Global forward pre-hook."""

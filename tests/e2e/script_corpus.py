@@ -33,11 +33,26 @@ FOLDER = Path(__file__).parent / "scripts"
 FAMILIES = ("mismatch", "scaling", "nonfinite", "silent", "compile-load", "healthy")
 
 BORN = (
-    "norm buffer embedding autocast-list inplace custom-fwd quant-state compute-dtype adapter modules-to-save"
-    " keep-in-fp32 cache model-input load-dtype fsdp-output"
-).split()
+    "norm",
+    "buffer",
+    "embedding",
+    "autocast-list",
+    "inplace",
+    "custom-fwd",
+    "quant-state",
+    "compute-dtype",
+    "adapter",
+    "modules-to-save",
+    "keep-in-fp32",
+    "cache",
+    "model-input",
+    "load-dtype",
+    "fsdp-output",
+)
+"""What can have given the odd operand of a mismatch its dtype."""
 
-KEYS = set("id fqn op phase step raises family why born born_fqn raised_in shows".split())
+REQUIRED = {"id", "raises", "family", "why"}
+KEYS = REQUIRED | {"fqn", "op", "phase", "step", "born", "born_fqn", "raised_in", "shows"}
 
 Choice = tuple[str | None, ...] | None
 """Accepted values; None where anything is accepted."""
@@ -114,10 +129,9 @@ def read_case(path: Path) -> Case:
 
 def check_header(path: Path, header: Mapping[str, Any]) -> None:
     """Raises ValueError where a key is unknown or missing, or a value is outside its vocabulary."""
-    missing = {"id", "raises", "family", "why"} - set(header)
     if unknown := set(header) - KEYS:
         raise ValueError(f"{path}: unknown keys {sorted(unknown)}")
-    if missing:
+    if missing := REQUIRED - set(header):
         raise ValueError(f"{path}: missing keys {sorted(missing)}")
     if header["family"] not in FAMILIES or (header["family"] == "healthy") != (header["id"] is None):
         raise ValueError(f"{path}: family {header['family']!r} does not go with id {header['id']!r}")

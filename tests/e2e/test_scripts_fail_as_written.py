@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked_script import Ended, preload, run_forked
-from op_witness import Testimony, Witnessed, watching
+from op_witness import Account, Witnessed, watching
 from script_corpus import BORN, FAMILIES, Case, cases, matches_fqn
 
 from dtypedoctor.diagnosis.ids import FINDING_IDS
@@ -26,7 +26,7 @@ NOT_IN_ONE_CPU_PROCESS = {
 OF_PRECISION = {"float16-overflow", "attention-score-overflow", "norm-square-overflow", "backward-overflow"}
 TIMING = re.compile(r"(?m)^.*(it/s|s/it|examples/s|runtime).*$")
 """Lines with progress bars and timings."""
-TELLING = "overflow underflow mismatch stale bypass rescue promote healthy trap bug broken corrupt dtypedoctor".split()
+TELLING = {"overflow", "underflow", "mismatch", "stale", "bypass", "rescue", "promote", "healthy", "bug", "dtypedoctor"}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,12 +50,12 @@ def compiled(script: Callable[[], None]) -> set[str]:
     return {name for name, present in found.items() if present}
 
 
-def witnessed(script: Callable[[], None]) -> Testimony:
+def witnessed(script: Callable[[], None]) -> Account:
     """The script under the witness."""
     generation = sys.modules.get("transformers.generation.utils")
-    with watching(generation and generation.GenerationMixin) as witness:
+    with watching(getattr(generation, "GenerationMixin", None)) as witness:
         script()
-    return witness.testimony()
+    return witness.account()
 
 
 def ids(case: Case) -> str:

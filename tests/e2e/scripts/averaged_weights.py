@@ -28,7 +28,7 @@ torch.manual_seed(5)
 model = Segmenter()
 average = copy.deepcopy(model)
 opt = torch.optim.Adam(model.parameters(), lr=1e-2)
-for step in range(5):
+for _ in range(5):
     scan = torch.rand(2, 1, 12, 12)
     organ = (scan[:, 0] > 0.6).long()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -30,9 +30,7 @@ class ClauseGrader(nn.Module):
 
 
 torch.manual_seed(3)
-config = BertConfig(
-    vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
-)
+config = BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
 with tempfile.TemporaryDirectory() as folder:
     BertModel(config).save_pretrained(folder)
     grader = ClauseGrader(BertModel.from_pretrained(folder, dtype=torch.bfloat16))

@@ -38,7 +38,7 @@ class Map(nn.Module):
 torch.manual_seed(0)
 chart = Map()
 optimizer = torch.optim.Adam(chart.parameters(), lr=1e-2)
-for step in range(30):
+for _ in range(30):
     x = torch.rand(256)
     height = torch.sin(6 * x)
     loss = (chart(x) - height).abs().mean()

@@ -25,7 +25,9 @@ torch.save({"weights": old.state_dict(), "epoch": 12}, "flat.pt")
 new = build().to(torch.float16).eval()
 saved = torch.load("flat.pt")
 new.load_state_dict(saved["weights"])
-change = max((a.float() - b.float()).abs().max().item() for a, b in zip(old.parameters(), new.parameters(), strict=True))
+change = max(
+    (a.float() - b.float()).abs().max().item() for a, b in zip(old.parameters(), new.parameters(), strict=True)
+)
 with torch.no_grad():
     rooms = new(torch.randn(8, 16).half()).softmax(-1)
 print("epoch", saved["epoch"], "largest", rooms.max().item(), "largest change", change)

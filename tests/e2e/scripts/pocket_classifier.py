@@ -4,6 +4,8 @@
 #   family: healthy
 #   why: small float16 inference with room to spare
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -23,7 +25,7 @@ class Pocket(nn.Module):
     def __init__(self, classes=10):
         super().__init__()
         widths = [3, 8, 16, 24]
-        self.body = nn.Sequential(*[Separable(a, b, 2) for a, b in zip(widths, widths[1:], strict=False)])
+        self.body = nn.Sequential(*[Separable(a, b, 2) for a, b in pairwise(widths)])
         self.out = nn.Linear(24, classes)
 
     def forward(self, x):

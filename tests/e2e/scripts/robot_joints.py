@@ -41,7 +41,7 @@ with torch.no_grad():
 pose = torch.randn(8, 3).repeat(1, 2)
 optimizer = torch.optim.Adam(arm.parameters(), lr=1e-3)
 for it in range(2):
-    loss = arm(pose, ).square().mean()
+    loss = arm(pose).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -1,0 +1,60 @@
+"""The loader of the script corpus refuses headers that would be read as something else than was meant."""
+
+from pathlib import Path
+
+import pytest
+from script_corpus import matches_fqn, read_case
+
+GOOD = {"id": "float16-overflow", "raises": "null", "family": "nonfinite", "why": "a product is too large"}
+
+
+def script(folder: Path, **keys: str) -> Path:
+    """A script with these header keys."""
+    lines = ["# expect:", *(f"#   {key}: {value}" for key, value in keys.items()), "", "print(1)"]
+    path = folder / "one.py"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_list_means_any_of_these_and_a_missing_key_means_anything(tmp_path: Path) -> None:
+    """`op` has two accepted values, `phase` none that is asked for, `fqn` is outside of all modules."""
+    case = read_case(script(tmp_path, **GOOD, op="[aten.mul.Tensor, aten.mm.default]", fqn="null"))
+    assert case.ops == ("aten.mul.Tensor", "aten.mm.default")
+    assert case.phases is None
+    assert case.fqns == (None,)
+    assert case.raises is None
+    assert not case.healthy
+    assert case.source == "\nprint(1)"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"fase": "forward"}, "unknown keys"),
+        ({"family": "healthy"}, "does not go with"),
+        ({"id": "null"}, "does not go with"),
+        ({"born": "thin-air"}, "unknown origins"),
+        ({"why": "`x` is read"}, "no readable"),
+    ],
+)
+def test_a_header_that_says_something_impossible_is_refused(change: dict[str, str], words: str, tmp_path: Path) -> None:
+    """A misspelt key, a family against its id, an unknown origin and broken YAML all name the file."""
+    with pytest.raises(ValueError, match=words) as error:
+        read_case(script(tmp_path, **(GOOD | change)))
+    assert "one.py" in str(error.value)
+
+
+def test_a_header_without_a_required_key_is_refused(tmp_path: Path) -> None:
+    """Each script says why it is there."""
+    with pytest.raises(ValueError, match="missing keys"):
+        read_case(script(tmp_path, id="null", raises="null", family="healthy"))
+
+
+def test_module_names_match_from_the_right_at_a_dot() -> None:
+    """A wrapper may sit above the root; half a name is no match; the root is only itself."""
+    assert matches_fqn("base_model.model.blocks.1.ff", ("blocks.1.ff",))
+    assert not matches_fqn("blocks.11.ff", ("1.ff",))
+    assert not matches_fqn("blocks.1", ("",))
+    assert matches_fqn("", ("",))
+    assert matches_fqn(None, (None, "out"))
+    assert not matches_fqn(None, ("out",))
