@@ -10,7 +10,7 @@ __all__ = ["bullets", "code", "details", "fenced", "prose", "size", "table"]
 _ORDINARY = re.compile(r"[\w .:/,()=+%@#>→×…^?;!$~*&{}\[\]'\"-]+")
 """Texts that a code span shows as they are: no backtick, pipe, backslash or angle bracket that opens a tag."""
 _ENTITY = re.compile(r"[^\w .,/()=+%…→×-]")
-_MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<!\w)_|_(?!\w)|(?<!\w)@(?=\w)|&|<|>")
+_MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|(?<!\w)@(?=\w)|&|<|>")
 _LEADING = re.compile(r"^(\d*)(#|[-+=](?=[\s=-]|$)|[.)](?=\s|$))")
 """What would begin a heading, a list or a line under a heading."""
 

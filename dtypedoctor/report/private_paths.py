@@ -14,7 +14,7 @@ _QUOTED = re.compile(
 )
 _PART = r"[^\s/\\:'\"<>|,;()\[\]{}`=&?*…]+"
 _POSIX = re.compile(rf"(?:(?<=file:/)/|(?<![\w./:~\\<-])|(?<=:)(?!//))(?:(?:/{_PART}){{2,}}/?|/root(?![\w.-])/?)")
-_WINDOWS = re.compile(rf"(?<![\w])(?:[A-Za-z]:|\\\\{_PART})(?:[\\/]+{_PART})+[\\/]*")
+_WINDOWS = re.compile(rf"(?<![\w/])(?:[A-Za-z]:|\\\\{_PART})(?:[\\/]+{_PART})+[\\/]*")
 _TILDE = re.compile(r"(?<![\w/~])~[A-Za-z][\w.-]*(?=/|\s|$)")
 
 

@@ -141,6 +141,9 @@ def _recorded_names(value: Any) -> Iterator[tuple[str, str]]:
                 yield from ((str(k), v) for k, v in item.items() if isinstance(v, str))
             else:
                 yield from _recorded_names(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _recorded_names(item)
 
 
 def _without_names(users: frozenset[str], hosts: frozenset[str]) -> Callable[[str], str]:

@@ -25,7 +25,8 @@ _NAME = (
 )
 _TELLING = re.compile(rf"(?:^|[^a-z]){_NAME}s?$|[a-z0-9]{_NAME}$", re.IGNORECASE)
 _VOCABULARY = re.compile(
-    r"(?:^|_)(?:pad|eos|bos|unk|sep|cls|mask|image|audio|video|new|per|max|num|extra|special)_tokens?$", re.IGNORECASE
+    r"(?:^|[-_])(?:pad|eos|bos|unk|sep|cls|mask|image|audio|video|new|per|max|num|extra|special)[-_]tokens?$",
+    re.IGNORECASE,
 )
 _TRIVIAL = re.compile(
     r"[-+]?\d{1,6}(?:\.\d+)?(?:e[-+]?\d+)?|true|false|on|off|yes|no|none|null|auto|<[^<>]*>", re.IGNORECASE

@@ -33,7 +33,7 @@ def from_json(text: str) -> Report:
     """
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"not a report: {error}", _HINT) from error
     schema = document.get("schema") if isinstance(document, dict) else None
     if not isinstance(schema, int):

@@ -1,0 +1,158 @@
+"""The report as it is pasted into a GitHub ticket."""
+
+from dataclasses import replace
+
+import pytest
+from goldens import assert_golden
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from report_builders import EVIL, everything, healthy, hostile, mismatch, overflow, worker_died
+
+from dtypedoctor.report.github_summary import merge_github_summary, render_github_summary
+from dtypedoctor.report.markdown import LIMIT, render_markdown
+from dtypedoctor.report.markdown_text import bullets, code, fenced, prose, size, table
+from dtypedoctor.report.model import Report
+
+ALLOWED_HTML = {"<details>", "</details>", "<code>", "</code>"}
+PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+NAMES = ["healthy", "overflow", "mismatch", "worker-died", "hostile"]
+
+
+def markup(text: str) -> tuple[set[str], list[int]]:
+    """The HTML tags that a renderer would let through, and the number of cells in each table row."""
+    tags: set[str] = set()
+    rows: list[int] = []
+    for token in PARSER.parse(text):
+        if token.type == "html_block":
+            tags |= {line for line in token.content.split("\n") if line and not line.startswith("<summary>")}
+        if token.type == "tr_open":
+            rows.append(0)
+        if token.type in ("td_open", "th_open"):
+            rows[-1] += 1
+        for child in token.children or ():
+            if child.type == "html_inline":
+                tags.add(child.content)
+            assert child.type != "image"
+            if child.type == "link_open":
+                tags.add(f"link to {child.attrs['href']}")
+    return tags, rows
+
+
+@pytest.mark.parametrize("report", [healthy(), overflow(), mismatch(), worker_died()], ids=lambda report: report.name)
+def test_a_ticket_reads_as_expected(report: Report) -> None:
+    """The whole text of each kind of report."""
+    assert_golden(f"{report.name}.md", render_markdown(report))
+
+
+def test_the_job_summary_reads_as_expected() -> None:
+    """One table of all scenarios, those that fail first, each with its details."""
+    assert_golden("summary.md", merge_github_summary(everything()[:4]))
+    assert render_github_summary(overflow()) == merge_github_summary([overflow()])
+
+
+@pytest.mark.parametrize("report", everything(), ids=NAMES)
+def test_only_our_own_markup_is_markup(report: Report) -> None:
+    """A name or message brings no tag, image or link into the page."""
+    for text in (render_markdown(report), render_github_summary(report)):
+        tags, _ = markup(text)
+        assert tags <= ALLOWED_HTML
+
+
+@pytest.mark.parametrize("report", everything(), ids=NAMES)
+def test_every_table_row_has_as_many_cells_as_its_header(report: Report) -> None:
+    """Pipes and line breaks in names never shift a column."""
+    text = render_markdown(report)
+    lines = text.split("\n")
+    for position, line in enumerate(lines):
+        if line.startswith("| ---"):
+            assert lines[position - 1].startswith("|"), "a table has a header"
+    (_, rows) = markup(text)
+    assert sum(rows) == sum(line.count(" | ") + 1 for line in lines if line.startswith("| ") and "---" not in line)
+
+
+def endless(report: Report) -> Report:
+    """Forty findings, sixty trials, and everything else by the hundred."""
+    finding = report.findings[0]
+    finding = replace(finding, evidence=finding.evidence * 100, provenance=finding.provenance * 300, cause=EVIL * 100)
+    trial = report.trials[0]
+    assert trial.run is not None
+    trial = replace(trial, run=replace(trial.run, loss=(1.0,) * 1000, grad_norm=(2.0,) * 1000))
+    return replace(
+        report,
+        findings=(finding,) * 40,
+        trials=(trial,) * 60,
+        strip=report.strip * 300,
+        coverage=report.coverage * 300,
+        environment={f"{EVIL}{i}": EVIL * 20 for i in range(500)},
+        scenario={f"a{i}": EVIL * 20 for i in range(300)},
+        bisection={"culprits": [EVIL] * 100, "corrections": [], "probes": 3, "one_minimal": False,
+                   "verdicts": [{"mode": EVIL, "outcome": "fail"}] * 500},
+        command=EVIL * 300,
+    )  # fmt: skip
+
+
+def test_the_longest_report_fits_into_a_comment() -> None:
+    """GitHub refuses 65,536 characters; what does not fit is left out in whole rows, with a note."""
+    text = render_markdown(endless(hostile()))
+    assert size(text) <= LIMIT
+    assert text.count("<details>") == text.count("</details>")
+    assert text.count("\n```") % 2 == 0
+    assert "more rows left out" in text
+    tags, _ = markup(text)
+    assert tags <= ALLOWED_HTML
+    for section in (
+        "### Before and after",
+        "### Magnitudes",
+        "### Can this be trusted?",
+        "### Reproduce",
+        "Environment",
+    ):
+        assert section in text
+
+
+def test_a_thousand_scenarios_fit_into_a_job_summary() -> None:
+    """GitHub refuses more than a mebibyte."""
+    text = merge_github_summary([overflow()] * 1000)
+    assert size(text) <= 2**20
+    assert "more scenarios left out" in text
+
+
+@settings(max_examples=300)
+@given(st.text(max_size=60))
+def test_any_text_stays_one_cell_and_brings_no_markup(text: str) -> None:
+    """Prose and code are safe in a table for whatever they are given."""
+    page = table(["a", "b"], [[prose(text), code(text)]], 10_000)
+    tags, rows = markup(page)
+    assert rows == [2, 2]
+    assert tags <= {"<code>", "</code>"}
+
+
+@settings(max_examples=300)
+@given(st.text(max_size=60))
+def test_any_text_in_a_list_or_a_block_stays_there(text: str) -> None:
+    """A text that begins like a heading, a list or a fence is still only text."""
+    tokens = PARSER.parse(bullets([prose(text) or "x"], 10_000))
+    kinds = [token.type for token in tokens]
+    assert kinds == ["bullet_list_open", "list_item_open", "paragraph_open", "inline", "paragraph_close", "list_item_close",
+                     "bullet_list_close"]  # fmt: skip
+    (block,) = PARSER.parse(fenced(text, "sh", 10_000))
+    assert block.type == "fence"
+
+
+def test_nobody_is_mentioned_and_no_formula_begins() -> None:
+    """An at sign or a dollar in an error message pings nobody and starts no mathematics."""
+    assert prose("ask @octocat for $5$") == "ask @&#8203;octocat for \\$5\\$"
+    assert prose("weights of down_proj and __init__") == "weights of down_proj and \\_\\_init\\_\\_"
+    assert prose("-0.5 and 1.5") == "-0.5 and 1.5"
+    assert code("model.layers.0") == "`model.layers.0`"
+    assert code("") == ""
+
+
+def test_a_block_is_cut_between_lines() -> None:
+    """A long block keeps its fence and says how many lines are missing."""
+    block = fenced("\n".join(f"line {i}" for i in range(1000)), "yaml", 500)
+    assert size(block) <= 500
+    assert block.startswith("```yaml\nline 0\n")
+    assert "more lines left out" in block
+    assert block.count("```") == 2

@@ -1,0 +1,164 @@
+"""What must not stand in a public ticket is not in a report."""
+
+import io
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planting import HOST, SECRETS, USER, planted, rich_report, texts
+from report_builders import healthy, mismatch, overflow, worker_died
+from rich.console import Console
+
+from dtypedoctor.report.model import Report
+from dtypedoctor.report.private_paths import short_paths
+from dtypedoctor.report.redaction import Private, redact
+from dtypedoctor.report.renderers import RENDERERS
+from dtypedoctor.report.secret_patterns import names_a_secret, without_secrets
+from dtypedoctor.report.terminal import render_terminal
+
+PRIVATE = Private(users=frozenset({USER}), hosts=frozenset({HOST}))
+
+
+def clean(text: str) -> str:
+    """One text, redacted."""
+    return redact(text, PRIVATE)
+
+
+def every_format(report: Report) -> list[tuple[str, str]]:
+    """The report in each format, by name."""
+    stream = io.StringIO()
+    render_terminal(report, Console(file=stream, width=200))
+    return [("terminal", stream.getvalue()), *((name, render(report)) for name, render in RENDERERS.items())]
+
+
+def test_there_are_a_hundred_secrets() -> None:
+    """Sixteen kinds of token in five places each, and more than twenty ways to tell who and where."""
+    assert len(SECRETS) >= 100
+
+
+@pytest.mark.parametrize(("text", "needle"), SECRETS, ids=range(len(SECRETS)))
+def test_a_secret_in_every_field_is_in_no_format(text: str, needle: str) -> None:
+    """The secret is planted in every text of a report, keys of mappings included, and every format is searched for it."""
+    report = redact(planted(rich_report(), text), PRIVATE)
+    assert not [found for found in texts(report) if needle.lower() in found.lower()]
+    for name, shown in every_format(report):
+        assert needle not in shown, name
+
+
+def test_the_renderers_redact_by_themselves() -> None:
+    """Whoever renders a report as it was built leaks nothing either."""
+    secret = "hf_" + "aB3dE5" * 6
+    for render in RENDERERS.values():
+        assert secret not in render(planted(overflow(), secret))
+
+
+@pytest.mark.parametrize("report", [healthy(), overflow(), mismatch(), worker_died()], ids=lambda report: report.name)
+def test_a_report_without_secrets_stays_as_it_is(report: Report) -> None:
+    """Names, numbers, versions, links and commands are what a report is for."""
+    assert redact(report, PRIVATE) == report
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "expected mat1 and mat2 to have the same dtype, but got: c10::Half != c10::BFloat16",
+        "https://github.com/huggingface/transformers/commit/0123456789abcdef0123456789abcdef01234567",
+        "https://github.com/unslothai/unsloth-zoo/pull/600",
+        "AssertionError: BLOCK_SIZE=1024 must divide K=128, LR=1e-3, DTYPE=float16",
+        '{"pad_token": "<pad>", "eos_token": "</s>", "max_new_tokens": 8}',
+        "tokens per second: 13.2, per token: median is 3",
+        "dtypedoctor run scenarios/gemma4_grpo_fp16.yaml --out runs/first",
+        "transformers/models/gemma4/modeling_gemma4.py:1074",
+        "OMP_NUM_THREADS=4 CUDA_VISIBLE_DEVICES=0 dtypedoctor run x.yaml",
+        "checksum 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0ba822cd15d6c15b0f00a0",
+        "loss/grad is 0.1/0.2, layers.0.mlp/down_proj, and/or, a basic operation of the bearer",
+        "model.layers.0.self_attn.q_proj.lora_A.default",
+        "nvidia-cudnn 9.10.2.21, driver 550.54.15",
+    ],
+)
+def test_what_only_looks_like_a_secret_stays(text: str) -> None:
+    """Redaction that eats the evidence makes a report useless."""
+    assert clean(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/usr/lib/python3.11/site-packages/transformers/modeling.py:27", "transformers/modeling.py:27"),
+        ("/opt/venv/lib/python3.12/asyncio/base.py:12", "asyncio/base.py:12"),
+        ('File "/data/team one/train.py", line 3', 'File "train.py", line 3'),
+        ("a: /x/y/z.py:12: wrong", "a: z.py:12: wrong"),
+        ("cache in /home/somebody or /root", "cache in ~ or ~"),
+        ("PYTHONPATH is /a/b:/c/d", "PYTHONPATH is b:d"),
+        ("\\\\server\\share\\x.bin", "x.bin"),
+        ("~somebody/x", "~/x"),
+        ("a/relative/path.py and //x", "a/relative/path.py and //x"),
+    ],
+)
+def test_a_path_keeps_what_a_stranger_needs(text: str, expected: str) -> None:
+    """The part inside site-packages, or the file's name with its line."""
+    assert short_paths(text) == expected
+
+
+def test_environment_variables_outside_the_list_lose_their_value() -> None:
+    """Whatever a variable is called, only those known to be harmless are shown."""
+    variables = {"OMP_NUM_THREADS": "4", "MY_VARIABLE": "blue", "HF_TOKEN": "x"}
+    shown = redact({"environment": {"variables": variables}}, PRIVATE)["environment"]["variables"]
+    assert shown == {"OMP_NUM_THREADS": "4", "MY_VARIABLE": "<secret>", "HF_TOKEN": "<secret>"}
+
+
+def test_names_that_the_report_itself_gives_away_are_replaced() -> None:
+    """A report made elsewhere is redacted too: its home directories and variables tell whose it is."""
+    report = redact(["/home/bertrand/x.py", "bertrand and Bertrand's box", {"variables": {"HOSTNAME": "peak7", "USER": "ada"}},
+                     "ada on peak7"], PRIVATE)  # fmt: skip
+    assert report[1] == "<user> and <user>'s box"
+    assert report[3] == "<user> on <host>"
+
+
+def test_names_that_identify_nobody_stay() -> None:
+    """A user called root does not take the root module out of the report."""
+    assert redact(
+        "the root module on localhost", Private(users=frozenset({"root"}), hosts=frozenset({"localhost"}))
+    ) == ("the root module on localhost")
+
+
+def test_secrets_of_this_process_are_known_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A password from the environment is found wherever it stands, though it looks like nothing."""
+    monkeypatch.setenv("DEPLOY_PASSWORD", "correct-horse")
+    assert redact("it said correct-horse twice", Private.of_this_machine()) == "it said <secret> twice"
+
+
+def test_an_option_and_its_value_may_be_apart() -> None:
+    """Argument lists in a scenario keep them as two texts."""
+    assert redact(["train.py", "--token", "abc", "--max-tokens", "8"], PRIVATE) == [
+        "train.py", "--token", "<secret>", "--max-tokens", "8",
+    ]  # fmt: skip
+
+
+@given(st.sampled_from(SECRETS), st.text(max_size=20), st.text(max_size=20))
+def test_redacting_twice_changes_nothing_more(secret: tuple[str, str], before: str, after: str) -> None:
+    """What a redaction leaves is not taken for another secret."""
+    once = clean(f"{before} {secret[0]} {after}")
+    assert clean(once) == once
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("HF_TOKEN", True), ("--api-key", True), ("password", True), ("client_secret", True), ("authToken", True),
+     ("pad_token", False), ("max_new_tokens", False), ("tokenizer", False), ("key", False), ("secretary", False)],
+)  # fmt: skip
+def test_names_tell_what_they_hold(name: str, expected: bool) -> None:
+    """Vocabulary tokens and token counts are no secrets."""
+    assert names_a_secret(name) is expected
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.text(alphabet="aA1-_./:=@ \"'\\e&?<", min_size=1, max_size=6))
+def test_no_text_takes_long(piece: str) -> None:
+    """Patterns that go over a text again and again would hang on a name of a megabyte."""
+    text = piece * (60_000 // len(piece))
+    started = time.process_time()
+    without_secrets(text)
+    short_paths(text)
+    assert time.process_time() - started < 2
