@@ -23,6 +23,7 @@ from dtypedoctor.runner.child import PRELOAD, STDERR, begin
 from dtypedoctor.scenario.request import REQUEST, Request
 from dtypedoctor.trace.events import Refused
 from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.steps import steps_by_call
 from dtypedoctor.trace.writer import EVENTS
 
 EXIT = "exit.json"
@@ -163,7 +164,8 @@ def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run
         UsageError: the worker says that what it was asked for cannot be run at all.
     """
     (directory / EXIT).write_text(json.dumps(asdict(ended)), encoding="utf-8")
-    run = Run(trace=_trace(directory), exit=ended, directory=directory, foreign=foreign)
+    trace = _trace(directory)
+    run = Run(trace=steps_by_call(trace) if foreign else trace, exit=ended, directory=directory, foreign=foreign)
     refused = run.trace.last(Refused)
     if refused is not None:
         raise UsageError(refused.message, refused.hint)

@@ -1,0 +1,159 @@
+"""Runs the scripts of the corpus as `dtypedoctor exec` does, each in a fork of this process, and compares with the headers.
+
+As a program it prints a table: ``python tests/e2e/exec_corpus.py [family or script name ...]``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from forked_script import preload, redirect
+from script_corpus import Case, cases, matches_fqn
+
+from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.runner.launch import Run, WorkerExit, collect
+from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.trials.treatment import Plan, Treatment, treat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosed:
+    """A script after its treatment; ``wrong`` names each thing that is not as the header says."""
+
+    case: Case
+    treatment: Treatment
+    wrong: tuple[str, ...]
+    seconds: float
+
+    @property
+    def found(self) -> str:
+        """The findings in a line, the first with its place."""
+        findings = self.treatment.findings
+        if not findings:
+            return f"nothing ({self.treatment.before_summary.ended})"
+        first, rest = findings[0], ", ".join(f"{f.id}/{f.severity.value}" for f in findings[1:])
+        return f"{place(first)} {first.confidence.value}" + (f"; then {rest}" if rest else "")
+
+
+def place(finding: Finding) -> str:
+    """Id and coordinates of a finding."""
+    return f"{finding.id} fqn={finding.fqn!r} op={finding.op} {finding.phase} step={finding.step}"
+
+
+def diagnose_case(case: Case, folder: Path) -> Diagnosed:
+    """Treats a script in ``folder``, whose child ``work`` is its working directory."""
+    work = folder / "work"
+    work.mkdir()
+    scenario = Scenario(
+        name=case.name,
+        summary=case.name,
+        deterministic=False,
+        steps=[ScenarioStep(workload=Script(kind="script", path=str(case.path)))],
+    )
+
+    def launch(label: str, request: Request) -> Run:
+        return run_forked(request, folder / label, work)
+
+    began = time.monotonic()
+    treatment = treat(scenario, launch, Plan(certify=False, only=frozenset()))
+    seconds = time.monotonic() - began
+    return Diagnosed(case=case, treatment=treatment, wrong=tuple(mistakes(case, treatment)), seconds=seconds)
+
+
+def run_forked(request: Request, directory: Path, work: Path) -> Run:
+    """The request in a fork of this process, which has the heavy libraries imported."""
+    directory.mkdir()
+    (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            redirect(directory / "output.txt")
+            os.chdir(work)
+            code = serve(directory)
+        finally:  # nothing may return into the parent's code
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    ended = WorkerExit(code=code, timed_out=False, seconds=time.monotonic() - began)
+    return collect(directory, ended, foreign=True)
+
+
+def serve(directory: Path) -> int:
+    """The child's side: what a fresh interpreter would do, as far as the trace can tell."""
+    from dtypedoctor.worker import script
+
+    try:
+        script.serve(directory)
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def mistakes(case: Case, treatment: Treatment) -> Iterator[str]:
+    """What is not as the header says; findings that are mere information do not count."""
+    findings = [f for f in treatment.findings if f.severity is not Severity.INFO]
+    ended = treatment.before_summary.ended
+    normally = ended == "completed" or ended.startswith("ended with status")
+    if normally != (case.raises in (None, "SystemExit")) or not (normally or ended.startswith(str(case.raises))):
+        yield f"ended: {ended}"
+    if case.healthy:
+        yield from (f"false alarm: {f.id}" for f in findings)
+        return
+    if not findings:
+        yield "nothing found"
+        return
+    first = findings[0]
+    if first.id not in case.ids:
+        yield f"id: {first.id}"
+    if not matches_fqn(first.fqn, case.fqns):
+        yield f"fqn: {first.fqn!r}"
+    for name, actual, accepted in (("op", first.op, case.ops), ("phase", first.phase, case.phases)):
+        if accepted is not None and actual not in accepted:
+            yield f"{name}: {actual}"
+    if case.step is not None and first.step != case.step:
+        yield f"step: {first.step}"
+
+
+def expected(case: Case) -> str:
+    """What the header says, in a line."""
+    fqns = "any" if case.fqns is None else "|".join(map(repr, case.fqns))
+    ops = "any" if case.ops is None else "|".join(map(str, case.ops))
+    phases = "any" if case.phases is None else "|".join(map(str, case.phases))
+    return f"{'|'.join(case.ids) or 'nothing'} fqn={fqns} op={ops} {phases} step={case.step}"
+
+
+def main(wanted: list[str]) -> int:
+    """Prints the table of the wanted families and scripts, all if none is named; the number of wrong ones."""
+    chosen = [case for case in cases() if not wanted or case.family in wanted or case.name in wanted]
+    preload(frozenset(library for case in chosen for library in case.imports))
+    wrong = 0
+    for case in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            done = diagnose_case(case, Path(folder))
+        wrong += bool(done.wrong)
+        print(f"{'WRONG' if done.wrong else 'ok':<5} {case.family:<12} {case.name} ({done.seconds:.1f} s)")
+        if done.wrong:
+            print(f"      {'; '.join(done.wrong)}\n      wanted {expected(case)}\n      found  {done.found}")
+        sys.stdout.flush()
+    print(f"{len(chosen) - wrong} of {len(chosen)} as their headers say")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 100))
