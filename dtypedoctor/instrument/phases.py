@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.position import Position
 
 Listener = Callable[[], None]
@@ -22,6 +23,10 @@ Listener = Callable[[], None]
 class Phases:
     """Keeps ``position.step`` and ``position.phase``.
 
+    Args:
+        position: what it keeps.
+        guard: keeps the listeners' errors from the program.
+
     Attributes:
         before_backward: called with the tensors that a backward pass starts from.
         after_backward: called when the outermost backward pass has ended, also by an exception.
@@ -29,8 +34,9 @@ class Phases:
         after_scaler: called with the scaler, the optimizer and whether the step was skipped.
     """
 
-    def __init__(self, position: Position) -> None:
+    def __init__(self, position: Position, guard: Guard) -> None:
         self._position = position
+        self._guard = guard
         self._undo: list[Callable[[], None]] = []
         self._steps: Counter[int] = Counter()
         self._first = 1
@@ -89,16 +95,14 @@ class Phases:
         first = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         tensors = [first] if isinstance(first, Tensor) else [t for t in (first or ()) if isinstance(t, Tensor)]
         if not self._position.backward_depth:
-            for listener in self.before_backward:
-                listener(tensors)
+            self._tell(self.before_backward, "some losses", tensors)
         self._position.backward_depth += 1
         try:
             return original(*args, **kwargs)
         finally:
             self._position.backward_depth -= 1
             if not self._position.backward_depth:
-                for done in self.after_backward:
-                    done()
+                self._tell(self.after_backward, "the end of some backward passes")
 
     def _around_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._position.during("generate"):
@@ -110,23 +114,24 @@ class Phases:
         before = self._steps[id(inner)]
         result = original(scaler, optimizer, *args, **kwargs)
         skipped = scaler.is_enabled() and self._steps[id(inner)] == before
-        for listener in self.after_scaler:
-            listener(scaler, inner, skipped)
+        self._tell(self.after_scaler, "the gradient scaler", scaler, inner, skipped)
         if skipped:
             self._count(inner)
         return result
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for listener in self.before_step:
-            listener(optimizer)
+        self._tell(self.before_step, "gradients before some optimizer steps", optimizer)
         self._position.overrides.append("optimizer")
 
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._position.overrides:
             self._position.overrides.pop()
-        for listener in self.after_step:
-            listener(optimizer)
+        self._tell(self.after_step, "parameters after some optimizer steps", optimizer)
         self._count(optimizer)
+
+    def _tell(self, listeners: list[Any], what: str, *facts: Any) -> None:
+        for listener in listeners:
+            self._guard.shield(listener, what)(*facts)
 
     def _count(self, optimizer: Optimizer) -> None:
         """Counts a step; with several optimizers (one per network, say) the busiest one gives the step number."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor.instrument.autocast import AutocastLog
+from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.phases import Phases
@@ -47,7 +48,8 @@ class Instruments:
         self._window = window
         self._autocast = AutocastLog()
         self.names = Names(writer)
-        self._phases = Phases(self.position)
+        self.guard = Guard(writer, self.position)
+        self._phases = Phases(self.position, self.guard)
         self._modules = ModuleWatch(writer, self.position, self.names, self._autocast)
         self._ops = OpTrace(writer, self.position, self.names, self._autocast)
         self._listen()
