@@ -21,6 +21,9 @@ class Names:
 
     A module that is later found inside a larger one (a model that is wrapped by an adapter after its first call) keeps
     the name under the root where it was seen first, unless the larger root is added before.
+
+    Attributes:
+        version: grows whenever a module gets a name or loses it.
     """
 
     def __init__(self, writer: TraceWriter) -> None:
@@ -28,6 +31,7 @@ class Names:
         self._names: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
         self._roots: list[nn.Module | None] = []
         self._noted: dict[tuple[int, str], tuple[str, bool]] = {}
+        self.version = 0
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:
@@ -37,12 +41,14 @@ class Names:
     def remove_root(self, module: nn.Module) -> None:
         """Lets go of an outermost module and of everything inside it; does nothing where it is not one."""
         self._roots = [None if root is module else root for root in self._roots]
+        self.version += 1
 
     def add_alias(self, wrapper: nn.Module, module: nn.Module) -> None:
         """Gives ``wrapper``, through which ``module`` is called (a compiled model, say), the name of ``module``."""
         place = self._names.get(module)
         if place is not None:
             self._names[wrapper] = place
+            self.version += 1
 
     def add_root(self, module: nn.Module) -> None:
         """Numbers ``module`` as an outermost one and names everything inside it."""
@@ -62,6 +68,7 @@ class Names:
     def _name_all(self, module: nn.Module, number: int) -> None:
         for name, child in module.named_modules():
             self._names[child] = (number, name)
+        self.version += 1
 
     def find(self, module: nn.Module) -> tuple[int, str] | None:
         """Root number and dotted name of ``module``, or None for a module that no root is known to hold."""

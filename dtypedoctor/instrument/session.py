@@ -50,7 +50,7 @@ class Instruments:
         self.names = Names(writer)
         self.guard = Guard(writer, self.position)
         self._phases = Phases(self.position, self.guard)
-        self._modules = ModuleWatch(writer, self.position, self.names, self._autocast)
+        self._modules = ModuleWatch(writer, self.position, self.names, self._autocast, self.guard)
         self._ops = OpTrace(writer, self.position, self.names, self._autocast)
         self._listen()
 

@@ -1,10 +1,11 @@
 """Describes each measuring place once, so that a sample is only numbers."""
 
-from typing import Any
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.places import Place
 from dtypedoctor.trace.events import Site
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -12,48 +13,65 @@ MAX_SHAPES = 4
 """Shapes that a place is described with before its shape is given as varying; keeps the trace of a long run bounded."""
 
 
+class Looks(NamedTuple):
+    """All of a site that does not depend on the module: what its number is found by."""
+
+    phase: str
+    kind: str
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    autocast: str | None
+    device: torch.device
+
+
+def looks_of(tensor: Tensor, phase: str, kind: str, path: str, autocast: str | None) -> Looks:
+    """How ``tensor`` looks as a sample of some kind; keeps nothing of the tensor alive."""
+    return Looks(phase, kind, path, tensor.dtype, tensor.shape, autocast, tensor.device)
+
+
 class Sites:
     """Numbers places (module, phase, kind, path in a structure, dtype, shape, autocast)."""
 
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
-        self._ids: dict[tuple[Any, ...], int] = {}
-        self._shapes: dict[tuple[Any, ...], int] = {}
         self._next = 1
 
-    def id_of(self, root: int, fqn: str, cls: str, phase: str, kind: str, index: str, tensor: Tensor,
-              autocast: str | None) -> int:  # fmt: skip
-        """The number of the place that ``tensor`` is measured at, written to the trace when it is new."""
-        place = (root, fqn, phase, kind, index, tensor.dtype, autocast)
-        key: tuple[Any, ...] = (*place, tensor.shape)
-        found = self._ids.get(key)
-        if found is not None:
-            return found
-        shapes = self._shapes.get(place, 0)
-        if shapes >= MAX_SHAPES:
-            found = self._ids.get((*place, None))
-            shape = [-1] * tensor.dim()
-            key = (*place, None)
-        else:
-            shape = list(tensor.shape)
-            self._shapes[place] = shapes + 1
+    def id_of(self, place: Place, looks: Looks) -> int:
+        """The number of the site, which is written to the trace when it is new."""
+        return place.sites.get(looks) or self._describe(place, looks)
+
+    def entry(self, place: Place, phase: str) -> int:
+        """The number that stands for entering a module, for the cursor."""
+        found = place.sites.get(phase)
         if found is None:
-            found = self._ids[key] = self._next
-            self._next += 1
+            found = self._number(place, phase)
             self._writer.write(
-                Site(id=found, root=root, fqn=fqn, cls=cls, phase=phase, kind=kind, index=index,
-                     dtype=dtype_name(tensor), shape=shape, device=tensor.device.type, autocast=autocast)
+                Site(id=found, root=place.root, fqn=place.fqn, cls=place.cls, phase=phase, kind="entered", index="",
+                     dtype="", shape=[])
             )  # fmt: skip
         return found
 
-    def entry(self, root: int, fqn: str, cls: str, phase: str) -> int:
-        """The number that stands for entering a module, for the cursor."""
-        key = (root, fqn, phase, "entered")
-        found = self._ids.get(key)
-        if found is None:
-            found = self._ids[key] = self._next
-            self._next += 1
-            self._writer.write(
-                Site(id=found, root=root, fqn=fqn, cls=cls, phase=phase, kind="entered", index="", dtype="", shape=[])
-            )
+    def _describe(self, place: Place, looks: Looks) -> int:
+        family = looks._replace(shape=())
+        counted = ("shapes", family)
+        shapes = place.sites.get(counted, 0)
+        if shapes < MAX_SHAPES:
+            place.sites[counted] = shapes + 1
+            return self._write(place, looks, looks, list(looks.shape))
+        varying = ("varies", family)
+        return place.sites.get(varying) or self._write(place, varying, looks, [-1] * len(looks.shape))
+
+    def _write(self, place: Place, key: object, looks: Looks, shape: list[int]) -> int:
+        found = self._number(place, key)
+        self._writer.write(
+            Site(id=found, root=place.root, fqn=place.fqn, cls=place.cls, phase=looks.phase, kind=looks.kind,
+                 index=looks.path, dtype=str(looks.dtype).removeprefix("torch."), shape=shape,
+                 device=looks.device.type, autocast=looks.autocast)
+        )  # fmt: skip
+        return found
+
+    def _number(self, place: Place, key: object) -> int:
+        found = place.sites[key] = self._next
+        self._next += 1
         return found

@@ -1,11 +1,16 @@
 """Measures tensors: largest finite magnitude, and how many elements are NaN or inf."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import inf, isfinite
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+Named = tuple[str, Tensor]
+"""A tensor and its path in the structure that it was found in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,67 +28,84 @@ class Extent:
         return not (self.num_nan or self.num_posinf or self.num_neginf)
 
 
+_DENSE_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
 def measurable(value: object) -> bool:
     """Whether ``value`` is a dense floating-point tensor with data behind it (not packed, meta, fake or sparse)."""
     return (
-        isinstance(value, Tensor)
+        type(value) in _DENSE_TYPES
+        and isinstance(value, Tensor)
         and value.is_floating_point()
         and value.layout is torch.strided
-        and value.device.type != "meta"
-        and type(value) in _DENSE_TYPES
+        and not value.is_meta
     )
-
-
-_DENSE_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def measure(tensors: Sequence[Tensor]) -> list[Extent]:
     """Measures a batch of floating-point tensors of any shape on one device.
 
-    Only the maximum norm is computed for all of them, and read back once for the whole batch; the counting pass is
-    made only for tensors whose norm is not finite (the maximum norm carries NaN and inf through).
+    Only the smallest and the largest element are looked for, which carries NaN and inf through; the counting pass is made
+    only for tensors where one of them is not finite. On a CPU that reads more than twenty times faster than a maximum
+    norm (torch 2.13: 37 against 1.5 GB/s). On other devices the results are read back once for the whole batch.
     """
     if not tensors:
         return []
-    with torch.no_grad(), torch._C._DisableAutocast():
-        norms = torch.stack([_max_norm(t.detach()) for t in tensors]).tolist()
-        return [
-            _count(t.detach()) if not isfinite(n) else Extent(absmax=n) for t, n in zip(tensors, norms, strict=True)
-        ]
+    if tensors[0].device.type == "cpu":
+        return [measure_one(tensor) for tensor in tensors]
+    ends = torch.stack([end for tensor in tensors for end in _ends(tensor.detach())]).tolist()
+    return [_extent(t, low, high) for t, low, high in zip(tensors, ends[::2], ends[1::2], strict=True)]
 
 
-def _max_norm(tensor: Tensor) -> Tensor:
+def measure_one(tensor: Tensor) -> Extent:
+    """Measures one floating-point tensor of any shape; waits for its device."""
+    low, high = _ends(tensor.detach())
+    return _extent(tensor, low.item(), high.item())
+
+
+def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest element, on other devices than the CPU as float64 so that those of a batch can be joined."""
     if tensor.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=tensor.device)
-    if tensor.element_size() == 1:
-        tensor = tensor.float()
-    return torch.linalg.vector_norm(tensor, inf).to(torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device=tensor.device)
+        return zero, zero
+    low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    return (low, high) if tensor.device.type == "cpu" else (low.double(), high.double())
+
+
+def _extent(tensor: Tensor, low: float, high: float) -> Extent:
+    absmax = abs(max(high, -low))
+    return Extent(absmax=absmax) if isfinite(absmax) else _count(tensor.detach())
 
 
 def _count(tensor: Tensor) -> Extent:
-    values = tensor.float() if tensor.element_size() == 1 else tensor
-    finite = torch.where(torch.isfinite(values), values, torch.zeros((), dtype=values.dtype, device=values.device))
-    counts = torch.stack([torch.isnan(values).sum(), torch.isposinf(values).sum(), torch.isneginf(values).sum()])
-    nan, posinf, neginf = counts.tolist()
-    return Extent(absmax=float(_max_norm(finite)), num_nan=nan, num_posinf=posinf, num_neginf=neginf)
+    with torch._C._DisableAutocast():
+        values = tensor.float() if tensor.element_size() == 1 else tensor
+        finite = torch.where(torch.isfinite(values), values, torch.zeros((), dtype=values.dtype, device=values.device))
+        counts = torch.stack([torch.isnan(values).sum(), torch.isposinf(values).sum(), torch.isneginf(values).sum()])
+        nan, posinf, neginf = counts.tolist()
+        low, high = torch.aminmax(finite)
+        return Extent(absmax=abs(max(high.item(), -low.item())), num_nan=nan, num_posinf=posinf, num_neginf=neginf)
 
 
-def tensors_in(value: object, path: str = "", depth: int = 0) -> Iterable[tuple[str, Tensor]]:
+def tensors_in(value: object, path: str = "", depth: int = 0) -> list[Named]:
     """Every measurable tensor inside a structured value with its path, e.g. ``0``, ``logits`` or ``past.1``.
 
-    Tuples, lists, mappings (transformers' outputs are mappings) are walked to a depth of 3.
+    Tuples, lists, mappings (transformers' outputs are mappings) and dataclasses are walked to a depth of 3.
     """
-    if isinstance(value, Tensor):
-        if measurable(value):
-            yield path, value
-        return
-    if depth == 3 or value is None:
-        return
+    if measurable(value):
+        return [(path, value)]  # type: ignore[list-item]  # measurable() has seen that it is a tensor
+    if value is None or depth == 3 or isinstance(value, Tensor):
+        return []
     if isinstance(value, (list, tuple)):
         items: Iterable[tuple[object, object]] = enumerate(value)
-    elif hasattr(value, "items") and hasattr(value, "keys"):
+    elif isinstance(value, Mapping):
         items = value.items()
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = ((f.name, getattr(value, f.name, None)) for f in fields(value))
     else:
-        return
+        return []
+    found: list[Named] = []
     for key, item in items:
-        yield from tensors_in(item, f"{path}.{key}" if path else str(key), depth + 1)
+        if item is not None:
+            found += tensors_in(item, f"{path}.{key}" if path else str(key), depth + 1)
+    return found
