@@ -10,19 +10,28 @@ from command import Finished, dtypedoctor, report_of
 HERE = Path(__file__).resolve().parent
 
 GRPO: dict[str, Any] = {"kind": "grpo", "steps": 8, "learning_rate": 0.05, "gradient_accumulation": 4}
-LORA: dict[str, Any] = {"r": 4, "alpha": 8, "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+LORA: dict[str, Any] = {
+    "r": 4,
+    "alpha": 8,
+    "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
 
 
 def scenario(directory: Path, *, name: str = "case", **changes: Any) -> Path:
     """Writes a small GRPO scenario with some top-level keys or model keys changed."""
     model = {"name": "builtin:gemma4-tiny", "dtype": "float16", "lora": LORA} | changes.pop("model", {})
-    content = {"name": name, "summary": "A case.", "steps": [{"model": model, "workload": GRPO | changes.pop("workload", {})}]}
+    content = {
+        "name": name,
+        "summary": "A case.",
+        "steps": [{"model": model, "workload": GRPO | changes.pop("workload", {})}],
+    }
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(content | changes))
     return path
 
 
 def run(path: Path, *more: str, out: Path | None = None) -> tuple[Finished, Path]:
+    """Runs a scenario file with the factories of the tests importable and the hub out of reach."""
     directory = out or path.parent / "run"
     return dtypedoctor("run", path, "--out", directory, *more, PYTHONPATH=str(HERE), HF_HUB_OFFLINE="1"), directory
 
@@ -81,10 +90,10 @@ def test_an_output_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     assert_refused(finished, directory, "cannot be created")
 
 
-@pytest.mark.parametrize(
-    ("factory", "words"), [("killed", "SIGKILL"), ("crashes", "SIGSEGV"), ("hangs", "time limit")]
-)
-def test_a_worker_that_dies_leaves_a_report_that_names_the_last_module(factory: str, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("factory", "words"), [("killed", "SIGKILL"), ("crashes", "SIGSEGV"), ("hangs", "time limit")])
+def test_a_worker_that_dies_leaves_a_report_that_names_the_last_module(
+    factory: str, words: str, tmp_path: Path
+) -> None:
     """Killed, crashed or hung in the second MLP: the report says how and where, and the doctor is alive."""
     path = scenario(tmp_path, model={"name": f"factories:{factory}", "lora": None}, time_limit=20)
     finished, directory = run(path)

@@ -139,4 +139,8 @@ def test_help_imports_nothing_heavy() -> None:
 def _heavy_imports(profile: str) -> list[str]:
     names = [line.rsplit("|", 1)[-1].strip() for line in profile.splitlines() if line.startswith("import time:")]
     assert len(names) > 20
-    return [n for n in names if n.split(".")[0] in {"torch", "transformers", "numpy", "peft", "trl", "datasets", "bitsandbytes"}]
+    return [
+        n
+        for n in names
+        if n.split(".")[0] in {"torch", "transformers", "numpy", "peft", "trl", "datasets", "bitsandbytes"}
+    ]

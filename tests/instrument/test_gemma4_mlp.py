@@ -12,6 +12,7 @@ from dtypedoctor.models.builtin import gemma4_tiny
 
 
 def mlp(scale: float = 1.0) -> tuple[nn.Module, Gemma4TextMLP]:
+    """A tiny Gemma-4 and its first MLP with scaled gate and up projections."""
     torch.manual_seed(0)
     model = gemma4_tiny()
     layer = model.model.layers[0].mlp
@@ -45,7 +46,9 @@ def test_in_float16_it_equals_the_float32_reference_forward_and_backward() -> No
     finally:
         installed.undo()
     torch.testing.assert_close(out.float(), reference, rtol=4e-3, atol=2e-3 * reference.abs().max().item())
-    torch.testing.assert_close(layer.up_proj.weight.grad.float(), wanted, rtol=1e-2, atol=5e-3 * wanted.abs().max().item())
+    torch.testing.assert_close(
+        layer.up_proj.weight.grad.float(), wanted, rtol=1e-2, atol=5e-3 * wanted.abs().max().item()
+    )
     assert installed.counters.hits == 1
     assert installed.counters.elements("rescued") == 0
     assert installed.counters.elements("clamped") == 0

@@ -28,6 +28,7 @@ class Product(nn.Module):
 
 
 def first_call() -> OpWindow:
+    """The window around the first outermost call."""
     return OpWindow(call=1, step=0, until="next-call")
 
 
@@ -36,7 +37,12 @@ def test_the_origin_is_the_op_with_finite_operands_and_its_replay_is_finite(tmp_
     net = Product().half()
     trace = watched(tmp_path, lambda _: net(torch.full((1, 4), 300.0).half()), first_call())
     (finding,) = diagnose(trace)
-    assert (finding.id, finding.fqn, finding.op, finding.confidence) == ("float16-overflow", "", "aten.mul.Tensor", "proven")
+    assert (finding.id, finding.fqn, finding.op, finding.confidence) == (
+        "float16-overflow",
+        "",
+        "aten.mul.Tensor",
+        "proven",
+    )
     assert finding.source is not None
     assert finding.source.startswith("test_optrace.py:")
     (replay,) = trace.all(Replay)
@@ -45,6 +51,7 @@ def test_the_origin_is_the_op_with_finite_operands_and_its_replay_is_finite(tmp_
 
 def test_a_value_that_no_dtype_holds_is_a_domain_error(tmp_path: Path) -> None:
     """The logarithm of a negative number is NaN in float64 too."""
+
     class Log(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.log()
@@ -83,6 +90,7 @@ def test_an_op_that_refuses_mixed_dtypes_is_recorded_with_its_operands_and_a_rep
 
 def test_inplace_ops_inside_a_custom_function_are_seen_with_their_real_dtypes(tmp_path: Path) -> None:
     """Below autocast: the products are cast, the in-place accumulation is not, and the Function is named."""
+
     class Accumulate(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x: Tensor, w: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
@@ -115,12 +123,15 @@ def test_inplace_ops_inside_a_custom_function_are_seen_with_their_real_dtypes(tm
 def test_the_window_is_closed_outside_of_its_call(tmp_path: Path) -> None:
     """Only the ops of the named call are recorded."""
     net = Product()
-    trace = watched(tmp_path, lambda _: [net(torch.ones(1, 4)) for _ in range(3)], OpWindow(call=2, step=0, until="next-call"))
+    trace = watched(
+        tmp_path, lambda _: [net(torch.ones(1, 4)) for _ in range(3)], OpWindow(call=2, step=0, until="next-call")
+    )
     assert {op.call for op in trace.all(Op)} == {2}
     assert trace.all(Op)
 
 
 def results(trace: Trace) -> list[str]:
+    """The recorded ops, by name."""
     return [op.op for op in trace.all(Op)]
 
 

@@ -51,7 +51,11 @@ def _seeded() -> None:
 
 def outputs(trace: Trace, phase: str = "forward") -> dict[str, float]:
     """The last magnitude of each module's output (or gradient) in a phase."""
-    return {site.fqn: s.absmax for s in trace.samples if (site := trace.sites[s.site]).phase == phase and site.kind != "param"}
+    return {
+        site.fqn: s.absmax
+        for s in trace.samples
+        if (site := trace.sites[s.site]).phase == phase and site.kind != "param"
+    }
 
 
 def test_every_module_is_measured_in_forward_and_backward(tmp_path: Path) -> None:
@@ -72,12 +76,15 @@ def test_the_first_inf_is_recorded_at_the_module_that_returned_it_with_its_bad_i
     found = first_nonfinite(trace)
     assert found is not None
     assert found[1].fqn == "blocks.1.narrow"
-    bad_inputs = [trace.sites[s.site].fqn for s in trace.samples if trace.sites[s.site].kind == "input" and not s.finite]
+    bad_inputs = [
+        trace.sites[s.site].fqn for s in trace.samples if trace.sites[s.site].kind == "input" and not s.finite
+    ]
     assert bad_inputs[0] == "blocks.1.narrow"
 
 
 def test_counts_of_nan_and_inf_are_exact(tmp_path: Path) -> None:
     """Three inf and two NaN among finite values are counted as that, and the magnitude is that of the others."""
+
     class Spoil(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             x = x.clone()
@@ -121,6 +128,7 @@ def test_steps_are_counted_from_one_and_a_skipped_scaler_step_counts(tmp_path: P
 
 def test_results_are_bitwise_equal_with_and_without_the_watch(tmp_path: Path) -> None:
     """Outputs, gradients, random state and updated parameters do not change by watching."""
+
     def train(net: nn.Module) -> list[Tensor]:
         torch.manual_seed(1)
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -158,6 +166,7 @@ def test_a_watched_model_pickles_copies_and_keeps_no_hooks(tmp_path: Path) -> No
 
 def test_a_compiled_model_gets_no_added_graph_breaks(tmp_path: Path) -> None:
     """The compiled graph is the same with the watch as without."""
+
     def graphs() -> tuple[int, dict[str, int]]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -212,6 +221,7 @@ def test_parameters_and_buffers_are_noted_with_their_owner(tmp_path: Path) -> No
 
 def test_a_tensor_changed_in_place_is_measured_again(tmp_path: Path) -> None:
     """A container that returns its child's tensor after changing it in place gets the new magnitude."""
+
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()

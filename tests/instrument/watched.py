@@ -10,7 +10,9 @@ from dtypedoctor.trace.reader import Trace, read_trace
 from dtypedoctor.trace.writer import TraceWriter
 
 
-def watched(directory: Path, work: Callable[[Instruments], Any], window: OpWindow | None = None, *, watch: bool = True) -> Trace:
+def watched(
+    directory: Path, work: Callable[[Instruments], Any], window: OpWindow | None = None, *, watch: bool = True
+) -> Trace:
     """The trace of ``work``; an exception that it raises is recorded as the worker would."""
     writer = TraceWriter(directory)
     writer.write(Header(watched=watch))

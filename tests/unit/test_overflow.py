@@ -1,11 +1,12 @@
 """The overflow detector on traces built by hand."""
 
+from traces import TraceBuilder, tensor
+
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Confidence
 from dtypedoctor.diagnosis.window import suspicious_window
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import Raised, Replay
-from traces import TraceBuilder, tensor
 
 
 def overflowing(*, replay_finite: bool = True, dtype: str = "float16") -> TraceBuilder:
@@ -16,7 +17,9 @@ def overflowing(*, replay_finite: bool = True, dtype: str = "float16") -> TraceB
     product = trace.op("aten.mul.Tensor", "mlp", [tensor(1, 318.75, dtype=dtype), tensor(2, 333.25, dtype=dtype)],
                        [tensor(3, 56256.0, dtype=dtype, inf=2)])  # fmt: skip
     trace.add(Replay(n=trace.n(), of=product.n, how="float32", finite=replay_finite, absmax=77178.0))
-    trace.op("aten.mm.default", "mlp.down", [tensor(3, 56256.0, dtype=dtype, inf=2), tensor(4)], [tensor(5, inf=1, nan=3)])
+    trace.op(
+        "aten.mm.default", "mlp.down", [tensor(3, 56256.0, dtype=dtype, inf=2), tensor(4)], [tensor(5, inf=1, nan=3)]
+    )
     trace.sample("mlp.down", 6620.0, inf=1, nan=3, dtype=dtype)
     trace.sample("mlp.down", 6620.0, inf=2, dtype=dtype, kind="input")
     trace.sample("norm", 0.0, nan=8, dtype=dtype)
@@ -41,7 +44,12 @@ def test_a_result_that_float32_cannot_hold_either_is_no_precision_problem() -> N
 
 def test_without_an_op_trace_the_module_above_the_first_bad_input_is_possible() -> None:
     """The watch alone says which module's own code it was, and does not claim more than that."""
-    trace = TraceBuilder().sample("mlp.up", 333.25).sample("mlp.down", 6620.0, inf=1).sample("mlp.down", 1.0, inf=2, kind="input")
+    trace = (
+        TraceBuilder()
+        .sample("mlp.up", 333.25)
+        .sample("mlp.down", 6620.0, inf=1)
+        .sample("mlp.down", 1.0, inf=2, kind="input")
+    )
     (finding,) = diagnose(trace.build())
     assert (finding.fqn, finding.op, finding.confidence) == ("mlp", None, Confidence.POSSIBLE)
 

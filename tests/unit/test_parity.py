@@ -3,14 +3,15 @@
 import math
 
 import pytest
+from traces import TraceBuilder
 
 from dtypedoctor.trace.events import Metric, ProbeLogProbs
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.parity import parity
-from traces import TraceBuilder
 
 
 def run(*steps: list[float | None], rewards: tuple[float, ...] = ()) -> Trace:
+    """A trace with one probe per step."""
     trace = TraceBuilder()
     for number, values in enumerate(steps, start=1):
         trace.add(ProbeLogProbs(n=trace.n(), step=number, values=values))

@@ -22,7 +22,9 @@ class TraceBuilder:
     def sample(self, fqn: str, absmax: float, *, dtype: str = "float16", nan: int = 0, inf: int = 0, cls: str = "Linear",
                kind: str = "output", phase: str = "forward", step: int = 1, call: int = 1) -> "TraceBuilder":  # fmt: skip
         number = len(self._sites) + 1
-        self._sites[number] = Site(id=number, root=0, fqn=fqn, cls=cls, phase=phase, kind=kind, index="", dtype=dtype, shape=[2, 8])
+        self._sites[number] = Site(
+            id=number, root=0, fqn=fqn, cls=cls, phase=phase, kind=kind, index="", dtype=dtype, shape=[2, 8]
+        )
         self._samples.append(
             Sample(n=self.n(), step=step, call=call, site=number, absmax=absmax, num_nan=nan, num_inf=inf)
         )
@@ -53,6 +55,8 @@ class TraceBuilder:
         return Trace(records=records, samples=tuple(self._samples), sites=dict(self._sites))
 
 
-def tensor(number: int, absmax: float | None = 1.0, *, dtype: str = "float16", nan: int = 0, inf: int = 0, **more: Any) -> TensorNote:
+def tensor(
+    number: int, absmax: float | None = 1.0, *, dtype: str = "float16", nan: int = 0, inf: int = 0, **more: Any
+) -> TensorNote:
     """A tensor note of eight elements."""
     return TensorNote(id=number, dtype=dtype, shape=[2, 4], absmax=absmax, num_nan=nan, num_posinf=inf, **more)
