@@ -4,35 +4,68 @@ Below the dispatcher ``torch.is_autocast_enabled()`` always answers False, so th
 entered: the context manager class itself, which ``custom_bwd`` also uses to restore the forward's state.
 """
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.amp.autocast_mode import autocast
+
+from dtypedoctor.instrument.frames import source_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """An open autocast region.
+
+    Attributes:
+        device: the device type whose operators it casts.
+        wanted: the dtype that was asked for.
+        enabled: False for a region that switches autocast off, and where torch disabled it (no such device).
+        source: ``file.py:line`` of the code that entered it; None for one that was open when the watch began.
+    """
+
+    device: str
+    wanted: str
+    enabled: bool
+    source: str | None
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype it casts to, None where it casts nothing."""
+        return self.wanted if self.enabled else None
 
 
 class AutocastLog:
-    """Knows the innermost autocast region per device type while started."""
+    """Knows the innermost autocast region per device type while started.
+
+    Attributes:
+        entered: called with each region that is entered.
+    """
 
     def __init__(self) -> None:
-        self._regions: list[tuple[str, str | None]] = []
+        self._regions: list[Region] = []
         self._undo: list[Callable[[], None]] = []
+        self.entered: list[Callable[[Region], None]] = []
 
     def start(self) -> None:
-        """Begins to follow regions; regions that are already open stay unknown."""
+        """Begins to follow regions; of those already open, the innermost of each device type is known."""
+        self._regions[:] = list(_already_open())
         enter, leave = autocast.__enter__, autocast.__exit__
         regions = self._regions
 
         def __enter__(region: autocast) -> Any:  # noqa: N807
             result = enter(region)
-            dtype = str(region.fast_dtype).removeprefix("torch.") if region._enabled else None
-            regions.append((region.device, dtype))
+            if not torch.compiler.is_compiling():
+                self._note(region)
             return result
 
         def __exit__(  # noqa: N807
             region: autocast, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
         ) -> Any:
-            if regions:
+            if regions and not torch.compiler.is_compiling():
                 regions.pop()
             return leave(region, kind, error, tb)
 
@@ -50,14 +83,30 @@ class AutocastLog:
         while self._undo:
             self._undo.pop()()
 
+    def _note(self, region: autocast) -> None:
+        found = Region(
+            device=region.device,
+            wanted=str(region.fast_dtype).removeprefix("torch."),
+            enabled=bool(region._enabled),
+            source=source_of(sys._getframe(2)),
+        )
+        self._regions.append(found)
+        for listener in self.entered:
+            listener(found)
+
     def dtype(self, device: str) -> str | None:
         """The autocast dtype in force for ``device`` (``cpu``, ``cuda``), or None."""
-        for where, dtype in reversed(self._regions):
-            if where == device:
-                return dtype
-        return None
+        return next((region.dtype for region in reversed(self._regions) if region.device == device), None)
 
     @property
-    def innermost(self) -> str | None:
-        """The dtype of the innermost region, whatever its device; None outside of any."""
-        return self._regions[-1][1] if self._regions else None
+    def open_regions(self) -> tuple[Region, ...]:
+        """Every region that is open, outermost first."""
+        return tuple(self._regions)
+
+
+def _already_open() -> list[Region]:
+    return [
+        Region(device=d, wanted=str(torch.get_autocast_dtype(d)).removeprefix("torch."), enabled=True, source=None)
+        for d in ("cpu", "cuda")
+        if torch.is_autocast_enabled(d)
+    ]

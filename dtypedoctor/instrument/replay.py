@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.statistics import measurable, measure
 from dtypedoctor.trace.events import Replay
 from dtypedoctor.trace.writer import TraceWriter
@@ -26,29 +27,13 @@ def replay_wider(writer: TraceWriter, of: int, func: Any, args: tuple[Any, ...],
             return value.to(wide)
         return wide if isinstance(value, torch.dtype) and value in _FLOATS else value
 
-    _replay(writer, of, str(wide).removeprefix("torch."), func, tree_map(widen, (args, kwargs)))
+    run_again(writer, of, str(wide).removeprefix("torch."), func, tree_map(widen, (args, kwargs)))
 
 
-def replay_equal_dtypes(writer: TraceWriter, of: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs an op that refused its operands again with all of them in the widest of their dtypes.
-
-    Success shows that the dtypes alone were the reason. Nothing is recorded where the operands' dtypes were equal.
-    """
-    leaves = [t for t in tree_flatten((args, kwargs))[0] if measurable(t)]
-    dtypes = {t.dtype for t in leaves}
-    if len(dtypes) < 2:
-        return
-    common = torch.float32 if torch.float32 in dtypes or len(dtypes) > 1 else leaves[0].dtype
-
-    def cast(value: Any) -> Any:
-        return value.to(common, copy=True) if measurable(value) else value
-
-    _replay(writer, of, "equal-dtypes", func, tree_map(cast, (args, kwargs)))
-
-
-def _replay(
+def run_again(
     writer: TraceWriter, of: int, how: str, func: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> None:
+    """Runs ``func`` outside of autograd and autocast and records how it went as a replay of op ``of``."""
     args, kwargs = arguments
     try:
         with torch.no_grad(), torch._C._DisableAutocast():
@@ -65,5 +50,6 @@ def _replay(
             how=how,
             finite=all(e.finite for e in extents),
             absmax=max((e.absmax for e in extents), default=None),
+            dtype=dtype_name(results[0]) if results else None,
         )
     )

@@ -13,6 +13,7 @@ from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.optrace import OpTrace
+from dtypedoctor.instrument.origins import call_arguments
 from dtypedoctor.instrument.phases import Phases
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.statistics import measurable
@@ -51,7 +52,7 @@ class Instruments:
         self.guard = Guard(writer, self.position)
         self._phases = Phases(self.position, self.guard)
         self._modules = ModuleWatch(writer, self.position, self.names, self._autocast, self.guard)
-        self._ops = OpTrace(writer, self.position, self.names, self._autocast)
+        self._ops = OpTrace(writer, self.position, self.names, self._autocast, self.guard)
         self._listen()
 
     def _listen(self) -> None:
@@ -61,6 +62,8 @@ class Instruments:
         self._phases.after_step.append(self._after_step)
         self._phases.after_scaler.append(self._after_scaler)
         self._modules.before_root.append(self._before_call)
+        self._modules.after_root.append(lambda module: self._ops.leave_root())
+        self._modules.on_error.append(self._ops.refused_by_module)
 
     def start(self) -> None:
         """Begins to watch."""
@@ -124,6 +127,8 @@ class Instruments:
             self._ops.close()
         if window.call == self.position.call and window.until != "optimizer":
             self._ops.open()
+        if self._ops.is_open:
+            self._ops.enter_root(*call_arguments(module))
 
     def _before_backward(self, tensors: list[Tensor]) -> None:
         if self._window is not None and self._window.until == "next-call":

@@ -51,6 +51,8 @@ class ModuleWatch:
         self._handles: list[Any] = []
         self.raised_in: tuple[int, list[str]] = (0, [])
         """Identity of the last exception that left a module, and the module calls that were open where it began."""
+        self.on_error: list[Callable[[nn.Module, Any, BaseException], None]] = []
+        """Called with the innermost module whose call an exception has left, its positional arguments and the exception."""
         self.before_root: list[CallListener] = []
         """Called with the module before each outermost call."""
         self.after_root: list[CallListener] = []
@@ -104,7 +106,7 @@ class ModuleWatch:
             while stack[-1] is not module:
                 stack.pop()
         if output is None and (error := sys.exc_info()[1]) is not None:
-            self._note_error(error)
+            self._note_error(module, args, error)
         else:
             place = self._places.of(module)
             if place is not None:
@@ -115,9 +117,11 @@ class ModuleWatch:
             for listener in self.after_root:
                 listener(module)
 
-    def _note_error(self, error: BaseException) -> None:
+    def _note_error(self, module: nn.Module, args: Any, error: BaseException) -> None:
         if self.raised_in[0] != id(error):
             self.raised_in = (id(error), self.open_modules())
+            for listener in self.on_error:
+                listener(module, args, error)
 
     def open_modules(self) -> list[str]:
         """Dotted names of the module calls that are open, outermost first."""

@@ -1,0 +1,44 @@
+"""Reads Python's own stack: which line of whose code is at work, and inside which custom autograd function."""
+
+from types import FrameType
+
+from torch.autograd.function import FunctionCtx
+
+_NOT_THE_USERS = ("torch.", "dtypedoctor.instrument", "dtypedoctor.worker")
+
+
+def source_of(frame: FrameType | None) -> str | None:
+    """``file.py:line`` of the innermost frame that is neither torch's nor the doctor's; None where there is none."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module != "torch" and not module.startswith(_NOT_THE_USERS):
+            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def function_context(frame: FrameType | None) -> FunctionCtx | None:
+    """The context of the innermost custom ``autograd.Function`` whose forward is running, if any.
+
+    torch calls a forward from ``Function.apply`` and hands it the context first; a decorator in between (``custom_fwd``)
+    takes it as the first of its ``*args``.
+    """
+    inner: FrameType | None = None
+    while frame is not None:
+        if frame.f_code.co_name == "apply" and frame.f_globals.get("__name__") == "torch.autograd.function":
+            return _first_argument(inner) if inner is not None else None
+        inner, frame = frame, frame.f_back
+    return None
+
+
+def _first_argument(frame: FrameType) -> FunctionCtx | None:
+    names = frame.f_code.co_varnames
+    value = frame.f_locals.get(names[0]) if names else None
+    if isinstance(value, tuple):
+        value = value[0] if value else None
+    return value if isinstance(value, FunctionCtx) else None
+
+
+def function_name(context: FunctionCtx) -> str:
+    """Name of the custom function that ``context`` belongs to."""
+    return type(context).__name__.removesuffix("Backward")

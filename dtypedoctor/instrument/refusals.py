@@ -1,0 +1,73 @@
+"""Counterfactuals on the dtypes of one op: would it have run, or returned another dtype, had its operands agreed?"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from dtypedoctor.instrument.replay import run_again
+from dtypedoctor.instrument.schema import Arguments
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.trace.writer import TraceWriter
+
+
+def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments) -> None:
+    """Runs an op that refused its operands again with other dtypes; nothing where their dtypes were equal.
+
+    * ``equal-dtypes``: all in float32 (in float64 where one is), which shows that the dtypes alone were the reason.
+    * ``all-as-DTYPE`` for each dtype among them: what would have happened had the region, the weights or the input agreed.
+    * ``operand-I-as-DTYPE``: operand I alone cast, where all others agree. Success names the odd one.
+    """
+    leaves = [t for t in tree_flatten(arguments)[0] if isinstance(t, Tensor)]
+    dtypes = dict.fromkeys(t.dtype for t in leaves if measurable(t))
+    if len(dtypes) < 2:
+        return
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    run_again(writer, of, "equal-dtypes", func, _cast(arguments, partial(_always, wide)))
+    for dtype in dtypes:
+        run_again(writer, of, f"all-as-{_short(dtype)}", func, _cast(arguments, partial(_always, dtype)))
+    for index, leaf in enumerate(leaves):
+        others = {t.dtype for t in leaves if t is not leaf and measurable(t)}
+        if measurable(leaf) and len(others) == 1 and leaf.dtype not in others:
+            to = others.pop()
+            run_again(writer, of, f"operand-{index}-as-{_short(to)}", func, _cast(arguments, partial(_only, leaf, to)))
+
+
+def replay_promotion(writer: TraceWriter, of: int, func: Any, arguments: Arguments, outputs: list[Tensor]) -> bool:
+    """Where an op of mixed dtypes returned the widest of them, runs it again with all operands in the narrowest.
+
+    The dtype of that result shows that the wider operand alone made it wide. Recorded as ``narrowest-dtype``.
+
+    Returns:
+        Whether there was anything to try.
+    """
+    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    dtypes = {t.dtype for t in tree_flatten(arguments)[0] if measurable(t)}
+    if len({d.itemsize for d in dtypes}) < 2:
+        return False
+    narrow = min(dtypes, key=lambda d: d.itemsize)
+    if not any(t.dtype in dtypes and t.dtype.itemsize > narrow.itemsize for t in outputs if measurable(t)):
+        return False
+    run_again(writer, of, "narrowest-dtype", func, _cast(arguments, partial(_always, narrow)))
+    return True
+
+
+def _cast(arguments: Arguments, to: Callable[[Tensor], torch.dtype]) -> Arguments:
+    """The arguments with every floating tensor copied, so that an op that writes to one changes nothing of the user's."""
+    return tree_map(lambda v: v.detach().to(to(v), copy=True) if measurable(v) else v, arguments)
+
+
+def _always(dtype: torch.dtype, _: Tensor) -> torch.dtype:
+    return dtype
+
+
+def _only(chosen: Tensor, dtype: torch.dtype, tensor: Tensor) -> torch.dtype:
+    return dtype if tensor is chosen else tensor.dtype
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

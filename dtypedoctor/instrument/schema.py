@@ -1,0 +1,72 @@
+"""What an operator's signature says about a call of it: which tensors it gets, which it writes to, which numbers decide."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """Everything inside nested lists, tuples and dicts, in order."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flat(item)
+    elif isinstance(value, dict):
+        yield from flat(list(value.values()))
+    else:
+        yield value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor inside nested lists, tuples and dicts, in order."""
+    return [item for item in flat(value) if isinstance(item, Tensor)]
+
+
+def is_inplace(func: Any) -> bool:
+    """Whether the operator writes to its first argument, as ``add_`` does."""
+    return bool(func._schema.name.split("::")[-1].endswith("_")) and func._schema.is_mutable
+
+
+def has_out(func: Any) -> bool:
+    """Whether the operator has an ``out=`` argument."""
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def written(func: Any, arguments: Arguments) -> list[Tensor]:
+    """The tensors that a call writes to."""
+    args, kwargs = arguments
+    names = _written_names(func)
+    if not names:
+        return []
+    positions = [argument.name for argument in func._schema.arguments]
+    found = [value for name, value in zip(positions, args, strict=False) if name in names]
+    return tensors_of([*found, *(value for name, value in kwargs.items() if name in names)])
+
+
+def keep_written(func: Any, arguments: Arguments) -> Arguments:
+    """The arguments with a copy of everything that the call writes to, so that it can be made again later."""
+    names = _written_names(func)
+    if not names:
+        return arguments
+    args, kwargs = arguments
+    positions = [argument.name for argument in func._schema.arguments]
+    kept = tuple(
+        value.clone() if isinstance(value, Tensor) and i < len(positions) and positions[i] in names else value
+        for i, value in enumerate(args)
+    )
+    return kept, {k: v.clone() if k in names and isinstance(v, Tensor) else v for k, v in kwargs.items()}
+
+
+def scalars(arguments: Arguments) -> list[str]:
+    """The numbers, strings and dtypes among the arguments, as text."""
+    return [str(v)[:40] for v in flat(arguments) if isinstance(v, (bool, int, float, str, torch.dtype))]
+
+
+def _written_names(func: Any) -> set[str]:
+    if not func._schema.is_mutable:
+        return set()
+    return {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}

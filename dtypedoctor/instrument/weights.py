@@ -1,0 +1,146 @@
+"""Compares the matrix that a product really gets with the packed weight that it is meant to be.
+
+Whoever dequantised it (bitsandbytes, a Triton or C kernel, hand-written code) and however: the product's operand has the
+shape of the quantisation state, and bitsandbytes' own dequantisation in float32 says what should be in it.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.writer import TraceWriter
+
+MAX_CHECKS = 400
+"""Comparisons in one window; each costs a pass over a matrix."""
+
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.addmm_.", "aten.bmm.", "aten.baddbmm.", "aten.matmul.", "aten.linear.")
+
+
+@dataclass(slots=True)
+class _Packed:
+    """A packed weight; ``owner`` is the dotted name of the module that holds it."""
+
+    root: int
+    owner: str
+    name: str
+    weight: Tensor
+    state: Any
+    dense: Tensor | None = None
+
+
+class WeightCheck:
+    """Writes an :class:`Observation` of kind ``packed-weight`` for each operand that has the shape of a packed weight.
+
+    Values: ``of`` (number of the op), ``operand`` (index over its inputs), ``weight`` (name of the packed weight that it is
+    closest to, among those of the module), ``dtype`` and ``quant_dtype``, ``relative_error`` (norm of the difference over the
+    norm of the weight; None where it is not finite). Whether the operand is meant to be that weight at all is for the
+    reader to find out.
+    """
+
+    def __init__(self, writer: TraceWriter, position: Position) -> None:
+        self._writer = writer
+        self._position = position
+        self._packed: list[_Packed] = []
+        self._left = MAX_CHECKS
+
+    def look_at(self, names: Names) -> None:
+        """Finds the packed weights of all known modules."""
+        known = {id(packed.state) for packed in self._packed}
+        self._packed += [packed for packed in _packed_weights(names) if id(packed.state) not in known]
+
+    def check(self, n: int, op: str, operands: list[Tensor], root: int, fqn: str) -> None:
+        """Compares the operands of op ``n``, which runs in module ``fqn``."""
+        if not self._packed or not op.startswith(_PRODUCTS):
+            return
+        for index, operand in enumerate(operands):
+            if self._left and measurable(operand) and operand.dim() == 2:
+                self._compare(n, index, operand.detach(), root, fqn)
+
+    def _compare(self, n: int, index: int, operand: Tensor, root: int, fqn: str) -> None:
+        fitting = [p for p in self._packed if p.root == root and _is_near(p.owner, fqn) and _fits(operand, p.state)]
+        if not fitting:
+            return
+        self._left -= 1
+        errors = [(_relative_error(operand, packed), packed) for packed in fitting]
+        error, closest = min(errors, key=lambda found: found[0])
+        position = self._position
+        values = {
+            "of": n,
+            "operand": index,
+            "weight": closest.name,
+            "dtype": dtype_name(operand),
+            "quant_dtype": str(closest.state.dtype).removeprefix("torch."),
+            "relative_error": error if isfinite(error) else None,
+        }
+        self._writer.write(
+            Observation(
+                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
+                kind="packed-weight", fqn=closest.owner, values=values,
+            )
+        )  # fmt: skip
+
+
+def _packed_weights(names: Names) -> Iterator[_Packed]:
+    for root, name, tensor, _, _ in names.tensors():
+        state = getattr(tensor, "quant_state", None)
+        if state is not None and not getattr(state, "packing_format_for_cpu", False):
+            yield _Packed(root=root, owner=name.rpartition(".")[0], name=name, weight=tensor.data, state=state)
+    for module in (child for top in names.roots for child in top.modules()):
+        place = names.find(module)
+        if place is not None:
+            yield from _held_beside_state(*place, module)
+
+
+def _held_beside_state(root: int, fqn: str, module: nn.Module) -> Iterator[_Packed]:
+    """Packed bytes and their quantisation state as two plain attributes of a module."""
+    held = vars(module)
+    states = [value for value in held.values() if _is_state(value)]
+    for name, value in held.items():
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            state = next((s for s in states if value.numel() * 2 == s.shape.numel()), None)
+            if state is not None:
+                yield _Packed(root=root, owner=fqn, name=f"{fqn}.{name}", weight=value, state=state)
+
+
+def _is_state(value: Any) -> bool:
+    return type(value).__name__ == "QuantState" and isinstance(getattr(value, "absmax", None), Tensor)
+
+
+def _is_near(owner: str, fqn: str) -> bool:
+    """Whether code in module ``fqn`` may multiply with the weight of module ``owner``: it is the same, above or inside."""
+    return not fqn or owner == fqn or owner.startswith(f"{fqn}.") or fqn.startswith(f"{owner}.")
+
+
+def _fits(operand: Tensor, state: Any) -> bool:
+    shape = tuple(state.shape)
+    return tuple(operand.shape) in (shape, shape[::-1]) and operand.device == state.absmax.device
+
+
+def _relative_error(operand: Tensor, packed: _Packed) -> float:
+    if packed.dense is None:
+        packed.dense = _dense(packed.weight, packed.state)
+    dense = packed.dense
+    with torch.no_grad(), torch._C._DisableAutocast():
+        size = dense.norm().clamp_min(torch.finfo(torch.float32).tiny)
+        candidates = [form for form in (dense, dense.t()) if form.shape == operand.shape]
+        errors = [float((operand.float() - form).norm() / size) for form in candidates]
+    return min((e if isfinite(e) else float("inf") for e in errors), default=float("inf"))
+
+
+def _dense(weight: Tensor, state: Any) -> Tensor:
+    """The matrix in float32, by bitsandbytes itself."""
+    from bitsandbytes.functional import dequantize_4bit  # loaded already: it made the state
+
+    wide = copy.copy(state)
+    wide.dtype = torch.float32
+    with torch.no_grad():
+        return dequantize_4bit(weight.reshape(-1, 1), wide).reshape(tuple(state.shape))
