@@ -21,6 +21,8 @@ _NAVIGATION = (
     ("trust", "Trust"),
     ("reproduce", "Reproduce"),
 )
+_SCRIPTS = ("page.js", "modules.js", "explorer.js", "detail.js", "controls.js")
+"""Plain scripts that share one scope, in this order."""
 
 
 def render_html(report: Report) -> str:
@@ -29,7 +31,7 @@ def render_html(report: Report) -> str:
     A content security policy allows this page's own style and script by their hashes and nothing else, so that a text
     that should slip through the escaping still cannot run or load anything.
     """
-    style, script = _asset("report.css"), _asset("report.js")
+    style, script = _asset("report.css"), "\n".join(map(_asset, _SCRIPTS))
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
     parts = [
         sections.verdict(report),

@@ -1,6 +1,7 @@
 """report.json: the contract, and reading it back."""
 
 import json
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -115,7 +116,5 @@ def test_a_damaged_report_is_read_or_refused_but_never_raises_otherwise(data: st
     for key in path[:-1]:
         owner = owner[key]
     owner[path[-1]] = value
-    try:
+    with suppress(UsageError):
         assert isinstance(from_json(json.dumps(document)), Report)
-    except UsageError as error:
-        assert "report" in error.message

@@ -1,0 +1,158 @@
+// The data of the page: the tree of modules and what was measured in each.
+//
+// Per run there is one entry a module:
+//   r root, f dotted name, c class,
+//   s series  [lane, dtype, [absmax per column, -1 = not measured], {column: [nan, inf]}]
+//   t tensors [what, phase, dtype, shape, absmax, nan, inf]
+//   w flows   [phase, step, inputs, weights, outputs, autocast, why]
+// and the ops [module, phase, step, op, inputs, outputs, source, notes, born].
+// A cell is {a: absmax, d: dtype, nan, inf}, or null where nothing was measured.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+
+function buildTree() {
+  const known = new Map();
+  const at = (root, fqn) => {
+    const key = `${root}:${fqn}`;
+    if (!known.has(key)) {
+      const dot = fqn.lastIndexOf(".");
+      const parent = fqn === "" ? null : at(root, dot < 0 ? "" : fqn.slice(0, dot));
+      const label = fqn.slice(dot + 1);
+      const node = { key, fqn, label, cls: "", parent, children: [], runs: [], cache: new Map() };
+      known.set(key, node);
+      if (parent) parent.children.push(node);
+    }
+    return known.get(key);
+  };
+  data.runs.forEach((run, index) => {
+    for (const module of run.modules) {
+      const node = at(module.r, module.f);
+      node.cls = node.cls || module.c;
+      node.runs[index] = module;
+    }
+  });
+  const roots = [...known.values()].filter((node) => !node.parent);
+  for (const root of roots) {
+    root.label = root.cls || "model";
+    squash(root);
+  }
+  return { nodes: [...known.values()].filter((node) => node.runs.some(Boolean)), roots };
+}
+
+/** Joins names such as base_model.model, of which only the last says anything. */
+function squash(node) {
+  node.children = node.children.map((child) => {
+    let kept = child;
+    while (!kept.runs.some(Boolean) && kept.children.length === 1) {
+      const [only] = kept.children;
+      only.label = `${kept.label}.${only.label}`;
+      kept = only;
+    }
+    kept.parent = node;
+    squash(kept);
+    return kept;
+  });
+}
+
+const { nodes, roots } = buildTree();
+
+/** The module of that name, of a longer name that ends in it, or of that class. */
+function find(fqn) {
+  if (fqn === null || fqn === undefined) return null;
+  const tests = [(node) => node.fqn === fqn, (node) => node.fqn.endsWith(`.${fqn}`), (node) => node.cls === fqn];
+  return tests.map((test) => nodes.find(test)).find(Boolean) || null;
+}
+
+/** The modules that the findings blame, in the order of the findings; null where a finding blames none. */
+const blamed = data.findings.map((finding) => find(finding.fqn));
+
+const flowsOf = (node, run) => (node.runs[run] ? node.runs[run].w : []);
+const tensorsOf = (node, run) => (node.runs[run] ? node.runs[run].t : []);
+
+/** Lanes in which anything was measured. */
+const lanes = data.lanes
+  .map(([name, title], index) => ({ name, title, index }))
+  .filter((lane) => nodes.some((node) => node.runs.some((module) => module && module.s.some(([at]) => at === lane.index))));
+
+// ------------------------------------------------------------------ magnitudes
+
+/** Place of a magnitude between the smallest normal (0) and the largest (1) value of its dtype, logarithmic. */
+function level(cell) {
+  const dtype = data.dtypes[cell.d];
+  if (!dtype) return null;
+  if (cell.a <= dtype.tiny) return 0;
+  return Math.min(1, Math.log2(cell.a / dtype.tiny) / Math.log2(dtype.max / dtype.tiny));
+}
+
+const isBad = (cell) => Boolean(cell && (cell.nan || cell.inf));
+
+/** Where there are both, the inf is told: the NaN came of it. */
+const badWord = (cell) => (cell.inf ? "inf" : cell.nan ? "NaN" : "");
+
+const rank = (cell) => (cell.inf ? 3 : cell.nan ? 2 : level(cell) ?? -1);
+const worse = (one, other) => (!one || (other && rank(other) > rank(one)) ? other : one);
+
+/** The class with which a cell is drawn. */
+function shade(cell) {
+  if (isBad(cell)) return badWord(cell).toLowerCase();
+  const place = level(cell);
+  return place === null ? "other" : `l${Math.min(9, Math.floor(place * 10))}`;
+}
+
+function cached(node, key, compute) {
+  if (!node.cache.has(key)) node.cache.set(key, compute());
+  return node.cache.get(key);
+}
+
+function ownCells(node, run, lane) {
+  return cached(node, `own ${run} ${lane}`, () => {
+    const cells = new Array(data.runs[run].columns.length).fill(null);
+    for (const [at, dtype, values, bad] of node.runs[run] ? node.runs[run].s : []) {
+      if (at !== lane) continue;
+      values.forEach((value, column) => {
+        const [nan, inf] = bad[column] || [0, 0];
+        if (value >= 0) cells[column] = worse(cells[column], { a: value, d: dtype, nan, inf });
+      });
+    }
+    return cells;
+  });
+}
+
+/** The worst of a module and of all that is below it: what a closed row stands for. */
+function subtreeCells(node, run, lane) {
+  return cached(node, `all ${run} ${lane}`, () => {
+    const cells = [...ownCells(node, run, lane)];
+    for (const child of node.children) {
+      subtreeCells(child, run, lane).forEach((cell, column) => { cells[column] = worse(cells[column], cell); });
+    }
+    return cells;
+  });
+}
+
+// ------------------------------------------------------------------ words
+
+const short = (dtype) => (data.dtypes[dtype] ? data.dtypes[dtype].short : dtype);
+const count = (value) => value.toLocaleString("en");
+
+function number(value) {
+  if (value >= 1e4 && value < 1e6) return String(Math.round(value));
+  const rounded = Number(value.toPrecision(4));
+  return value >= 1e6 || (value > 0 && value < 1e-4) ? rounded.toExponential() : String(rounded);
+}
+
+function magnitude(cell) {
+  const word = badWord(cell);
+  if (!word) return number(cell.a);
+  return cell.a > 0 ? `${word} ${number(cell.a)}` : word;
+}
+
+function describe(cell) {
+  if (!cell) return "not measured";
+  const dtype = data.dtypes[cell.d];
+  const finite = !isBad(cell) || cell.a > 0;
+  const parts = [finite ? `absmax ${number(cell.a)} in ${cell.d}` : `no finite element, ${cell.d}`];
+  if (cell.inf) parts.push(`${count(cell.inf)} inf`);
+  if (cell.nan) parts.push(`${count(cell.nan)} NaN`);
+  if (dtype && cell.a > 0 && !isBad(cell)) parts.push(`${number(dtype.max / cell.a)}× below the largest, ${number(dtype.max)}`);
+  return parts.join(", ");
+}

@@ -1,0 +1,44 @@
+"use strict";
+
+// What every part of the page uses: elements, the colour theme, copying, printing.
+// The files of this folder are joined in the order page, modules, explorer, detail, controls.
+
+const SVG = "http://www.w3.org/2000/svg";
+const SVG_TAGS = new Set(["svg", "path", "rect", "text", "g", "defs", "pattern"]);
+
+/** An element. Children are elements or texts, never markup; attributes of null, undefined or false are left out. */
+function make(tag, attributes, ...children) {
+  const element = SVG_TAGS.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== null && value !== undefined && value !== false) {
+      element.setAttribute(name, value === true ? "" : value);
+    }
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+const unique = (items) => [...new Set(items)];
+
+document.getElementById("theme").addEventListener("click", () => {
+  const { dataset } = document.documentElement;
+  const dark = dataset.theme ? dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  dataset.theme = dark ? "light" : "dark";
+});
+
+for (const button of document.querySelectorAll(".copy")) {
+  button.addEventListener("click", async () => {
+    const code = button.parentElement.querySelector("code");
+    getSelection().selectAllChildren(code);
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Selected"; // without leave to write the clipboard the reader copies the selection
+    }
+  });
+}
+
+const folded = [...document.querySelectorAll("details:not([open])")];
+addEventListener("beforeprint", () => folded.forEach((part) => { part.open = true; }));
+addEventListener("afterprint", () => folded.forEach((part) => { part.open = false; }));

@@ -1,0 +1,257 @@
+"""The HTML report in a real browser, opened from disk as a maintainer would."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command import dtypedoctor
+from run_directories import BROKEN_AT, HOSTILE, ORIGIN, Shape, failing_run, large_run
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--no-first-run",
+    "--window-size=1400,900",
+)
+
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromium-driver are not installed")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page that the command line prints for a run that overflows."""
+    directory = failing_run(tmp_path_factory.mktemp("runs") / "climbing")
+    return render(directory)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    """A headless Chromium for all tests of this file."""
+    options = Options()
+    options.binary_location = str(CHROMIUM)
+    for flag in FLAGS:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def opened(browser: webdriver.Chrome, page: Path) -> Iterator[webdriver.Chrome]:
+    """The page, freshly loaded; a test fails if anything was written to the console."""
+    browser.get_log("browser")  # type: ignore[no-untyped-call]
+    browser.get(page.as_uri())
+    yield browser
+    assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+
+
+def render(directory: Path) -> Path:
+    """Renders a run directory through the command line."""
+    done = dtypedoctor("report", directory, "--format", "html")
+    assert done.code == 0, done.err
+    page = directory / "report.html"
+    page.write_text(done.out, encoding="utf-8")
+    return page
+
+
+def rows(browser: webdriver.Chrome) -> list[WebElement]:
+    """The rows of the module table."""
+    return browser.find_elements(By.CSS_SELECTOR, ".row")
+
+
+def names(browser: webdriver.Chrome) -> list[str]:
+    """The names shown in the module table, top to bottom."""
+    script = "return [...document.querySelectorAll('.row .name b')].map((name) => name.textContent)"
+    return list(browser.execute_script(script))  # type: ignore[no-untyped-call]
+
+
+def button(browser: webdriver.Chrome, title: str) -> WebElement:
+    """The button of that title."""
+    return browser.find_element(By.XPATH, f"//button[normalize-space()='{title}']")
+
+
+def selected(browser: webdriver.Chrome) -> WebElement:
+    """The row that is chosen."""
+    return browser.find_element(By.CSS_SELECTOR, ".row[aria-selected='true']")
+
+
+def detail(browser: webdriver.Chrome) -> str:
+    """The text about the chosen module."""
+    return browser.find_element(By.CSS_SELECTOR, ".detail").text
+
+
+def background(browser: webdriver.Chrome) -> str:
+    """The colour behind the page."""
+    return browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
+
+
+def test_the_origin_is_in_view_at_once(opened: webdriver.Chrome) -> None:
+    """Without a click: headline, the marked row, its first infinite step, and what is known of it."""
+    assert opened.find_element(By.TAG_NAME, "h1").text == "float16 overflows in layers.1.mlp at step 14."
+    row = selected(opened)
+    assert "ORIGIN" in row.text
+    assert f"inf @ {BROKEN_AT}" in row.text
+    assert opened.find_element(By.CSS_SELECTOR, ".tools strong").text == str(BROKEN_AT)
+    said = detail(opened)
+    for expected in (ORIGIN, "f16 ends at 65504", "12 inf", "aten.mul.Tensor", "modeling.py:42", "born here", "again in float32: finite, absmax 90000",
+                     "it casts to the dtype of its weights"):  # fmt: skip
+        assert expected in said
+
+
+def test_the_magnitude_is_seen_to_climb(opened: webdriver.Chrome) -> None:
+    """The colours of the origin's row rise step by step and end in the hatching of inf; the cured run goes on beside it."""
+    before, after = selected(opened).find_elements(By.CSS_SELECTOR, ".heat")
+    shades = [path.get_attribute("class") for path in before.find_elements(By.CSS_SELECTOR, ".cell")]
+    assert shades == [f"cell l{i}" for i in range(5, 10)] + ["cell inf"]
+    hatched = before.find_element(By.CSS_SELECTOR, ".inf").value_of_css_property("fill")
+    assert "hatch-inf" in hatched
+    assert not after.find_elements(By.CSS_SELECTOR, ".inf")
+    width = [float(part.find_element(By.TAG_NAME, "svg").get_attribute("width") or 0) for part in (before, after)]
+    assert width[0] / width[1] == pytest.approx(BROKEN_AT / 20, abs=0.01)
+
+
+def test_filtering_leaves_what_matches_and_its_containers(opened: webdriver.Chrome) -> None:
+    """Typing narrows the tree at once, the count says how far, Escape brings everything back."""
+    everything = names(opened)
+    search = opened.find_element(By.CSS_SELECTOR, "input[type=search]")
+    search.send_keys("rmsnorm")
+    assert [name for name in names(opened) if name == "input_layernorm"] == ["input_layernorm"] * 3
+    assert "mlp" not in names(opened)
+    assert opened.find_element(By.CSS_SELECTOR, ".count").text.startswith("3 of ")
+    search.send_keys("no such thing")
+    assert "No module matches" in opened.find_element(By.CSS_SELECTOR, ".rows").text
+    search.send_keys(Keys.ESCAPE)
+    assert names(opened) == everything
+    button(opened, "not finite").click()
+    assert names(opened)[-1] == "mlp"
+    assert opened.find_element(By.CSS_SELECTOR, ".count").text.startswith("1 of ")
+    button(opened, "not finite").click()
+    button(opened, "dtype changes").click()
+    assert "embed_tokens" in names(opened)
+    assert opened.find_element(By.CSS_SELECTOR, ".count").text.startswith("2 of ")
+
+
+def test_every_way_leads_to_the_origin(opened: webdriver.Chrome) -> None:
+    """From the verdict, from the button above the table and with a key, whatever was filtered or chosen before."""
+    search = opened.find_element(By.CSS_SELECTOR, "input[type=search]")
+    for go in (
+        lambda: opened.find_element(By.CSS_SELECTOR, "#verdict .goto").click(),
+        lambda: button(opened, "Go to the origin").click(),
+        lambda: opened.find_element(By.CSS_SELECTOR, ".row").send_keys("o"),
+    ):
+        search.clear()
+        search.send_keys("lm_head")
+        rows(opened)[-1].click()
+        assert "lm_head" in detail(opened)
+        opened.execute_script("scrollTo(0, 0)")  # type: ignore[no-untyped-call]
+        go()
+        assert "ORIGIN" in selected(opened).text
+        assert detail(opened).startswith(ORIGIN)
+        assert opened.switch_to.active_element == selected(opened)
+
+
+def test_the_table_can_be_used_with_keys_alone(opened: webdriver.Chrome) -> None:
+    """Arrows walk, close and open; comma and full stop change the step; slash filters; Enter shows."""
+    button(opened, "Go to the origin").click()
+    opened.switch_to.active_element.send_keys(Keys.ARROW_LEFT)
+    closed = opened.switch_to.active_element
+    assert closed.get_attribute("aria-expanded") == "false"
+    closed.send_keys(Keys.ARROW_RIGHT)
+    assert opened.switch_to.active_element.get_attribute("aria-expanded") == "true"
+    opened.switch_to.active_element.send_keys(Keys.ARROW_DOWN, Keys.ENTER)
+    assert detail(opened).startswith(f"{ORIGIN}.gate_proj")
+    opened.switch_to.active_element.send_keys(",", ",")
+    assert opened.find_element(By.CSS_SELECTOR, ".tools strong").text == str(BROKEN_AT - 2)
+    opened.switch_to.active_element.send_keys(Keys.HOME)
+    assert opened.switch_to.active_element == rows(opened)[0]
+    opened.switch_to.active_element.send_keys("/")
+    assert opened.switch_to.active_element.get_attribute("type") == "search"
+    assert len([row for row in rows(opened) if row.get_attribute("tabindex") == "0"]) == 1
+
+
+def test_lanes_and_runs_can_be_changed(opened: webdriver.Chrome) -> None:
+    """The backward pass has magnitudes of its own, and the runs can change sides."""
+    button(opened, "Backward").click()
+    button(opened, "Go to the origin").click()
+    assert not selected(opened).find_elements(By.CSS_SELECTOR, ".inf")
+    opened.find_element(By.CSS_SELECTOR, "#run-right option[value='-1']").click()
+    assert len(selected(opened).find_elements(By.CSS_SELECTOR, ".heat")) == 1
+    opened.find_element(By.CSS_SELECTOR, "#run-left option[value='1']").click()
+    assert "bf16" in selected(opened).text
+
+
+def test_pointing_at_a_cell_tells_its_numbers(opened: webdriver.Chrome) -> None:
+    """The tip and the chosen step follow the mouse and the click."""
+    before = selected(opened).find_element(By.CSS_SELECTOR, ".heat svg")
+    action = webdriver.ActionChains(opened)
+    action.move_to_element_with_offset(before, 2 - before.size["width"] // 2, 0).click().perform()
+    tip = opened.find_element(By.CSS_SELECTOR, ".tip")
+    assert tip.text.split("\n") == [ORIGIN, "before, step 1", "absmax 8 in float16, 8188× below the largest, 65504"]
+    assert opened.find_element(By.CSS_SELECTOR, ".tools strong").text == "1"
+
+
+def test_hostile_names_are_texts(opened: webdriver.Chrome) -> None:
+    """A module named like markup is shown letter by letter and makes no element."""
+    assert not opened.find_elements(By.CSS_SELECTOR, ".rows img, .detail img, .row b > *")
+    assert opened.find_element(By.CSS_SELECTOR, "input[type=search]").is_displayed()
+    opened.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys("onerror")
+    shown = rows(opened)[-1]
+    shown.click()
+    assert detail(opened).startswith(HOSTILE.replace("\u202e", "\\u202e"))
+    assert not opened.find_elements(By.CSS_SELECTOR, ".detail img, .detail b")
+
+
+def test_light_and_dark(opened: webdriver.Chrome) -> None:
+    """The page follows the system's colours, and its own button overrules them."""
+    for scheme in ("light", "dark"):
+        opened.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        )
+        assert (background(opened) == "rgba(244, 246, 248, 1)") is (scheme == "light")
+    button(opened, "Light / dark").click()
+    assert background(opened) == "rgba(244, 246, 248, 1)"
+    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_a_phone_needs_no_sideways_scrolling(opened: webdriver.Chrome) -> None:
+    """At 360 pixels nothing sticks out of the page, and the heat map is still there."""
+    phone = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    opened.refresh()
+    assert opened.execute_script("return document.documentElement.scrollWidth") <= 360  # type: ignore[no-untyped-call]
+    assert selected(opened).find_element(By.CSS_SELECTOR, ".heat svg").size["width"] > 60
+    opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_what_is_folded_is_printed(opened: webdriver.Chrome) -> None:
+    """A printed report has every part of it."""
+    opened.execute_script("dispatchEvent(new Event('beforeprint'))")  # type: ignore[no-untyped-call]
+    assert not opened.find_elements(By.CSS_SELECTOR, "details:not([open])")
+    opened.execute_script("dispatchEvent(new Event('afterprint'))")  # type: ignore[no-untyped-call]
+
+
+def test_a_large_model_opens_quickly(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """Four hundred modules over fifty steps: at most 2 MB, and every module can be opened at once."""
+    page = render(large_run(tmp_path / "large", Shape(modules=400, steps=50)))
+    assert page.stat().st_size <= 2_000_000
+    browser.get(page.as_uri())
+    assert browser.find_element(By.CSS_SELECTOR, ".count").text == "396 of 396 modules"
+    search = browser.find_element(By.CSS_SELECTOR, "input[type=search]")
+    search.send_keys(".")
+    assert len(rows(browser)) > 390
+    seconds = browser.execute_script(  # type: ignore[no-untyped-call]
+        "const began = performance.now(); renderRows(); document.body.offsetHeight; return (performance.now() - began) / 1000"
+    )
+    assert seconds < 2
+    assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]

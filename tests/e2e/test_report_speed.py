@@ -1,0 +1,49 @@
+"""A large trace becomes a report while somebody waits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_directories import Shape, large_run
+
+SECONDS, MEGABYTES = 2.0, 300
+
+MEASURE = """
+import json, resource, sys
+from dtypedoctor.cli.main import main
+sys.argv[0] = "dtypedoctor"
+try:
+    main()
+except SystemExit:
+    pass
+used = resource.getrusage(resource.RUSAGE_SELF)
+known = sorted({name.split(".")[0] for name in sys.modules} & {"torch", "numpy", "transformers"})
+print(json.dumps({"seconds": used.ru_utime + used.ru_stime, "megabytes": used.ru_maxrss / 1024, "known": known}), file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 1,000 modules × 200 steps, forward and backward: 400,000 samples."""
+    return large_run(tmp_path_factory.mktemp("speed") / "run", Shape(modules=1000, steps=200))
+
+
+@pytest.mark.parametrize("style", ["terminal", "md", "html", "json", "junit", "github"])
+def test_a_report_of_four_hundred_thousand_samples_is_ready_in_two_seconds(run: Path, style: str) -> None:
+    """Processor time and peak memory of the whole command, trace reading included, and no torch anywhere."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, "report", str(run), "--format", style],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    used = json.loads(done.stderr.splitlines()[-1])
+    assert done.stdout
+    assert used["seconds"] <= SECONDS
+    assert used["megabytes"] <= MEGABYTES
+    assert used["known"] == []

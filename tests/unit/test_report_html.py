@@ -1,0 +1,147 @@
+"""The HTML page as text: whole, closed to the network, and escaped."""
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planting import rich_report
+from report_builders import EVIL, everything, healthy, hostile, overflow
+
+from dtypedoctor.report.charts import line_chart
+from dtypedoctor.report.elements import Html, el, table, text
+from dtypedoctor.report.html import render_html
+from dtypedoctor.report.model import Report
+from dtypedoctor.report.renderers import RENDERERS
+
+VOID = {"meta"}
+NAMES = ["healthy", "overflow", "mismatch", "worker-died", "hostile"]
+
+
+class Page(HTMLParser):
+    """Elements, attributes and texts of a page; fails where elements are not closed in order."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.raw: dict[str, list[str]] = {}
+        self.texts: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        here = self.open[-1] if self.open else ""
+        if here in ("script", "style"):
+            self.raw.setdefault(here, []).append(data)
+        else:
+            self.texts.append(data)
+
+
+@pytest.mark.parametrize("report", everything(), ids=NAMES)
+def test_a_page_is_well_formed_and_asks_nobody_for_anything(report: Report) -> None:
+    """Every element is closed, ids are unique, and nothing is loaded: links are all there is to other places."""
+    page = Page(render_html(report))
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in page.elements:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form")
+        assert "src" not in attributes
+        assert not [name for name in attributes if name.startswith("on") or name == "style"]
+        if tag == "a":
+            assert attributes["href"].startswith(("#", "https://"))
+
+
+@pytest.mark.parametrize("report", everything(), ids=NAMES)
+def test_only_our_own_script_and_style_may_run(report: Report) -> None:
+    """The policy names them by their hashes and forbids everything else."""
+    page = Page(render_html(report))
+    (policy,) = [a["content"] for tag, a in page.elements if tag == "meta" and "http-equiv" in a]
+    (style,), (_, script) = page.raw["style"], page.raw["script"]
+    for kind, content in (("style", style), ("script", script)):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+
+
+def test_hostile_texts_are_shown_and_not_run() -> None:
+    """The script tag of a module name is a text on the page; no element of it exists."""
+    page = Page(render_html(hostile()))
+    assert [tag for tag, _ in page.elements].count("script") == 2
+    assert "<script>alert(1)</script>" in " ".join(page.texts)
+    source = render_html(hostile())
+    assert "\x1b" not in source
+    assert "\u202e" not in source
+
+
+def test_the_page_says_what_failed_and_what_cures() -> None:
+    """Headline, finding, place, cause, evidence, table and command are there without any script."""
+    shown = " ".join(" ".join(Page(render_html(overflow())).texts).split())
+    for said in (overflow().headline, "float16-overflow", "proven by counterfactual", "modeling_gemma4.py:271", "12 inf of 1,024",
+                 "7 of 8", "gemma4-mlp-float32-product", "dtypedoctor run scenarios/gemma4_grpo_fp16.yaml"):  # fmt: skip
+        assert said in shown
+    assert "no remedy was tried" not in shown
+
+
+def test_without_traces_the_strip_stands_in_for_the_map() -> None:
+    """A report whose traces are gone still shows the magnitudes around the origin."""
+    without, with_map = render_html(overflow()), render_html(rich_report())
+    assert 'id="strip"' in without
+    assert 'id="explorer"' not in without
+    assert 'id="explorer"' in with_map
+    assert 'id="flow"' in with_map
+
+
+def test_the_renderer_of_the_command_line_redacts() -> None:
+    """The page that is attached to a ticket carries no path of the machine it was made on."""
+    report = replace(healthy(), command="dtypedoctor run /home/someone/x.yaml")
+    assert "/home/someone" not in RENDERERS["html"](report)
+
+
+@given(st.text())
+def test_any_text_is_only_text(value: str) -> None:
+    """Whatever is handed in as a text comes out of a parser as one text, in content and in attributes."""
+    page = Page(el("p", value, title=value))
+    assert [tag for tag, _ in page.elements] == ["p"]
+    assert set(page.elements[0][1]) == {"title"}
+
+
+def test_elements_are_built_from_elements_and_texts() -> None:
+    """Finished HTML is not escaped again; everything else is."""
+    assert el("p", el("b", "<"), " & ", class_="x", data_fqn=None) == '<p class="x"><b>&lt;</b> &amp; </p>'
+    assert text(Html("<hr>")) == "<hr>"
+    assert '<th scope="row">a</th><td>b</td>' in table(["x", "y"], [["a", "b"]])
+
+
+def test_a_chart_leaves_gaps_where_nothing_was_measured() -> None:
+    """Missing and non-finite values break the line; without two steps there is no chart."""
+    drawn = line_chart("loss", [("before", (1.0, None, 3.0, float("nan"), 2.0, 2.5))])
+    (path,) = re.findall(r'<path d="([^"]*)" class="line run0">', drawn.split("legend")[0])
+    assert (path.count("M"), path.count("L")) == (3, 1)
+    assert line_chart("loss", [("before", (1.0,))]) == ""
+    assert line_chart("loss", [("before", (None, None))]) == ""
+    assert "NaN" not in line_chart("loss", [("before", (1.0, 1.0))])
+
+
+def test_the_data_of_the_page_is_json() -> None:
+    """The script reads it with JSON.parse; names stay what they were."""
+    page = Page(render_html(rich_report()))
+    document = json.loads(page.raw["script"][0])
+    assert document["findings"][0]["id"] == "float16-overflow"
+    assert [module["f"] for module in document["runs"][0]["modules"]] == ["model.layers.0.mlp"]
+    assert EVIL not in page.raw["script"][0]

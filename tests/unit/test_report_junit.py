@@ -1,0 +1,87 @@
+"""JUnit XML for a CI that gates on it."""
+
+from dataclasses import replace
+from xml.etree import ElementTree as ET
+
+import pytest
+from goldens import assert_golden
+from hypothesis import given
+from hypothesis import strategies as st
+from report_builders import everything, healthy, hostile, mismatch, overflow, worker_died
+
+from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.report.junit import merge_junit, render_junit
+from dtypedoctor.report.model import Report
+
+
+def cases(report: Report) -> dict[str, str]:
+    """What became of each test case, by its name."""
+    suite = ET.fromstring(render_junit(report))[0]
+    return {case.get("name", ""): "pass" if case[0].tag == "system-out" else case[0].tag for case in suite}
+
+
+def test_the_document_reads_as_expected() -> None:
+    """Suites, cases, messages and counts of four reports in one document."""
+    assert_golden("junit.xml", merge_junit(everything()[:4]))
+
+
+def test_counts_are_those_of_the_cases() -> None:
+    """CI servers add up the attributes without looking at the cases."""
+    root = ET.fromstring(merge_junit(everything()))
+    assert len(root) == 5
+    for element in [root, *root]:
+        for attribute, tag in (
+            ("tests", "testcase"),
+            ("failures", "failure"),
+            ("errors", "error"),
+            ("skipped", "skipped"),
+        ):
+            assert int(element.get(attribute, "-1")) == len(list(element.iter(tag)))
+
+
+def test_findings_fail_unless_they_are_expected() -> None:
+    """A scenario that fails as it says and is cured as it says passes the gate."""
+    assert cases(mismatch()) == {"run": "pass", "finding norm-promotes-to-float32": "failure"}
+    assert set(cases(overflow()).values()) == {"pass", "skipped"}
+    missed = replace(overflow(), expectation_met=False)
+    assert cases(missed)["expectation"] == "failure"
+    assert cases(missed)["finding float16-overflow"] == "failure"
+
+
+def test_a_remark_is_no_failure() -> None:
+    """Findings of severity info do not break a build."""
+    remark = replace(mismatch().findings[0], severity=Severity.INFO)
+    assert set(cases(replace(mismatch(), findings=(remark,))).values()) == {"pass"}
+
+
+def test_a_worker_that_died_is_an_error() -> None:
+    """CI tells a failure of the program under test from a failure to run it."""
+    assert cases(worker_died()) == {"run": "error"}
+    assert cases(healthy()) == {"run": "pass"}
+
+
+def test_a_remedy_that_was_not_tried_is_skipped_with_its_reason() -> None:
+    """Only findings decide; a remedy without success says why."""
+    suite = ET.fromstring(render_junit(overflow()))[0]
+    (case,) = [case for case in suite if case.get("name") == "remedy mlp-clamp"]
+    assert "this correction was written for (self, x)" in (case[0].get("message") or "")
+
+
+def test_hostile_names_do_not_break_the_document() -> None:
+    """Control characters that XML cannot hold are escaped like everywhere else."""
+    text = render_junit(hostile())
+    assert "\x1b" not in text
+    assert "\\x1b" in ET.fromstring(text)[0].get("name", "")
+
+
+@given(st.text())
+def test_any_text_makes_a_document_that_parses(text: str) -> None:
+    """XML 1.0 has no way to write most control characters, so none may reach it."""
+    report = replace(healthy(), name=text, headline=text, expectation=text, expectation_met=False)
+    ET.fromstring(render_junit(report).encode())
+
+
+@pytest.mark.parametrize("reports", [[], [healthy()]])
+def test_few_reports_make_a_document_too(reports: list[Report]) -> None:
+    """No scenario at all is a valid, empty result."""
+    assert ET.fromstring(merge_junit(reports)).get("tests") == str(len(reports))

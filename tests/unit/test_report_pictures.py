@@ -1,0 +1,236 @@
+"""What is distilled from a trace for a person to look at."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from report_builders import overflow
+from traces import TraceBuilder, tensor
+
+from dtypedoctor.report.distil import MOST_COLUMNS, distil
+from dtypedoctor.report.dtype_flow import why_it_changes
+from dtypedoctor.report.gallery import with_pictures
+from dtypedoctor.report.html_data import page_data
+from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.ops import MOST_OPS
+from dtypedoctor.report.origin_strip import origin_strip
+from dtypedoctor.report.picture import ModulePicture, Picture
+from dtypedoctor.trace.events import Correction, Flow, Header, Raised, Replay, Root, Site
+from dtypedoctor.trace.writer import TraceWriter
+
+
+def module(picture: Picture, fqn: str) -> ModulePicture:
+    """The module of that name."""
+    (found,) = [m for m in picture.modules if m.fqn == fqn]
+    return found
+
+
+def flow(inputs: list[str], outputs: list[str], weights: list[str] | None = None, autocast: str | None = None) -> Flow:
+    """Dtypes of one module call."""
+    return Flow(n=1, step=1, call=1, phase="forward", root=0, fqn="m", cls="M", inputs=inputs, outputs=outputs,
+                weights=weights or [], autocast=autocast)  # fmt: skip
+
+
+def test_each_column_holds_the_largest_of_its_step() -> None:
+    """Several calls in one step count once, at their worst; a step without a call is a gap."""
+    trace = TraceBuilder().sample("a", 1.0, step=1).sample("a", 3.0, step=1).sample("a", 2.0, step=3).build()
+    (series,) = module(distil(trace, "before"), "a").series
+    assert (series.lane, series.dtype) == ("forward", "float16")
+    assert series.absmax[0] == 3.0
+    assert math.isnan(series.absmax[1])
+    assert series.absmax[2] == 2.0
+
+
+def test_what_is_not_finite_is_counted_by_column() -> None:
+    """The page shows where inf and NaN begin and how many elements they are."""
+    trace = (
+        TraceBuilder().sample("a", 1.0, step=1).sample("a", 7.0, step=2, inf=3).sample("a", 0.0, step=2, nan=2).build()
+    )
+    picture = distil(trace, "before")
+    assert module(picture, "a").series[0].nonfinite == {1: (2, 3)}
+    assert [(t.absmax, t.num_inf, t.num_nan) for t in module(picture, "a").tensors] == [
+        (1.0, 0, 0),
+        (7.0, 3, 0),
+        (0.0, 0, 2),
+    ]
+
+
+def test_lanes_tell_outputs_gradients_and_parameters_apart() -> None:
+    """Parameters and their gradients belong to the module that holds them; what no lane shows is left out."""
+    trace = (
+        TraceBuilder()
+        .sample("a", 1.0, phase="generate")
+        .sample("a", 2.0, phase="recompute")
+        .sample("a", 3.0, phase="backward", kind="grad_output")
+        .sample("a.weight", 4.0, phase="backward", kind="grad", cls="")
+        .sample("a.weight", 5.0, phase="optimizer", kind="param", cls="")
+        .sample("a", 6.0, kind="entered")
+        .sample("a", 7.0, phase="probe")
+        .build()
+    )
+    picture = distil(trace, "before")
+    assert {s.lane: s.absmax[0] for s in module(picture, "a").series} == {
+        "generate": 1.0, "forward": 2.0, "backward": 3.0, "gradients": 4.0, "parameters": 5.0,
+    }  # fmt: skip
+    assert [t.what for t in module(picture, "a").tensors] == [
+        "output", "output", "gradient of output", "gradient of weight", "parameter weight",
+    ]  # fmt: skip
+
+
+def test_a_long_run_is_shown_at_its_worst_in_fewer_columns() -> None:
+    """Ten thousand steps make two hundred columns, each labelled with the steps it stands for."""
+    builder = TraceBuilder()
+    for step in range(1, 10_001, 7):
+        builder.sample("a", float(step), step=step)
+    picture = distil(builder.build(), "before")
+    assert len(picture.columns) <= MOST_COLUMNS
+    assert picture.columns[0] == "1–50"
+    assert module(picture, "a").series[0].absmax[0] == 50.0
+
+
+def test_an_empty_trace_is_an_empty_picture() -> None:
+    """A worker that died before its first module still has a page."""
+    picture = distil(TraceBuilder().build(), "before")
+    assert (picture.columns, picture.modules) == (("1",), ())
+
+
+@pytest.mark.parametrize(
+    ("seen", "why"),
+    [
+        (flow(["float16"], ["float16"]), ""),
+        (flow(["float16", "float32"], ["float32"]), ""),
+        (flow(["int64"], ["bool"]), ""),
+        (flow(["float32"], ["float16"], ["float32"], autocast="float16"), "autocast runs it in float16"),
+        (flow(["bfloat16"], ["float32"], ["float32"]), "its float32 weights promote the result to float32"),
+        (flow(["bfloat16", "float16"], ["float32"]), "inputs of bfloat16 and float16 are promoted to float32"),
+        (flow(["float32"], ["bfloat16"], ["bfloat16"]), "it casts to the dtype of its weights"),
+        (flow(["float16"], ["float32"]), "a cast inside it"),
+        (flow(["int64"], ["float16"], ["float16"]), "it looks up values in the dtype of its weights"),
+        (flow(["int64"], ["float32"]), ""),
+    ],
+)
+def test_why_a_dtype_changes(seen: Flow, why: str) -> None:
+    """Autocast first, then promotion, then a cast; a container that only hands on is silent."""
+    assert why_it_changes(seen) == why
+
+
+def traced() -> TraceBuilder:
+    """An overflow between two modules, with its op traced and replayed."""
+    builder = TraceBuilder().sample("model.mlp.up_proj", 333.0, step=2)
+    op = builder.op("aten.mul.Tensor", "model.mlp", [tensor(1, 318.75), tensor(2, 333.25)], [tensor(3, 56256.0, inf=8)], step=2,
+                    inplace=True, function="Fn", autocast="float16")  # fmt: skip
+    builder.add(Replay(n=builder.n(), of=op.n, how="float32", finite=True, absmax=77178.0))
+    return builder.sample("model.mlp.down_proj", 6620.0, step=2, inf=512).sample(
+        "model", 1.0, step=2, nan=4, cls="Model"
+    )
+
+
+def test_ops_tell_where_a_value_was_born() -> None:
+    """Finite operands and a non-finite result mark the op; the replay stands beside it."""
+    (line,) = distil(traced().build(), "before").ops
+    assert line.born
+    assert line.inputs[0] == "f16 2×4 absmax 318.8"
+    assert line.outputs == ("f16 2×4 absmax 56256 8 inf",)
+    assert line.notes == ("in place", "inside Fn", "autocast float16", "again in float32: finite, absmax 77178")
+
+
+def test_a_mask_of_infinities_is_no_birth() -> None:
+    """Attention masks are filled with -inf on purpose."""
+    builder = TraceBuilder()
+    builder.op("aten.masked_fill.Scalar", "attn", [tensor(1)], [tensor(2, inf=3)], scalars=["-inf"])
+    builder.op("aten.full.default", "attn", [], [tensor(3, inf=3)], scalars=["[2]", "-inf"])
+    assert [line.born for line in distil(builder.build(), "before").ops] == [False, False]
+
+
+def test_of_many_ops_those_around_the_failure_are_kept() -> None:
+    """The page stays small and still shows what matters."""
+    builder = TraceBuilder()
+    for number in range(3000):
+        builder.op("aten.add.Tensor", "m", [tensor(number)], [tensor(number + 1, inf=1 if number >= 2000 else 0)])
+    lines = distil(builder.build(), "before").ops
+    assert len(lines) == MOST_OPS
+    assert sum(line.born for line in lines) == MOST_OPS // 2
+
+
+def test_exceptions_and_corrections_are_noted() -> None:
+    """What ended the run, and what a correction did, in one line each; of a correction the last state counts."""
+    trace = (
+        TraceBuilder()
+        .add(Correction(n=5, id="clamp", target="t", installed=True, proof="f runs g.py:1"))
+        .add(Correction(n=6, id="clamp", target="t", installed=True, proof="f runs g.py:1", hits=3, clamped=7))
+        .add(
+            Raised(
+                n=7,
+                step=2,
+                call=1,
+                phase="forward",
+                type="RuntimeError",
+                message="no\nmore",
+                frames=[],
+                modules=["", "a"],
+            )
+        )
+        .build()
+    )
+    assert distil(trace, "before").notes == (
+        "RuntimeError in step 2, forward, in a: no more",
+        "correction clamp: f runs g.py:1; 3 hits, 0 rescued, 7 clamped",
+    )
+
+
+def test_the_strip_shows_an_origin_between_two_modules() -> None:
+    """The product overflows after up_proj has returned and before down_proj has: it has a row of its own."""
+    finding = overflow().findings[0]
+    rows = origin_strip(traced().build(), replace(finding, fqn="model.mlp"))
+    assert [(row.fqn, row.is_origin, row.num_inf) for row in rows] == [
+        ("model.mlp.up_proj", False, 0), ("model.mlp", True, 8), ("model.mlp.down_proj", False, 512), ("model", False, 0),
+    ]  # fmt: skip
+    assert rows[1].absmax == 56256.0
+
+
+def test_the_strip_of_a_mismatch_ends_at_the_module_that_raised() -> None:
+    """Nothing is infinite, but the dtypes that led to the exception are there."""
+    trace = (
+        TraceBuilder().sample("norm", 2.0, dtype="float32").sample("other", 2.0, call=2)
+        .add(Raised(n=99, step=1, call=1, phase="forward", type="RuntimeError", message="no", frames=[], modules=["q_proj"])).build()
+    )  # fmt: skip
+    finding = overflow().findings[0]
+    rows = origin_strip(trace, replace(finding, fqn="q_proj", dtype="float32"))
+    assert [(row.fqn, row.dtype, row.is_origin) for row in rows] == [
+        ("other", "float16", False),
+        ("q_proj", "float32", True),
+    ]
+    assert origin_strip(trace, None) == ()
+    assert origin_strip(TraceBuilder().sample("a", 1.0).build(), finding) == ()
+
+
+def test_the_gallery_shows_before_the_first_cure_and_the_reference(tmp_path: Path) -> None:
+    """Ops come from the closer look; runs that left no trace are passed over."""
+    for name in ("before", "closer", "remedy-gemma4-mlp-float32-product"):
+        (tmp_path / name).mkdir()
+        writer = TraceWriter(tmp_path / name)
+        writer.write(Header())
+        writer.write(Root(root=0, cls="Model", modules=1, dtypes={}))
+        writer.write(
+            Site(id=0, root=0, fqn="a", cls="A", phase="forward", kind="output", index="", dtype="float16", shape=[1])
+        )
+        writer.write_samples(writer.next_n(), 1, 1, [(0, 2.0, 0, 0)])
+        writer.close()
+    report = with_pictures(overflow(), tmp_path)
+    assert [picture.label for picture in report.pictures] == ["before", "gemma4-mlp-float32-product"]
+    assert with_pictures(overflow(), tmp_path / "nowhere").pictures == ()
+
+
+def test_the_pages_data_cannot_end_its_element() -> None:
+    """No less-than sign, no ampersand, no character beyond ASCII, and no token that is not JSON."""
+    trace = TraceBuilder().sample("</script><!--\u202ex", 1.0, cls="<b>").sample("a", 0.0, inf=3).build()
+    report = Report(name="x", status=Status.HEALTHY, headline="h", pictures=(distil(trace, "</script>&"),))
+    text = page_data(report)
+    assert text.isascii()
+    assert not set("<>&") & set(text)
+    (run,) = json.loads(text)["runs"]
+    assert run["label"] == "</script>&"
+    assert run["modules"][0]["f"] == "</script><!--\\u202ex"
+    assert run["modules"][1]["s"] == [[0, "float16", [0], {"0": [0, 3]}]]
