@@ -1,25 +1,13 @@
 """``dtypedoctor exec``: any script, unchanged, with the watch around it."""
 
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.console import console_for
-from dtypedoctor.cli.run import default_directory, exit_code
 from dtypedoctor.errors import UsageError
-from dtypedoctor.report.build import build_report
-from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
-from dtypedoctor.report.model import Report
-from dtypedoctor.report.terminal import render_terminal
-from dtypedoctor.runner.launch import Run, make_directory
-from dtypedoctor.runner.script import run_script
-from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
-from dtypedoctor.scenario.request import Request
-from dtypedoctor.trials.treatment import Plan, treat
 
 WEEK = 604_800
 
@@ -62,53 +50,36 @@ def execute(
     the verdict goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
     """
     if not module and not Path(script).exists():
-        raise UsageError(f"{script}: no such script", "Give a file, or -m and a module.")
-    workload = Script(
-        kind="script",
-        path=None if module else script,
-        module=script if module else None,
-        args=arguments or [],
+        raise UsageError(f"{script}: no such script", "Give a file, or -m and the name of a module.")
+    from dtypedoctor.cli.console import console_for
+    from dtypedoctor.cli.treating import default_directory, exit_code, treat_script
+    from dtypedoctor.report.terminal import render_terminal
+    from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+    from dtypedoctor.trials.treatment import Plan
+
+    target = {"module": script} if module else {"path": script}
+    scenario = Scenario(
+        name=script_name(script),
+        summary="A script, run unchanged.",
+        time_limit=time_limit,
+        deterministic=False,
+        remedies=attempt or [],
+        steps=[ScenarioStep(workload=Script(kind="script", args=arguments or [], **target))],
     )
-    directory = out if out is not None else default_directory(script_name(script))
-    report, status = _treated(
-        _scenario(workload, time_limit),
-        directory,
-        Plan(closer=not once, certify=certify, only=frozenset(attempt or ())),
-    )
+    plan = Plan(closer=not once, certify=certify, only=_known(attempt or []))
+    directory = out if out is not None else default_directory(scenario.name)
+    report, status = treat_script(scenario, directory, plan)
     render_terminal(report, console_for(sys.stderr))
     return status if propagate_exit else exit_code(report)
 
 
-def _treated(scenario: Scenario, directory: Path, plan: Plan) -> tuple[Report, int]:
-    """Treats a script in ``directory``; its report and its own exit status, as a shell would give it."""
-    make_directory(directory)
+def _known(remedies: list[str]) -> frozenset[str]:
+    from dtypedoctor.trials.remedies import REMEDIES
 
-    def launch(label: str, request: Request) -> Run:
-        first = label == "before"
-        if not first:
-            print(f"dtypedoctor: running the script again ({label}) …", file=sys.stderr, flush=True)
-        return run_script(request, directory / label, live=first)
-
-    treatment = treat(scenario, launch, plan)
-    report = build_report(
-        treatment,
-        command=shlex.join(["dtypedoctor", *sys.argv[1:]]),
-        files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before"},
-        next_command=f"dtypedoctor report {directory} --format md",
-    )
-    write_report(directory, report)
-    code = treatment.before.exit.code
-    return report, code if code >= 0 else 128 - code
-
-
-def _scenario(workload: Script, time_limit: int) -> Scenario:
-    return Scenario(
-        name=script_name(workload.path or workload.module or ""),
-        summary="A script of the user's, unchanged.",
-        time_limit=time_limit,
-        deterministic=False,
-        steps=[ScenarioStep(workload=workload)],
-    )
+    for name in remedies:
+        if name not in REMEDIES:
+            raise UsageError(f"--try: there is no remedy {name!r}", f"Known: {', '.join(REMEDIES)}.")
+    return frozenset(remedies)
 
 
 def script_name(script: str) -> str:

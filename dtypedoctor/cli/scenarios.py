@@ -6,10 +6,6 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.scenario.catalog import available
-from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.scenario.schema import json_schema
-
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
@@ -22,6 +18,10 @@ def scenarios(
     ] = False,
 ) -> None:
     """List the scenarios that come with the program."""
+    from dtypedoctor.scenario.catalog import available
+    from dtypedoctor.scenario.loading import load_scenario
+    from dtypedoctor.scenario.schema import json_schema
+
     if schema:
         print(json.dumps(json_schema(), indent=2))
         return

@@ -1,0 +1,124 @@
+"""What ``run`` and ``exec`` do once their arguments are read. It is imported only then: ``--help`` must not wait for it."""
+
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dtypedoctor.cli.live import LiveView
+from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.errors import ExitCode, UsageError
+from dtypedoctor.report.build import build_report
+from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
+from dtypedoctor.report.model import Report, Status
+from dtypedoctor.runner.launch import Launcher, Run, make_directory
+from dtypedoctor.runner.script import run_script
+from dtypedoctor.scenario.model import Scenario, Script
+from dtypedoctor.scenario.request import Request
+from dtypedoctor.trials.summary import how_it_ended
+from dtypedoctor.trials.treatment import Plan, Treatment, treat
+
+Start = Callable[[Request, Path], Run]
+"""Runs a request in a directory that does not exist yet."""
+
+
+def default_directory(name: str) -> Path:
+    """``runs/NAME-TIME``, with a number behind it where that is taken."""
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = (Path("runs") / (stem + (f"-{i}" if i else "")) for i in range(1000))
+    return next(path for path in candidates if not path.exists())
+
+
+def treat_scenario(scenario: Scenario, directory: Path, plan: Plan, view: LiveView | None = None) -> Report:
+    """Treats a scenario in ``directory``, which must not exist yet, and leaves its report there.
+
+    Progress goes to ``view``, which shows it on stderr if left out.
+
+    Raises:
+        UsageError: the scenario cannot be run, or the directory cannot be used; nothing is left behind.
+    """
+    view = view or LiveView(sys.stderr)
+    with _new(directory), view, _starter(scenario, directory, view) as start:
+
+        def launch(label: str, request: Request) -> Run:
+            view.begin(label, directory / label)
+            finished = start(request, directory / label)
+            view.end(how_it_ended(finished))
+            return finished
+
+        return _reported(treat(scenario, launch, plan), directory)
+
+
+def treat_script(scenario: Scenario, directory: Path, plan: Plan) -> tuple[Report, int]:
+    """Treats a user's script, which has this process's streams the first time it runs.
+
+    Returns:
+        The report, and the script's own exit status as a shell would give it.
+
+    Raises:
+        UsageError: there is no such script, or the directory cannot be used; nothing is left behind.
+    """
+    with _new(directory):
+
+        def launch(label: str, request: Request) -> Run:
+            first = label == "before"
+            if not first:
+                print(f"dtypedoctor: running the script again ({label}) …", file=sys.stderr, flush=True)
+            return run_script(request, directory / label, live=first)
+
+        treatment = treat(scenario, launch, plan)
+        code = treatment.before.exit.code
+        return _reported(treatment, directory), code if code >= 0 else 128 - code
+
+
+def exit_code(report: Report) -> int:
+    """The exit code that a finished report stands for."""
+    if (
+        report.status is Status.WORKER_DIED
+        and report.before is not None
+        and not report.before.loss
+        and not report.strip
+    ):
+        return int(ExitCode.FINDINGS if report.findings else ExitCode.NO_TRACE)
+    if report.expectation_met is not None:
+        return int(ExitCode.OK if report.expectation_met else ExitCode.FINDINGS)
+    remain = any(f.severity is not Severity.INFO for f in report.findings) or report.status is not Status.HEALTHY
+    return int(ExitCode.FINDINGS if remain else ExitCode.OK)
+
+
+@contextmanager
+def _new(directory: Path) -> Iterator[None]:
+    """Makes the run directory, and takes it away again where nothing could be run in it."""
+    make_directory(directory)
+    try:
+        yield
+    except UsageError:
+        shutil.rmtree(directory)
+        raise
+
+
+@contextmanager
+def _starter(scenario: Scenario, directory: Path, view: LiveView) -> Iterator[Start]:
+    """What runs a scenario: a fresh interpreter for a script, a warm server for everything else."""
+    if isinstance(scenario.steps[0].workload, Script):
+        yield lambda request, place: run_script(request, place, live=False)
+    else:
+        with Launcher(directory / "server.log", progress=view.progress) as launcher:
+            yield launcher.run
+
+
+def _reported(treatment: Treatment, directory: Path) -> Report:
+    files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before"}
+    if (directory / "server.log").exists():
+        files["log"] = "server.log"
+    report = build_report(
+        treatment,
+        command=shlex.join(["dtypedoctor", *sys.argv[1:]]),
+        files=files,
+        next_command=f"dtypedoctor report {shlex.quote(str(directory))} --format md",
+    )
+    write_report(directory, report)
+    return report
