@@ -16,6 +16,10 @@ def planned_steps(scenario: Scenario) -> int:
     return sum(getattr(step.workload, "steps", 0) for step in scenario.steps)
 
 
+def _models(scenario: Scenario) -> int:
+    return sum(step.model is not None for step in scenario.steps)
+
+
 def summarise(label: str, run: Run, scenario: Scenario, twin: Trace | None = None) -> RunSummary:
     """The row of ``run`` in the before/after table; ``twin`` is the trace of its float32 twin, where there is one."""
     trace = run.trace
@@ -33,7 +37,7 @@ def summarise(label: str, run: Run, scenario: Scenario, twin: Trace | None = Non
         peak_memory=resources.peak_memory if resources else None,
         ended=how_it_ended(run),
         finding_ids=tuple(dict.fromkeys(f.id for f in diagnose(trace))),
-        output_error=output_error(trace, twin) if twin is not None else None,
+        output_error=output_error(trace, twin, _models(scenario)) if twin is not None else None,
     )
 
 
