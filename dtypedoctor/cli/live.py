@@ -17,9 +17,11 @@ class LiveView:
 
     Args:
         stream: usually ``sys.stderr``.
+        every_run: False leaves no line for the single runs, whose number may be in the hundreds.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, every_run: bool = True) -> None:
+        self._every_run = every_run
         self._console = Console(file=stream, highlight=False)
         self._stream = stream
         self._live: Live | None = None
@@ -40,11 +42,20 @@ class LiveView:
     def begin(self, label: str, directory: Path) -> None:
         """A run starts."""
         self._label, self._began, self._follower = label, time.monotonic(), Follower(directory)
-        if self._live is None:
+        if self._live is None and self._every_run:
             print(f"{label} …", file=self._stream, flush=True)
+
+    def say(self, line: str) -> None:
+        """Leaves a line that is not about a single run."""
+        if self._live is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            self._live.console.print(Text(line))
 
     def end(self, outcome: str) -> None:
         """The run has ended as ``outcome`` says."""
+        if not self._every_run:
+            return
         seconds = time.monotonic() - self._began
         line = f"{self._label:<36} {seconds:5.1f} s  {outcome}"
         if self._live is None:

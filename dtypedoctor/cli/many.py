@@ -1,0 +1,78 @@
+"""Several scenarios in one command: each in a folder of its own, and a matrix of all of them."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from dtypedoctor.cli.live import LiveView
+from dtypedoctor.cli.treating import exit_code, treat_scenario
+from dtypedoctor.errors import ExitCode, UsageError
+from dtypedoctor.report.files import REPORT_JSON
+from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_row, render_matrix_json, row_of
+from dtypedoctor.report.redaction import redact
+from dtypedoctor.runner.launch import make_directory
+from dtypedoctor.scenario.catalog import resolve
+from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.trials.treatment import Plan
+
+MATRIX_JSON = "matrix.json"
+_GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)
+
+
+def load_all(texts: Sequence[str]) -> list[Scenario]:
+    """The scenarios that a person names, in that order; those of a folder by name.
+
+    Raises:
+        UsageError: something cannot be read, a folder holds none, or two scenarios have the same name.
+    """
+    loaded = [load_scenario(path) for text in texts for path in _paths(text)]
+    twice = [name for name, times in Counter(scenario.name for scenario in loaded).items() if times > 1]
+    if twice:
+        raise UsageError(f"{', '.join(twice)}: given more than once", "Each scenario gets a folder of its name.")
+    return loaded
+
+
+def _paths(text: str) -> list[Path]:
+    folder = Path(text)
+    if not folder.is_dir():
+        return [resolve(text)]
+    found = sorted(folder.glob("*.yaml"))
+    if not found:
+        raise UsageError(f"{text}: no scenarios here", "A scenario is a file that ends in .yaml.")
+    return found
+
+
+def treat_all(scenarios: Sequence[Scenario], directory: Path, plan: Plan) -> list[MatrixRow]:
+    """Treats each scenario in a folder of its name in ``directory`` and leaves the matrix there.
+
+    A scenario that cannot be run at all is a row of the matrix like any other; the rest is run all the same.
+    """
+    make_directory(directory)
+    rows: list[MatrixRow] = []
+    for scenario in scenarios:
+        view = LiveView(sys.stderr, every_run=False)
+        rows.append(_row(scenario, directory, plan, view))
+        view.say(f"{len(rows)}/{len(scenarios)} {in_one_line(rows[-1])}")
+    (directory / MATRIX_JSON).write_text(render_matrix_json(rows, exit_code=matrix_exit(rows)), encoding="utf-8")
+    print(f"Matrix: {directory / MATRIX_JSON}", file=sys.stderr)
+    return rows
+
+
+def _row(scenario: Scenario, directory: Path, plan: Plan, view: LiveView) -> MatrixRow:
+    began = time.monotonic()
+    try:
+        report = treat_scenario(scenario, directory / scenario.name, plan, view)
+    except UsageError as refused:
+        return refused_row(scenario.name, refused.message, exit_code=int(refused.exit_code))
+    seconds = round(time.monotonic() - began, 2)
+    path = f"{scenario.name}/{REPORT_JSON}"
+    return row_of(redact(report), exit_code=exit_code(report), seconds=seconds, path=path)
+
+
+def matrix_exit(rows: Sequence[MatrixRow]) -> int:
+    """0 if each scenario's exit code is 0; else the code of the gravest: usage, then a dead worker, then findings."""
+    codes = {row.exit for row in rows}
+    return next((int(code) for code in _GRAVEST_FIRST if int(code) in codes), int(ExitCode.OK))
