@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
-from dtypedoctor.report.model import Observer, Status
+from dtypedoctor.report.model import Observer, Outcome, Report, Status
 from dtypedoctor.report.numbers import ABSENT, number
 from dtypedoctor.report.text import one_line
 
@@ -13,8 +13,10 @@ __all__ = [
     "STATUS",
     "bisection_summary",
     "bisection_verdicts",
+    "cures",
     "environment_rows",
     "link_dtypes",
+    "no_cure",
     "observer_sentence",
     "place",
 ]
@@ -43,6 +45,16 @@ def place(finding: Finding) -> list[tuple[str, str]]:
         ("source", finding.source),
     ]
     return [(label, one_line(value)) for label, value in rows if value]
+
+
+def cures(report: Report) -> list[str]:
+    """The remedies that were tried and fix it, in the order in which they were tried."""
+    return [trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED]
+
+
+def no_cure(report: Report) -> str:
+    """What is said where :func:`cures` is empty."""
+    return "none of the remedies tried" if report.trials else "no remedy was tried"
 
 
 def link_dtypes(link: Link) -> str:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from dtypedoctor.report.facts import CONFIDENCE, STATUS
+from dtypedoctor.report.facts import CONFIDENCE, STATUS, cures
 from dtypedoctor.report.markdown import comparison_table
 from dtypedoctor.report.markdown_text import code, details, prose, size, table
-from dtypedoctor.report.model import Outcome, Report, Status
+from dtypedoctor.report.model import Report, Status
 
 __all__ = ["merge_github_summary", "render_github_summary"]
 
@@ -23,7 +23,9 @@ def render_github_summary(report: Report) -> str:
 def merge_github_summary(reports: Sequence[Report]) -> str:
     """Several reports as one job summary: a table of all scenarios, then each that needs attention, then the others."""
     ordered = sorted(reports, key=_passed)
-    rows = [[_mark(r), code(r.name, 80), prose(_found(r), 200), prose(_cured(r), 200)] for r in ordered]
+    rows = [
+        [_mark(r), code(r.name, 80), prose(_found(r), 200), prose(", ".join(cures(r)) or "–", 200)] for r in ordered
+    ]
     page = "## dtypedoctor\n\n" + table(["", "scenario", "found", "cured by"], rows, LIMIT // 3)
     left_out = 0
     for report in ordered:
@@ -45,10 +47,6 @@ def _mark(report: Report) -> str:
 
 def _found(report: Report) -> str:
     return ", ".join(finding.id for finding in report.findings[:4]) or STATUS[report.status].lower()
-
-
-def _cured(report: Report) -> str:
-    return ", ".join(trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED) or "–"
 
 
 def _section(report: Report) -> str:

@@ -12,12 +12,14 @@ from dtypedoctor.report.facts import (
     STATUS,
     bisection_summary,
     bisection_verdicts,
+    cures,
     environment_rows,
     link_dtypes,
+    no_cure,
     observer_sentence,
     place,
 )
-from dtypedoctor.report.model import Outcome, Report
+from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import ABSENT
 from dtypedoctor.report.reproduction import reproduction_script, scenario_yaml
 from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines
@@ -42,13 +44,16 @@ def verdict(report: Report) -> Html:
 
 def _finding(finding: Finding, *, first: bool, report: Report) -> Html:
     facts = [("what", el("code", finding.id)), ("how sure", f"{finding.severity}, {CONFIDENCE[finding.confidence]}")]
-    facts += [(label, _fact(label, value)) for label, value in place(finding)]
+    facts += [
+        (label, _goto(value) if label == "module" and report.pictures else el("code", value))
+        for label, value in place(finding)
+    ]
     if first:
-        facts.append(("cured by", _cures(report)))
+        facts.append(("cured by", join(_codes(cures(report))) or no_cure(report)))
     listed = el("dl", *(join((el("dt", label), el("dd", value))) for label, value in facts), class_="facts")
     story = [el("h3", "Cause"), el("p", finding.cause)]
     if finding.evidence:
-        story += [el("h3", "Evidence"), el("ul", *(el("li", item) for item in finding.evidence))]
+        story += [el("h3", "Evidence"), el("ul", *(el("li", one_line(item, 1000)) for item in finding.evidence))]
     if finding.provenance:
         story += [el("h3", "Where the dtype came from"), _chain(finding)]
     if finding.remedies:
@@ -64,19 +69,11 @@ def _finding(finding: Finding, *, first: bool, report: Report) -> Html:
     return el("details", el("summary", el("code", finding.id), " ", one_line(finding.summary, 300)), body)
 
 
-def _fact(label: str, value: str) -> Html:
-    if label != "module":
-        return el("code", value)
+def _goto(fqn: str) -> Html:
+    """The name of a module, which the script makes lead to the module's row."""
     return el(
-        "button", el("code", value), " ", el("span", "show", class_="dim"), type="button", class_="goto", data_fqn=value
+        "button", el("code", fqn), " ", el("span", "show", class_="dim"), type="button", class_="goto", data_fqn=fqn
     )
-
-
-def _cures(report: Report) -> Html:
-    if not report.trials:
-        return Html("no remedy was tried")
-    cures = [trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED]
-    return join(_codes(cures)) if cures else Html(f"none of the {len(report.trials)} remedies")
 
 
 def _codes(names: list[str] | tuple[str, ...]) -> list[Html]:
@@ -176,7 +173,7 @@ def flow(report: Report) -> Html:
         return Html()
     changes = [(module, flow) for module in report.pictures[0].modules for flow in module.flows if flow.why]
     rows = [
-        [_fact("module", module.fqn or module.cls), module.cls, f.phase, _dtypes(f.inputs), _dtypes(f.outputs), f.why]
+        [_goto(module.fqn or module.cls), module.cls, f.phase, _dtypes(f.inputs), _dtypes(f.outputs), f.why]
         for module, f in changes[:_MOST_CHANGES]
     ]
     parts = [el("h2", "Where the dtype changes")]

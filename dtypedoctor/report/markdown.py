@@ -9,13 +9,15 @@ from dtypedoctor.report.facts import (
     STATUS,
     bisection_summary,
     bisection_verdicts,
+    cures,
     environment_rows,
     link_dtypes,
+    no_cure,
     observer_sentence,
     place,
 )
 from dtypedoctor.report.markdown_text import bullets, code, details, fenced, prose, size, table
-from dtypedoctor.report.model import Outcome, Report
+from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import series
 from dtypedoctor.report.reproduction import reproduction_script, scenario_yaml
 from dtypedoctor.report.strip import scale_caption, strip_lines
@@ -74,15 +76,8 @@ def _summary(report: Report, room: int) -> str:
     finding = report.findings[0]
     rows = [["**what**", f"{code(finding.id)} ({finding.severity}, {CONFIDENCE[finding.confidence]})"]]
     rows += [[f"**{label}**", code(value)] for label, value in place(finding)]
-    rows.append(["**cured by**", _cures(report)])
+    rows.append(["**cured by**", ", ".join(code(cure, 100) for cure in cures(report)[:10]) or no_cure(report)])
     return table(["", ""], rows, room)
-
-
-def _cures(report: Report) -> str:
-    if not report.trials:
-        return "no remedy was tried"
-    cures = [code(trial.remedy, 100) for trial in report.trials if trial.outcome is Outcome.FIXED]
-    return ", ".join(cures[:10]) or f"none of the {len(report.trials)} remedies"
 
 
 def _findings(report: Report, room: int) -> str:

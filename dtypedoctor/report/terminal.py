@@ -1,10 +1,8 @@
 """The report for a person at the prompt: 80 columns and up, and nothing that only colour says."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
@@ -14,6 +12,7 @@ from dtypedoctor.report.facts import (
     STATUS,
     bisection_summary,
     bisection_verdicts,
+    environment_rows,
     link_dtypes,
     observer_sentence,
     place,
@@ -21,7 +20,8 @@ from dtypedoctor.report.facts import (
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.numbers import series
 from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines
-from dtypedoctor.report.text import ascii_only, fold, one_line, paragraphs
+from dtypedoctor.report.terminal_page import Page
+from dtypedoctor.report.text import fold, one_line
 
 __all__ = ["render_terminal"]
 
@@ -35,7 +35,7 @@ _BAR = 14
 
 def render_terminal(report: Report, console: Console) -> None:
     """Prints ``report`` on ``console``, as wide as the console is, without colour where the console has none."""
-    page = _Page(console)
+    page = Page(console)
     _headline(page, report)
     _strip(page, report)
     for position, finding in enumerate(report.findings, start=1):
@@ -49,49 +49,13 @@ def render_terminal(report: Report, console: Console) -> None:
         page.line(report.next_command, style="bold", indent=2)
 
 
-class _Page:
-    """The console, with every text made safe for it."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._ascii = console.options.ascii_only
-        self.width = console.width
-
-    def text(self, text: str, style: str = "") -> Text:
-        shown = paragraphs(text)
-        return Text(ascii_only(shown) if self._ascii else shown, style=style, overflow="fold")
-
-    def line(self, text: str, style: str = "", indent: int = 0) -> None:
-        self._console.print(Padding(self.text(text, style), (0, 0, 0, indent), expand=False), highlight=False)
-
-    def heading(self, title: str) -> None:
-        self._console.print()
-        self.line(title, style="bold")
-
-    def table(self, rows: Iterable[Sequence[Text]], header: Sequence[str] = (), indent: int = 2) -> None:
-        body = list(rows)
-        if not body:
-            return
-        table = Table(box=None, show_header=bool(header), padding=(0, 2, 0, 0), pad_edge=False)
-        for i in range(len(body[0])):
-            table.add_column(self.text(header[i], "dim") if header else "", overflow="fold")
-        for row in body:
-            table.add_row(*row)
-        self._console.print(Padding(table, (0, 0, 0, indent), expand=False), highlight=False)
-
-    def bullets(self, title: str, items: Sequence[str]) -> None:
-        if items:
-            self.line(title, style="dim", indent=2)
-            self.table(([self.text("-"), self.text(item)] for item in items), indent=4)
-
-
-def _headline(page: _Page, report: Report) -> None:
+def _headline(page: Page, report: Report) -> None:
     style = "bold green" if report.status is Status.HEALTHY else "bold red"
     page.line(f"{STATUS[report.status]}: {one_line(report.headline, 600)}", style=style)
     page.line(f"scenario {one_line(report.name)}", style="dim")
 
 
-def _strip(page: _Page, report: Report) -> None:
+def _strip(page: Page, report: Report) -> None:
     lines = strip_lines(report.strip)
     if not lines:
         return
@@ -102,7 +66,7 @@ def _strip(page: _Page, report: Report) -> None:
     page.line(scale_caption(report.strip), "dim", indent=2)
 
 
-def _strip_row(page: _Page, line: StripLine, names: int) -> list[Text]:
+def _strip_row(page: Page, line: StripLine, names: int) -> list[Text]:
     style = "bold red" if line.is_origin else ""
     bar = f"|{line.bar(_BAR)}|" if line.fill is not None else ""
     cells = [
@@ -116,7 +80,7 @@ def _strip_row(page: _Page, line: StripLine, names: int) -> list[Text]:
     return [page.text(cell, style) for cell in cells]
 
 
-def _finding(page: _Page, finding: Finding, number: str) -> None:
+def _finding(page: Page, finding: Finding, number: str) -> None:
     page.heading(f"Finding{number}")
     head = f"{finding.severity.upper()} {one_line(finding.id)}  ({CONFIDENCE[finding.confidence]})"
     page.line(head, style=_SEVERITY_STYLE[finding.severity], indent=2)
@@ -134,7 +98,7 @@ def _finding(page: _Page, finding: Finding, number: str) -> None:
     page.bullets("the same failure elsewhere", finding.references)
 
 
-def _trials(page: _Page, report: Report) -> None:
+def _trials(page: Page, report: Report) -> None:
     comparison = compare(report)
     if comparison.columns:
         page.heading("Before and after" if len(comparison.columns) > 1 else "The run")
@@ -148,7 +112,7 @@ def _trials(page: _Page, report: Report) -> None:
         page.line(f"{one_line(trial.remedy)}: {words}. {trial.reason}", style=_OUTCOME_STYLE[words], indent=2)
 
 
-def _comparison(page: _Page, rows: Sequence[str], columns: Sequence[Column]) -> None:
+def _comparison(page: Page, rows: Sequence[str], columns: Sequence[Column]) -> None:
     width = (page.width - _LABELS) // len(columns) - 2
 
     def cell(text: str) -> Text:
@@ -160,7 +124,7 @@ def _comparison(page: _Page, rows: Sequence[str], columns: Sequence[Column]) -> 
     page.table(body)
 
 
-def _per_step(page: _Page, report: Report) -> None:
+def _per_step(page: Page, report: Report) -> None:
     compared = runs(report)
     for title, values in (
         ("loss", [run.loss for run in compared]),
@@ -175,7 +139,7 @@ def _per_step(page: _Page, report: Report) -> None:
             )
 
 
-def _bisection(page: _Page, report: Report) -> None:
+def _bisection(page: Page, report: Report) -> None:
     if report.bisection is None:
         return
     page.heading("Bisection")
@@ -184,7 +148,7 @@ def _bisection(page: _Page, report: Report) -> None:
     page.table(verdicts, ["mode", "outcome", "phase", "module", "absmax"])
 
 
-def _certificates(page: _Page, report: Report) -> None:
+def _certificates(page: Page, report: Report) -> None:
     if report.expectation:
         page.heading("Expectation")
         met = {True: "met", False: "NOT met", None: "not judged"}[report.expectation_met]
@@ -192,3 +156,7 @@ def _certificates(page: _Page, report: Report) -> None:
     page.heading("Can this be trusted?")
     page.line(observer_sentence(report.observer), indent=2)
     page.bullets("not watched", report.coverage)
+    environment = [f"{name.rpartition('.')[2]} {value}" for name, value in environment_rows(report.environment)]
+    if environment:
+        page.heading("Environment")
+        page.line(", ".join(environment), style="dim", indent=2)
