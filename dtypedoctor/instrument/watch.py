@@ -5,6 +5,7 @@ copies and compiles as before. Inside a compiled region the hooks do nothing (an
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.nn.modules import module as hooks
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.opaque import being_recorded, why_opaque
+from dtypedoctor.instrument.own_hooks import hide_from_compiler, remove_hooks
 from dtypedoctor.instrument.places import Place, Places
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.recorder import Item
@@ -49,6 +52,8 @@ class ModuleWatch:
         self._places = Places(names)
         self._recorders = Recorders(writer, position, self._sites)
         self._handles: list[Any] = []
+        self._reveal: Callable[[], None] | None = None
+        self._thread = 0
         self.raised_in: tuple[int, list[str]] = (0, [])
         """Identity of the last exception that left a module, and the module calls that were open where it began."""
         self.on_error: list[Callable[[nn.Module, Any, BaseException], None]] = []
@@ -66,12 +71,15 @@ class ModuleWatch:
                 self._guard.shield(self._leave, "what some modules returned"), with_kwargs=True, always_call=True
             ),
         ]
+        self._reveal = hide_from_compiler(self._handles)
 
     def stop(self) -> None:
         """Stops watching; everything measured so far gets into the trace."""
-        for handle in self._handles:
-            handle.remove()
+        remove_hooks(self._handles)
         self._handles = []
+        if self._reveal is not None:
+            self._reveal()
+            self._reveal = None
         self._recorders.finish()
 
     def flush(self) -> None:
@@ -79,8 +87,11 @@ class ModuleWatch:
         self._recorders.flush()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if being_recorded() or self._in_another_thread():
+            return
         position = self._position
         if not position.stack:
+            self._thread = threading.get_ident()
             self._enter_root(module)
         position.stack.append(module)
         place = self._places.of(module)
@@ -97,7 +108,19 @@ class ModuleWatch:
         for listener in self.before_root:
             listener(module)
 
+    def _in_another_thread(self) -> bool:
+        """Whether a thread calls a module while another one is inside of one: the calls cannot be told apart then.
+
+        Blocks that are recomputed in the backward pass of CUDA run in a thread of autograd's own, while the program waits.
+        """
+        if not self._position.stack or self._position.backward_depth or self._thread == threading.get_ident():
+            return False
+        self._guard.tell("modules in several threads at once", "only one thread's calls can be told apart")
+        return True
+
     def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        if being_recorded() or self._in_another_thread():
+            return
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])  # torch drops kwargs where forward has raised
         stack = self._position.stack
         if not stack or stack[-1] is not module:
@@ -105,17 +128,22 @@ class ModuleWatch:
                 return  # entered while muted, or before the watch began
             while stack[-1] is not module:
                 stack.pop()
-        if output is None and (error := sys.exc_info()[1]) is not None:
-            self._note_error(module, args, error)
-        else:
-            place = self._places.of(module)
-            if place is not None:
-                self._record(module, place, (args, kwargs), output)
-        stack.pop()
-        if not stack:
-            self._recorders.flush()
-            for listener in self.after_root:
-                listener(module)
+        try:
+            if output is None and (error := sys.exc_info()[1]) is not None:
+                self._note_error(module, args, error)
+            else:
+                place = self._places.of(module)
+                if place is not None:
+                    self._record(module, place, (args, kwargs), output)
+        finally:  # whatever goes wrong in here, the call is over
+            stack.pop()
+            if not stack:
+                self._leave_root(module)
+
+    def _leave_root(self, module: nn.Module) -> None:
+        self._recorders.flush()
+        for listener in self.after_root:
+            listener(module)
 
     def _note_error(self, module: nn.Module, args: Any, error: BaseException) -> None:
         if self.raised_in[0] != id(error):
@@ -144,7 +172,7 @@ class ModuleWatch:
             [Item(place, looks_of(t, phase, "input", index, autocast), t) for index, t in inputs],
         )
         for index, tensor in outputs:
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter the hook would stay
                 tensor.register_hook(self._gradient_hook(place, index))
 
     def _gradient_hook(self, place: Place, index: str) -> Callable[..., None]:
@@ -166,6 +194,9 @@ class ModuleWatch:
     def _note_flow(self, module: nn.Module, place: Place, tensors: tuple[list[Named], list[Named]],
                    autocast: str | None) -> None:  # fmt: skip
         position = self._position
+        why = why_opaque(module)
+        if why:
+            self._guard.tell(f"the inside of {place.fqn or place.cls}", why)
         self._writer.write(
             Flow(
                 n=self._writer.next_n(),
