@@ -64,6 +64,8 @@ class Whereabouts:
         function = function_name(context) if context is not None else None
         root, fqn = self._module()
         place = OpPlace(root=root, fqn=fqn, source=source, function=function, autocast=autocast)
+        if context is not None:
+            self._origins.setdefault(context._sequence_nr(), place)  # type: ignore[attr-defined]  # a node too
         # an operator's node is made just before the operator itself is dispatched, and takes the number before the next
         self._origins.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         return place
