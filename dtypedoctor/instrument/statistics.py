@@ -1,7 +1,7 @@
 """Measures tensors: largest finite magnitude, and how many elements are NaN or inf."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
 
@@ -32,13 +32,20 @@ _DENSE_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def measurable(value: object) -> bool:
-    """Whether ``value`` is a dense floating-point tensor with data behind it (not packed, meta, fake or sparse)."""
+    """Whether ``value`` is a dense floating-point tensor with data behind it that may be read now.
+
+    Not packed, meta, fake, sparse or nested, not inside of a transformation (``vmap``, ``grad``), and not while a CUDA graph
+    is captured, which reading would break.
+    """
     return (
         type(value) in _DENSE_TYPES
         and isinstance(value, Tensor)
         and value.is_floating_point()
         and value.layout is torch.strided
         and not value.is_meta
+        and not value.is_nested
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        and not (value.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 
@@ -51,6 +58,9 @@ def measure(tensors: Sequence[Tensor]) -> list[Extent]:
     """
     if not tensors:
         return []
+    if _modes_are_on():
+        with _out_of_their_sight():
+            return measure(tensors)
     if tensors[0].device.type == "cpu":
         return [measure_one(tensor) for tensor in tensors]
     ends = torch.stack([end for tensor in tensors for end in _ends(tensor.detach())]).tolist()
@@ -59,8 +69,22 @@ def measure(tensors: Sequence[Tensor]) -> list[Extent]:
 
 def measure_one(tensor: Tensor) -> Extent:
     """Measures one floating-point tensor of any shape; waits for its device."""
+    if _modes_are_on():
+        with _out_of_their_sight():
+            return measure_one(tensor)
     low, high = _ends(tensor.detach())
     return _extent(tensor, low.item(), high.item())
+
+
+def _modes_are_on() -> bool:
+    """Whether torch modes are on (the program's own, a default device): they must not see what the doctor computes."""
+    return torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0
+
+
+@contextmanager
+def _out_of_their_sight() -> Iterator[None]:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
