@@ -19,7 +19,7 @@ class OpPlace:
     """Where an operator runs.
 
     Attributes:
-        root: number of the outermost module.
+        root: number of the outermost module; -1 outside of all.
         fqn: dotted name of the module, empty for the outermost one and outside of all.
         source: ``file.py:line``; for a backward operator that torch wrote, the line that it differentiates.
         function: name of the custom autograd function that it runs in, if any.
@@ -33,7 +33,10 @@ class OpPlace:
     autocast: str | None
 
 
-_NOWHERE = OpPlace(root=0, fqn="", source=None, function=None, autocast=None)
+OUTSIDE = -1
+"""Stands for the root of an operator that runs outside of every module call."""
+
+_NOWHERE = OpPlace(root=OUTSIDE, fqn="", source=None, function=None, autocast=None)
 
 
 class Whereabouts:
@@ -73,7 +76,7 @@ class Whereabouts:
     def _module(self) -> tuple[int, str]:
         stack = self._position.stack
         found = self._names.find(stack[-1]) if stack else None
-        return found if found is not None else (0, "")
+        return found if found is not None else (OUTSIDE, "")
 
     def _in_backward(self, node: torch.autograd.graph.Node, source: str | None, autocast: str | None) -> OpPlace:
         made = self._origins.get(node._sequence_nr(), _NOWHERE)

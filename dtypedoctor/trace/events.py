@@ -179,7 +179,8 @@ class Op:
     whose forward or backward the op ran. ``autocast`` is the dtype of the autocast region the Python code was in.
     ``scalars`` holds the non-tensor arguments that decide a verdict (e.g. a fill value), as text. A function or module
     call that refused its operands before any operator ran is an op too, named ``aten.NAME.default`` where such an operator
-    exists, else ``function.NAME`` or ``module.CLASS``. ``root`` is the outermost module that ``fqn`` belongs to.
+    exists, else ``function.NAME`` or ``module.CLASS``. ``root`` is the outermost module that
+    ``fqn`` belongs to, -1 for an op outside of every module call.
     """
 
     n: int
