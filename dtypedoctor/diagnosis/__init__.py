@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.overflow import detect_overflow
+from dtypedoctor.diagnosis.nonfinite import detect_nonfinite
 from dtypedoctor.trace.reader import Trace
 
 Detector = Callable[[Trace], Iterable[Finding]]
 
 DETECTORS: dict[str, Detector] = {
-    "overflow": detect_overflow,
+    "non-finite": detect_nonfinite,
 }
 """Every detector by the name of its family."""
 

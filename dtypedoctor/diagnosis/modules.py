@@ -1,19 +1,15 @@
 """The module watch as a story: what was measured first, and what was not finite first."""
 
+from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.trace.events import Sample, Site
 from dtypedoctor.trace.reader import Trace
 
-MEASURED = frozenset({"output", "loss", "grad_output", "grad", "param"})
-"""Site kinds that tell a story of their own; inputs are measured only to decide who is to blame."""
-
 
 def first_nonfinite(trace: Trace) -> tuple[Sample, Site] | None:
-    """The earliest sample that is not finite."""
-    for sample in trace.samples:
-        if not sample.finite:
-            site = trace.sites.get(sample.site)
-            if site is not None and site.kind in MEASURED:
-                return sample, site
+    """The earliest sample that is not finite and gets somewhere (see :mod:`dtypedoctor.diagnosis.incidents`)."""
+    for incident in incidents(trace):
+        if incident.sample is not None and incident.site is not None:
+            return incident.sample, incident.site
     return None
 
 

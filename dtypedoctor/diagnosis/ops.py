@@ -1,10 +1,10 @@
-"""The op trace as a graph: who produced a tensor, and where a bad value was born."""
+"""The op trace as a graph: who produced a tensor, and who used it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from dtypedoctor.trace.events import Op, Replay, Sample, TensorNote
+from dtypedoctor.trace.events import Op, Replay, TensorNote
 from dtypedoctor.trace.reader import Trace
 
 
@@ -30,6 +30,14 @@ class OpGraph:
         return producers
 
     @cached_property
+    def _consumers(self) -> dict[int, list[Op]]:
+        consumers: dict[int, list[Op]] = {}
+        for op in self.ops:
+            for number in {t.id for t in op.inputs}:
+                consumers.setdefault(number, []).append(op)
+        return consumers
+
+    @cached_property
     def _replays(self) -> dict[tuple[int, str], Replay]:
         return {(r.of, r.how): r for r in self.trace.all(Replay)}
 
@@ -45,31 +53,30 @@ class OpGraph:
         """The op that raised, if the window ended with one."""
         return next((op for op in reversed(self.ops) if op.error is not None), None)
 
-    def births_before(self, sample: Sample) -> tuple[Op, ...]:
-        """Where the non-finite values of a sample were born: the ops upstream of it that got finite operands only.
+    def downstream(self, op: Op, depth: int, ends: Collection[str] = ()) -> Iterator[Op]:
+        """The ops that the results of ``op`` flow into over at most ``depth`` further ops of the same call.
 
-        The sample's tensor is the last non-finite result before it; from there the non-finite operands are followed
-        back. Values that never reach the sample (a deliberate ``-inf`` behind a ``where``) are not among them.
+        Args:
+            op: where to begin; it is not among them.
+            depth: length of the longest path.
+            ends: names (without overload) of ops that are not followed beyond.
         """
-        last = next((op for op in reversed(self.ops) if op.n < sample.n and not _all_finite(op.outputs)), None)
-        return tuple(self.births(last)) if last is not None else ()
-
-    def births(self, last: Op) -> Iterator[Op]:
-        """The ops upstream of ``last`` (itself included) with non-finite results of finite operands, earliest first."""
-        seen: set[int] = set()
-        found: list[Op] = []
-        waiting = [last]
-        while waiting:
-            op = waiting.pop()
-            if op.n in seen:
-                continue
-            seen.add(op.n)
-            bad = [t for t in op.inputs if not t.finite]
-            if not bad:
-                found.append(op)
-            waiting += [p for p in map(self.producer, bad) if p is not None]
-        yield from sorted(found, key=lambda op: op.n)
+        seen = {op.n}
+        level = [op]
+        for _ in range(depth):
+            following: list[Op] = []
+            for one in level:
+                if one is not op and overload_free(one.op) in ends:
+                    continue
+                for user in (user for tensor in one.outputs for user in self._consumers.get(tensor.id, ())):
+                    if user.n > op.n and user.call == op.call and user.n not in seen:
+                        seen.add(user.n)
+                        following.append(user)
+            yield from following
+            level = following
 
 
-def _all_finite(tensors: Iterable[TensorNote]) -> bool:
-    return all(t.finite for t in tensors)
+def overload_free(name: str) -> str:
+    """The name of an op without namespace and overload: ``mul`` for ``aten.mul.Tensor``, ``add`` for ``aten.add_.Scalar``."""
+    parts = name.split(".")
+    return (parts[1] if len(parts) > 1 else name).rstrip("_")

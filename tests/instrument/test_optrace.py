@@ -70,7 +70,7 @@ def test_an_overflow_in_the_backward_pass_is_found_at_the_forward_line_that_it_d
 
     trace = watched(tmp_path, work, OpWindow(call=1, step=0, until="backward"))
     (finding,) = diagnose(trace)
-    assert finding.id == "float16-overflow"
+    assert finding.id == "backward-overflow"
     assert finding.phase == "backward"
     assert finding.source is not None
     assert finding.source.startswith("test_optrace.py:")

@@ -1,0 +1,86 @@
+"""``attention-score-overflow`` and ``fully-masked-row``: what goes wrong between queries, keys, mask and softmax."""
+
+from dtypedoctor.diagnosis.births import has_inf
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.modules import class_of
+from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.origin import PRODUCTS, SOFTMAX, Origin
+from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, place, short
+
+TO_SOFTMAX = 12
+"""Scaling, soft capping, masks, casts and reshapes lie between the scores and their softmax, each an op."""
+
+SCORE_REFERENCES = (
+    "https://github.com/huggingface/transformers/pull/33317",
+    "https://github.com/QwenLM/Qwen3/issues/761",
+)
+MASK_REFERENCES = (
+    "https://github.com/huggingface/transformers/pull/17306",
+    "https://github.com/pytorch/pytorch/issues/26098",
+)
+
+
+def judge_attention_scores(origin: Origin) -> Finding | None:
+    """A product of two activations whose overflow goes into a softmax."""
+    if not origin.leaves_a_narrow_range or not _is_score(origin):
+        return None
+    op, dtype = origin.op, origin.result.dtype
+    return Finding(
+        id="attention-score-overflow",
+        severity=Severity.ERROR,
+        confidence=Confidence.PROVEN if origin.is_proven else Confidence.LIKELY,
+        fqn=place(op),
+        op=op.op,
+        phase=op.phase,
+        step=op.step,
+        dtype=dtype,
+        source=op.source,
+        summary=f"The attention scores of {short(place(op))} overflow {dtype} in step {op.step}: {needs(origin)}.",
+        cause=(
+            f"Queries and keys are multiplied in {dtype} and scaled afterwards, so the product has to fit below "
+            f"{limit_of(dtype):.6g} unscaled. Softmax makes NaN of the inf. Fused attention keeps the scores in float32."
+        ),
+        evidence=tuple(overflow_evidence(origin)),
+        remedies=remedies_for("attention-score-overflow", class_of(origin.trace, op.fqn)),
+        references=SCORE_REFERENCES,
+    )
+
+
+def _is_score(origin: Origin) -> bool:
+    op = origin.op
+    if overload_free(op.op) not in PRODUCTS or any(t.origin == "parameter" for t in op.inputs):
+        return False
+    after = origin.graph.downstream(op, TO_SOFTMAX, ends=PRODUCTS | SOFTMAX)
+    return any(overload_free(user.op) in SOFTMAX for user in after)
+
+
+def judge_masked_row(origin: Origin) -> Finding | None:
+    """A softmax over rows in which every entry is ``-inf``."""
+    if not origin.masked:
+        return None
+    op = origin.op
+    scores = next(t for t in op.inputs if has_inf(t))
+    return Finding(
+        id="fully-masked-row",
+        severity=Severity.ERROR,
+        confidence=Confidence.PROVEN,
+        fqn=place(op),
+        op=op.op,
+        phase=op.phase,
+        step=op.step,
+        dtype=origin.result.dtype,
+        source=op.source,
+        summary=f"{short(place(op))} takes a softmax over rows in which every position is masked, in step {op.step}.",
+        cause=(
+            "Softmax subtracts the largest entry of a row. Where every entry is -inf that is -inf - (-inf), which is NaN "
+            "in every dtype. A query that may look at nothing needs a rule of its own, or a mask that leaves it one position."
+        ),
+        evidence=(
+            f"The scores that {op.op} got hold {scores.num_neginf} times -inf, no +inf and no NaN.",
+            f"{bad_elements(origin.result)} of its result are NaN.",
+            *how_the_run_ended(origin.trace),
+        ),
+        references=MASK_REFERENCES,
+    )

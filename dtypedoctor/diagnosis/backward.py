@@ -1,0 +1,66 @@
+"""``backward-overflow``: the forward is finite and a gradient leaves the range."""
+
+from collections.abc import Iterator
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.modules import class_of
+from dtypedoctor.diagnosis.origin import Origin
+from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.wording import limit_of, place, short
+from dtypedoctor.trace.events import ScalerState
+from dtypedoctor.trace.reader import Trace
+
+REFERENCES = (
+    "https://github.com/unslothai/unsloth-zoo/pull/866",
+    "https://github.com/unslothai/unsloth-zoo/pull/785",
+)
+
+
+def judge_backward(origin: Origin) -> Finding | None:
+    """An overflow of a backward op."""
+    op, dtype = origin.op, origin.result.dtype
+    if op.phase != "backward" or not origin.leaves_a_narrow_range:
+        return None
+    return Finding(
+        id="backward-overflow",
+        severity=Severity.ERROR,
+        confidence=Confidence.PROVEN if origin.is_proven else Confidence.LIKELY,
+        fqn=place(op),
+        op=op.op,
+        phase=op.phase,
+        step=op.step,
+        dtype=dtype,
+        source=op.source,
+        summary=f"The gradients overflow {dtype} in the backward of {short(place(op))}, in step {op.step}: {needs(origin)}.",
+        cause=(
+            "Gradients have their own magnitudes: the product of all slopes between the loss and a tensor. The values of the "
+            f"forward pass are finite, this gradient is not: {dtype} ends at {limit_of(dtype):.6g} here too."
+        ),
+        evidence=(*overflow_evidence(origin), *_about_the_scale(origin)),
+        remedies=remedies_for("backward-overflow", class_of(origin.trace, op.fqn)),
+        references=REFERENCES,
+    )
+
+
+def is_of_the_loss_scale(origin: Origin) -> bool:
+    """Whether a gradient overflows only because a loss scaler has multiplied it, so that halving the scale cures it.
+
+    Backward ops are linear in the gradient, so at scale 1 their result is the replay's divided by the scale.
+    """
+    scale = _scale(origin.trace, origin.op.step)
+    replay = origin.replay
+    if origin.op.phase != "backward" or scale is None or replay is None or replay.absmax is None:
+        return False
+    return replay.finite and replay.absmax / scale <= limit_of(origin.result.dtype)
+
+
+def _scale(trace: Trace, step: int) -> float | None:
+    """The scale that a loss scaler had in force when it skipped ``step``."""
+    return next((state.scale for state in trace.all(ScalerState) if state.step == step and state.skipped), None)
+
+
+def _about_the_scale(origin: Origin) -> Iterator[str]:
+    scale, replay = _scale(origin.trace, origin.op.step), origin.replay
+    if scale is not None and replay is not None and replay.absmax is not None:
+        yield f"The loss scale was {scale:g}; at scale 1 the result would be {replay.absmax / scale:.6g}, still too large."

@@ -1,0 +1,91 @@
+"""What the module watch alone can say about something that is not finite, where no op trace was open."""
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident
+from dtypedoctor.diagnosis.modules import class_of
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.wording import how_the_run_ended, limit_of, module_of, short
+from dtypedoctor.trace.events import Sample, Site
+from dtypedoctor.trace.reader import Trace
+
+NO_OPS = "no op trace says which operation made it"
+
+
+def judge_by_module(trace: Trace, incident: Incident) -> Finding:
+    """The module that first returned the bad value, or whose own code made it; never more than possible."""
+    sample, site = incident.sample, incident.site
+    if sample is None or site is None:
+        return _outside(trace, incident)
+    came_in = site.kind == "output" and _input_was_bad(trace, sample, site)
+    fqn = _fqn(site, came_in=came_in)
+    name = _finding_id(site)
+    return Finding(
+        id=name,
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE,
+        fqn=fqn,
+        phase=incident.phase,
+        step=sample.step,
+        dtype=site.dtype,
+        summary=f"{short(fqn)} is where {site.dtype} first stops being finite, in step {sample.step} ({incident.phase}).",
+        cause=f"The first inf or NaN was seen {_where(site)}; {NO_OPS}.",
+        evidence=(
+            (
+                f"{sample.num_nan} NaN and {sample.num_inf} inf; largest finite magnitude {sample.absmax:.6g} "
+                f"(largest {site.dtype}: {limit_of(site.dtype):.6g})."
+            ),
+            *(
+                (("Its input was already not finite." if came_in else "Its input was finite."),)
+                if site.kind == "output"
+                else ()
+            ),
+            *how_the_run_ended(trace),
+        ),
+        remedies=remedies_for(name, class_of(trace, fqn or "")) if name != "domain-error" else (),
+    )
+
+
+def _outside(trace: Trace, incident: Incident) -> Finding:
+    return Finding(
+        id="domain-error",
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE,
+        phase=incident.phase,
+        step=incident.step,
+        summary=f"Code outside of all modules refused a value that is not finite, in step {incident.step} ({incident.phase}).",
+        cause=f"Everything that modules returned was finite; {NO_OPS}.",
+        evidence=how_the_run_ended(trace),
+    )
+
+
+def _finding_id(site: Site) -> str:
+    if site.dtype != "float16":
+        return "domain-error"
+    if site.kind == "param":
+        return "optimizer-epsilon-underflow"
+    return "backward-overflow" if site.kind in GRADIENTS else "float16-overflow"
+
+
+def _fqn(site: Site, *, came_in: bool) -> str | None:
+    if site.kind == "loss":
+        return None
+    if site.kind in ("param", "grad"):
+        return module_of(site.fqn)
+    return module_of(site.fqn) if came_in else site.fqn
+
+
+def _where(site: Site) -> str:
+    if site.kind == "loss":
+        return "in the loss, and everything that modules returned was finite"
+    return f"at {short(site.fqn)}"
+
+
+def _input_was_bad(trace: Trace, sample: Sample, site: Site) -> bool:
+    """Whether an input of the module was not finite either; inputs are measured right after a bad output."""
+    for later in trace.samples:
+        other = trace.sites.get(later.site)
+        if other is None or other.kind != "input" or later.n < sample.n or later.call != sample.call:
+            continue
+        if (other.root, other.fqn) == (site.root, site.fqn):
+            return not later.finite
+    return False

@@ -1,0 +1,52 @@
+"""``domain-error``: an operation that has no finite result in float32 either."""
+
+from collections.abc import Iterator
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.origin import FLOAT32_MAX, Origin
+from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, magnitudes, place, short
+
+REFERENCES = ("https://github.com/pytorch/pytorch/issues/26098",)
+
+
+def judge_domain(origin: Origin) -> Finding | None:
+    """What no wider dtype would have helped; also the verdict of last resort on an op that could not be replayed."""
+    op, replay = origin.op, origin.replay
+    settled = replay is not None and not replay.note
+    return Finding(
+        id="domain-error",
+        severity=Severity.ERROR,
+        confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
+        fqn=place(op),
+        op=op.op,
+        phase=op.phase,
+        step=op.step,
+        dtype=origin.result.dtype,
+        source=op.source,
+        summary=f"{op.op} in {short(place(op))} has no finite float32 result for its operands, in step {op.step} ({op.phase}).",
+        cause=(
+            "The operation is not defined for these operands (a division by zero, the logarithm of a negative number …) "
+            "or its result is larger than float32 can hold. This is not a mixed-precision problem."
+        ),
+        evidence=tuple(_evidence(origin)),
+        references=REFERENCES,
+    )
+
+
+def _evidence(origin: Origin) -> Iterator[str]:
+    op, replay = origin.op, origin.replay
+    if all(t.finite for t in op.inputs):
+        yield f"The operands of {op.op} are finite: absmax {magnitudes(op)}."
+    else:
+        yield f"{op.op} was given infinities that the program asked for, and made NaN of them."
+    yield f"{bad_elements(origin.result)} of its {origin.result.dtype} result are inf or NaN."
+    if replay is None or replay.note:
+        why = f": {replay.note}" if replay is not None else ""
+        yield f"It could not be run again in a wider dtype{why}."
+    elif not replay.finite:
+        yield f"The same op on the same operands in {replay.how} is not finite either."
+    elif replay.absmax is not None and replay.absmax > FLOAT32_MAX:
+        yield f"The same op in {replay.how} gives {replay.absmax:.6g}, beyond float32's largest, {FLOAT32_MAX:.6g}."
+    else:
+        yield f"The same op in {replay.how} is finite."
+    yield from how_the_run_ended(origin.trace)

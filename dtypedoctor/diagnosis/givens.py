@@ -1,0 +1,78 @@
+"""``nonfinite-parameters`` and ``nonfinite-input``: what was not finite before the model computed anything."""
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.origin import Origin
+from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, module_of, place, short
+from dtypedoctor.trace.events import Op, TensorNote
+
+HELD = frozenset({"parameter", "buffer", "attribute"})
+PARAMETER_REFERENCES = (
+    "https://github.com/huggingface/transformers/issues/38665",
+    "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1971",
+)
+INPUT_REFERENCES = ("https://github.com/huggingface/diffusers/issues/7563",)
+
+
+def judge_given(origin: Origin) -> Finding | None:
+    """An operand that no op of the watched part has made."""
+    if origin.given is None:
+        return None
+    return _of_model(origin, origin.given) if origin.given.origin in HELD else _of_batch(origin, origin.given)
+
+
+def _of_model(origin: Origin, tensor: TensorNote) -> Finding:
+    op = origin.op
+    name = tensor.name or "a tensor of the model"
+    return Finding(
+        id="nonfinite-parameters",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        fqn=module_of(name),
+        phase="static",
+        step=op.step,
+        dtype=tensor.dtype,
+        summary=f"The {tensor.origin} {name} is not finite before step {op.step} uses it.",
+        cause=(
+            f"{bad_elements(tensor).capitalize()} of {name} were NaN or inf when {op.op} at {op.source} read it. An earlier "
+            "run, a conversion to a narrower dtype, memory that was never written or a damaged file has left them so."
+        ),
+        evidence=(
+            f"{name} ({tensor.dtype}): {tensor.num_nan} NaN, {tensor.num_posinf + tensor.num_neginf} inf.",
+            f"{op.op} at {op.source} is the first that uses it; no op that was watched has written it.",
+            *how_the_run_ended(origin.trace),
+        ),
+        references=PARAMETER_REFERENCES,
+    )
+
+
+def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
+    op = origin.op
+    what = f"The input {tensor.name} of {short(_outermost(origin))}" if tensor.origin == "input" else "A tensor"
+    return Finding(
+        id="nonfinite-input",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        fqn=_outermost(origin) if tensor.origin == "input" else place(op),
+        phase=_phase(op),
+        step=op.step,
+        dtype=tensor.dtype,
+        source=op.source,
+        summary=f"{what} that {op.op} at {op.source} uses is not finite already, in step {op.step}.",
+        cause="The data holds NaN or inf before the model computes anything, so no dtype of the model can help.",
+        evidence=(
+            f"Of {bad_elements(tensor)} ({tensor.dtype}) {tensor.num_nan} are NaN.",
+            f"{op.op} at {op.source} is the first that uses it; no op that was watched has made it.",
+            *how_the_run_ended(origin.trace),
+        ),
+        references=INPUT_REFERENCES,
+    )
+
+
+def _phase(op: Op) -> str:
+    """Data goes into the forward pass; a loss reads its targets there even where no module is open."""
+    return "forward" if op.phase in ("backward", "optimizer") else op.phase
+
+
+def _outermost(origin: Origin) -> str | None:
+    """Dotted name of the outermost module that the input was given to."""
+    return None if place(origin.op) is None else ""

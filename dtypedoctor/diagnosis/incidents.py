@@ -1,0 +1,160 @@
+"""Which of the non-finite values that the watch has seen are failures, and which reach nothing.
+
+A mask of ``-inf``, a running minimum that starts at ``inf``, an embedding row nobody looks up, or the gradients of a step
+that the loss scaler skips are not finite and are nobody's fault. A value matters where it gets to a loss, a gradient that is
+used, a parameter, the result of a call that is not trained on, or a sampler that refuses it.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from dtypedoctor.trace.events import Raised, Sample, ScalerState, Site
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["Incident", "incidents"]
+
+GRADIENTS = frozenset({"grad_output", "grad"})
+MEASURED = GRADIENTS | {"output", "loss", "param"}
+"""Kinds of sites that tell a story of their own; inputs of modules only decide who is to blame."""
+
+REFUSED = re.compile(r"\b(nan|inf|infinit\w+)\b|device-side assert", re.IGNORECASE)
+"""What the messages speak of with which samplers and checks refuse a value; on CUDA a sampler only asserts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """Something not finite that matters.
+
+    Attributes:
+        sample, site: the first bad value of its call and phase; None where no module returned one.
+        following: the other bad values of the same call and phase, in order.
+        raised: the exception with which code outside of all modules refused it; only where there is no sample.
+    """
+
+    sample: Sample | None = None
+    site: Site | None = None
+    following: tuple[Sample, ...] = ()
+    raised: Raised | None = None
+
+    @property
+    def n(self) -> int:
+        """When it was seen."""
+        return self._record.n
+
+    @property
+    def step(self) -> int:
+        """The training step it was seen in."""
+        return self._record.step
+
+    @property
+    def call(self) -> int:
+        """The outermost call it was seen in."""
+        return self._record.call
+
+    @property
+    def phase(self) -> str:
+        """The phase it was seen in."""
+        if self.site is None:
+            return self.raised.phase if self.raised is not None else ""
+        return "optimizer" if self.site.kind == "param" else self.site.phase
+
+    @property
+    def kind(self) -> str:
+        """The kind of the site, or ``raised``."""
+        return self.site.kind if self.site is not None else "raised"
+
+    @property
+    def _record(self) -> Sample | Raised:
+        found = self.sample if self.sample is not None else self.raised
+        assert found is not None  # one of the two is always given
+        return found
+
+
+def incidents(trace: Trace) -> tuple[Incident, ...]:
+    """Everything non-finite that matters, earliest first, one for each call and phase."""
+    bad = [
+        (sample, site)
+        for sample in trace.samples
+        if not sample.finite and (site := trace.sites.get(sample.site)) is not None and site.kind in MEASURED
+    ]
+    raised = trace.last(Raised)
+    refused = raised if raised is not None and REFUSED.search(raised.message) else None
+    found = tuple(_Consequences(trace, bad, refused).that_matter()) if bad else ()
+    return found if found or refused is None else (Incident(raised=refused),)
+
+
+class _Consequences:
+    """What becomes of the bad values of a trace."""
+
+    def __init__(self, trace: Trace, bad: list[tuple[Sample, Site]], refused: Raised | None) -> None:
+        self._trace = trace
+        self._bad = bad
+        self._refused = refused
+
+    def that_matter(self) -> Iterator[Incident]:
+        """The bad values that matter, by call and phase."""
+        groups: dict[tuple[int, int, str], list[tuple[Sample, Site]]] = {}
+        for sample, site in self._bad:
+            key = (sample.step, sample.call, site.phase)
+            if key in groups or self._matters(sample, site):
+                groups.setdefault(key, []).append((sample, site))
+        for (sample, site), *rest in groups.values():
+            yield Incident(sample=sample, site=site, following=tuple(later for later, _ in rest))
+
+    def _matters(self, sample: Sample, site: Site) -> bool:
+        if site.kind in GRADIENTS:
+            return sample.step not in self._healed
+        if site.kind in ("loss", "param"):
+            return True
+        if self._backward.get(sample.step, -1) > sample.n:
+            return self._spoils_training(sample)
+        return self._is_returned(sample) or (self._refused is not None and self._refused.n > sample.n)
+
+    def _spoils_training(self, sample: Sample) -> bool:
+        return any(
+            later.n > sample.n
+            and later.step == sample.step
+            and (site.kind in ("loss", "param") or (site.kind in GRADIENTS and later.step not in self._healed))
+            for later, site in self._bad
+        )
+
+    def _is_returned(self, sample: Sample) -> bool:
+        """Whether something bad is in what the outermost call returns."""
+        here = (sample.step, sample.call)
+        result = self._results.get(here)
+        return any(
+            later.n >= sample.n and (later.step, later.call) == here and (site.root, site.fqn) == result
+            for later, site in self._bad
+            if site.kind == "output"
+        )
+
+    @cached_property
+    def _backward(self) -> dict[int, int]:
+        """For each step with something bad the number of the last sample that a backward pass left."""
+        steps = {sample.step for sample, _ in self._bad}
+        kinds = GRADIENTS | {"loss"}
+        return {s.step: s.n for s in self._trace.samples if s.step in steps and self._kind(s) in kinds}
+
+    @cached_property
+    def _results(self) -> dict[tuple[int, int], tuple[int, str]]:
+        """For each call with something bad the module that returned last: the outermost one."""
+        calls = {(sample.step, sample.call) for sample, _ in self._bad}
+        last: dict[tuple[int, int], tuple[int, str]] = {}
+        for s in self._trace.samples:
+            if (s.step, s.call) in calls and self._kind(s) == "output":
+                site = self._trace.sites[s.site]
+                last[s.step, s.call] = (site.root, site.fqn)
+        return last
+
+    def _kind(self, sample: Sample) -> str:
+        site = self._trace.sites.get(sample.site)
+        return site.kind if site is not None else ""
+
+    @cached_property
+    def _healed(self) -> frozenset[int]:
+        """Steps that a loss scaler skipped before it found a scale that fits."""
+        states = self._trace.all(ScalerState)
+        last_taken = max((state.n for state in states if not state.skipped), default=-1)
+        return frozenset(state.step for state in states if state.skipped and state.n < last_taken)

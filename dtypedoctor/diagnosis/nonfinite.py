@@ -1,0 +1,43 @@
+"""The non-finite family: looks for the origin of the first inf or NaN that matters, and says what it is."""
+
+from collections.abc import Callable, Iterator
+
+from dtypedoctor.diagnosis.attention import judge_attention_scores, judge_masked_row
+from dtypedoctor.diagnosis.backward import is_of_the_loss_scale, judge_backward
+from dtypedoctor.diagnosis.by_module import judge_by_module
+from dtypedoctor.diagnosis.domain import judge_domain
+from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.givens import judge_given
+from dtypedoctor.diagnosis.incidents import incidents
+from dtypedoctor.diagnosis.norm_square import judge_norm_square
+from dtypedoctor.diagnosis.ops import OpGraph
+from dtypedoctor.diagnosis.optimizer_step import judge_optimizer_step
+from dtypedoctor.diagnosis.origin import Origin, search
+from dtypedoctor.diagnosis.overflow import judge_overflow
+from dtypedoctor.trace.reader import Trace
+
+JUDGES: tuple[Callable[[Origin], Finding | None], ...] = (
+    judge_given,
+    judge_masked_row,
+    judge_optimizer_step,
+    judge_norm_square,
+    judge_attention_scores,
+    judge_backward,
+    judge_overflow,
+    judge_domain,
+)
+"""What an origin may be, the most specific first; the last one always has an answer."""
+
+
+def detect_nonfinite(trace: Trace) -> Iterator[Finding]:
+    """The origin of the first inf or NaN that gets anywhere; everything after it is a consequence."""
+    graph = OpGraph(trace)
+    for incident in incidents(trace):
+        found = search(graph, incident)
+        if found.harmless or (found.origin is not None and is_of_the_loss_scale(found.origin)):
+            continue
+        if found.origin is None:
+            yield judge_by_module(trace, incident)
+        else:
+            yield next(finding for judge in JUDGES if (finding := judge(found.origin)) is not None)
+        return

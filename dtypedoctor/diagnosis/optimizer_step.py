@@ -1,0 +1,77 @@
+"""``optimizer-epsilon-underflow``: an optimizer step that divides by a number which float16 has rounded to zero."""
+
+from collections.abc import Iterator
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.origin import NARROW, Origin
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.wording import bad_elements, module_of, place, short
+from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.trace.events import Op
+
+DIVISIONS = frozenset(
+    {"div", "addcdiv", "reciprocal", "rsqrt", "_foreach_div", "_foreach_addcdiv", "_foreach_reciprocal", "_fused_adam",
+     "_fused_adamw"}
+)  # fmt: skip
+REFERENCES = (
+    "https://github.com/NVIDIA/apex/issues/240",
+    "https://github.com/google-deepmind/optax/issues/1754",
+)
+
+
+def judge_optimizer_step(origin: Origin) -> Finding | None:
+    """A division in the optimizer step whose finite float16 operands give NaN or inf."""
+    op, dtype = origin.op, origin.result.dtype
+    if op.phase != "optimizer" or dtype not in NARROW or overload_free(op.op) not in DIVISIONS:
+        return None
+    seen = origin.incident.site
+    fqn = module_of(seen.fqn) if seen is not None else place(op)
+    vanished = _vanished_epsilon(origin)
+    return Finding(
+        id="optimizer-epsilon-underflow",
+        severity=Severity.ERROR,
+        confidence=Confidence.PROVEN if vanished is not None else Confidence.LIKELY,
+        fqn=fqn,
+        op=op.op,
+        phase=op.phase,
+        step=op.step,
+        dtype=dtype,
+        source=op.source,
+        summary=f"The optimizer divides by zero in {dtype} in step {op.step} and writes NaN or inf into {short(fqn)}.",
+        cause=(
+            f"The optimizer keeps its state in the parameters' dtype. The smallest positive {dtype} is "
+            f"{DTYPES[dtype].smallest:.3g}: the epsilon that guards the division and small second moments are zero in it."
+        ),
+        evidence=tuple(_evidence(origin, vanished)),
+        remedies=remedies_for("optimizer-epsilon-underflow"),
+        references=REFERENCES,
+    )
+
+
+def _vanished_epsilon(origin: Origin) -> str | None:
+    """The number that was added to a denominator and is zero in its dtype, as it stands in the code."""
+    makers = (origin.graph.producer(t) for t in origin.op.inputs)
+    for maker in [op for op in makers if op is not None and overload_free(op.op) in ("add", "_foreach_add")]:
+        for text in maker.scalars:
+            if _is_zero_in(text, maker):
+                return text
+    return None
+
+
+def _is_zero_in(text: str, op: Op) -> bool:
+    """Whether a non-zero number rounds to zero in the dtype of the op's result."""
+    known = DTYPES.get(op.outputs[0].dtype) if op.outputs else None
+    try:
+        value = abs(float(text))
+    except ValueError:
+        return False
+    return known is not None and 0.0 < value <= known.smallest / 2
+
+
+def _evidence(origin: Origin, vanished: str | None) -> Iterator[str]:
+    op = origin.op
+    yield f"The operands of {op.op} are finite, its result is not: {bad_elements(origin.result)}."
+    if vanished is not None:
+        yield f"The epsilon {vanished} that was added to the denominator is zero in {origin.result.dtype}."
+    yield "The gradients of this step are finite."

@@ -1,0 +1,138 @@
+"""The op at which a non-finite value came into being, with everything that was measured about it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from dtypedoctor.diagnosis.births import ancestry, has_nan, last_bad_before, only_negative_inf
+from dtypedoctor.diagnosis.incidents import Incident
+from dtypedoctor.diagnosis.ops import OpGraph, overload_free
+from dtypedoctor.diagnosis.wording import limit_of
+from dtypedoctor.trace.events import Op, Replay, TensorNote
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["NARROW", "SOFTMAX", "Origin", "Search", "search"]
+
+NARROW = frozenset({"float16", "float8_e5m2", "float8_e4m3fn"})
+"""Dtypes whose range is smaller than float32's. A value that float32 cannot hold either is no precision problem."""
+
+SOFTMAX = frozenset({"_softmax", "softmax", "_safe_softmax", "_log_softmax", "log_softmax"})
+PRODUCTS = frozenset({"mm", "bmm", "baddbmm", "addmm", "matmul", "addbmm"})
+FLOAT32_MAX = limit_of("float32")
+MAX_TRIED = 20
+"""Bad values of one call whose origin is looked for, the last first."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a failure began.
+
+    Attributes:
+        graph: the op trace.
+        op: the op that made the value, or the first that used one it was given.
+        given: the operand that was not finite when the window opened, where no op in it made the value.
+        incident: what the watch saw of it.
+        masked: whether ``op`` is a softmax over rows in which everything is ``-inf``.
+    """
+
+    graph: OpGraph
+    op: Op
+    incident: Incident
+    given: TensorNote | None = None
+    masked: bool = False
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of all this."""
+        return self.graph.trace
+
+    @cached_property
+    def replay(self) -> Replay | None:
+        """The same op on the same operands in a wider dtype."""
+        return self.graph.replay(self.op, "float32", "float64")
+
+    @property
+    def result(self) -> TensorNote:
+        """The first result that is not finite."""
+        return next((t for t in self.op.outputs if not t.finite), self.op.outputs[0])
+
+    @property
+    def leaves_a_narrow_range(self) -> bool:
+        """Whether float32 holds the result and the op's own dtype does not."""
+        replay = self.replay
+        if replay is None or not replay.finite or self.result.dtype not in NARROW:
+            return False
+        return replay.absmax is None or replay.absmax <= FLOAT32_MAX
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the replay's magnitude is one that the op's own dtype cannot hold."""
+        found = self.replay
+        return found is not None and found.absmax is not None and found.absmax > limit_of(self.result.dtype)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What the op trace says of an incident.
+
+    Attributes:
+        covered: whether the op trace was open there.
+        origin: where it began; None where every infinity had been asked for and got nowhere, or nothing could be followed.
+        harmless: whether the trace shows that nothing went wrong.
+    """
+
+    covered: bool
+    origin: Origin | None = None
+    harmless: bool = False
+
+
+def search(graph: OpGraph, incident: Incident) -> Search:
+    """Looks for the origin of an incident, going back from the last of its bad values, which is where they got to."""
+
+    def inside(op: Op) -> bool:
+        if incident.phase == "optimizer":
+            return op.phase == "optimizer" and op.step == incident.step
+        return op.call == incident.call
+
+    if not any(op.n < incident.n and inside(op) for op in graph.ops):
+        return Search(covered=False)
+    samples = [s for s in (incident.sample, *incident.following) if s is not None]
+    followed = False
+    for n in [s.n for s in reversed(samples)][:MAX_TRIED] or [incident.n]:
+        last = last_bad_before(graph, n, inside)
+        if last is None:
+            continue
+        followed = True
+        origin = _origin(graph, last, incident)
+        if origin is not None:
+            return Search(covered=True, origin=origin)
+    return Search(covered=True, harmless=followed)
+
+
+def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
+    found = ancestry(graph, last)
+    maker = found.nan_makers[0] if found.nan_makers else None
+    if maker is not None and _masks_everything(maker, found.computed):
+        return Origin(graph, maker, incident, masked=True)
+    computed = next((op for op in found.computed), None)
+    given = [(op, t) for op, t in found.given if _counts(t)]
+    named = next(((op, t) for op, t in given if t.name is not None), None)
+    if named is not None and (computed is None or named[0].n < computed.n):
+        return Origin(graph, named[0], incident, given=named[1])
+    if computed is not None:
+        return Origin(graph, computed, incident)
+    if given:
+        return Origin(graph, given[0][0], incident, given=given[0][1])
+    return Origin(graph, maker, incident) if maker is not None else None
+
+
+def _masks_everything(maker: Op, computed: tuple[Op, ...]) -> bool:
+    """Whether a softmax made NaN of rows of ``-inf`` that come from a mask and not from a product that overflowed."""
+    bad = [t for t in maker.inputs if not t.finite]
+    if overload_free(maker.op) not in SOFTMAX or not bad or not only_negative_inf(bad):
+        return False
+    return not any(overload_free(op.op) in PRODUCTS for op in computed)
+
+
+def _counts(tensor: TensorNote) -> bool:
+    """Whether an operand from outside is a failure: ``-inf`` is a mask, and a lone number a constant."""
+    return (has_nan(tensor) or tensor.num_posinf > 0) and bool(tensor.shape or tensor.name)

@@ -1,0 +1,62 @@
+"""How places and measurements are said in findings."""
+
+from collections.abc import Sequence
+from math import prod
+
+from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.trace.events import Op, Raised, TensorNote
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["bad_elements", "how_the_run_ended", "limit_of", "listed", "magnitudes", "module_of", "place", "short"]
+
+OUTSIDE = -1
+"""``Op.root`` of an op that ran outside of every module call."""
+
+
+def short(fqn: str | None) -> str:
+    """The tail of a dotted name that a person recognises."""
+    if fqn is None:
+        return "the code outside of all modules"
+    return ".".join(fqn.split(".")[-3:]) or "the outermost module"
+
+
+def place(op: Op) -> str | None:
+    """Dotted name of the module that ``op`` ran in: empty for the outermost one, None outside of all."""
+    return None if op.root == OUTSIDE else op.fqn
+
+
+def module_of(parameter: str) -> str:
+    """Dotted name of the module that holds ``parameter``."""
+    return parameter.rpartition(".")[0]
+
+
+def limit_of(dtype: str) -> float:
+    """Largest finite value of ``dtype``; inf where it is not a floating-point format."""
+    known = DTYPES.get(dtype)
+    return known.max if known is not None else float("inf")
+
+
+def magnitudes(op: Op) -> str:
+    """The largest magnitudes of an op's operands, e.g. ``318.75 and 333.25``."""
+    return " and ".join(f"{t.absmax:.6g}" for t in op.inputs if t.absmax is not None) or "unknown"
+
+
+def bad_elements(tensor: TensorNote) -> str:
+    """How many elements of a tensor are not finite, in words."""
+    count = tensor.num_nan + tensor.num_posinf + tensor.num_neginf
+    return f"{count} of {prod(tensor.shape)} elements"
+
+
+def listed(names: Sequence[str], shown: int = 3) -> str:
+    """Names in a sentence, the rest of a long list counted."""
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
+def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
+    """The exception that ended the run, as a piece of evidence; empty where there was none."""
+    raised = trace.last(Raised)
+    if raised is None:
+        return ()
+    first_line = raised.message.splitlines()[0] if raised.message else ""
+    return (f"The run ended in step {raised.step} ({raised.phase}) with {raised.type}: {first_line[:200]}",)
