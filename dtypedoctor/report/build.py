@@ -37,8 +37,8 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         scenario=scenario.model_dump(mode="json", exclude_defaults=True),
         files=files,
         command=command,
-        expectation=sentence if expects and treatment.trials else "",
-        expectation_met=met if expects and treatment.trials else None,
+        expectation=sentence if expects and treatment.complete else "",
+        expectation_met=met if expects and treatment.complete else None,
         next_command=next_command,
     )
 

@@ -11,6 +11,17 @@ HALF = ("float16", "bfloat16")
 CUSTOM_MOE = "builtin:custom-moe"
 
 
+def all_of(*changes: Change) -> Change:
+    """One change after the other."""
+
+    def change(scenario: Scenario) -> Scenario:
+        for one in changes:
+            scenario = one(scenario)
+        return scenario
+
+    return change
+
+
 def with_corrections(*corrections: str) -> Change:
     """Switches on corrections that are not on already."""
 

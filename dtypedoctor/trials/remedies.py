@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from dtypedoctor.trials.changes import (
     Change,
+    all_of,
     autocast_of_model,
     fresh_process,
     with_autocast,
@@ -117,6 +118,12 @@ _FUSED_LORA = (
         summary="quant-state-dtype with the casts kept as a fallback (the pull request's second version)",
         safe=False,
         change=with_corrections("quant-state-dtype", "cast-after-dequantize", "backward-autocast-off"),
+    ),
+    Remedy(
+        id="autocast-and-quant-state-dtype",
+        summary="autocast-dtype-of-model and quant-state-dtype together",
+        safe=True,
+        change=all_of(autocast_of_model, with_corrections("quant-state-dtype")),
     ),
     Remedy(
         id="strict",

@@ -35,6 +35,7 @@ class Treatment:
         before: the untreated run.
         closer: the second look at the same failure with the op trace on, if there was anything to look at.
         diagnosed: the trace that the findings come from (the closer look's where there is one).
+        complete: whether remedies were to be tried, so that the scenario's expectation can be judged.
     """
 
     scenario: Scenario
@@ -47,6 +48,7 @@ class Treatment:
     reference: Run | None
     reference_summary: RunSummary | None
     trials: tuple[Trial, ...]
+    complete: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         reference=reference,
         reference_summary=reference_summary,
         trials=trials,
+        complete=remedies,
     )
 
 
