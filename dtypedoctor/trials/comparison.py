@@ -1,0 +1,246 @@
+"""What the comparison of two traces finds out, as values."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = [
+    "Difference",
+    "Divergence",
+    "LogProbDrift",
+    "Measured",
+    "MetricDrift",
+    "Missing",
+    "ModuleDrift",
+    "Setting",
+    "Side",
+    "TraceComparison",
+    "Verdict",
+]
+
+
+class Verdict(StrEnum):
+    """What two traces are to each other."""
+
+    EQUAL = "equal"
+    """Everything that either measured is in both and agrees."""
+    DIVERGED = "diverged"
+    """Something that both measured differs."""
+    INCOMPLETE = "incomplete"
+    """What both measured agrees, but one holds what the other lacks; or nothing is in both."""
+
+
+class Difference(StrEnum):
+    """In what two measurements differ."""
+
+    NONFINITE = "nonfinite"
+    """The number of NaN or of inf elements. Equal numbers are equal: NaN equals NaN."""
+    SHAPE = "shape"
+    MAGNITUDE = "magnitude"
+    ONLY_A = "only-a"
+    """B has no such call."""
+    ONLY_B = "only-b"
+    """A has no such call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two traces.
+
+    Attributes:
+        label: what it is called, usually its directory.
+        watched: False for a run that was not watched, which measures no tensor.
+        complete: whether the trace has its end record; one without was cut short.
+        tensors: number of measurements.
+        modules: number of modules whose outputs were measured.
+        steps_completed: training steps done.
+        ended: how it ended, in words.
+        device: device type of the tensors, several joined by ``+``; empty without tensors.
+        dtypes: dtypes of module outputs, commonest first.
+        damage: what could not be read of the trace.
+    """
+
+    label: str
+    watched: bool
+    complete: bool
+    tensors: int
+    modules: int
+    steps_completed: int
+    ended: str
+    device: str
+    dtypes: tuple[str, ...]
+    damage: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One measurement; ``absmax`` is over its finite elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    absmax: float
+    num_nan: int
+    num_inf: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """A place where two traces differ.
+
+    Attributes:
+        lane: ``forward`` ``generate`` ``recompute`` ``probe`` for outputs, ``backward`` for their gradients, ``gradient`` and
+            ``parameter`` for those of parameters, ``loss``.
+        path: place inside a structured output, empty for a plain tensor.
+        nth: which of the step's measurements of this tensor it is, from 1.
+        error: relative error of absmax; None where something else differs.
+        pairs_before: how many measurements before this one are in both.
+    """
+
+    fqn: str
+    cls: str
+    lane: str
+    path: str
+    step: int
+    nth: int
+    difference: Difference
+    a: Measured | None
+    b: Measured | None
+    error: float | None
+    pairs_before: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleDrift:
+    """How far one module (or parameter) drifts in one lane.
+
+    Attributes:
+        compared: measurements in both; ``equal`` of them in every digit that a trace keeps, ``beyond`` outside the tolerance.
+        only_a, only_b: calls that one trace holds alone.
+        max_error: largest relative error of absmax, |a - b| / max(|a|, |b|), and the step in which it was first reached.
+        dtypes_a, dtypes_b: dtypes of the tensors.
+        nonfinite_a, nonfinite_b: measurements with NaN or inf.
+    """
+
+    root: int
+    fqn: str
+    cls: str
+    lane: str
+    compared: int
+    equal: int
+    beyond: int
+    only_a: int
+    only_b: int
+    max_error: float
+    max_error_step: int | None
+    dtypes_a: tuple[str, ...]
+    dtypes_b: tuple[str, ...]
+    nonfinite_a: int
+    nonfinite_b: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """Something that only one trace has measured.
+
+    Attributes:
+        only_in: ``A`` or ``B``.
+        whole: True for a module of which the other trace knows nothing, False for one of its tensors or lanes.
+        tensors: measurements of it.
+        after_the_end: whether all of them were taken after the last thing that both traces share.
+    """
+
+    only_in: str
+    root: int
+    fqn: str
+    lane: str
+    path: str
+    whole: bool
+    tensors: int
+    after_the_end: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricDrift:
+    """One number that both runs report per step (loss, grad_norm, …).
+
+    Attributes:
+        steps: the steps in which either reports it.
+        a, b: the values, None where missing or not finite; two that are not finite are equal.
+        beyond: the steps in which the values differ by more than the tolerance, or only one is finite.
+        lone: the steps that only one run has reported.
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    a: tuple[float | None, ...]
+    b: tuple[float | None, ...]
+    max_error: float
+    beyond: tuple[int, ...]
+    lone: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogProbDrift:
+    """How far the token log-probabilities on the probe batch are apart after one step.
+
+    Attributes:
+        untrained: whether it is the probe before the first step of a model.
+        tokens: how many are finite in both.
+        error: ‖a - b‖ / max(‖a‖, ‖b‖) over these.
+        max_difference: in nats.
+        unmatched: tokens for which only one run has a finite value.
+    """
+
+    step: int
+    untrained: bool
+    tokens: int
+    error: float
+    max_difference: float
+    unmatched: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Something that is not the same for both runs; None where one has no such thing."""
+
+    name: str
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceComparison:
+    """Two traces, compared.
+
+    Attributes:
+        tolerance: largest relative error that counts as equal.
+        tolerance_reason: why it is that, where nobody gave it.
+        compared: measurements in both; ``equal`` of them in every digit that a trace keeps, ``beyond`` outside the tolerance.
+        lone_a, lone_b: measurements that one trace holds alone.
+        ends_differ: whether one completed and the other did not, or they raised differently.
+        parameters_equal: whether the trained parameters are bitwise equal at the end; None where a trace does not say.
+        first: where they first differ, in execution order.
+        first_nonfinite: where the first NaN or inf is that the other does not have.
+        modules: in the order of execution, those of which only one trace has anything at the end.
+        environment, settings: what differs in the environments, and in what the runs were asked to do.
+    """
+
+    verdict: Verdict
+    a: Side
+    b: Side
+    tolerance: float
+    tolerance_reason: str
+    compared: int
+    equal: int
+    beyond: int
+    lone_a: int
+    lone_b: int
+    ends_differ: bool
+    parameters_equal: bool | None
+    first: Divergence | None
+    first_nonfinite: Divergence | None
+    modules: tuple[ModuleDrift, ...]
+    missing: tuple[Missing, ...]
+    metrics: tuple[MetricDrift, ...]
+    logprobs: tuple[LogProbDrift, ...]
+    environment: tuple[Setting, ...]
+    settings: tuple[Setting, ...]
