@@ -23,8 +23,14 @@ class Window(Strict):
 
 
 class Request(Strict):
-    """One run of a worker. The trace goes to the directory that holds the request file."""
+    """One run of a worker. The trace goes to the directory that holds the request file.
+
+    The last two are for scripts, which seed their random numbers themselves or not at all: the label of the run whose
+    random state this one begins with, and whether a digest of the parameters is taken after each optimizer step.
+    """
 
     scenario: Scenario
     watch: bool = True
     window: Window | None = None
+    repeats: str | None = None
+    witness: bool = False

@@ -30,11 +30,16 @@ def float32_twin(scenario: Scenario) -> Scenario | None:
 
     None for scenarios that run a script, which builds its models itself.
     """
-    if any(isinstance(step.workload, Script) for step in scenario.steps):
+    if is_script(scenario):
         return None
     return scenario.with_changes(
         steps=[_in_float32(step) for step in scenario.model_dump()["steps"] if _builds_or_unloads(step)], corrections=[]
     )
+
+
+def is_script(scenario: Scenario) -> bool:
+    """Whether the scenario runs a user's script, which builds its models itself."""
+    return any(isinstance(step.workload, Script) for step in scenario.steps)
 
 
 def _builds_or_unloads(step: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.judge import Yardstick, judge, not_tried
 from dtypedoctor.trials.observer import compare_unwatched
-from dtypedoctor.trials.references import float32_twin, healthy_reference
+from dtypedoctor.trials.references import float32_twin, healthy_reference, is_script
 from dtypedoctor.trials.remedies import REMEDIES, Remedy
 from dtypedoctor.trials.results import Observer, Outcome, RunSummary, Trial
 from dtypedoctor.trials.summary import how_it_ended, summarise
@@ -24,7 +24,6 @@ RunRequest = Callable[[str, Request], Run]
 
 
 NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run unwatched; --certify does that")
-FOREIGN = "nothing was changed in a script that is not ours; if it can be switched on from outside, --try does that"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     """
     plan = plan or Plan()
     remedies = plan.remedies
-    before = run("before", Request(scenario=scenario))
+    before = run("before", Request(scenario=scenario, witness=plan.certify))
     closer = _look_closer(scenario, before, run) if plan.closer else None
     diagnosed = closer.trace if closer is not None else before.trace
     findings = diagnose(diagnosed)
@@ -97,10 +96,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
             reference=(reference_summary, reference.trace) if reference and reference_summary else None,
             twin=exact,
         )
-        trials = tuple(
-            _try(r, scenario, run, yardstick) if plan.only is None or r.id in plan.only else not_tried(r, FOREIGN)
-            for r in _proposed(scenario, findings, failed=failed)
-        )
+        trials = tuple(_try(r, scenario, run, yardstick, plan) for r in _proposed(scenario, findings, failed=failed))
     return Treatment(
         scenario=scenario,
         before=before,
@@ -117,7 +113,8 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
 
 
 def _certificate(scenario: Scenario, before: Run, run: RunRequest) -> Observer:
-    return compare_unwatched(before, run("unwatched", Request(scenario=scenario, watch=False)))
+    request = Request(scenario=scenario, watch=False, repeats="before", witness=True)
+    return compare_unwatched(before, run("unwatched", request))
 
 
 def _look_closer(scenario: Scenario, before: Run, run: RunRequest) -> Run | None:
@@ -125,7 +122,7 @@ def _look_closer(scenario: Scenario, before: Run, run: RunRequest) -> Run | None
     window = suspicious_window(before.trace)
     if window is None or before.exit.timed_out or -before.exit.code in (signal.SIGINT, signal.SIGTERM):
         return None
-    closer = run("closer", Request(scenario=scenario, window=window))
+    closer = run("closer", Request(scenario=scenario, window=window, repeats="before"))
     return closer if suspicious_window(closer.trace) is not None else None
 
 
@@ -149,15 +146,26 @@ def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool
             yield REMEDIES[name]
 
 
-def _try(remedy: Remedy, scenario: Scenario, run: RunRequest, yardstick: Yardstick) -> Trial:
+def _try(remedy: Remedy, scenario: Scenario, run: RunRequest, yardstick: Yardstick, plan: Plan) -> Trial:
     changed = remedy.change(scenario)
-    if changed == scenario:
-        return not_tried(remedy, "it would change nothing in this scenario")
+    reason = _why_not(remedy, scenario, changed, plan)
+    if reason:
+        return not_tried(remedy, reason)
     try:
-        tried = run(f"remedy-{remedy.id}", Request(scenario=changed))
+        tried = run(f"remedy-{remedy.id}", Request(scenario=changed, repeats="before"))
     except UsageError as refused:  # what can be run untreated may still not be possible with the remedy
         return not_tried(remedy, refused.message)
     return judge(remedy, changed, tried, yardstick)
+
+
+def _why_not(remedy: Remedy, scenario: Scenario, changed: Scenario, plan: Plan) -> str:
+    """Why the remedy is not to be tried; empty if it is."""
+    if is_script(scenario) and changed.steps == scenario.steps and changed != scenario:
+        allowed = plan.only is None or remedy.id in plan.only
+        return "" if allowed else f"not asked for: --try {remedy.id} runs the script again with it switched on"
+    if is_script(scenario):
+        return "only the script itself can do that: it is not switched on from outside"
+    return "" if changed != scenario else "it would change nothing in this scenario"
 
 
 def expectation(scenario: Scenario, treatment: Treatment) -> tuple[bool, str]:

@@ -5,7 +5,8 @@ import hashlib
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 class MemoryMeter:
@@ -63,5 +64,30 @@ def checksum(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             digest.update(name.encode())
-            digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+            digest.update(_bytes(parameter))
     return digest.hexdigest()
+
+
+class StepDigest:
+    """SHA-256 over the bytes of the parameters of each optimizer after each of its steps."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._steps = 0
+
+    def add(self, optimizer: Optimizer) -> None:
+        """The optimizer has just made a step."""
+        self._steps += 1
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._digest.update(_bytes(parameter))
+
+    @property
+    def value(self) -> str | None:
+        """The digest; None if no optimizer has made a step."""
+        return self._digest.hexdigest() if self._steps else None
+
+
+def _bytes(parameter: Tensor) -> bytes:
+    found: bytes = parameter.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
+    return found

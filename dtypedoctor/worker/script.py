@@ -17,6 +17,7 @@ from dtypedoctor.trace.events import End, Header, NotWatched, Raised, Refused, R
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker import main_module
 from dtypedoctor.worker.on_import import after_import
+from dtypedoctor.worker.randomness import RandomStates
 from dtypedoctor.worker.tracebacks import hide_in_excepthook, hide_own_frames
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class _Recording:
         self._writer = TraceWriter(directory)
         self._watch: ScriptWatch | None = None
         self._owner = os.getpid()
+        repeats = request["repeats"]
+        self._randomness = RandomStates(directory, directory.parent / repeats if repeats else None)
         self._began = time.perf_counter()
 
     def begin(self) -> None:
@@ -69,6 +72,8 @@ class _Recording:
         writer.write(Stage(n=writer.next_n(), index=0, name="script", workload="script"))
         os.register_at_fork(after_in_child=writer.disown)
         after_import("torch", self._torch_is_there)
+        after_import("numpy.random", self._randomness.numpy_is_there)
+        self._randomness.begin()
 
     def _torch_is_there(self) -> None:
         try:
@@ -103,9 +108,15 @@ class _Recording:
         writer = self._writer
         if self._watch is None and outcome != "refused":
             writer.write(NotWatched(what="tensors and modules", why="the script has not imported torch"))
-        peak = self._watch.peak_memory() if self._watch is not None else 0
-        seconds = time.perf_counter() - self._began
-        writer.write(Resources(seconds=seconds, peak_memory=peak, device=self._watch.device if self._watch else "cpu"))
+        watch = self._watch
+        writer.write(
+            Resources(
+                seconds=time.perf_counter() - self._began,
+                peak_memory=watch.peak_memory() if watch else 0,
+                device=watch.device if watch else "cpu",
+                checksum=watch.checksum if watch else None,
+            )
+        )
         writer.write(End(n=writer.next_n(), outcome=outcome, steps_completed=steps))
         writer.close()
 
