@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.report.model import Outcome, Report, Status
 from dtypedoctor.report.origin_strip import origin_strip
-from dtypedoctor.trace.events import NotWatched
+from dtypedoctor.trace.events import NotWatched, Root
 from dtypedoctor.trials.treatment import Treatment, expectation
 
 
@@ -59,10 +59,21 @@ def _headline(treatment: Treatment, primary: Finding | None) -> str:
         return primary.summary
     before = treatment.before_summary
     if treatment.before.died:
-        return f"The worker {treatment.before.last_words()}{_last_module(treatment)}."
+        who = "script" if treatment.before.foreign else "worker"
+        return f"The {who} {treatment.before.last_words()}{_last_module(treatment)}."
     if before.ended != "completed":
         return f"The run failed, but not through its dtypes as far as could be seen: {before.ended}"
-    return f"Nothing found: {before.steps_completed} of {before.steps_planned} steps done, everything finite."
+    return f"Nothing found: {_done(treatment)}."
+
+
+def _done(treatment: Treatment) -> str:
+    """What a healthy run did, in words."""
+    before = treatment.before_summary
+    if before.steps_planned:
+        return f"{before.steps_completed} of {before.steps_planned} steps done, everything finite"
+    if not treatment.before.trace.all(Root):
+        return "the script has not called any module, so there was nothing to see"
+    return f"the script came to its end after {before.steps_completed} optimizer step(s), everything finite"
 
 
 def _last_module(treatment: Treatment) -> str:
@@ -72,12 +83,20 @@ def _last_module(treatment: Treatment) -> str:
     return f"; the last module entered was {cursor.site.fqn or cursor.site.cls} in step {cursor.step} ({cursor.site.phase})"
 
 
+def _cut_short(treatment: Treatment) -> str:
+    if treatment.before.foreign and not treatment.before.died:
+        return (
+            "the end of the run: the script left without letting Python finish (os._exit, or it became another program)"
+        )
+    return "the end of the run: the trace has no end record, so the last moments may be missing"
+
+
 def _coverage(treatment: Treatment) -> Iterator[str]:
     trace = treatment.before.trace
     for note in trace.all(NotWatched):
         yield f"{note.what}: {note.why}"
     yield from (f"trace: {damage}" for damage in trace.damage)
     if trace.end is None:
-        yield "the end of the run: the trace has no end record, so the last moments may be missing"
+        yield _cut_short(treatment)
     if treatment.findings and treatment.closer is None:
         yield "single operations: the failure did not come back in a second run, so no op trace shows it"

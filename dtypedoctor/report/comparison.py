@@ -84,7 +84,8 @@ def _outcome(entry: _Entry) -> str:
 
 
 def _steps(entry: _Entry) -> str:
-    return f"{entry.run.steps_completed} of {entry.run.steps_planned}"
+    planned = entry.run.steps_planned  # nobody but a script itself knows what it plans
+    return f"{entry.run.steps_completed} of {planned}" if planned else str(entry.run.steps_completed)
 
 
 def _with_ratio(text: str, factor: float | None) -> str:

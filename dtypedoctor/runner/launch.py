@@ -74,7 +74,7 @@ class Run:
     @property
     def died(self) -> bool:
         """Whether the worker ended without finishing its trace, and not because a script wanted it so."""
-        wanted = self.foreign and self.exit.code == 0
+        wanted = self.foreign and self.exit.code >= 0
         return self.exit.timed_out or (self.trace.end is None and not wanted)
 
     def last_words(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
-NAMES = ("stdout.txt", "stderr.txt")
+STDOUT, STDERR = "stdout.txt", "stderr.txt"
 CHUNK = 65536
 
 
@@ -28,7 +28,7 @@ class Streams:
     """
 
     def __init__(self, directory: Path, *, live: bool) -> None:
-        self._kept = [(directory / name).open("xb", buffering=0) for name in NAMES]
+        self._kept = [(directory / name).open("xb", buffering=0) for name in (STDOUT, STDERR)]
         self._pipes = [_pipe(kept, shown) for shown, kept in enumerate(self._kept, start=1)] if live else []
         self._selector = selectors.DefaultSelector()
 

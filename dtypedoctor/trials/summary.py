@@ -1,5 +1,6 @@
 """What a run did, boiled down to the numbers of the before/after table."""
 
+from collections.abc import Sequence
 from statistics import median
 
 from dtypedoctor.diagnosis import diagnose
@@ -30,15 +31,21 @@ def summarise(label: str, run: Run, scenario: Scenario, twin: Trace | None = Non
         label=label,
         steps_completed=trace.end.steps_completed if trace.end else len(metrics),
         steps_planned=planned_steps(scenario),
-        loss=tuple(m.values.get("loss") for m in metrics),
-        grad_norm=tuple(m.values.get("grad_norm") for m in metrics),
-        reward=tuple(m.values.get("reward") for m in metrics) if any("reward" in m.values for m in metrics) else (),
+        loss=_series("loss", metrics),
+        grad_norm=_series("grad_norm", metrics),
+        reward=_series("reward", metrics),
         step_time=median(times[1:] or times) if times else None,
         peak_memory=resources.peak_memory if resources else None,
         ended=how_it_ended(run),
         finding_ids=tuple(dict.fromkeys(f.id for f in diagnose(trace))),
         output_error=output_error(trace, twin, _models(scenario)) if twin is not None else None,
     )
+
+
+def _series(name: str, metrics: Sequence[Metric]) -> tuple[float | None, ...]:
+    """The values of one quantity, None where it was not finite; empty where the run does not have it at all."""
+    known = any(name in metric.values or name in metric.nonfinite for metric in metrics)
+    return tuple(metric.values.get(name) for metric in metrics) if known else ()
 
 
 def how_it_ended(run: Run) -> str:
