@@ -98,7 +98,7 @@ class Instruments:
     @contextmanager
     def probing(self) -> Iterator[None]:
         """Nothing inside is recorded but the module that is being entered."""
-        with self.position.during("probe"), self.position.mute():
+        with self.position.during("probe"), self.position.mute(), self._modules.only_marking():
             yield
 
     def begin_stage(self, step: int) -> None:

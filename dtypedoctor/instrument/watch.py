@@ -6,7 +6,8 @@ copies and compiles as before. Inside a compiled region the hooks do nothing (an
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -82,6 +83,21 @@ class ModuleWatch:
             self._reveal = None
         self._recorders.finish()
 
+    @contextmanager
+    def only_marking(self) -> Iterator[None]:
+        """Nothing inside is recorded, but a process that dies inside says in which module."""
+        handle = hooks.register_module_forward_pre_hook(self._mark)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _mark(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        place = None if being_recorded() else self._places.of(module)
+        if place is not None:
+            position = self._position
+            self._writer.mark(position.step, position.call, self._sites.entry(place, position.phase))
+
     def flush(self) -> None:
         """A backward pass or an optimizer step begins or ends: sends off what has been put together. Never waits."""
         self._recorders.flush()
@@ -94,9 +110,7 @@ class ModuleWatch:
             self._thread = threading.get_ident()
             self._enter_root(module)
         position.stack.append(module)
-        place = self._places.of(module)
-        if place is not None:
-            self._writer.mark(position.step, position.call, self._sites.entry(place, position.phase))
+        self._mark(module, args)
 
     def _enter_root(self, module: nn.Module) -> None:
         if self._names.find(module) is None:
