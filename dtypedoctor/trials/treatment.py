@@ -82,7 +82,8 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     diagnosed = closer.trace if closer is not None else before.trace
     findings = diagnose(diagnosed)
     observer = _certificate(scenario, before, run) if plan.certify else NOT_COMPARED
-    failed = bool(findings) or how_it_ended(before) != "completed"
+    hung = before.exit.timed_out  # so would every other run of it
+    failed = bool(findings) or (how_it_ended(before) != "completed" and not hung)
     reference = _compared_run("reference", healthy_reference(scenario), run) if remedies and failed else None
     twin = _compared_run("float32-twin", float32_twin(scenario), run) if remedies and failed else None
     exact = twin.trace if twin is not None else None
@@ -113,6 +114,8 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
 
 
 def _certificate(scenario: Scenario, before: Run, run: RunRequest) -> Observer:
+    if before.exit.timed_out:
+        return Observer(bitwise_equal=None, reason="the run was stopped at its time limit, so it was not run again")
     request = Request(scenario=scenario, watch=False, repeats="before", witness=True)
     return compare_unwatched(before, run("unwatched", request))
 

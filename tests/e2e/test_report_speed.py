@@ -1,4 +1,4 @@
-"""A large trace becomes a report while somebody waits."""
+"""A large trace becomes a report without much memory and without torch. How fast: tests/benchmarks/report_speed.py."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_directories import Shape, large_run
 
-SECONDS, MEGABYTES = 2.0, 300
+MEGABYTES = 300
 
 MEASURE = """
 import json, resource, sys
@@ -21,7 +21,7 @@ except SystemExit:
     pass
 used = resource.getrusage(resource.RUSAGE_SELF)
 known = sorted({name.split(".")[0] for name in sys.modules} & {"torch", "numpy", "transformers"})
-print(json.dumps({"seconds": used.ru_utime + used.ru_stime, "megabytes": used.ru_maxrss / 1024, "known": known}), file=sys.stderr)
+print(json.dumps({"megabytes": used.ru_maxrss / 1024, "known": known}), file=sys.stderr)
 """
 
 
@@ -32,8 +32,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("style", ["terminal", "md", "html", "json", "junit", "github"])
-def test_a_report_of_four_hundred_thousand_samples_is_ready_in_two_seconds(run: Path, style: str) -> None:
-    """Processor time and peak memory of the whole command, trace reading included, and no torch anywhere."""
+def test_a_report_of_four_hundred_thousand_samples_stays_small(run: Path, style: str) -> None:
+    """Peak memory of the whole command, trace reading included, and no torch anywhere."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, "report", str(run), "--format", style],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -44,6 +44,5 @@ def test_a_report_of_four_hundred_thousand_samples_is_ready_in_two_seconds(run: 
     )
     used = json.loads(done.stderr.splitlines()[-1])
     assert done.stdout
-    assert used["seconds"] <= SECONDS
     assert used["megabytes"] <= MEGABYTES
     assert used["known"] == []
