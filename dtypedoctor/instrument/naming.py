@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from dtypedoctor.trace.events import ParameterNote, Root
 from dtypedoctor.trace.writer import TraceWriter
+
+FULL_LOOK = 16
+"""Steps after which all modules are searched again for parameters that were not there before."""
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -31,6 +35,8 @@ class Names:
         self._names: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
         self._roots: list[nn.Module | None] = []
         self._noted: dict[tuple[int, str], tuple[str, bool]] = {}
+        self._held: list[tuple[dict[str, Any], str, torch.dtype, bool]] = []
+        self._glances = 0
         self.version = 0
 
     @property
@@ -41,6 +47,7 @@ class Names:
     def remove_root(self, module: nn.Module) -> None:
         """Lets go of an outermost module and of everything inside it; does nothing where it is not one."""
         self._roots = [None if root is module else root for root in self._roots]
+        self._held = []
         self.version += 1
 
     def add_alias(self, wrapper: nn.Module, module: nn.Module) -> None:
@@ -96,7 +103,10 @@ class Names:
 
     def note_parameters(self) -> None:
         """Writes a note for every parameter and buffer that is new or whose dtype or requires_grad has changed."""
+        self._held = []
         for root, name, tensor, owner, is_buffer in self.tensors():
+            holder = owner._buffers if is_buffer else owner._parameters
+            self._held.append((holder, name.rpartition(".")[2], tensor.dtype, tensor.requires_grad))
             state = (dtype_name(tensor), tensor.requires_grad)
             if self._noted.get((root, name)) == state:
                 continue
@@ -114,6 +124,17 @@ class Names:
                     quant=quantization_of(tensor, owner),
                 )
             )
+
+    def glance_at_parameters(self) -> None:
+        """Does the same for a tenth of the time: what was seen before is looked at each time, new names now and then."""
+        self._glances += 1
+        if self._glances % FULL_LOOK == 0 or any(_changed(*one) for one in self._held):
+            self.note_parameters()
+
+
+def _changed(holder: dict[str, Any], name: str, dtype: torch.dtype, requires_grad: bool) -> bool:
+    tensor = holder.get(name)
+    return tensor is None or tensor.dtype is not dtype or tensor.requires_grad is not requires_grad
 
 
 def quantization_of(tensor: Tensor, owner: nn.Module) -> dict[str, Any] | None:

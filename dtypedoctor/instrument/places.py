@@ -6,6 +6,7 @@ from weakref import ref
 from torch import nn
 
 from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.residual import residual_blocks
 
 
 class Place:
@@ -17,9 +18,10 @@ class Place:
         cls: class of the module; empty where there is none.
         sites: numbers of the sites described here so far; kept by ``Sites``.
         flows: combinations of dtypes seen so far; kept by the module watch.
+        residual: whether what it returns is the residual stream.
     """
 
-    __slots__ = ("__weakref__", "cls", "flows", "fqn", "root", "sites")
+    __slots__ = ("__weakref__", "cls", "flows", "fqn", "residual", "root", "sites")
 
     def __init__(self, root: int, fqn: str, cls: str) -> None:
         self.root = root
@@ -27,6 +29,7 @@ class Place:
         self.cls = cls
         self.sites: dict[Any, int] = {}
         self.flows: set[Any] = set()
+        self.residual = False
 
 
 class Places:
@@ -38,10 +41,11 @@ class Places:
 
     def __init__(self, names: Names) -> None:
         self._names = names
-        self._version = names.version
+        self._version = -1
         self._of: dict[int, tuple[Any, Place | None]] = {}
         self._unknown: list[int] = []
         self._by_name: dict[tuple[int, str, str], Place] = {}
+        self._residual: set[int] = set()
 
     def begin_call(self) -> None:
         """Another outermost call begins: modules that no root was known to hold are looked for again."""
@@ -52,8 +56,7 @@ class Places:
     def of(self, module: nn.Module) -> Place | None:
         """The place of ``module``; None for one that no root is known to hold."""
         if self._version != self._names.version:
-            self._of.clear()
-            self._version = self._names.version
+            self._refresh()
         held = self._of.get(id(module))
         if held is not None and held[0]() is module:
             return held[1]
@@ -63,12 +66,20 @@ class Places:
         """The place of something that no module returned."""
         return self._place(0, fqn, "")
 
+    def _refresh(self) -> None:
+        self._of.clear()
+        self._version = self._names.version
+        self._residual = {block for root in self._names.roots for block in residual_blocks(root)}
+
     def _learn(self, module: nn.Module) -> Place | None:
         found = self._names.find(module)
-        self._version = self._names.version
+        if self._version != self._names.version:
+            self._refresh()
         place = self._place(*found, type(module).__name__) if found is not None else None
         if place is None:
             self._unknown.append(id(module))
+        else:
+            place.residual = id(module) in self._residual
         self._of[id(module)] = (ref(module), place)
         return place
 

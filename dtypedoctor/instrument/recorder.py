@@ -21,10 +21,28 @@ class Item(NamedTuple):
     tensor: Tensor
 
 
-class Recorder(Protocol):
-    """Measures what it is given on one device."""
+class When(NamedTuple):
+    """Coordinates that samples get instead of those of the moment.
 
-    def record(self, items: Sequence[Item], given: Sequence[Item] = ()) -> None:
+    Attributes:
+        n: sequence number of the first of them; those of the others follow.
+    """
+
+    n: int
+    step: int
+    call: int
+
+
+class Recorder(Protocol):
+    """Measures what it is given on one device.
+
+    Attributes:
+        suspicious: set when something is found not to be finite.
+    """
+
+    suspicious: bool
+
+    def record(self, items: Sequence[Item], given: Sequence[Item] = (), when: When | None = None) -> None:
         """Measures ``items`` and, only if one of them is not finite, also ``given``."""
 
     def begin_call(self) -> None:
@@ -56,11 +74,15 @@ class ImmediateRecorder:
         self._position = position
         self._sites = sites
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
+        self.suspicious = False
 
-    def record(self, items: Sequence[Item], given: Sequence[Item] = ()) -> None:
+    def record(self, items: Sequence[Item], given: Sequence[Item] = (), when: When | None = None) -> None:
         """Measures ``items`` and, only if one of them is not finite, also ``given``."""
-        if not self._write(items) and given:  # whether it came in from outside decides who is to blame
-            self._write(given)
+        if self._write(items, when):
+            return
+        self.suspicious = True
+        if given:  # whether it came in from outside decides who is to blame
+            self._write(given, None)
 
     def begin_call(self) -> None:
         """Forgets what was measured: from here on it is another call's."""
@@ -72,8 +94,7 @@ class ImmediateRecorder:
     def finish(self) -> None:
         """Does nothing: everything has been written."""
 
-    def _write(self, items: Sequence[Item]) -> bool:
-        position = self._position
+    def _write(self, items: Sequence[Item], when: When | None) -> bool:
         rows: list[SampleRow] = []
         finite = True
         for place, looks, tensor in items:
@@ -83,7 +104,9 @@ class ImmediateRecorder:
                 (self._sites.id_of(place, looks), extent.absmax, extent.num_nan, extent.num_posinf + extent.num_neginf)
             )
         if rows:
-            self._writer.write_samples(self._writer.next_n(len(rows)), position.step, position.call, rows)
+            position = self._position
+            when = when or When(self._writer.next_n(len(rows)), position.step, position.call)
+            self._writer.write_samples(*when, rows)
         return finite
 
     def _extent(self, tensor: Tensor) -> Extent:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.optimizer_samples import OptimizerSamples
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.origins import call_arguments
 from dtypedoctor.instrument.phases import Phases
@@ -40,9 +41,13 @@ class Instruments:
         writer: where the records go.
         watch: False leaves the process untouched but for exceptions and what the workload itself reports.
         window: where the op trace is on; None for nowhere.
+        every: everything is measured in each ``every``-th training step, the first one included; in the others (and always
+            where this is 0) only the residual stream and the loss.
     """
 
-    def __init__(self, writer: TraceWriter, *, watch: bool = True, window: OpWindow | None = None) -> None:
+    def __init__(
+        self, writer: TraceWriter, *, watch: bool = True, window: OpWindow | None = None, every: int = 1
+    ) -> None:
         self.position = Position()
         self.writer = writer
         self._watch = watch
@@ -52,6 +57,8 @@ class Instruments:
         self.guard = Guard(writer, self.position)
         self._phases = Phases(self.position, self.guard)
         self._modules = ModuleWatch(writer, self.position, self.names, self._autocast, self.guard)
+        self._modules.every = every
+        self._samples = OptimizerSamples(writer, self.position, self.names, self._modules.sample_now)
         self._ops = OpTrace(writer, self.position, self.names, self._autocast, self.guard)
         self._listen()
 
@@ -62,7 +69,7 @@ class Instruments:
         self._phases.after_step.append(self._after_step)
         self._phases.after_scaler.append(self._after_scaler)
         self._modules.before_root.append(self._before_call)
-        self._modules.after_root.append(lambda module: self._ops.leave_root())
+        self._modules.after_root.append(self._after_call)
         self._modules.on_error.append(self._ops.refused_by_module)
 
     def start(self) -> None:
@@ -76,6 +83,7 @@ class Instruments:
     def stop(self) -> None:
         """Stops watching and puts back everything that was replaced."""
         self._ops.close()
+        self._samples.look_closer()
         self._modules.stop()
         self._phases.stop()
         self._autocast.stop()
@@ -130,20 +138,34 @@ class Instruments:
         if self._ops.is_open:
             self._ops.enter_root(*call_arguments(module))
 
+    def _after_call(self, module: nn.Module) -> None:
+        self._ops.leave_root()
+        self._look_closer()
+
     def _before_backward(self, tensors: list[Tensor]) -> None:
         if self._window is not None and self._window.until == "next-call":
             self._ops.close()
         if self._watch:
             found = [(str(i), t) for i, t in enumerate(tensors) if measurable(t)]
             self._modules.sample_now("loss", found, "forward")
+            self._look_closer()
 
     def _after_backward(self) -> None:
         if self._window is not None and self._window.until == "backward" and self._ops.is_open:
             self._ops.close()
+        if self._watch:
+            self._modules.flush()
+            self._look_closer()
+
+    def _look_closer(self) -> None:
+        """Looks at all parameters where something has just been found not to be finite."""
+        if self._modules.suspicious():
+            self._samples.look_closer()
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if self._watch:
-            self._sample_optimizer(optimizer, "grad", "backward")
+        if self._watch and self._modules.whole:
+            self._samples.before_step(optimizer)
+            self._modules.flush()
         window = self._window
         if window is not None and window.until == "optimizer" and window.step == self.position.step:
             self._ops.open()
@@ -152,21 +174,9 @@ class Instruments:
         if self._window is not None and self._window.until == "optimizer":
             self._ops.close()
         if self._watch:
-            self._sample_optimizer(optimizer, "param", "optimizer")
-            self.names.note_parameters()
-
-    def _sample_optimizer(self, optimizer: Optimizer, kind: str, phase: str) -> None:
-        found: list[tuple[str, Tensor]] = []
-        known = self._parameter_names()
-        for group_number, group in enumerate(optimizer.param_groups):
-            for number, parameter in enumerate(group["params"]):
-                tensor = parameter.grad if kind == "grad" else parameter
-                if tensor is not None and measurable(tensor):
-                    found.append((known.get(id(parameter), f"param_groups.{group_number}.{number}"), tensor))
-        self._modules.sample_now(kind, found, phase)
-
-    def _parameter_names(self) -> dict[int, str]:
-        return {id(tensor): name for _, name, tensor, _, is_buffer in self.names.tensors() if not is_buffer}
+            self._samples.after_step(optimizer, sentinel=not self._modules.whole)
+            self._modules.flush()
+            self.names.glance_at_parameters()
 
     def _after_scaler(self, scaler: Any, optimizer: Optimizer, skipped: bool) -> None:
         if self._watch:

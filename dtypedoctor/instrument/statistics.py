@@ -58,8 +58,8 @@ def measure(tensors: Sequence[Tensor]) -> list[Extent]:
     """
     if not tensors:
         return []
-    if _modes_are_on():
-        with _out_of_their_sight():
+    if modes_are_on():
+        with out_of_their_sight():
             return measure(tensors)
     if tensors[0].device.type == "cpu":
         return [measure_one(tensor) for tensor in tensors]
@@ -69,20 +69,21 @@ def measure(tensors: Sequence[Tensor]) -> list[Extent]:
 
 def measure_one(tensor: Tensor) -> Extent:
     """Measures one floating-point tensor of any shape; waits for its device."""
-    if _modes_are_on():
-        with _out_of_their_sight():
+    if modes_are_on():
+        with out_of_their_sight():
             return measure_one(tensor)
     low, high = _ends(tensor.detach())
     return _extent(tensor, low.item(), high.item())
 
 
-def _modes_are_on() -> bool:
+def modes_are_on() -> bool:
     """Whether torch modes are on (the program's own, a default device): they must not see what the doctor computes."""
     return torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager
-def _out_of_their_sight() -> Iterator[None]:
+def out_of_their_sight() -> Iterator[None]:
+    """Inside, no torch mode of the program sees what is computed."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 

@@ -20,7 +20,7 @@ from dtypedoctor.instrument.opaque import being_recorded, why_opaque
 from dtypedoctor.instrument.own_hooks import hide_from_compiler, remove_hooks
 from dtypedoctor.instrument.places import Place, Places
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.recorder import Item
+from dtypedoctor.instrument.recorder import Item, When
 from dtypedoctor.instrument.recorders import Recorders
 from dtypedoctor.instrument.sites import Looks, Sites, looks_of
 from dtypedoctor.instrument.statistics import Named, measurable, tensors_in
@@ -39,11 +39,16 @@ class ModuleWatch:
         names: gives modules their dotted names; a module called outside of any known one becomes a new root.
         autocast: tells the autocast dtype in force.
         guard: keeps this watch's own errors from the program, and its hooks out of compiled code.
+
+    Attributes:
+        every: all modules are measured in each ``every``-th step, the first one included; in the other steps only the
+            residual stream, and in every step where this is 0.
     """
 
     def __init__(
         self, writer: TraceWriter, position: Position, names: Names, autocast: AutocastLog, guard: Guard
     ) -> None:
+        self.every = 1
         self._writer = writer
         self._position = position
         self._names = names
@@ -102,6 +107,11 @@ class ModuleWatch:
         """A backward pass or an optimizer step begins or ends: sends off what has been put together. Never waits."""
         self._recorders.flush()
 
+    @property
+    def whole(self) -> bool:
+        """Whether this is a step in which everything is measured."""
+        return self.every == 1 or (self.every > 1 and self._position.step % self.every == 1)
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if being_recorded() or self._in_another_thread():
             return
@@ -147,7 +157,7 @@ class ModuleWatch:
                 self._note_error(module, args, error)
             else:
                 place = self._places.of(module)
-                if place is not None:
+                if place is not None and (place.residual or self.whole):
                     self._record(module, place, (args, kwargs), output)
         finally:  # whatever goes wrong in here, the call is over
             stack.pop()
@@ -227,13 +237,18 @@ class ModuleWatch:
             )
         )
 
-    def sample_now(self, kind: str, found: Iterable[Named], phase: str) -> None:
+    def sample_now(self, kind: str, found: Iterable[Named], phase: str, when: When | None = None) -> None:
         """Measures tensors that no module returned (a loss, gradients of parameters, parameters).
 
         Args:
             kind: the site's kind.
             found: name of each tensor and the tensor.
             phase: the phase they belong to.
+            when: coordinates of the samples; those of the moment if left out.
         """
         items = [Item(self._places.named(name), looks_of(t, phase, kind, "", None), t) for name, t in found]
-        self._recorders.record(items)
+        self._recorders.record(items, when=when)
+
+    def suspicious(self) -> bool:
+        """Whether something that was not finite has become known since this was asked last."""
+        return self._recorders.suspicious()

@@ -1,0 +1,191 @@
+"""Puts tensors of one device together, launches their measurement, and finds the results without waiting."""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dtypedoctor.instrument.device_rows import Asked, Counts, DeviceRows, as_dense
+from dtypedoctor.instrument.recorder import version_of
+
+KEPT_BYTES = 96 << 20
+"""Memory of tensors kept alive for a batch: a fraction of what one layer of a large model keeps for its backward pass."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One tensor, measured once, however many places it is found at.
+
+    Attributes:
+        tensor: the tensor until it is launched, then None.
+        version: its version when it was handed over.
+        gate: a row that must not be finite for this one to be measured.
+        entries: what the recorder wants written once the counts are there.
+        counts: the result.
+        lost: there will be no result.
+    """
+
+    tensor: Tensor | None
+    version: int
+    gate: "Row | None" = None
+    entries: list[tuple[int, int, int, int]] = field(default_factory=list)
+    counts: Counts | None = None
+    lost: bool = False
+    index: int = -1
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more will be known."""
+        return self.lost or self.counts is not None
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether something in it is known not to be finite."""
+        return self.counts is not None and bool(self.counts[1] or self.counts[2])
+
+
+class Batches:
+    """Batches of one CUDA device, launched on the stream that its tensors were handed over on.
+
+    Args:
+        rows: measures.
+        device: the device.
+    """
+
+    def __init__(self, rows: DeviceRows, device: torch.device) -> None:
+        self._rows = rows
+        self._device = device
+        self._open: list[Row] = []
+        self._gated: list[Row] = []
+        self._kept = 0
+        self._stream = self._current_stream()
+        self._flying: deque[tuple[int, list[Row]]] = deque()
+        self.dead = False
+        """Whether the device has stopped to answer."""
+        self.dropped = 0
+        """Rows that were given up: no room, or the device was dead."""
+
+    def add(self, tensor: Tensor, gate: Row | None = None) -> Row:
+        """Hands over a tensor; it goes with the next batch, behind a gate with the first batch after that of its gate."""
+        if tensor.numel() == 0:
+            return Row(tensor=None, version=0, counts=(0.0, 0, 0))
+        stream = self._current_stream()
+        if stream != self._stream:
+            self.launch()
+            self._stream = stream
+        row = Row(tensor=tensor.detach() if gate is not None else tensor, version=version_of(tensor), gate=gate)
+        self._kept += tensor.nbytes
+        if gate is not None:
+            self._gated.append(row)
+            return row
+        self._open.append(row)
+        if len(self._open) >= self._rows.limit or self._kept >= KEPT_BYTES:
+            self.launch()
+        return row
+
+    def launch(self) -> list[Row]:
+        """Launches what has been put together.
+
+        Returns:
+            The rows that were left out, because their tensors have been changed in place since they were handed over.
+        """
+        batch, self._open = self._open, []
+        self._kept = 0
+        changed = []
+        for row in batch:
+            if row.tensor is not None and version_of(row.tensor) != row.version:
+                changed.append(row)
+                row.lost = True
+        self._send([row for row in batch if not row.lost])
+        for row in batch:
+            row.tensor = None
+        self._let_gated_in()
+        return changed
+
+    def _let_gated_in(self) -> None:
+        """The gates of these have been launched, so that a batch from now on can ask for them."""
+        waiting, self._gated = self._gated, []
+        for row in waiting:
+            gate = row.gate
+            if gate is not None and (gate.lost or (gate.settled and not gate.suspicious)):
+                row.lost = True
+                row.tensor = None
+            else:
+                self._open.append(row)
+
+    def _send(self, batch: list[Row]) -> None:
+        for first in range(0, len(batch), self._rows.limit):
+            self._send_some(batch[first : first + self._rows.limit])
+
+    def _send_some(self, batch: list[Row]) -> None:
+        try:
+            number = -1 if self.dead or not self._rows.room(len(self._flying)) else self._launch_on_stream(batch)
+        except RuntimeError:  # a failed assert on the device: every later call fails too
+            self.dead = True
+            number = -1
+        if number < 0:
+            self.dropped += len(batch)
+            for row in batch:
+                row.lost = True
+            return
+        for place, row in enumerate(batch):
+            row.index = self._rows.index(number, place)
+        self._flying.append((number, batch))
+
+    def _launch_on_stream(self, batch: list[Row]) -> int:
+        if self._device.type != "cuda" or self._stream == self._current_stream():
+            return self._rows.launch(_asked(batch))
+        with torch.cuda.stream(torch.cuda.ExternalStream(self._stream, device=self._device)):
+            return self._rows.launch(_asked(batch))
+
+    def _current_stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._device.index) if self._device.type == "cuda" else 0
+
+    def drain(self) -> list[Row]:
+        """The rows whose results have arrived since the last time, in the order of their launches."""
+        found: list[Row] = []
+        while self._flying:
+            number, batch = self._flying[0]
+            counts = self._rows.arrived(number, len(batch))
+            if counts is None:
+                break
+            self._flying.popleft()
+            for row, one in zip(batch, counts, strict=True):
+                row.counts = one
+            found += batch
+        return found
+
+    def wait(self, seconds: float) -> list[Row]:
+        """Like :meth:`drain`, but gives what is on its way some time, as long as the device answers."""
+        deadline = time.monotonic() + seconds
+        found = self.drain()
+        while self._flying and self._answers() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+            found += self.drain()
+        found += self.drain()
+        for _, batch in self._flying:
+            self.dropped += len(batch)
+            for row in batch:
+                row.lost = True
+        self._flying.clear()
+        return found
+
+    def _answers(self) -> bool:
+        if self.dead:
+            return False
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).query()
+        except RuntimeError:
+            self.dead = True
+        return not self.dead
+
+
+def _asked(batch: list[Row]) -> list[Asked]:
+    return [
+        Asked(as_dense(row.tensor), -1 if row.gate is None or row.gate.suspicious else row.gate.index)
+        for row in batch
+        if row.tensor is not None
+    ]

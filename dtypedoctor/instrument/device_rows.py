@@ -1,0 +1,213 @@
+"""Measures batches of tensors on a device without ever waiting for it."""
+
+import math
+import struct
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Counts = tuple[float, int, int]
+"""Largest finite magnitude, number of NaN, number of inf."""
+
+
+class Asked(NamedTuple):
+    """One tensor of a batch.
+
+    Attributes:
+        tensor: dense memory of bfloat16, float16 or float32, 16-byte aligned, at least one element.
+        gate: index of the row that must not be finite for this tensor to be read; -1 for none.
+    """
+
+    tensor: Tensor
+    gate: int = -1
+
+
+class DeviceRows(Protocol):
+    """Measures on one device.
+
+    Attributes:
+        limit: most tensors in one batch.
+    """
+
+    limit: int
+
+    def launch(self, batch: Sequence[Asked]) -> int:
+        """Queues a batch behind the current stream's work and returns its number.
+
+        Raises:
+            RuntimeError: the device no longer answers.
+        """
+
+    def index(self, number: int, place: int) -> int:
+        """The row that can be a gate for later batches: of the tensor at ``place`` in batch ``number``."""
+
+    def arrived(self, number: int, count: int) -> list[Counts] | None:
+        """The results of a batch of ``count`` tensors if they are in the host's memory. Asks nothing of the device."""
+
+    def room(self, flying: int) -> bool:
+        """Whether another batch can be launched while ``flying`` are on their way."""
+
+
+_DIRECT = {torch.bfloat16: 2, torch.float16: 3, torch.float32: 4}
+
+
+def as_dense(tensor: Tensor) -> Tensor:
+    """``tensor`` or a copy of its values in any order, such that its memory can be read as one run of 2- or 4-byte floats.
+
+    float64 is brought to float32 with finite values kept finite.
+    """
+    values = tensor.detach()
+    if values.dtype is torch.float64:
+        largest = torch.finfo(torch.float32).max
+        return torch.where(values.isfinite(), values.clamp(-largest, largest), values).float().contiguous()
+    if values.dtype not in _DIRECT:
+        return values.float().contiguous()
+    if not values.is_contiguous() and not _is_permuted(values):
+        return values.contiguous()
+    return values if values.data_ptr() % 16 == 0 else values.clone(memory_format=torch.contiguous_format)
+
+
+def _is_permuted(tensor: Tensor) -> bool:
+    """Whether the elements fill one run of memory, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class TritonRows:
+    """One kernel launch a batch; the kernel itself puts the results into page-locked memory.
+
+    Args:
+        device: a CUDA device.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        from dtypedoctor.instrument import extent_kernel
+
+        self._kernel = extent_kernel
+        self._device = device
+        self.limit = extent_kernel.ROWS
+        shape = (extent_kernel.SLOTS, extent_kernel.ROWS, 4)
+        self._results = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._held = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host: Any = self._held.numpy().view("uint32").reshape(shape[0], -1)
+        self._unused = (extent_kernel.describe(2, 0, -1),) * self.limit
+        self._launched = 0
+        self._kinds: list[list[torch.dtype]] = [[] for _ in range(shape[0])]
+
+    def launch(self, batch: Sequence[Asked]) -> int:
+        """Queues a batch behind the current stream's work and returns its number."""
+        kernel = self._kernel
+        self._launched += 1
+        number = self._launched
+        slot = number % kernel.SLOTS
+        self._host[slot] = 0
+        self._kinds[slot] = [tensor.dtype for tensor, _ in batch]
+        missing = self.limit - len(batch)
+        addresses = tuple(tensor.data_ptr() for tensor, _ in batch)
+        described = tuple(kernel.describe(_DIRECT[t.dtype], t.numel(), gate) for t, gate in batch)
+        chunks = sum(-(-t.nbytes // (4 * kernel.CHUNK)) for t, _ in batch)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            kernel.measure_rows[(chunks,)](
+                addresses + (self._results.data_ptr(),) * missing,
+                described + self._unused[:missing],
+                self._results,
+                self._held.data_ptr(),
+                kernel.FLAG | (number & 0x7FFFFFFF),
+                kernel.ROWS,
+                kernel.SLOTS,
+                kernel.WORDS,
+                kernel.TILES,
+                num_warps=kernel.WARPS,
+            )
+        return number
+
+    def index(self, number: int, place: int) -> int:
+        """The row that can be a gate for later batches."""
+        return number % self._kernel.SLOTS * self.limit + place
+
+    def arrived(self, number: int, count: int) -> list[Counts] | None:
+        """The results of a batch if they are in the host's memory."""
+        slot = number % self._kernel.SLOTS
+        words = self._host[slot, : count * 4].tolist()
+        found = []
+        for kind, bits, nan, inf, check in zip(
+            self._kinds[slot], words[::4], words[1::4], words[2::4], words[3::4], strict=True
+        ):
+            if check != self._kernel.check_of(bits, nan, inf, number & 0x7FFFFFFF):
+                return None
+            found.append((_float_of(bits, kind), nan, inf))
+        return found
+
+    def room(self, flying: int) -> bool:
+        """Whether a slot is free for another batch."""
+        return flying < self._kernel.SLOTS // 2
+
+
+def _float_of(bits: int, dtype: torch.dtype) -> float:
+    if dtype is torch.float16:
+        return float(struct.unpack("<e", struct.pack("<H", bits))[0])
+    return float(struct.unpack("<f", struct.pack("<I", bits << 16 if dtype is torch.bfloat16 else bits))[0])
+
+
+class NormRows:
+    """Maximum norms by torch alone, for devices without Triton: slower, and it only knows that something was not finite.
+
+    A tensor with NaN counts as one NaN, one with inf as one inf, and its largest finite magnitude is given as 0. Gates are
+    ignored: everything is read.
+
+    Args:
+        device: any device that copies to page-locked memory without waiting.
+    """
+
+    limit = 64
+    _SLOTS = 1024
+    _NOT_YET = -1.0
+
+    def __init__(self, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._host = torch.full((self._SLOTS, self.limit), self._NOT_YET, pin_memory=pinned)
+        self._launched = 0
+
+    def launch(self, batch: Sequence[Asked]) -> int:
+        """Queues a batch behind the current stream's work and returns its number."""
+        self._launched += 1
+        row = self._host[self._launched % self._SLOTS]
+        row.fill_(self._NOT_YET)
+        with torch.no_grad(), torch._C._DisableAutocast():
+            norms = torch._foreach_norm([tensor for tensor, _ in batch], math.inf, dtype=torch.float32)
+            row[: len(batch)].copy_(torch.stack(norms), non_blocking=True)
+        return self._launched
+
+    def index(self, number: int, place: int) -> int:
+        """The row, although nothing asks for it."""
+        return number % self._SLOTS * self.limit + place
+
+    def arrived(self, number: int, count: int) -> list[Counts] | None:
+        """The results of a batch if they are in the host's memory."""
+        found = self._host[number % self._SLOTS, :count].tolist()
+        if self._NOT_YET in found:
+            return None
+        return [(0.0, int(math.isnan(v)), int(math.isinf(v))) if not math.isfinite(v) else (v, 0, 0) for v in found]
+
+    def room(self, flying: int) -> bool:
+        """Whether a slot is free for another batch."""
+        return flying < self._SLOTS - 1
+
+
+def device_rows(device: torch.device) -> DeviceRows:
+    """The best that there is for ``device``."""
+    try:
+        return TritonRows(device)
+    except ImportError:
+        return NormRows(device)

@@ -1,0 +1,142 @@
+"""The recorder that never waits, with its batches measured on a CPU: the same code as on a GPU but for the kernel."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from watched import watched
+
+from dtypedoctor.instrument import recorders
+from dtypedoctor.trace.events import NotWatched
+from dtypedoctor.trace.reader import Trace
+
+
+class Chain(nn.Module):
+    """Linears in a row with a product between them, wrapped so that containers return what their last child returned."""
+
+    def __init__(self, depth: int, gain: float = 1.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(depth))
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.gain
+        return x
+
+
+def train(net: nn.Module, steps: int = 3) -> list[Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def story(trace: Trace) -> list[tuple[object, ...]]:
+    """What was measured, in the order of events, without sequence numbers."""
+    return [
+        (s.step, s.call, site.phase, site.kind, site.fqn, site.index, s.absmax)
+        for s in trace.samples
+        if (site := trace.sites[s.site])
+    ]
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors are measured in batches, as a GPU's."""
+    monkeypatch.setattr(recorders, "BEHIND", frozenset({"cuda", "cpu"}))
+
+
+def nets(depth: int, gain: float = 1.0) -> tuple[Chain, Chain]:
+    torch.manual_seed(0)
+    one, two = Chain(depth, gain), Chain(depth, gain)
+    two.load_state_dict(one.state_dict())
+    return one, two
+
+
+def test_batched_and_immediate_recording_tell_the_same_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample that is written at once on a CPU is written by the batching recorder too, in the same order."""
+    one, two = nets(6)
+    (tmp_path / "now").mkdir()
+    (tmp_path / "later").mkdir()
+    expected = watched(tmp_path / "now", lambda _: train(one))
+    monkeypatch.setattr(recorders, "BEHIND", frozenset({"cpu"}))
+    found = watched(tmp_path / "later", lambda _: train(two))
+    assert story(found) == story(expected)
+    assert len(found.samples) > 250
+    assert not found.all(NotWatched)
+
+
+@pytest.mark.usefixtures("behind")
+def test_results_are_bitwise_equal_behind_the_stream(tmp_path: Path) -> None:
+    """Batching keeps tensors alive and reads them; it changes nothing."""
+    one, two = nets(4)
+    expected = train(one)
+    found: list[list[Tensor]] = []
+    watched(tmp_path, lambda _: found.append(train(two)))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found[0], strict=True))
+
+
+@pytest.mark.usefixtures("behind")
+def test_the_input_of_a_module_that_returned_inf_is_recorded(tmp_path: Path) -> None:
+    """An overflow between two modules shows as an input that was already not finite, as with immediate recording."""
+    net = Chain(3, gain=1e6).half()
+    trace = watched(tmp_path, lambda _: [net(torch.ones(4, 8).half()) for _ in range(2)])
+    inputs = [(trace.sites[s.site].fqn, s.finite) for s in trace.samples if trace.sites[s.site].kind == "input"]
+    assert inputs
+    assert ("layers.1.0", False) in inputs
+
+
+@pytest.mark.usefixtures("behind")
+def test_a_tensor_changed_in_place_before_its_batch_is_left_out_once_and_then_measured_at_once(tmp_path: Path) -> None:
+    """No sample ever has the magnitude of a later version of its tensor."""
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Identity()
+            self.inner = nn.Linear(2, 2, bias=False)
+            nn.init.eye_(self.inner.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return self.inner(self.first(x)).mul_(3.0)
+
+    net = Scale()
+    trace = watched(tmp_path, lambda _: [net(torch.ones(2, 2)) for _ in range(4)])
+    inner = [s.absmax for s in trace.samples if trace.sites[s.site].fqn == "inner"]
+    outer = [s.absmax for s in trace.samples if trace.sites[s.site].fqn == "" and trace.sites[s.site].kind == "output"]
+    assert set(inner) == {1.0}
+    assert set(outer) == {3.0}
+    assert len(outer) == 4
+
+
+@pytest.mark.usefixtures("behind")
+def test_layouts_and_dtypes_are_all_measured(tmp_path: Path) -> None:
+    """Transposed, sliced, expanded, empty, float64 and float8 outputs have the same magnitudes as by torch."""
+    base = torch.randn(6, 10)
+    cases = {
+        "transposed": base.t(),
+        "sliced": base[:, 1:4],
+        "expanded": base[:1].expand(4, 10),
+        "empty": base[:0],
+        "double": base.double() * 1e300,
+        "eighth": base.to(torch.float8_e4m3fn),
+        "odd": base.flatten()[1:].bfloat16(),
+        "scalar": base[0, 0].half(),
+    }
+
+    class Give(nn.Module):
+        def forward(self) -> dict[str, Tensor]:
+            return cases
+
+    trace = watched(tmp_path, lambda _: Give()())
+    found = {trace.sites[s.site].index: s for s in trace.samples}
+    assert found.keys() == cases.keys()
+    for name, tensor in cases.items():
+        wanted = tensor.float().abs().max().item() if tensor.numel() else 0.0
+        assert found[name].finite
+        assert found[name].absmax == pytest.approx(min(wanted, torch.finfo(torch.float32).max), rel=1e-6), name
