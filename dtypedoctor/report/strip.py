@@ -8,7 +8,7 @@ from dtypedoctor.report.model import StripRow
 from dtypedoctor.report.numbers import ABSENT, count, number
 from dtypedoctor.report.scale import fill, limit
 
-__all__ = ["StripLine", "scale_caption", "strip_lines"]
+__all__ = ["StripLine", "scale_caption", "shared_prefix", "strip_lines"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class StripLine:
 
 def strip_lines(rows: Sequence[StripRow]) -> list[StripLine]:
     """The strip in words, in the order of ``rows``."""
-    shared = _shared_prefix([row.fqn for row in rows])
+    shared = shared_prefix([row.fqn for row in rows])
     return [
         StripLine(
             name=("…" if shared else "") + row.fqn[shared:] if row.fqn else row.cls or "(model)",
@@ -57,7 +57,7 @@ def scale_caption(rows: Sequence[StripRow]) -> str:
     return f"The bar is logarithmic, from the dtype's smallest normal value to its largest ({ends or ABSENT})."
 
 
-def _shared_prefix(names: list[str]) -> int:
+def shared_prefix(names: list[str]) -> int:
     """Length of the leading dotted parts that all ``names`` share, the last part of each always kept."""
     if len(names) < 2:
         return 0

@@ -114,6 +114,7 @@ class ModuleDrift:
 
     Attributes:
         compared: measurements in both; ``equal`` of them in every digit that a trace keeps, ``beyond`` outside the tolerance.
+        first_beyond: number, from 0, of the first such pair among all that both traces have; None where all agree.
         only_a, only_b: calls that one trace holds alone.
         max_error: largest relative error of absmax, |a - b| / max(|a|, |b|), and the step in which it was first reached.
         dtypes_a, dtypes_b: dtypes of the tensors.
@@ -127,6 +128,7 @@ class ModuleDrift:
     compared: int
     equal: int
     beyond: int
+    first_beyond: int | None
     only_a: int
     only_b: int
     max_error: float

@@ -33,7 +33,7 @@ def drifts(a: Trace, b: Trace, alignment: Alignment, tolerance: float) -> Drifts
     for number, pair in enumerate(alignment.pairs):
         sites = a.sites[pair.a.site], b.sites[pair.b.site]
         difference = _difference(pair, sites, tolerance)
-        _row(rows, pair.place.stream).add(pair, sites, beyond=difference is not None)
+        _row(rows, pair.place.stream).add(pair, sites, beyond=number if difference is not None else None)
         if difference is not None:
             found.setdefault(_in_finiteness(pair), Found(number, pair, difference))
     for lone in alignment.lone:
@@ -77,6 +77,7 @@ class _Row:
     compared: int = 0
     equal: int = 0
     beyond: int = 0
+    first_beyond: int | None = None
     only_a: int = 0
     only_b: int = 0
     error: float = 0.0
@@ -84,11 +85,15 @@ class _Row:
     dtypes: tuple[dict[str, None], dict[str, None]] = field(default_factory=lambda: ({}, {}))
     nonfinite: list[int] = field(default_factory=lambda: [0, 0])
 
-    def add(self, pair: Pair, sites: tuple[Site, Site], *, beyond: bool) -> None:
-        self.compared += 1
-        self.beyond += beyond
+    def add(self, pair: Pair, sites: tuple[Site, Site], *, beyond: int | None) -> None:
+        """Adds a pair; ``beyond`` is its number if it is outside the tolerance."""
         a, b = pair.a, pair.b
-        self.equal += not beyond and a.absmax == b.absmax
+        self.compared += 1
+        if beyond is not None:
+            self.beyond += 1
+            self.first_beyond = beyond if self.first_beyond is None else self.first_beyond
+        elif a.absmax == b.absmax:
+            self.equal += 1
         error = relative_error(a.absmax, b.absmax)
         if error > self.error:
             self.error, self.error_step = error, pair.place.step
@@ -115,6 +120,7 @@ class _Row:
             compared=self.compared,
             equal=self.equal,
             beyond=self.beyond,
+            first_beyond=self.first_beyond,
             only_a=self.only_a,
             only_b=self.only_b,
             max_error=self.error,

@@ -1,0 +1,63 @@
+"""``dtypedoctor compare``: two runs of the same model, side by side."""
+
+import shlex
+import sys
+from enum import StrEnum
+from math import isfinite
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtypedoctor.errors import ExitCode, UsageError
+
+
+class Format(StrEnum):
+    """The formats of ``dtypedoctor.report.compare_formats``, named here so that ``--help`` need not import them."""
+
+    TERMINAL = "terminal"
+    MD = "md"
+    JSON = "json"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command(name="compare", epilog="Example:  dtypedoctor compare runs/float16 runs/float16/reference")(compare)
+
+
+def compare(
+    run_a: Annotated[
+        Path, typer.Argument(help="Run directory, one of its parts (RUN/reference), or a trace.", metavar="RUN_A")
+    ],
+    run_b: Annotated[Path, typer.Argument(help="The run to compare it with.", metavar="RUN_B")],
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance",
+            help="Largest relative error that counts as equal; 0 for every digit.",
+            show_default="16 times the epsilon of the coarsest dtype",
+        ),
+    ] = None,
+    format: Annotated[Format, typer.Option("--format", "-f", help="What to print.")] = Format.TERMINAL,
+) -> int:
+    """Compare two runs of the same model, module by module and step by step.
+
+    They may differ in dtype, device, library versions or attention implementation; what differs is listed. Exits 0 if they
+    are equal within the tolerance, 10 if they diverge or if one lacks what the other has measured.
+    """
+    from dtypedoctor.cli.console import console_for
+    from dtypedoctor.report.compare_formats import COMPARISON_RENDERERS, render_comparison
+    from dtypedoctor.runner.saved import open_run
+    from dtypedoctor.trials.compare import compare_runs
+    from dtypedoctor.trials.comparison import Verdict
+
+    if tolerance is not None and not (isfinite(tolerance) and tolerance >= 0):
+        raise UsageError(f"--tolerance {tolerance}: not a relative error", "Give a number from 0, such as 0.01.")
+    found = compare_runs(open_run(run_a), open_run(run_b), tolerance)
+    if format is Format.TERMINAL:
+        render_comparison(found, console_for(sys.stdout))
+        again = shlex.join(["dtypedoctor", "compare", str(run_a), str(run_b), "--format", "md"])
+        print(f"\nNext: {again}", file=sys.stderr)
+    else:
+        sys.stdout.write(COMPARISON_RENDERERS[format.value](found))
+    return int(ExitCode.OK if found.verdict is Verdict.EQUAL else ExitCode.FINDINGS)
