@@ -6,6 +6,7 @@ from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.report.model import Outcome, Report, Status
 from dtypedoctor.report.origin_strip import origin_strip
 from dtypedoctor.trace.events import NotWatched, Root
+from dtypedoctor.trials.summary import INTERRUPTED
 from dtypedoctor.trials.treatment import Treatment, expectation
 
 
@@ -61,6 +62,8 @@ def _headline(treatment: Treatment, primary: Finding | None) -> str:
     if treatment.before.died:
         who = "script" if treatment.before.foreign else "worker"
         return f"The {who} {treatment.before.last_words()}{_last_module(treatment)}."
+    if before.ended.startswith(INTERRUPTED):
+        return f"Nothing found until the run was {before.ended}."
     if before.ended != "completed":
         return f"The run failed, but not through its dtypes as far as could be seen: {before.ended}"
     return f"Nothing found: {_done(treatment)}."

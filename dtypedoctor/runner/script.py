@@ -7,15 +7,18 @@ working directory and standard input. It has a process group of its own, so that
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
 from dtypedoctor.runner.launch import Run, WorkerExit, collect, make_directory
 from dtypedoctor.runner.streams import Streams
+from dtypedoctor.runner.terminal import Foreground
 from dtypedoctor.scenario.request import REQUEST, Request
 
 BOOT = Path(__file__).resolve().parents[1] / "worker" / "boot.py"
@@ -27,8 +30,8 @@ def run_script(request: Request, directory: Path, *, live: bool) -> Run:
     """Runs the script of ``request``; everything it leaves lies in ``directory``, which must not exist yet.
 
     Args:
-        live: give the script this process's standard input, and show what it writes. Otherwise it reads nothing, and what
-            it writes is only kept.
+        live: give the script this process's standard input, and show what it writes. Otherwise what it writes is only
+            kept, and it reads standard input again from the beginning if that is a file; else it reads nothing.
 
     Raises:
         UsageError: the directory cannot be written, or there is no such script.
@@ -37,22 +40,34 @@ def run_script(request: Request, directory: Path, *, live: bool) -> Run:
     (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
     began = time.monotonic()
     with Streams(directory, live=live) as streams:
-        with streams.ends() as (out, err):
+        with streams.ends() as (out, err), _standard_input(live) as given:
             process = subprocess.Popen(
                 [sys.executable, str(BOOT), str(directory.resolve())],
-                stdin=None if live else subprocess.DEVNULL,
+                stdin=given,
                 stdout=out,
                 stderr=err,
                 process_group=0,
             )
-        with _forwarding(process):
-            timed_out = not _wait(process, streams, began + request.scenario.time_limit)
+        with _forwarding(process), Foreground(process) if live else nullcontext() as foreground:
+            timed_out = not _wait(process, streams, began + request.scenario.time_limit, foreground)
         streams.show_rest()
     seconds = time.monotonic() - began
     return collect(directory, WorkerExit(code=process.wait(), timed_out=timed_out, seconds=seconds), foreign=True)
 
 
-def _wait(process: "subprocess.Popen[bytes]", streams: Streams, deadline: float) -> bool:
+@contextlib.contextmanager
+def _standard_input(live: bool) -> Iterator[int | None]:
+    if live:
+        yield None  # the same as this process's
+    elif stat.S_ISREG(os.fstat(0).st_mode):
+        with open("/proc/self/fd/0", "rb") as again:  # opened anew, so it begins at the beginning
+            yield again.fileno()
+    else:
+        yield subprocess.DEVNULL
+
+
+def _wait(process: "subprocess.Popen[bytes]", streams: Streams, deadline: float,
+          foreground: Foreground | None) -> bool:  # fmt: skip
     """Waits for the process, showing what it writes; False if it had to be stopped at its time limit."""
     ended = os.pidfd_open(process.pid)
     try:
@@ -63,6 +78,8 @@ def _wait(process: "subprocess.Popen[bytes]", streams: Streams, deadline: float)
                 process.wait()
                 return False
             streams.show(min(left, LONGEST_WAIT), ended)
+            if foreground is not None:
+                foreground.stop_with_it()
     finally:
         os.close(ended)
     return True

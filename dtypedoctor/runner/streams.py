@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
-STDOUT, STDERR = "stdout.txt", "stderr.txt"
+from dtypedoctor.runner.child import STDERR, STDOUT
+from dtypedoctor.runner.terminal import copy_size, imitation
+
 CHUNK = 65536
 
 
@@ -17,6 +19,7 @@ class _Pipe:
     source: int
     kept: BinaryIO
     shown: int
+    terminal: bool
 
 
 class Streams:
@@ -60,6 +63,9 @@ class Streams:
 
     def show(self, seconds: float, wake: int) -> None:
         """Shows what comes in until ``seconds`` have passed or the descriptor ``wake`` is readable."""
+        for key in list(self._selector.get_map().values()):
+            if key.data.terminal:
+                copy_size(key.data.shown, key.data.source)
         self._selector.register(wake, selectors.EVENT_READ)
         try:
             for key, _ in self._selector.select(seconds):
@@ -80,6 +86,8 @@ class Streams:
             chunk = os.read(pipe.source, CHUNK)
         except BlockingIOError:
             return False
+        except OSError:  # how the end of a pseudo-terminal looks
+            chunk = b""
         if not chunk:
             self._close(pipe)
             return False
@@ -97,9 +105,10 @@ class Streams:
 
 
 def _pipe(kept: BinaryIO, shown: int) -> tuple[_Pipe, int]:
-    source, end = os.pipe()
+    terminal = os.isatty(shown)
+    source, end = imitation(shown) if terminal else os.pipe()
     os.set_blocking(source, False)
-    return _Pipe(source, kept, shown), end
+    return _Pipe(source, kept, shown, terminal), end
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -2,8 +2,8 @@
 
 import re
 
+from dtypedoctor.runner.child import STDOUT
 from dtypedoctor.runner.launch import Run
-from dtypedoctor.runner.streams import STDOUT
 from dtypedoctor.trace.events import Metric, Raised, Resources
 from dtypedoctor.trials.results import Observer
 

@@ -6,10 +6,13 @@ from statistics import median
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trace.events import Metric, Raised, Resources
+from dtypedoctor.trace.events import Metric, Raised, Resources, Root
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.output_error import output_error
 from dtypedoctor.trials.results import RunSummary
+
+INTERRUPTED = "interrupted"
+"""How the end of a run begins, in words, that somebody stopped with Ctrl-C."""
 
 
 def planned_steps(scenario: Scenario) -> int:
@@ -42,6 +45,13 @@ def summarise(label: str, run: Run, scenario: Scenario, twin: Trace | None = Non
     )
 
 
+def _exception(raised: Raised, *, where: bool) -> str:
+    name = INTERRUPTED if raised.type == "KeyboardInterrupt" else raised.type
+    place = f" in step {raised.step} ({raised.phase})" if where else ""
+    first_line = raised.message.splitlines()[0] if raised.message else ""
+    return f"{name}{place}" + (f": {first_line[:160]}" if first_line else "")
+
+
 def _series(name: str, metrics: Sequence[Metric]) -> tuple[float | None, ...]:
     """The values of one quantity, None where it was not finite; empty where the run does not have it at all."""
     known = any(name in metric.values or name in metric.nonfinite for metric in metrics)
@@ -54,8 +64,7 @@ def how_it_ended(run: Run) -> str:
         return run.last_words()
     raised = run.trace.last(Raised)
     if raised is not None:
-        first_line = raised.message.splitlines()[0] if raised.message else ""
-        return f"{raised.type} in step {raised.step} ({raised.phase}): {first_line[:160]}"
+        return _exception(raised, where=not run.foreign or bool(run.trace.all(Root)))
     if run.foreign and run.exit.code != 0:
         return run.exit.describe()
     return "completed"
