@@ -1,0 +1,229 @@
+"""Every workload in a real worker: what it does, counts and records."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import launched, llama
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.trace.events import (
+    End,
+    Metric,
+    NotWatched,
+    Observation,
+    ProbeLogProbs,
+    Raised,
+    ScalerState,
+    Stage,
+)
+from dtypedoctor.trace.reader import Trace
+
+TRAINING = [
+    {"kind": "train", "steps": 2, "sequence_length": 8},
+    {"kind": "sft", "steps": 2, "max_length": 16, "examples": 8},
+    {"kind": "grpo", "steps": 2, "new_tokens": 3, "prompts": 4},
+    {"kind": "forward", "steps": 2, "sequence_length": 8, "backward": True},
+]
+
+
+def metrics(trace: Trace) -> list[tuple[int, set[str]]]:
+    """Step and names of the numbers of every finished step."""
+    return [(m.step, set(m.values)) for m in trace.all(Metric)]
+
+
+def probed(trace: Trace) -> list[tuple[int, bool]]:
+    """Step of every probe, and whether it was before training."""
+    return [(probe.step, probe.untrained) for probe in trace.all(ProbeLogProbs)]
+
+
+@pytest.mark.parametrize("workload", TRAINING, ids=lambda workload: str(workload["kind"]))
+def test_training_reports_loss_gradient_norm_and_time_of_each_step(workload: dict[str, Any], tmp_path: Path) -> None:
+    """And the policy is probed before the first step and after each."""
+    run = launched(tmp_path, {"model": llama(), "workload": workload})
+    assert run.trace.end == End(n=run.trace.end.n, outcome="completed", steps_completed=2)  # type: ignore[union-attr]
+    assert [step for step, _ in metrics(run.trace)] == [1, 2]
+    assert all({"loss", "grad_norm", "step_time"} <= names for _, names in metrics(run.trace))
+    assert all(m.values["grad_norm"] > 0 for m in run.trace.all(Metric) if workload["kind"] != "grpo")
+    assert probed(run.trace) == [(0, True), (1, False), (2, False)]
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_training_moves_the_policy(kind: str, tmp_path: Path) -> None:
+    """The probes after the steps differ from the one before, which a forward pass alone would not change."""
+    workload = {"kind": kind, "steps": 2, "learning_rate": 1e-2}
+    run = launched(tmp_path, {"model": llama(), "workload": workload})
+    before, *after = (probe.values for probe in run.trace.all(ProbeLogProbs))
+    assert all(values != before for values in after)
+
+
+def test_steps_are_numbered_through_all_stages(tmp_path: Path) -> None:
+    """So that a step number means one thing in the whole trace, and the sum of the stages' steps is what was done."""
+    run = launched(
+        tmp_path,
+        {"name": "first", "model": llama(), "workload": {"kind": "train", "steps": 2}},
+        {"workload": {"kind": "generate", "new_tokens": 2}},
+        {"workload": {"kind": "unload"}},
+        {"name": "second", "model": llama("bfloat16"), "workload": {"kind": "forward", "steps": 2, "backward": True}},
+        {"workload": {"kind": "train", "steps": 1}},
+    )
+    assert [(s.name, s.workload) for s in run.trace.all(Stage)] == [
+        ("first", "train"),
+        ("step-2", "generate"),
+        ("step-3", "unload"),
+        ("second", "forward"),
+        ("step-5", "train"),
+    ]
+    assert [step for step, _ in metrics(run.trace)] == [1, 2, 3, 4, 5, 6]
+    assert probed(run.trace) == [
+        (0, True),
+        (1, False),
+        (2, False),
+        (3, False),
+        (3, True),
+        (4, False),
+        (5, False),
+        (6, False),
+    ]
+    assert run.trace.end is not None
+    assert run.trace.end.steps_completed == 6
+    assert {s.step for s in run.trace.samples if run.trace.sites[s.site].kind == "param"} == {1, 2, 6}
+
+
+def test_an_exception_in_a_later_stage_is_placed_in_its_step(tmp_path: Path) -> None:
+    """The steps of the stages before count as done."""
+    run = launched(
+        tmp_path,
+        {"model": llama(), "workload": {"kind": "train", "steps": 2}},
+        {
+            "model": {"name": "builtin:custom-moe", "dtype": "bfloat16"},
+            "workload": {"kind": "forward"},
+        },
+    )
+    raised = run.trace.last(Raised)
+    assert raised is not None
+    assert (raised.step, raised.phase, raised.modules[-1]) == (3, "forward", "model.layers.0.self_attn.q_proj.base")
+    assert run.trace.end is not None
+    assert (run.trace.end.outcome, run.trace.end.steps_completed) == ("raised", 2)
+
+
+def test_the_unloaded_model_is_forgotten(tmp_path: Path) -> None:
+    """What comes after needs a model of its own, and the second one is another root of the trace."""
+    unload = {"workload": {"kind": "unload"}}
+    with pytest.raises(UsageError, match="the forward step has no model: it was unloaded before"):
+        launched(
+            tmp_path, {"model": llama(), "workload": {"kind": "forward"}}, unload, {"workload": {"kind": "forward"}}
+        )
+    (tmp_path / "again").mkdir()
+    two = {"model": llama(), "workload": {"kind": "forward"}}
+    run = launched(tmp_path / "again", two, unload, two)
+    assert {site.root for site in run.trace.sites.values()} == {0, 1}
+
+
+def test_a_gradient_scaler_scales_and_is_recorded(tmp_path: Path) -> None:
+    """One state per step; the scale is among the numbers."""
+    run = launched(
+        tmp_path,
+        {
+            "model": llama(),
+            "workload": {"kind": "train", "steps": 2},
+            "autocast": {"dtype": "float16"},
+            "grad_scaler": True,
+        },
+    )
+    assert [state.scale for state in run.trace.all(ScalerState)] == [65536.0, 65536.0]
+    assert all(m.values["scale"] == 65536.0 for m in run.trace.all(Metric))
+
+
+def test_without_a_gradient_scaler_nothing_is_scaled(tmp_path: Path) -> None:
+    """The loop is the same; a scaler that is switched off has the scale 1."""
+    run = launched(tmp_path, {"model": llama(), "workload": {"kind": "train", "steps": 1}})
+    assert [state.scale for state in run.trace.all(ScalerState) if state.scale != 1.0] == []
+    assert "scale" not in run.trace.all(Metric)[0].values
+
+
+@pytest.mark.parametrize(("scope", "moved"), [("forward", True), ("loop", False)])
+def test_autocast_is_around_each_forward_or_around_the_whole_loop(scope: str, moved: bool, tmp_path: Path) -> None:
+    """A region keeps the weights that it has cast, so inside one that never ends only updates of the norms are seen."""
+    run = launched(
+        tmp_path,
+        {
+            "model": {"name": "builtin:llama-tiny"},
+            "workload": {"kind": "train", "steps": 2, "learning_rate": 1e-2, "autocast_scope": scope},
+            "autocast": {"dtype": "bfloat16"},
+        },
+    )
+    assert {site.autocast for site in run.trace.sites.values() if site.kind == "output"} == {"bfloat16"}
+    first, second = (probe.values for probe in run.trace.all(ProbeLogProbs) if not probe.untrained)
+    step = max(abs(a - b) for a, b in zip(first, second, strict=True) if a is not None and b is not None)
+    assert (step > 0.05) == moved
+
+
+def test_generation_yields_its_full_number_of_tokens(tmp_path: Path) -> None:
+    """Also where the end token would have been sampled; every module call is in phase `generate`."""
+    run = launched(tmp_path, {"model": llama(), "workload": {"kind": "generate", "steps": 3, "new_tokens": 5}})
+    assert [m.values["new_tokens"] for m in run.trace.all(Metric)] == [5.0, 5.0, 5.0]
+    assert {site.phase for site in run.trace.sites.values() if site.kind == "output"} == {"generate"}
+
+
+@pytest.mark.parametrize(
+    ("model", "workload", "message"),
+    [
+        ("builtin:custom-moe", "generate", "CustomMoeForCausalLM has no generate"),
+        ("torch.nn:Identity", "forward", "Identity has no config.vocab_size"),
+    ],
+)
+def test_a_model_that_cannot_do_the_workload_is_refused(
+    model: str, workload: str, message: str, tmp_path: Path
+) -> None:
+    """One message, no traceback."""
+    with pytest.raises(UsageError, match=message):
+        launched(tmp_path, {"model": {"name": model}, "workload": {"kind": workload}})
+
+
+def test_a_model_that_fails_in_the_first_probe_fails_in_its_workload(tmp_path: Path) -> None:
+    """The probe says that it could not, and the exception that counts is the watched one."""
+    run = launched(
+        tmp_path, {"model": {"name": "builtin:custom-moe", "dtype": "bfloat16"}, "workload": {"kind": "train"}}
+    )
+    assert [note.why for note in run.trace.all(NotWatched)] == ["the forward pass raises RuntimeError"]
+    assert run.trace.last(Raised) is not None
+    assert probed(run.trace) == []
+
+
+def compiled(directory: Path, *, watch: bool = True, **spec: Any) -> Trace:
+    """The NF4 model, compiled, trained for two steps."""
+    step = {
+        "model": {
+            "name": "builtin:nf4-compiled",
+            "dtype": "bfloat16",
+            "options": {"kv_sizes": [32], "intermediate_sizes": [96]},
+        },
+        "workload": {"kind": "train", "steps": 2},
+        "compile": {"backend": "eager", **spec},
+    }
+    return launched(directory, step, watch=watch).trace
+
+
+def test_what_the_compiler_gave_up_on_is_recorded(tmp_path: Path) -> None:
+    """Counts and reasons, after the workload; and the model is called through the compiler, under its own name."""
+    trace = compiled(tmp_path)
+    kinds = [observation.kind for observation in trace.all(Observation)]
+    assert kinds[0] == "compile"
+    assert "graph-break" in kinds
+    assert {observation.phase for observation in trace.all(Observation)} == {"compile"}
+    counts = trace.all(Observation)[0].values
+    assert counts["breaks"] > 0
+    assert counts["unique_graphs"] > 1
+    assert [root.cls for root in trace.records if type(root).__name__ == "Root"] == ["Nf4CompiledForCausalLM"]
+
+
+def test_a_graph_break_that_is_refused_is_an_exception_and_recorded_all_the_same(tmp_path: Path) -> None:
+    """With `fullgraph` the run ends there; an unwatched run leaves the compiler alone."""
+    trace = compiled(tmp_path, fullgraph=True)
+    raised = trace.last(Raised)
+    assert raised is not None
+    assert raised.type == "Unsupported"
+    assert [observation.kind for observation in trace.all(Observation)] == ["compile"]
+    (tmp_path / "unwatched").mkdir()
+    assert compiled(tmp_path / "unwatched", watch=False).all(Observation) == ()

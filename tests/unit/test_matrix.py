@@ -1,0 +1,85 @@
+"""The matrix of several scenarios."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from report_builders import healthy, overflow
+from rich.console import Console
+
+from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_row, render_matrix_json, row_of
+from dtypedoctor.report.matrix_table import render_matrix
+
+
+def rows() -> list[MatrixRow]:
+    """A cured failure, a healthy run, and a scenario that could not be run."""
+    cured = replace(overflow(), expectation_met=True)
+    return [
+        row_of(cured, exit_code=0, seconds=12.5, path="gemma4_grpo_fp16/report.json"),
+        row_of(healthy(), exit_code=0, seconds=3.0, path="gemma4_grpo_bf16/report.json"),
+        refused_row("needs_cuda", "this scenario needs a CUDA device and there is none", exit_code=2),
+    ]
+
+
+def printed(width: int = 100, encoding: str = "utf-8") -> str:
+    """The matrix as it stands on a console."""
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    render_matrix(rows(), Console(file=file, width=width, no_color=True, legacy_windows=False))
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def test_a_row_says_what_was_found_and_what_cures_it() -> None:
+    """Remedies are sorted by what came of them; the place and certainty are those of the first finding."""
+    row = rows()[0]
+    assert (row.finding, row.confidence, row.proven, row.as_expected) == ("float16-overflow", "proven", True, True)
+    assert row.fqn is not None
+    assert row.fqn.endswith("mlp")
+    assert "bfloat16" in row.cured_by
+    assert set(row.cured_by).isdisjoint(row.not_tried)
+    assert row.cause == overflow().findings[0].summary
+
+
+def test_a_healthy_scenario_is_as_expected_without_an_expectation() -> None:
+    """Nothing was announced and nothing was found."""
+    row = rows()[1]
+    assert (row.finding, row.findings, row.cured_by, row.as_expected) == (None, (), (), True)
+
+
+def test_an_expectation_that_was_not_met_is_not_as_expected() -> None:
+    """Whatever the status is."""
+    row = row_of(replace(healthy(), expectation_met=False), exit_code=10, seconds=1.0, path="x/report.json")
+    assert not row.as_expected
+
+
+def test_the_json_holds_every_row_and_the_verdict_over_all() -> None:
+    """One scenario that is not as it says is enough."""
+    document = json.loads(render_matrix_json(rows(), exit_code=2))
+    assert (document["schema"], document["exit"], document["as_expected"], document["seconds"]) == (1, 2, False, 15.5)
+    assert [row["scenario"] for row in document["rows"]] == ["gemma4_grpo_fp16", "gemma4_grpo_bf16", "needs_cuda"]
+    assert json.loads(render_matrix_json(rows()[:2], exit_code=0))["as_expected"] is True
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_the_table_names_findings_causes_and_remedies(width: int) -> None:
+    """A line per scenario, a block per failure, and how many are as they say."""
+    text = printed(width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "gemma4_grpo_bf16" in text
+    assert "cured by: " in text
+    assert "2 of 3 scenarios are as they say, in 15.5 s." in text
+    assert "refused" in text
+    assert "needs a CUDA device" in text
+
+
+def test_the_table_needs_no_more_than_ascii() -> None:
+    """Signs are spelt out where the terminal has no others."""
+    assert printed(encoding="ascii").isascii()
+
+
+def test_a_row_in_one_line() -> None:
+    """Progress on stderr."""
+    assert in_one_line(rows()[0]) == "gemma4_grpo_fp16: as it says (float16-overflow, 12.5 s)"
+    assert in_one_line(rows()[2]) == "needs_cuda: NOT as it says (refused, 0.0 s)"

@@ -1,0 +1,145 @@
+"""Remedies are changes of scenarios: what each changes, and that the others stay as they are."""
+
+from typing import Any
+
+import pytest
+
+from dtypedoctor.scenario.catalog import available
+from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.trials.changes import all_of, autocast_of_model, fresh_process, with_autocast, with_corrections
+from dtypedoctor.trials.references import float32_twin, healthy_reference
+from dtypedoctor.trials.remedies import REMEDIES
+
+LLAMA: dict[str, Any] = {
+    "name": "builtin:llama-nf4-fused",
+    "dtype": "bfloat16",
+    "quantization": {"quant_state_dtype": "float16"},
+}
+MOE: dict[str, Any] = {"name": "builtin:custom-moe", "dtype": "bfloat16", "options": {"norm": "promoting"}}
+
+
+def scenario(*steps: dict[str, Any], **more: Any) -> Scenario:
+    """A scenario of forward passes, a step for each model (None for an unloading)."""
+    built = [
+        {"model": step.get("model"), "workload": {"kind": "forward" if step.get("model") else "unload"}} | step
+        for step in steps
+    ]
+    return Scenario.model_validate({"name": "case", "summary": "A case.", "steps": built, **more})
+
+
+def test_corrections_are_added_once_and_in_order() -> None:
+    """What is on already stays where it is."""
+    changed = with_corrections("strict", "quant-state-dtype")(
+        scenario({"model": LLAMA}, corrections=[{"id": "strict"}])
+    )
+    assert [correction.id for correction in changed.corrections] == ["strict", "quant-state-dtype"]
+
+
+def test_an_autocast_region_gets_the_dtype_of_the_model_inside_it() -> None:
+    """Also in a step that goes on with the model of the step before; a float32 model's region is left alone."""
+    regions = {"autocast": {"dtype": "float16"}}
+    changed = autocast_of_model(
+        scenario(
+            {"model": LLAMA} | regions,
+            {"workload": {"kind": "forward"}} | regions,
+            {"model": LLAMA | {"dtype": "float32"}} | regions,
+        )
+    )
+    assert [step.autocast.dtype for step in changed.steps if step.autocast] == ["bfloat16", "bfloat16", "float16"]
+
+
+def test_without_a_region_nothing_is_put_right() -> None:
+    """An equal scenario says that there was nothing to change."""
+    plain = scenario({"model": LLAMA})
+    assert autocast_of_model(plain) == plain
+    assert with_autocast(None)(plain) == plain
+
+
+def test_a_region_is_opened_around_every_workload_that_computes() -> None:
+    """An unloading needs none, and a region that is there keeps its device."""
+    given = scenario({"model": LLAMA, "autocast": {"dtype": "float16", "device": "cpu"}}, {}, {"model": LLAMA})
+    opened = with_autocast("bfloat16")(given)
+    assert [step.autocast and (step.autocast.dtype, step.autocast.device) for step in opened.steps] == [
+        ("bfloat16", "cpu"),
+        None,
+        ("bfloat16", "auto"),
+    ]
+
+
+def test_a_fresh_process_keeps_the_last_model_and_what_is_done_with_it() -> None:
+    """Everything before happened elsewhere; a scenario with one model stays as it is."""
+    several = scenario({"model": LLAMA}, {}, {"name": "second", "model": MOE}, {"workload": {"kind": "forward"}})
+    assert [step.name for step in fresh_process(several).steps] == ["second", None]
+    single = scenario({"model": LLAMA}, {"workload": {"kind": "forward"}})
+    assert fresh_process(single) == single
+
+
+def test_options_of_the_custom_model_are_changed_in_no_other_model() -> None:
+    """A library's model does not take them."""
+    changed = REMEDIES["drop-keep-in-fp32"].change(scenario({"model": LLAMA}, {}, {"model": MOE}))
+    options = [step.model.options for step in changed.steps if step.model]
+    assert options == [{}, {"norm": "promoting", "keep_in_fp32": []}]
+
+
+def test_changes_one_after_the_other() -> None:
+    """A remedy may consist of several."""
+    given = scenario({"model": LLAMA, "autocast": {"dtype": "float16"}})
+    both = all_of(autocast_of_model, with_corrections("quant-state-dtype"))(given)
+    assert both == REMEDIES["autocast-and-quant-state-dtype"].change(given)
+    assert both.steps[0].autocast is not None
+    assert (both.steps[0].autocast.dtype, both.corrections[0].id) == ("bfloat16", "quant-state-dtype")
+
+
+def test_the_healthy_reference_has_one_dtype_throughout() -> None:
+    """Quantisation states and autocast regions would contradict it; without a `reference` there is none."""
+    given = scenario({"model": LLAMA, "autocast": {"dtype": "float16"}}, reference={"dtype": "bfloat16"})
+    found = healthy_reference(given)
+    assert found is not None
+    assert found.steps[0].autocast is None
+    assert found.steps[0].model is not None
+    assert found.steps[0].model.quantization is not None
+    assert found.steps[0].model.quantization.quant_state_dtype is None
+    assert healthy_reference(scenario({"model": LLAMA})) is None
+
+
+def test_the_float32_twin_builds_the_same_models_and_calls_each_once() -> None:
+    """Dtype and packing stay, for the weights must be the same; regions, compiling and corrections go."""
+    given = scenario(
+        {"model": LLAMA, "autocast": {"dtype": "float16"}, "compile": {}, "workload": {"kind": "train", "steps": 9}},
+        {"workload": {"kind": "generate"}},
+        {},
+        {"model": MOE},
+        corrections=[{"id": "strict"}],
+    )
+    twin = float32_twin(given)
+    assert twin is not None
+    assert [step.workload.kind for step in twin.steps] == ["forward", "unload", "forward"]
+    assert [step.model.dtype for step in twin.steps if step.model] == ["bfloat16", "bfloat16"]
+    assert all(step.model.float32_twin for step in twin.steps if step.model)
+    assert twin.steps[0].model is not None
+    assert twin.steps[0].model.quantization == given.steps[0].model.quantization  # type: ignore[union-attr]
+    assert not any(step.autocast or step.compile for step in twin.steps)
+    assert twin.corrections == []
+
+
+def test_a_script_has_no_float32_twin() -> None:
+    """Its models are built by code that nobody here has written."""
+    assert float32_twin(scenario({"workload": {"kind": "script", "path": "train.py"}})) is None
+
+
+@pytest.mark.parametrize("path", available(), ids=lambda path: path.stem)
+def test_every_remedy_that_a_shipped_scenario_names_exists(path: Any) -> None:
+    """A misspelt one would silently not be tried."""
+    loaded = load_scenario(path)
+    wanted = [*loaded.remedies, *loaded.expect.cured_by, *loaded.expect.not_cured_by]
+    assert [name for name in wanted if name not in REMEDIES] == []
+
+
+def test_what_casts_without_a_word_is_called_unsafe() -> None:
+    """A cast that nobody asked for turns wrong weights into silently wrong results."""
+    unsafe = {remedy.id for remedy in REMEDIES.values() if not remedy.safe}
+    assert {"cast-after-dequantize", "backward-autocast-off", "decode-in-input-dtype", "casts-everywhere"} <= unsafe
+    assert unsafe.isdisjoint(
+        {"quant-state-dtype", "autocast-dtype-of-model", "dequant-buffer-keyed-by-dtype", "strict"}
+    )
