@@ -94,6 +94,7 @@ def test_the_input_of_a_module_that_returned_inf_is_recorded(tmp_path: Path) -> 
 @pytest.mark.usefixtures("behind")
 def test_a_tensor_changed_in_place_before_its_batch_is_left_out_once_and_then_measured_at_once(tmp_path: Path) -> None:
     """No sample ever has the magnitude of a later version of its tensor."""
+
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
