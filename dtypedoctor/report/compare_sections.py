@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dtypedoctor.dtypes import short_name
 from dtypedoctor.report.compare_words import difference_words, headline, place_words, reasons, when_words
-from dtypedoctor.report.numbers import ABSENT, count, number, series
+from dtypedoctor.report.numbers import ABSENT, count, counted, number, series
 from dtypedoctor.report.strip import shared_prefix
 from dtypedoctor.trials.comparison import Divergence, Measured, Missing, ModuleDrift, Side, TraceComparison, Verdict
 
@@ -78,15 +78,15 @@ def _why(found: TraceComparison) -> Section:
 
 
 def _first(found: TraceComparison) -> Section:
-    return _divergence("First divergence, in execution order", found.first)
+    return _divergence("First divergence, in execution order", found.first, found.compared)
 
 
 def _first_nonfinite(found: TraceComparison) -> Section:
     other = found.first_nonfinite if found.first_nonfinite != found.first else None
-    return _divergence("First NaN or inf that only one has", other)
+    return _divergence("First NaN or inf that only one has", other, found.compared)
 
 
-def _divergence(title: str, place: Divergence | None) -> Section:
+def _divergence(title: str, place: Divergence | None, compared: int) -> Section:
     if place is None:
         return Section(title=title)
     rows = [
@@ -97,7 +97,7 @@ def _divergence(title: str, place: Divergence | None) -> Section:
     ]
     lines = (
         f"{place_words(place)} ({place.cls}), {when_words(place)}: {difference_words(place)}.",
-        f"{count(place.pairs_before)} measurements that both runs have come before it.",
+        f"It comes after {count(place.pairs_before)} of the {counted(compared, 'measurement')} that both runs have.",
     )
     return Section(title=title, lines=lines, header=("", "A", "B"), rows=tuple(rows))
 
@@ -124,7 +124,7 @@ def _drift(found: TraceComparison) -> Section:
 def _drift_notes(
     modules: Sequence[ModuleDrift], beyond: Sequence[ModuleDrift], drifting: Sequence[ModuleDrift]
 ) -> Iterator[str]:
-    yield f"{count(len(beyond))} of {count(len(modules))} rows leave the tolerance; --format json has every one."
+    yield f"{count(len(beyond))} of {counted(len(modules), 'row')} leave the tolerance; --format json has every one."
     if drifting:
         far = drifting[0]
         yield f"The largest drift is {number(far.max_error)}, of {far.fqn or far.cls} in step {far.max_error_step} ({far.lane})."
@@ -201,7 +201,8 @@ def _missing_line(only_in: str, whole: bool, lane: str, after: bool, several: Se
     shown = ", ".join(names[:_MOST_NAMES]) + (
         f", and {count(len(names) - _MOST_NAMES)} more" if len(names) > _MOST_NAMES else ""
     )
-    what = f"{count(len(several))} modules or parameters" if whole else f"{count(len(several))} tensors ({lane})"
+    modules = counted(len(several), "module or parameter", "modules or parameters")
+    what = modules if whole else f"{counted(len(several), 'tensor')} ({lane})"
     end = ", all after the last measurement that both runs have" if after else ""
     return f"only in {only_in}: {what}{end}: {shown}"
 

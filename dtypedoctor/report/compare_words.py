@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from dtypedoctor.report.numbers import count, number
+from dtypedoctor.report.numbers import count, counted, number
 from dtypedoctor.trials.comparison import Difference, Divergence, Measured, TraceComparison, Verdict
 
 __all__ = ["difference_words", "headline", "place_words", "reasons", "when_words"]
@@ -14,7 +14,7 @@ def headline(found: TraceComparison) -> str:
     """The outcome in one or two sentences, the verdict first."""
     why = reasons(found)
     if found.verdict is Verdict.EQUAL:
-        return f"EQUAL: all {count(found.compared)} measurements are in both runs and {_agreement(found)}."
+        return f"EQUAL: {_all(found.compared)} in both runs and {_agreement(found)}."
     if found.verdict is Verdict.INCOMPLETE:
         nothing = not found.compared and not _shared_numbers(found)
         return f"NOTHING COMPARED: {why[0]}" if nothing else f"INCOMPLETE: what both have agrees, but {why[0]}"
@@ -72,6 +72,10 @@ def _finiteness(measured: Measured) -> str:
     return f"holds {' and '.join(parts)}" if parts else "is finite"
 
 
+def _all(compared: int) -> str:
+    return f"all {count(compared)} measurements are" if compared > 1 else "the one measurement is"
+
+
 def _agreement(found: TraceComparison) -> str:
     if found.equal == found.compared:
         return "the same in every digit that traces keep"
@@ -86,7 +90,10 @@ def _divergences(found: TraceComparison) -> Iterator[str]:
     if found.ends_differ:
         yield f"the runs ended differently: A: {found.a.ended}; B: {found.b.ended}"
     if found.beyond:
-        yield f"{count(found.beyond)} of {count(found.compared)} measurements in both differ by more than {number(found.tolerance)}"
+        yield (
+            f"{count(found.beyond)} of {counted(found.compared, 'measurement')} in both disagree: "
+            f"by more than {number(found.tolerance)}, in shape, or in NaN or inf"
+        )
     first = found.first
     if first is not None and first.difference in (Difference.ONLY_A, Difference.ONLY_B):
         yield f"{place_words(first)} is called once more in one run than in the other, in {when_words(first)}"
@@ -119,9 +126,9 @@ def _gaps(found: TraceComparison) -> Iterator[str]:
         modules = sum(one.whole for one in found.missing if one.only_in == side_name)
         parts = sum(not one.whole for one in found.missing if one.only_in == side_name)
         if modules:
-            yield f"{count(modules)} modules or parameters were measured in {side_name} only"
+            yield f"{counted(modules, 'module or parameter', 'modules or parameters')} measured in {side_name} only"
         if parts:
-            yield f"{count(parts)} tensors of modules that both have were measured in {side_name} only"
+            yield f"{counted(parts, 'tensor')} of modules that both have measured in {side_name} only"
     yield from _surplus(found)
 
 
@@ -130,7 +137,7 @@ def _surplus(found: TraceComparison) -> Iterator[str]:
     for name, lone in (("A", found.lone_a), ("B", found.lone_b)):
         calls = lone - sum(one.tensors for one in found.missing if one.only_in == name)
         if calls:
-            yield f"{count(calls)} measurements of {name} have no counterpart: the other run made fewer calls or steps"
+            yield f"{counted(calls, 'measurement')} of {name} without a counterpart: the other run made fewer calls or steps"
     steps = sorted({step for metric in found.metrics for step in metric.lone})
     if steps:
         yield f"only one run reports its numbers for {_steps(tuple(steps))}"

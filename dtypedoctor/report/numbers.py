@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-__all__ = ["ABSENT", "count", "duration", "memory", "number", "ratio", "series", "span"]
+__all__ = ["ABSENT", "count", "counted", "duration", "memory", "number", "ratio", "series", "span"]
 
 ABSENT = "–"
 """Stands for a number that is missing or not finite."""
@@ -19,6 +19,11 @@ def number(value: float | None) -> str:
 def count(value: int | None) -> str:
     """A whole number with thousands separated."""
     return ABSENT if value is None else f"{value:,}"
+
+
+def counted(amount: int, one: str, several: str = "") -> str:
+    """A number of things: ``1 step``, ``1,024 steps``; ``several`` where the plural is not made by an s."""
+    return f"{amount:,} {one if amount == 1 else several or one + 's'}"
 
 
 def duration(seconds: float | None) -> str:

@@ -20,11 +20,11 @@ class TraceBuilder:
         return self._n
 
     def sample(self, fqn: str, absmax: float, *, dtype: str = "float16", nan: int = 0, inf: int = 0, cls: str = "Linear",
-               kind: str = "output", phase: str = "forward", step: int = 1, call: int = 1) -> "TraceBuilder":  # fmt: skip
+               kind: str = "output", phase: str = "forward", step: int = 1, call: int = 1,
+               **site: Any) -> "TraceBuilder":  # fmt: skip
         number = len(self._sites) + 1
-        self._sites[number] = Site(
-            id=number, root=0, fqn=fqn, cls=cls, phase=phase, kind=kind, index="", dtype=dtype, shape=[2, 8]
-        )
+        known = {"root": 0, "index": "", "shape": [2, 8]} | site
+        self._sites[number] = Site(id=number, fqn=fqn, cls=cls, phase=phase, kind=kind, dtype=dtype, **known)
         self._samples.append(
             Sample(n=self.n(), step=step, call=call, site=number, absmax=absmax, num_nan=nan, num_inf=inf)
         )

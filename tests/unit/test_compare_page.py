@@ -1,0 +1,193 @@
+"""What is said about two compared runs, and in which forms."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from compared import compared, saved, three_modules
+from goldens import assert_golden
+from report_builders import EVIL
+from rich.cells import cell_len
+from rich.console import Console
+from traces import TraceBuilder
+
+from dtypedoctor.report.compare_formats import COMPARISON_RENDERERS, render_comparison
+from dtypedoctor.report.compare_words import headline, reasons
+from dtypedoctor.trace.events import Environment, Header, Metric, ProbeLogProbs, Raised
+from dtypedoctor.trials.comparison import Missing, TraceComparison
+
+
+def shown(found: TraceComparison, width: int = 80) -> str:
+    """What a console of this width receives."""
+    stream = io.StringIO()
+    render_comparison(found, Console(file=stream, width=width, legacy_windows=False))
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+def overflow() -> TraceComparison:
+    """float16 against bfloat16: a small drift, then inf, an exception, and a longer second run."""
+    a, b = TraceBuilder(), TraceBuilder()
+    for trace, dtype in ((a, "float16"), (b, "bfloat16")):
+        trace.add(Environment(values={"device": "cpu", "versions": {"torch": "2.13.0"}}))
+        trace.sample("model.embed_tokens", 0.53, dtype=dtype)
+        trace.sample("model.layers.0.mlp.up_proj", 333.2 if dtype == "float16" else 312.0, dtype=dtype)
+        trace.add(Metric(n=trace.n(), step=1, values={"loss": -0.18, "grad_norm": 1.4}))
+        trace.add(ProbeLogProbs(n=trace.n(), step=1, values=[-5.5, -5.25 if dtype == "float16" else -5.0]))
+    a.sample("model.layers.0.mlp", 56256.0, inf=8, step=2, cls="Gemma4TextMLP", phase="generate")
+    b.sample("model.layers.0.mlp", 57344.0, dtype="bfloat16", step=2, cls="Gemma4TextMLP", phase="generate")
+    b.sample("model.layers.0.mlp", 1e-3, dtype="bfloat16", step=2, kind="grad_output", phase="backward")
+    b.add(Metric(n=b.n(), step=2, values={"loss": -0.2, "grad_norm": 1.5}))
+    a.add(Raised(n=a.n(), step=2, call=3, phase="generate", type="RuntimeError", message="inf", frames=[], modules=[]))
+    steps = [[{"model": {"dtype": dtype}}] for dtype in ("float16", "bfloat16")]
+    return compared(
+        saved(a.build(outcome="raised"), label="runs/x/before", steps=steps[0]),
+        saved(b.build(), label="runs/x/reference", steps=steps[1]),
+    )
+
+
+def test_eighty_columns_show_what_is_expected() -> None:
+    """The whole page, as a person with a narrow terminal sees it."""
+    assert_golden("compare.terminal.txt", shown(overflow()))
+
+
+def test_the_markdown_form_is_what_is_expected() -> None:
+    """Tables and lists that GitHub renders."""
+    assert_golden("compare.md", COMPARISON_RENDERERS["md"](overflow()))
+
+
+def test_equal_runs_are_called_equal_without_reasons_against_it() -> None:
+    """The headline says how much was compared and how well it agrees."""
+    exact = compared(three_modules().build(), three_modules().build())
+    assert headline(exact) == "EQUAL: all 3 measurements are in both runs and the same in every digit that traces keep."
+    close = compared(three_modules().build(), three_modules(scale=1.005).build())
+    assert "agree within 0.01, 1 of them in every digit" in headline(close)
+    assert reasons(exact) == reasons(close) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "said"),
+    [
+        (
+            "grad_output",
+            "backward",
+            "the gradient of the output of layers.1 is the first to differ, in step 1 (backward)",
+        ),
+        ("grad", "backward", "the gradient of layers.1 is"),
+        ("param", "optimizer", "the parameter layers.1 is the first to differ, in step 1 (parameter)"),
+        ("loss", "forward", "the loss is"),
+    ],
+)
+def test_the_headline_names_what_differs(kind: str, phase: str, said: str) -> None:
+    """Gradients, parameters and the loss are told apart from outputs."""
+    found = compared(*(three_modules(absmax=m, kind=kind, phase=phase).build() for m in (1.0, 2.0)))
+    assert said in headline(found)
+
+
+def test_nothing_compared_is_said_in_capitals() -> None:
+    """Two traces that share nothing are not merely incomplete."""
+    empty = TraceBuilder().build()
+    assert headline(compared(empty, three_modules().build())) == "NOTHING COMPARED: no tensor was measured in A"
+    unwatched = TraceBuilder().add(Header(watched=False)).build()
+    assert "A was not watched" in headline(compared(unwatched, three_modules().build()))
+
+
+def test_every_gap_is_a_reason() -> None:
+    """Modules, tensors, calls, steps, the end and damage: each has a sentence."""
+    a = three_modules().sample("only", 1.0).sample("layers.0", 1.0, index="1").sample("layers.0", 2.0, step=2)
+    a.add(Metric(n=70, step=3, values={"loss": 1.0}))
+    whole = a.build()
+    cut = replace(whole, records=whole.records[:-1], damage=("1 unreadable line(s): 3",))
+    text = "\n".join(reasons(compared(cut, three_modules().build())))
+    for sentence in (
+        "1 module or parameter measured in A only",
+        "1 tensor of modules that both have measured in A only",
+        "1 measurement of A without a counterpart",
+        "only one run reports its numbers for step 3",
+        "the trace of A is cut short",
+        "the trace of A is damaged: 1 unreadable line(s): 3",
+    ):
+        assert sentence in text
+
+
+def hostile() -> TraceComparison:
+    """Names and texts that try to break out of every format."""
+    endless = "a" * 9_000 + "|" * 1_000
+    sides = []
+    for scale in (1.0, 2.0):
+        trace = TraceBuilder().add(Environment(values={EVIL: f"{EVIL}{scale}"}))
+        trace.sample(EVIL, scale, cls=EVIL, dtype=EVIL, index=EVIL).sample(endless, scale, cls=endless)
+        trace.sample(f"{EVIL}{scale}", 1.0).add(Metric(n=trace.n(), step=1, values={EVIL: scale}))
+        raised = Raised(n=trace.n(), step=1, call=1, phase=EVIL, type=EVIL, message=EVIL, frames=[], modules=[])
+        sides.append(saved(trace.add(raised).build(), label=EVIL, steps=[{EVIL: f"{EVIL}{scale}"}]))
+    return compared(*sides)
+
+
+@pytest.mark.parametrize("width", [80, 100, 132])
+@pytest.mark.parametrize("found", [overflow(), hostile()], ids=["overflow", "hostile"])
+def test_no_line_is_wider_than_the_terminal(found: TraceComparison, width: int) -> None:
+    """A terminal that breaks lines itself would tear the tables."""
+    text = shown(found, width)
+    assert max(cell_len(line) for line in text.splitlines()) <= width
+    assert not {c for c in text if not c.isprintable()} - {"\n"}
+
+
+def test_hostile_names_do_not_break_a_markdown_table() -> None:
+    """Every row of a table has as many cells as its head, and no tag or mention is left."""
+    text = COMPARISON_RENDERERS["md"](hostile())
+    assert "<script" not in text
+    cells = 0
+    for line in text.splitlines():
+        bars = line.replace("\\|", "").count("|")
+        cells = bars if not cells and bars else cells if bars else 0
+        assert bars == cells, line
+
+
+def test_the_json_form_is_strict_and_says_what_was_found() -> None:
+    """Verdict, first divergence, each module and each step; no NaN, nothing but ASCII."""
+    text = COMPARISON_RENDERERS["json"](overflow())
+    document = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} in the document"))
+    assert text.isascii()
+    assert (document["schema"], document["kind"], document["verdict"]) == (1, "comparison", "diverged")
+    assert document["first"]["fqn"] == "model.layers.0.mlp.up_proj"
+    assert document["first_nonfinite"]["a"]["num_inf"] == 8
+    assert [module["fqn"] for module in document["modules"]][:2] == ["model.embed_tokens", "model.layers.0.mlp.up_proj"]
+    assert document["metrics"][0]["lone"] == [2]
+    assert document["settings"] == [{"name": "steps.0.model.dtype", "a": "float16", "b": "bfloat16"}]
+
+
+@pytest.mark.parametrize("format", list(COMPARISON_RENDERERS))
+def test_nothing_private_leaves_in_a_form_that_is_attached_to_tickets(format: str) -> None:
+    """Home directories and tokens are replaced in labels, settings and the way a run ended."""
+    secret = "hf_" + "A1b2C3d4" * 4
+    raised = Raised(
+        n=9, step=1, call=1, phase="forward", type="OSError", message=f"/home/alice/x {secret}", frames=[], modules=[]
+    )
+    run = saved(three_modules().add(raised).build(), label="/home/alice/runs/before", steps=[{"token": secret}])
+    text = COMPARISON_RENDERERS[format](compared(run, three_modules().build()))
+    assert "alice" not in text
+    assert secret not in text
+
+
+def test_the_markdown_form_of_a_large_comparison_fits_into_a_comment() -> None:
+    """A thousand modules with long names, all different, stay below GitHub's limit."""
+    a, b = TraceBuilder(), TraceBuilder()
+    for number in range(1000):
+        name = f"model.layers.{number}." + "block." * 40
+        a.sample(name + "x", 1.0, dtype=f"d{number}").sample(name + "a", 1.0)
+        b.sample(name + "x", 2.0, dtype=f"e{number}").sample(name + "b", 1.0, phase=f"p{number}")
+    assert len(COMPARISON_RENDERERS["md"](compared(a.build(), b.build())).encode()) < 65_536
+
+
+def test_missing_modules_are_named_up_to_a_few_and_then_counted() -> None:
+    """A list of a thousand modules helps nobody at the prompt; JSON has them all."""
+    a = three_modules()
+    for number in range(9):
+        a.sample(f"extra.{number}", 1.0)
+    found = compared(a.build(), three_modules().build())
+    assert all(isinstance(one, Missing) for one in found.missing)
+    assert (
+        "only in A: 9 modules or parameters, all after the last measurement that both runs have: extra.0, extra.1, extra.2, extra.3, and 5 more"
+        in shown(found, 200)
+    )
+    assert len(json.loads(COMPARISON_RENDERERS["json"](found))["missing"]) == 9

@@ -1,0 +1,344 @@
+"""Two runs, compared."""
+
+from dataclasses import replace
+
+import pytest
+from compared import OK, compared, saved, three_modules
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import TraceBuilder
+
+from dtypedoctor.trace.events import Environment, Header, Metric, ProbeLogProbs, Raised, Resources
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trials.comparison import Difference, Verdict
+
+
+def test_a_run_is_equal_to_itself_at_tolerance_zero() -> None:
+    """Everything is compared and nothing differs."""
+    found = compared(three_modules().build(), three_modules().build(), 0.0)
+    assert found.verdict is Verdict.EQUAL
+    assert (found.compared, found.equal, found.beyond, found.lone_a, found.lone_b) == (3, 3, 0, 0, 0)
+    assert found.first is None
+
+
+def test_the_first_difference_in_execution_order_is_named() -> None:
+    """layers.1 drifts first; the model after it only follows."""
+    found = compared(three_modules().build(), three_modules(scale=1.5).build())
+    assert found.verdict is Verdict.DIVERGED
+    assert found.first is not None
+    assert (found.first.fqn, found.first.difference, found.first.pairs_before) == ("layers.1", Difference.MAGNITUDE, 1)
+    assert found.first.error == pytest.approx(1 / 3)
+    assert [module.first_beyond for module in found.modules] == [None, 1, 2]
+
+
+def test_a_drift_within_the_tolerance_is_equal_and_still_told() -> None:
+    """One per cent is within five; the module's drift says how much it is."""
+    found = compared(three_modules().build(), three_modules(scale=1.01).build(), 0.05)
+    assert found.verdict is Verdict.EQUAL
+    assert found.equal == 1
+    assert found.modules[1].max_error == pytest.approx(0.01 / 1.01)
+
+
+def test_nan_equals_nan() -> None:
+    """Equal numbers of NaN and inf are equal, whatever the comparison of NaN itself says."""
+    found = compared(three_modules(nan=3, inf=2).build(), three_modules(nan=3, inf=2).build(), 0.0)
+    assert found.verdict is Verdict.EQUAL
+    assert found.modules[1].nonfinite_a == found.modules[1].nonfinite_b == 1
+
+
+def test_inf_in_one_run_only_is_a_divergence_of_its_own() -> None:
+    """The magnitudes over finite elements agree; the eight inf do not."""
+    found = compared(three_modules(inf=8).build(), three_modules().build())
+    assert found.first is not None
+    assert found.first.difference is Difference.NONFINITE
+    assert found.first == found.first_nonfinite
+
+
+def test_the_first_inf_is_named_beside_an_earlier_drift() -> None:
+    """A drift comes first, and the inf that only one run has is not hidden behind it."""
+    a = TraceBuilder().sample("one", 1.0).sample("two", 2.0, inf=1).build()
+    b = TraceBuilder().sample("one", 3.0).sample("two", 2.0).build()
+    found = compared(a, b)
+    assert found.first is not None
+    assert found.first_nonfinite is not None
+    assert (found.first.fqn, found.first_nonfinite.fqn) == ("one", "two")
+
+
+def test_other_shapes_are_a_divergence_even_where_magnitudes_agree() -> None:
+    """Statistics over tensors of different size are not comparable."""
+    found = compared(three_modules(shape=[2, 8]).build(), three_modules(shape=[2, 9]).build())
+    assert found.first is not None
+    assert found.first.difference is Difference.SHAPE
+
+
+def test_a_varying_shape_is_equal_to_any_of_the_same_rank() -> None:
+    """-1 stands for a size that was not kept."""
+    found = compared(three_modules(shape=[2, -1]).build(), three_modules(shape=[2, 9]).build())
+    assert found.verdict is Verdict.EQUAL
+
+
+def test_another_dtype_is_listed_and_no_divergence() -> None:
+    """Runs in two dtypes can be equal within a tolerance."""
+    found = compared(three_modules().build(), three_modules(dtype="bfloat16").build())
+    assert found.verdict is Verdict.EQUAL
+    assert (found.modules[0].dtypes_a, found.modules[0].dtypes_b) == (("float16",), ("bfloat16",))
+
+
+def test_the_default_tolerance_follows_the_coarsest_dtype() -> None:
+    """Sixteen roundings of bfloat16 where one run computes in it, of float16 where both do."""
+    mixed = compared(three_modules().build(), three_modules(dtype="bfloat16").build(), None)
+    both = compared(three_modules().build(), three_modules().build(), None)
+    assert (mixed.tolerance, both.tolerance) == (16 * 2.0**-7, 16 * 2.0**-10)
+    assert "bfloat16" in mixed.tolerance_reason
+
+
+def test_a_module_that_only_one_run_has_is_reported_and_prevents_equality() -> None:
+    """Nothing is skipped in silence."""
+    found = compared(three_modules().sample("extra", 1.0).build(), three_modules().build())
+    assert found.verdict is Verdict.INCOMPLETE
+    (one,) = found.missing
+    assert (one.only_in, one.fqn, one.whole, one.tensors) == ("A", "extra", True, 1)
+
+
+def test_an_output_that_only_one_run_has_is_told_apart_from_a_missing_module() -> None:
+    """Eager attention returns its weights as a second output, sdpa does not; the first outputs are compared."""
+    eager = three_modules().sample("layers.1", 0.5, index="1").build()
+    found = compared(three_modules().build(), eager)
+    assert found.verdict is Verdict.INCOMPLETE
+    assert found.first is None
+    (one,) = found.missing
+    assert (one.only_in, one.fqn, one.path, one.whole) == ("B", "layers.1", "1", False)
+
+
+def test_a_recomputation_in_one_run_only_is_reported_as_such() -> None:
+    """Gradient checkpointing adds a phase, not a divergence."""
+    checkpointed = three_modules().sample("layers.0", 2.0, phase="recompute").build()
+    found = compared(three_modules().build(), checkpointed)
+    assert [(one.lane, one.whole) for one in found.missing] == [("recompute", False)]
+
+
+def test_an_additional_call_in_the_middle_is_where_the_runs_part() -> None:
+    """B generates one token more before both go on."""
+    a = TraceBuilder().sample("head", 1.0, phase="generate").sample("head", 1.0).build()
+    b = TraceBuilder()
+    b.sample("head", 1.0, phase="generate").sample("head", 1.0, phase="generate").sample("head", 1.0)
+    found = compared(a, b.build())
+    assert found.verdict is Verdict.DIVERGED
+    assert found.first is not None
+    assert (found.first.difference, found.first.lane, found.first.nth) == (Difference.ONLY_B, "generate", 2)
+    assert (found.first.pairs_before, found.lone_b) == (1, 1)
+
+
+def test_a_run_that_merely_goes_on_longer_is_incomplete_not_divergent() -> None:
+    """What both have agrees; the rest has nothing to be compared with."""
+    longer = three_modules().sample("layers.0", 2.0, step=2).build()
+    found = compared(three_modules().build(), longer)
+    assert found.verdict is Verdict.INCOMPLETE
+    assert (found.first, found.lone_b, found.missing) == (None, 1, ())
+
+
+def test_what_comes_after_one_run_has_ended_is_marked_so() -> None:
+    """The backward pass of the run that lived on is not blamed on the one that died before it."""
+    alive = three_modules().sample("layers.1", 1e-3, kind="grad_output", phase="backward").build()
+    (one,) = compared(three_modules().build(), alive).missing
+    assert (one.lane, one.after_the_end) == ("backward", True)
+
+
+def test_an_empty_trace_never_matches() -> None:
+    """Neither another one that is empty nor one with measurements."""
+    empty = TraceBuilder().build()
+    assert compared(empty, empty).verdict is Verdict.INCOMPLETE
+    assert compared(empty, three_modules().build()).verdict is Verdict.INCOMPLETE
+    assert compared(three_modules().build(), empty).verdict is Verdict.INCOMPLETE
+
+
+def test_a_trace_without_an_end_never_matches() -> None:
+    """It was cut short, so what came after is not known; here the other has an end, so they ended differently."""
+    whole = three_modules().build()
+    cut = replace(whole, records=whole.records[:-1])
+    assert compared(cut, whole).verdict is Verdict.DIVERGED
+    assert compared(cut, cut).verdict is Verdict.INCOMPLETE
+
+
+def test_a_damaged_trace_never_matches() -> None:
+    """Lines that could not be read may have held anything."""
+    trace = three_modules().build()
+    assert compared(replace(trace, damage=("1 unreadable line(s): 7",)), trace).verdict is Verdict.INCOMPLETE
+
+
+def test_runs_that_end_differently_have_diverged() -> None:
+    """Equal measurements up to an exception in one of them."""
+    raised = Raised(n=99, step=1, call=1, phase="forward", type="RuntimeError", message="no", frames=[], modules=[])
+    found = compared(three_modules().add(raised).build(outcome="raised"), three_modules().build())
+    assert found.verdict is Verdict.DIVERGED
+    assert (found.ends_differ, found.first) == (True, None)
+    assert "RuntimeError" in found.a.ended
+
+
+def test_the_same_exception_in_both_runs_is_no_difference() -> None:
+    """Two runs that fail alike are equal."""
+    raised = Raised(n=99, step=1, call=1, phase="forward", type="RuntimeError", message="no", frames=[], modules=[])
+    one = three_modules().add(raised).build(outcome="raised")
+    assert compared(one, one).verdict is Verdict.EQUAL
+
+
+def test_an_unwatched_run_is_compared_by_its_numbers_and_called_incomplete() -> None:
+    """Losses agree; that no tensor was measured is said."""
+    loss = Metric(n=50, step=1, values={"loss": 2.0})
+    unwatched = TraceBuilder().add(Header(watched=False), loss).build()
+    found = compared(three_modules().add(loss).build(), unwatched)
+    assert found.verdict is Verdict.INCOMPLETE
+    assert (found.b.watched, found.metrics[0].max_error) == (False, 0.0)
+
+
+def with_metrics(*values: float | None, step_time: float = 1.0, **names: float) -> Trace:
+    """A run that reports a loss per step; None is one that is not finite."""
+    trace = three_modules()
+    for step, value in enumerate(values, start=1):
+        finite = {"loss": value} if value is not None else {}
+        trace.add(
+            Metric(
+                n=trace.n(),
+                step=step,
+                values=finite | names | {"step_time": step_time},
+                nonfinite=[] if value is not None else ["loss"],
+            )
+        )
+    return trace.build()
+
+
+def test_losses_are_compared_step_by_step() -> None:
+    """The step in which they part is told; the time of a step is no number of the training."""
+    found = compared(with_metrics(2.0, 1.0, step_time=1.0), with_metrics(2.0, 1.5, step_time=9.0))
+    (loss,) = found.metrics
+    assert (loss.name, loss.steps, loss.beyond) == ("loss", (1, 2), (2,))
+    assert loss.max_error == pytest.approx(1 / 3)
+    assert found.verdict is Verdict.DIVERGED
+
+
+def test_a_nan_loss_equals_a_nan_loss_and_no_other() -> None:
+    """Both not finite is equal; one not finite is as far apart as can be."""
+    assert compared(with_metrics(None), with_metrics(None)).verdict is Verdict.EQUAL
+    (loss,) = compared(with_metrics(None), with_metrics(2.0)).metrics
+    assert (loss.beyond, loss.max_error, loss.a, loss.b) == ((1,), 1.0, (None,), (2.0,))
+
+
+def test_losses_that_cancel_to_nothing_are_equal_unless_every_digit_counts() -> None:
+    """1e-8 and 3e-8 are both rounding of a loss whose terms cancel."""
+    assert compared(with_metrics(1e-8), with_metrics(3e-8)).verdict is Verdict.EQUAL
+    assert compared(with_metrics(1e-8), with_metrics(3e-8), 0.0).verdict is Verdict.DIVERGED
+
+
+def test_a_step_that_only_one_run_reports_prevents_equality() -> None:
+    """It stands beside a gap, and the gap is told."""
+    found = compared(with_metrics(2.0), with_metrics(2.0, 1.0))
+    (loss,) = found.metrics
+    assert (loss.lone, loss.a, loss.beyond) == ((2,), (2.0, None), ())
+    assert found.verdict is Verdict.INCOMPLETE
+
+
+def with_logprobs(*values: float | None) -> Trace:
+    """A run with one probe."""
+    trace = three_modules()
+    return trace.add(ProbeLogProbs(n=trace.n(), step=1, values=list(values))).build()
+
+
+def test_values_are_compared_where_both_runs_kept_them() -> None:
+    """The error of the log-probabilities is that of the vectors' norms."""
+    (probe,) = compared(with_logprobs(-3.0, -4.0), with_logprobs(-3.0, -3.0)).logprobs
+    assert (probe.tokens, probe.max_difference, probe.unmatched) == (2, 1.0, 0)
+    assert probe.error == pytest.approx(1 / 5)
+
+
+def test_a_token_without_a_finite_value_is_equal_to_none_but_its_like() -> None:
+    """None stands for a value that was not finite."""
+    assert compared(with_logprobs(-1.0, None), with_logprobs(-1.0, None)).verdict is Verdict.EQUAL
+    found = compared(with_logprobs(-1.0, None), with_logprobs(-1.0, -2.0))
+    assert found.logprobs[0].unmatched == 1
+    assert found.verdict is Verdict.DIVERGED
+
+
+def test_parameters_that_differ_by_a_bit_are_found_at_tolerance_zero() -> None:
+    """Statistics may hide a bit; the checksum does not."""
+
+    def ended(checksum: str) -> Trace:
+        return three_modules().add(Resources(seconds=1.0, peak_memory=0, device="cpu", checksum=checksum)).build()
+
+    assert compared(ended("aa"), ended("ab"), 0.0).verdict is Verdict.DIVERGED
+    assert compared(ended("aa"), ended("ab")).parameters_equal is False
+    assert compared(ended("aa"), ended("aa"), 0.0).parameters_equal is True
+    assert compared(ended("aa"), three_modules().build()).parameters_equal is None
+
+
+def test_differing_versions_devices_and_settings_are_listed() -> None:
+    """What explains a divergence stands beside it; the scenario's name does not change a run."""
+    a = three_modules().add(Environment(values={"device": "cpu", "versions": {"torch": "2.11"}})).build()
+    b = (
+        three_modules()
+        .add(Environment(values={"device": "cuda", "versions": {"torch": "2.11", "triton": "3"}}))
+        .build()
+    )
+    steps = [{"model": {"dtype": "float16", "targets": ["a", "b"]}}]
+    other = [{"model": {"dtype": "bfloat16", "targets": ["a", "b"]}}]
+    found = compared(saved(a, name="one", steps=steps), saved(b, name="two", steps=other))
+    assert [(s.name, s.a, s.b) for s in found.environment] == [
+        ("device", "cpu", "cuda"),
+        ("versions.triton", None, "3"),
+    ]
+    assert [(s.name, s.a, s.b) for s in found.settings] == [("steps.0.model.dtype", "float16", "bfloat16")]
+
+
+def test_two_models_in_one_process_are_kept_apart() -> None:
+    """The same name under another outermost module is another module."""
+    a = TraceBuilder().sample("head", 1.0, root=0).sample("head", 5.0, root=1).build()
+    assert compared(a, a, 0.0).verdict is Verdict.EQUAL
+    b = TraceBuilder().sample("head", 1.0, root=0).sample("head", 1.0, root=1).build()
+    assert [(m.root, m.beyond) for m in compared(a, b).modules] == [(0, 0), (1, 1)]
+
+
+def test_a_killed_run_and_one_that_was_stopped_ended_differently() -> None:
+    """Both traces are cut short, but for different reasons."""
+    whole = three_modules().build()
+    cut = replace(whole, records=whole.records[:-1])
+    found = compared(saved(cut, exit=replace(OK, code=-9)), saved(cut, exit=replace(OK, timed_out=True)))
+    assert found.ends_differ
+    assert "SIGKILL" in found.a.ended
+
+
+measurements = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "a.c"]),
+        st.sampled_from(["forward", "generate"]),
+        st.integers(1, 2),
+        st.floats(0, 1e4, allow_nan=False),
+    ),
+    max_size=12,
+)
+
+
+def built(rows: list[tuple[str, str, int, float]]) -> Trace:
+    """A trace with these measurements, in order of their steps."""
+    trace = TraceBuilder()
+    for fqn, phase, step, absmax in sorted(rows, key=lambda row: row[2]):
+        trace.sample(fqn, absmax, phase=phase, step=step)
+    return trace.build()
+
+
+@settings(max_examples=150, deadline=None)
+@given(measurements, measurements)
+def test_every_measurement_is_accounted_for_and_the_sides_can_be_swapped(
+    rows_a: list[tuple[str, str, int, float]], rows_b: list[tuple[str, str, int, float]]
+) -> None:
+    """What is compared and what is alone add up to what was measured, and A against B says what B against A says."""
+    a, b = built(rows_a), built(rows_b)
+    one, other = compared(a, b), compared(b, a)
+    assert one.compared + one.lone_a == len(a.samples)
+    assert one.compared + one.lone_b == len(b.samples)
+    assert sum(m.compared + m.only_a + m.only_b for m in one.modules) == one.compared + one.lone_a + one.lone_b
+    assert (one.verdict, one.compared, one.beyond, one.lone_a) == (
+        other.verdict,
+        other.compared,
+        other.beyond,
+        other.lone_b,
+    )
+    assert (one.verdict is Verdict.EQUAL) == (bool(rows_a) and not one.lone_a and not one.lone_b and not one.beyond)

@@ -1,0 +1,90 @@
+"""Opening runs that lie on disk."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dtypedoctor.errors import ExitCode, UsageError
+from dtypedoctor.runner.saved import open_run
+from dtypedoctor.trace.events import End, Header
+from dtypedoctor.trace.writer import TraceWriter
+
+
+def left(directory: Path, *records: object, request: object = None, ended: object = None) -> Path:
+    """A run as a worker leaves it."""
+    directory.mkdir(parents=True)
+    writer = TraceWriter(directory)
+    for record in records or (Header(), End(n=1, outcome="completed", steps_completed=3)):
+        writer.write(record)
+    writer.close()
+    for name, content in (("request.json", request), ("exit.json", ended)):
+        if content is not None:
+            (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return directory
+
+
+def refused(place: Path) -> UsageError:
+    """How opening ``place`` is refused."""
+    with pytest.raises(UsageError) as error:
+        open_run(place)
+    assert error.value.exit_code is ExitCode.USAGE
+    return error.value
+
+
+def test_a_run_directory_stands_for_its_untreated_run(tmp_path: Path) -> None:
+    """RUN is RUN/before, and RUN/reference is itself."""
+    left(tmp_path / "run" / "before")
+    left(tmp_path / "run" / "reference")
+    assert open_run(tmp_path / "run").label.endswith("run/before")
+    assert open_run(tmp_path / "run" / "reference").label.endswith("run/reference")
+
+
+def test_what_was_asked_and_how_it_ended_are_read_where_they_are_there(tmp_path: Path) -> None:
+    """The request, the exit status, and whether it was a user's script."""
+    scenario = {"name": "x", "steps": [{"workload": {"kind": "script", "path": "t.py"}}]}
+    ended = {"code": -9, "timed_out": False, "seconds": 2.5}
+    opened = open_run(left(tmp_path / "run", request={"scenario": scenario}, ended=ended))
+    assert opened.request["scenario"] == scenario
+    assert (opened.run.exit.code, opened.run.foreign) == (-9, True)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "7", '{"code": "x", "timed_out": 1, "seconds": 1}', "[" * 100_000])
+def test_what_lies_beside_a_trace_is_never_needed(tmp_path: Path, content: str) -> None:
+    """A broken request or exit file costs its content and nothing else."""
+    opened = open_run(left(tmp_path / "run", request=content, ended=content))
+    assert opened.run.trace.end is not None
+    assert (opened.run.exit.code, opened.run.foreign) == (0, False)
+
+
+def test_a_place_without_a_trace_is_refused_with_the_runs_that_it_holds(tmp_path: Path) -> None:
+    """A folder of several scenarios: the hint names what can be given."""
+    for name in ("one", "two"):
+        left(tmp_path / name / "before")
+    error = refused(tmp_path)
+    assert "no trace here" in error.message
+    assert str(tmp_path / "one" / "before") in error.hint
+
+
+def test_an_empty_directory_a_file_and_nothing_at_all_are_refused(tmp_path: Path) -> None:
+    """Each says what to give instead."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for place in ("file", "empty"):
+        assert "no trace here" in refused(tmp_path / place).message
+    error = refused(tmp_path / "nowhere")
+    assert "no such directory" in error.message
+    assert "run has left" in error.hint
+
+
+def test_a_trace_without_a_whole_record_is_refused(tmp_path: Path) -> None:
+    """A file of no bytes, or of half a line, says nothing about a run."""
+    for name, content in (("none", ""), ("half", '{"e":"hea'), ("noise", "\x00\xff\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_text(content, encoding="latin-1")
+        assert "empty trace" in refused(tmp_path / name).message
+
+
+def test_a_trace_of_a_newer_format_is_refused(tmp_path: Path) -> None:
+    """It is not read as if nothing had changed."""
+    assert "newer" in refused(left(tmp_path / "run", Header(schema=99))).message
