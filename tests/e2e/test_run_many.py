@@ -1,0 +1,107 @@
+"""Several scenarios in one command, through the real command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command import Finished, dtypedoctor, report_of
+
+HEALTHY = """\
+name: NAME
+summary: A forward pass in float32.
+steps:
+  - model: {name: "builtin:llama-tiny"}
+    workload: {kind: forward}
+"""
+
+FAILING = """\
+name: NAME
+summary: Float32 norms in a bfloat16 model.
+steps:
+  - model: {name: "builtin:custom-moe", dtype: bfloat16}
+    workload: {kind: forward, backward: true, steps: 3}
+remedies: [norm-output-cast]
+"""
+
+UNMET = HEALTHY + "expect: {findings: [float16-overflow], cured_by: [bfloat16]}\n"
+
+REFUSED = """\
+name: NAME
+summary: A model that cannot generate.
+steps:
+  - model: {name: "builtin:custom-moe"}
+    workload: {kind: generate}
+"""
+
+
+def folder(directory: Path, **texts: str) -> Path:
+    """A folder of scenarios, each in the file of its name."""
+    directory.mkdir()
+    for name, text in texts.items():
+        (directory / f"{name}.yaml").write_text(text.replace("NAME", name))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
+    """One run of a folder that holds one scenario of each kind."""
+    place = tmp_path_factory.mktemp("many")
+    scenarios = folder(place / "scenarios", b_unmet=UNMET, a_failing=FAILING, c_refused=REFUSED, d_healthy=HEALTHY)
+    return dtypedoctor("run", scenarios, "--out", place / "out"), place / "out"
+
+
+def test_each_scenario_has_a_folder_of_its_own_and_a_row(mixed: tuple[Finished, Path]) -> None:
+    """Sorted by name; the refused one is a row with the reason, and its folder is gone."""
+    finished, out = mixed
+    rows = json.loads((out / "matrix.json").read_text())["rows"]
+    assert [row["scenario"] for row in rows] == ["a_failing", "b_unmet", "c_refused", "d_healthy"]
+    assert [row["as_expected"] for row in rows] == [False, False, False, True]
+    assert [row["exit"] for row in rows] == [10, 10, 2, 0]
+    assert rows[2]["cause"].startswith("CustomMoeForCausalLM has no generate")
+    for row in rows:
+        assert (out / row["scenario"]).exists() == (row["report"] is not None)
+    assert report_of(out / "a_failing")["trials"][0]["remedy"] == "norm-output-cast"
+    assert rows[0]["cured_by"] == ["norm-output-cast"]
+    assert "Traceback" not in finished.err
+
+
+def test_the_command_exits_with_the_gravest_code(mixed: tuple[Finished, Path]) -> None:
+    """A refused scenario outweighs findings; the matrix carries the same number."""
+    finished, out = mixed
+    assert finished.code == 2
+    assert json.loads((out / "matrix.json").read_text())["exit"] == 2
+
+
+def test_one_matrix_is_printed_and_progress_goes_to_stderr(mixed: tuple[Finished, Path]) -> None:
+    """One line of progress per scenario, none per run."""
+    finished, _ = mixed
+    assert "1 of 4 scenarios are as they say" in finished.out
+    assert "cured by: norm-output-cast" in finished.out
+    progress = [line for line in finished.err.splitlines() if line[:1].isdigit()]
+    assert [line.split()[0] for line in progress] == ["1/4", "2/4", "3/4", "4/4"]
+
+
+def test_two_healthy_files_exit_with_zero(tmp_path: Path) -> None:
+    """Files and names may be mixed with folders."""
+    one, two = folder(tmp_path / "one", first=HEALTHY), folder(tmp_path / "two", second=HEALTHY)
+    finished = dtypedoctor("run", one / "first.yaml", two, "--out", tmp_path / "out")
+    assert finished.code == 0, finished.err
+    assert "2 of 2 scenarios are as they say" in finished.out
+
+
+def test_what_cannot_be_read_is_said_before_anything_runs(tmp_path: Path) -> None:
+    """A mistake in the last file costs no time in the first, and leaves no directory."""
+    scenarios = folder(tmp_path / "scenarios", first=HEALTHY, second="name: second\n")
+    finished = dtypedoctor("run", scenarios, "--out", tmp_path / "out")
+    assert finished.code == 2
+    assert "second.yaml:" in finished.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_scenarios_and_a_scenario_given_twice_are_refused(tmp_path: Path) -> None:
+    """One message each."""
+    empty = dtypedoctor("run", folder(tmp_path / "empty"), "--out", tmp_path / "out")
+    assert (empty.code, "no scenarios here" in empty.err) == (2, True)
+    scenarios = folder(tmp_path / "scenarios", first=HEALTHY)
+    twice = dtypedoctor("run", scenarios, scenarios / "first.yaml", "--out", tmp_path / "out")
+    assert (twice.code, "first: given more than once" in twice.err) == (2, True)

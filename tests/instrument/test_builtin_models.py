@@ -1,0 +1,124 @@
+"""Builtin models as scenarios ask for them, their float32 twins, and letting go of them."""
+
+import weakref
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from watched import watched
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.kernels.llama_forward import is_fused
+from dtypedoctor.models.build import build
+from dtypedoctor.scenario.model import Model, Scenario
+from dtypedoctor.workloads.context import Context, Holder
+from dtypedoctor.workloads.probe import random_tokens, token_log_probabilities
+from dtypedoctor.workloads.unload import run_unload
+
+CPU = torch.device("cpu")
+LORA = {"r": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma": {"name": "builtin:gemma4-tiny", "dtype": "float16", "lora": LORA},
+    "llama": {"name": "builtin:llama-tiny", "dtype": "bfloat16", "options": {"layers": 1}},
+    "fused": {
+        "name": "builtin:llama-nf4-fused",
+        "dtype": "bfloat16",
+        "quantization": {"kind": "nf4", "quant_state_dtype": "bfloat16"},
+        "lora": LORA,
+    },
+    "moe": {"name": "builtin:custom-moe", "dtype": "bfloat16", "options": {"norm": "casting", "qlora": True}},
+    "nf4": {"name": "builtin:nf4-compiled", "dtype": "float16"},
+}
+
+
+def model(name: str, **more: Any) -> Any:
+    """A model built as the worker does."""
+    return build(Model.model_validate(MODELS[name] | more), CPU, 3407).model
+
+
+def outputs(of: Any) -> Tensor:
+    """Token log-probabilities of the probe batch."""
+    return torch.tensor(token_log_probabilities(of, 1, CPU))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_twin_computes_in_float32_with_the_rounded_weights(name: str) -> None:
+    """Every floating tensor is float32 and equal to the rounded one, packed bytes are the same, nothing is fused."""
+    rounded, twin = model(name), model(name, float32_twin=True)
+    tensors = dict(twin.named_parameters()) | dict(twin.named_buffers())
+    held = dict(rounded.named_parameters()) | dict(rounded.named_buffers())
+    assert tensors.keys() == held.keys()
+    for key, tensor in tensors.items():
+        assert torch.equal(tensor, held[key].to(tensor.dtype))
+        assert tensor.dtype == torch.float32 or not tensor.is_floating_point()
+        state = getattr(tensor, "quant_state", None)
+        assert state is None or state.dtype == torch.float32
+    assert not any(is_fused(module) for module in twin.modules())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_healthy_model_differs_from_its_twin_by_rounding_only(name: str) -> None:
+    """A few parts in a hundred of the spread at most; and it does differ."""
+    found, exact = outputs(model(name)), outputs(model(name, float32_twin=True))
+    error = float((found - exact).norm() / (exact - exact.mean()).norm())
+    assert 0 < error < 0.03
+
+
+@pytest.mark.parametrize("name", ["moe", "nf4"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quantization": {"kind": "nf4"}},
+        {"lora": LORA},
+        {"outliers": [{"parameters": "*", "scale": 2}]},
+        {"gradient_checkpointing": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_model_that_decides_itself_refuses_what_it_would_ignore(name: str, change: dict[str, Any]) -> None:
+    """Rather than training something else than was asked for."""
+    with pytest.raises(UsageError, match="decides on its weights, packing and adapters itself"):
+        model(name, **change)
+
+
+def test_options_that_a_builder_does_not_take_are_refused() -> None:
+    """Also through the builders that hand theirs on."""
+    for name in ("fused", "moe", "nf4"):
+        with pytest.raises(UsageError, match="does not take these options"):
+            model(name, options={"no-such": 1})
+
+
+def test_the_custom_models_keep_list_is_where_those_of_libraries_are() -> None:
+    """So whoever looks for the reason of a float32 weight finds it."""
+    assert model("moe")._keep_in_fp32_modules == ["post_attention_layernorm", "input_layernorm", "norm"]
+    assert model("moe", options={"keep_in_fp32": []})._keep_in_fp32_modules == []
+
+
+def test_an_unloaded_model_is_gone(tmp_path: Path) -> None:
+    """Nothing that watches keeps it alive."""
+    spec = {"model": MODELS["fused"], "workload": {"kind": "unload"}}
+    scenario = Scenario.model_validate({"name": "case", "summary": "A case.", "steps": [spec]})
+    holder = Holder(built=build(scenario.steps[0].model or Model(name=""), CPU, 1))
+    gone = weakref.ref(holder.built.model) if holder.built else None
+
+    def work(instruments: Instruments) -> None:
+        context = Context(
+            scenario=scenario,
+            stage=scenario.steps[0],
+            holder=holder,
+            device=CPU,
+            instruments=instruments,
+            region=nullcontext,
+            scratch=tmp_path,
+        )
+        instruments.attach(context.built.model)
+        context.built.model(input_ids=random_tokens(200, (1, 4), 1, CPU)).logits.sum().backward()
+        run_unload(context)
+
+    watched(tmp_path, work)
+    assert gone is not None
+    assert gone() is None
