@@ -1,9 +1,9 @@
 """Gives modules, parameters and buffers their dotted names and describes packed weights."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ def dtype_name(tensor: Tensor) -> str:
 class Names:
     """Numbers the outermost modules and knows the dotted name of everything inside them.
 
-    A module that is later found inside a larger one (a model that is wrapped by an adapter after its first call) keeps
-    the name under the root where it was seen first, unless the larger root is added before.
+    A root that is later found inside a larger one (a model that an adapter is put around after its first call) is absorbed:
+    its modules are named from the larger root on, and the trace says how the names before belong to those. A module that two
+    roots share keeps the name under the one where it was seen first. Nothing here keeps a module or a tensor alive.
 
     Attributes:
         version: grows whenever a module gets a name or loses it.
@@ -33,20 +34,31 @@ class Names:
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
         self._names: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
-        self._roots: list[nn.Module | None] = []
+        self._roots: list[ref[nn.Module] | None] = []
         self._noted: dict[tuple[int, str], tuple[str, bool]] = {}
-        self._held: list[tuple[dict[str, Any], str, torch.dtype, bool]] = []
+        self._held: list[tuple[ref[nn.Module], bool, str, torch.dtype, bool]] = []
         self._glances = 0
         self.version = 0
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:
-        """The outermost modules in the order in which they were added, those that were removed left out."""
-        return tuple(root for root in self._roots if root is not None)
+        """The outermost modules that are still there, in the order in which they were added."""
+        return tuple(root for _, root in self._living())
+
+    @property
+    def count(self) -> int:
+        """How many outermost modules there have been."""
+        return len(self._roots)
+
+    def _living(self) -> Iterator[tuple[int, nn.Module]]:
+        for number, held in enumerate(self._roots):
+            root = held() if held is not None else None
+            if root is not None:
+                yield number, root
 
     def remove_root(self, module: nn.Module) -> None:
         """Lets go of an outermost module and of everything inside it; does nothing where it is not one."""
-        self._roots = [None if root is module else root for root in self._roots]
+        self._roots = [None if held is not None and held() is module else held for held in self._roots]
         self._held = []
         self.version += 1
 
@@ -60,38 +72,50 @@ class Names:
     def add_root(self, module: nn.Module) -> None:
         """Numbers ``module`` as an outermost one and names everything inside it."""
         number = len(self._roots)
-        self._roots.append(module)
+        absorbed = self._absorbed_by(module)
+        self._roots.append(ref(module))
+        for inner in absorbed:
+            self._roots[inner] = None
         elements: Counter[str] = Counter()
         for parameter in module.parameters():
             elements[dtype_name(parameter)] += parameter.numel()
-        self._name_all(module, number)
+        self._name_all(module, number, absorbed)
         self._writer.write(
             Root(
-                root=number, cls=type(module).__name__, modules=sum(1 for _ in module.modules()), dtypes=dict(elements)
+                root=number,
+                cls=type(module).__name__,
+                modules=sum(1 for _ in module.modules()),
+                dtypes=dict(elements),
+                absorbs={str(inner): name for inner, name in absorbed.items()},
             )
         )
         self.note_parameters()
 
-    def _name_all(self, module: nn.Module, number: int) -> None:
+    def _absorbed_by(self, module: nn.Module) -> dict[int, str]:
+        """The roots that are inside of ``module``, with their names in there."""
+        inside = {id(child): name for name, child in module.named_modules()}
+        return {number: inside[id(root)] for number, root in self._living() if id(root) in inside}
+
+    def _name_all(self, module: nn.Module, number: int, absorbed: Collection[int] = ()) -> None:
         for name, child in module.named_modules():
-            self._names[child] = (number, name)
+            held = self._names.get(child)
+            if held is None or held[0] == number or held[0] in absorbed:
+                self._names[child] = (number, name)
         self.version += 1
 
     def find(self, module: nn.Module) -> tuple[int, str] | None:
         """Root number and dotted name of ``module``, or None for a module that no root is known to hold."""
         found = self._names.get(module)
         if found is None and self._roots:
-            for number, root in enumerate(self._roots):  # modules may have been added after the root was first seen
-                if root is not None and any(child is module for child in root.modules()):
+            for number, root in self._living():  # modules may have been added after the root was first seen
+                if any(child is module for child in root.modules()):
                     self._name_all(root, number)
                     return self._names.get(module)
         return found
 
     def tensors(self) -> Iterator[tuple[int, str, Tensor, nn.Module, bool]]:
         """Every parameter and buffer: root, name, tensor, owner, whether it is a buffer."""
-        for number, root in enumerate(self._roots):
-            if root is None:
-                continue
+        for number, root in self._living():
             for prefix, module in root.named_modules(remove_duplicate=True):
                 dot = f"{prefix}." if prefix else ""
                 for name, tensor in module._parameters.items():
@@ -105,8 +129,7 @@ class Names:
         """Writes a note for every parameter and buffer that is new or whose dtype or requires_grad has changed."""
         self._held = []
         for root, name, tensor, owner, is_buffer in self.tensors():
-            holder = owner._buffers if is_buffer else owner._parameters
-            self._held.append((holder, name.rpartition(".")[2], tensor.dtype, tensor.requires_grad))
+            self._held.append((ref(owner), is_buffer, name.rpartition(".")[2], tensor.dtype, tensor.requires_grad))
             state = (dtype_name(tensor), tensor.requires_grad)
             if self._noted.get((root, name)) == state:
                 continue
@@ -132,8 +155,11 @@ class Names:
             self.note_parameters()
 
 
-def _changed(holder: dict[str, Any], name: str, dtype: torch.dtype, requires_grad: bool) -> bool:
-    tensor = holder.get(name)
+def _changed(owner: ref[nn.Module], is_buffer: bool, name: str, dtype: torch.dtype, requires_grad: bool) -> bool:
+    module = owner()
+    if module is None:
+        return True
+    tensor: Tensor | None = (module._buffers if is_buffer else module._parameters).get(name)
     return tensor is None or tensor.dtype is not dtype or tensor.requires_grad is not requires_grad
 
 
@@ -157,4 +183,5 @@ def quantization_of(tensor: Tensor, owner: nn.Module) -> dict[str, Any] | None:
         "offset_dtype": dtype_name(offset) if isinstance(offset, Tensor) else None,
         "absmax_dtype": dtype_name(state.absmax),
         "blocksize": int(getattr(state, "blocksize", 0)),
+        "shape": list(state.shape) if getattr(state, "shape", None) is not None else None,
     }

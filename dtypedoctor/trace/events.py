@@ -61,6 +61,8 @@ class Root:
     modules: int
     dtypes: Mapping[str, int]
     """Parameter elements per dtype."""
+    absorbs: Mapping[str, str] = field(default_factory=dict)
+    """Numbers of earlier roots that are inside of this one, with their dotted names in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +226,7 @@ class Raised:
     """An exception reached the top of a workload or script.
 
     ``frames`` are the innermost stack frames as ``file:line function``, outermost first; ``modules`` the module calls
-    that were open, outermost first.
+    that were open, outermost first; for a failed check of a recomputation, the module that was recomputed.
     """
 
     n: int

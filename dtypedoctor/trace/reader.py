@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.trace.events import KINDS, SCHEMA, End, Environment, Header, Op, Sample, Site, TensorNote
+from dtypedoctor.trace.canonical import CanonicalNames
+from dtypedoctor.trace.events import KINDS, SCHEMA, End, Environment, Header, Op, Root, Sample, Site, TensorNote
 from dtypedoctor.trace.samples import BATCH, SAMPLES_PREFIX, parse_line, parse_lines
 from dtypedoctor.trace.writer import CURSOR, CURSOR_FORMAT, CURSOR_MAGIC, EVENTS
 
@@ -108,9 +109,11 @@ def read_trace(directory: Path) -> Trace:
             loader.line(number, line)
         loader.flush()
     loader.samples.sort(key=attrgetter("n"))
-    sites = loader.sites
+    names = CanonicalNames([record for record in loader.records if isinstance(record, Root)])
+    records = tuple(map(names.of, loader.records)) if names else tuple(loader.records)
+    sites = {number: names.of(site) for number, site in loader.sites.items()} if names else loader.sites
     return Trace(
-        records=tuple(loader.records),
+        records=records,
         samples=tuple(loader.samples),
         sites=sites,
         damage=tuple(loader.damage()),

@@ -71,7 +71,7 @@ class ScriptWatch:
         if self._outside is not None:
             self._outside.conclude()
         self._writer.write(Environment(values=describe_environment(torch.device(self.device))))
-        if not self._instruments.names.roots:
+        if not self._instruments.names.count:
             self._writer.write(NotWatched(what="modules", why="the script has not called any torch.nn.Module"))
         self._note_compiled()
         return self._instruments.position.step - 1
