@@ -62,10 +62,14 @@ class ModuleWatch:
         self._thread = 0
         self.raised_in: tuple[int, list[str]] = (0, [])
         """Identity of the last exception that left a module, and the module calls that were open where it began."""
+        self.recomputed: str | None = None
+        """Dotted name of the module that was last called in a backward pass."""
         self.on_error: list[Callable[[nn.Module, Any, BaseException], None]] = []
         """Called with the innermost module whose call an exception has left, its positional arguments and the exception."""
         self.before_root: list[CallListener] = []
         """Called with the module before each outermost call."""
+        self.on_return: list[Callable[[nn.Module, Any, Any, Any], None]] = []
+        """Called with the module, its positional and keyword arguments and its result when an outermost call has returned."""
         self.after_root: list[CallListener] = []
         """Called with the module after each outermost call, also when it raised."""
 
@@ -128,6 +132,8 @@ class ModuleWatch:
         self._places.begin_call()
         if not self._position.backward_depth:  # a recomputed block belongs to the call that is being differentiated
             self._position.call += 1
+        elif (place := self._names.find(module)) is not None:
+            self.recomputed = place[1]
         self._recorders.begin_call()
         for listener in self.before_root:
             listener(module)
@@ -159,6 +165,9 @@ class ModuleWatch:
                 place = self._places.of(module)
                 if place is not None and (place.residual or self.whole):
                     self._record(module, place, (args, kwargs), output)
+                if len(stack) == 1:
+                    for listener in self.on_return:
+                        listener(module, args, kwargs, output)
         finally:  # whatever goes wrong in here, the call is over
             stack.pop()
             if not stack:
