@@ -3,12 +3,17 @@
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from importlib import import_module
 from multiprocessing import parent_process
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 WORKER = "dtypedoctor.worker.main"
 """The module on the other side of the border; it is imported by name, and only in worker processes."""
+
+WARM = "dtypedoctor.worker.warm"
+"""The same for a server that builds models and forks workers."""
 
 PRELOAD = "dtypedoctor.worker.preload"
 """What the warm server imports before it forks workers."""
@@ -17,12 +22,15 @@ STDOUT, STDERR = "stdout.txt", "stderr.txt"
 """Where a worker's streams go, in its directory."""
 
 
-def begin(directory: str) -> None:
-    """Cuts the process loose from the doctor's streams and session, then serves the request in ``directory``."""
-    os.setsid()  # so that the doctor can stop the worker together with everything that it starts
-    place = Path(directory)
-    _redirect(place / STDOUT, 1)
-    _redirect(place / STDERR, 2)
+def begin(directory: str, environment: Mapping[str, str] | None = None) -> None:
+    """Cuts the process loose from the doctor's streams and session, then serves the request in ``directory``.
+
+    Args:
+        directory: holds the request.
+        environment: variables to set before anything is imported.
+    """
+    place = _set_apart(directory)
+    os.environ.update(environment or {})
     _leave_with_the_doctor()
     status = import_module(WORKER).serve(place)
     sys.stdout.flush()
@@ -30,7 +38,23 @@ def begin(directory: str) -> None:
     os._exit(status)  # the trace is complete: libraries' exit handlers can only hang or fail here
 
 
-def _redirect(path: Path, descriptor: int) -> None:
+def begin_warm(directory: str, channel: Connection) -> None:
+    """The same for a server of workers, which ends when the doctor closes ``channel``."""
+    place = _set_apart(directory)
+    import_module(WARM).serve_warm(place, channel)
+    os._exit(0)
+
+
+def _set_apart(directory: str) -> Path:
+    os.setsid()  # so that the doctor can stop the process together with everything that it starts
+    place = Path(directory)
+    redirect(place / STDOUT, 1)
+    redirect(place / STDERR, 2)
+    return place
+
+
+def redirect(path: Path, descriptor: int) -> None:
+    """Lets what is written to ``descriptor`` go to the end of ``path``."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(handle, descriptor)
     os.close(handle)

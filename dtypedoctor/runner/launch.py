@@ -11,15 +11,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Self
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner.child import PRELOAD, STDERR, begin
+from dtypedoctor.runner.child import PRELOAD, STDERR, begin, begin_warm
 from dtypedoctor.scenario.request import REQUEST, Request
 from dtypedoctor.trace.events import Refused
 from dtypedoctor.trace.reader import Trace, read_trace
@@ -121,26 +122,78 @@ class Launcher:
         Raises:
             UsageError: the directory cannot be written, or the worker says that the scenario cannot be run at all.
         """
+        started = self.start(request, directory)
+        try:
+            while not started.wait(POLL_SECONDS):
+                if self._progress is not None:
+                    self._progress(directory)
+        finally:
+            started.stop()
+        return started.collect()
+
+    def start(self, request: Request, directory: Path, environment: Mapping[str, str] | None = None) -> "StartedWorker":
+        """Starts a worker and comes back at once; the caller stops and collects it.
+
+        Args:
+            request: what it is to do.
+            directory: where everything that it leaves will lie; must not exist yet.
+            environment: variables that only this worker gets.
+
+        Raises:
+            UsageError: the directory cannot be written.
+        """
         make_directory(directory)
         (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
-        process = self._context.Process(target=begin, args=(str(directory),), daemon=False)
-        began = time.monotonic()
+        process = self._context.Process(target=begin, args=(str(directory), dict(environment or {})), daemon=False)
         process.start()
-        try:
-            timed_out = not self._wait(process, directory, began + request.scenario.time_limit)
-        finally:
-            _stop(process)
-        seconds = time.monotonic() - began
-        return collect(directory, WorkerExit(code=process.exitcode or 0, timed_out=timed_out, seconds=seconds))
+        return StartedWorker(process, directory, request.scenario.time_limit)
 
-    def _wait(self, process: ForkServerProcess, directory: Path, deadline: float) -> bool:
-        while process.is_alive():
-            if time.monotonic() > deadline:
-                return False
-            process.join(POLL_SECONDS)
-            if self._progress is not None:
-                self._progress(directory)
-        return True
+    def start_warm(self, request: Request, directory: Path) -> "tuple[ForkServerProcess, Connection]":
+        """Starts a server that builds the models of ``request`` in advance and forks workers; see ``worker/warm.py``.
+
+        Raises:
+            UsageError: the directory cannot be written.
+        """
+        make_directory(directory)
+        (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=begin_warm, args=(str(directory), theirs), daemon=False)
+        process.start()
+        theirs.close()
+        return process, ours
+
+
+class StartedWorker:
+    """A worker that may still be running."""
+
+    def __init__(self, process: ForkServerProcess, directory: Path, time_limit: float) -> None:
+        self.directory = directory
+        self._process = process
+        self._began = time.monotonic()
+        self._deadline = self._began + time_limit
+        self._timed_out = False
+
+    def wait(self, seconds: float) -> bool:
+        """Waits at most so long; whether it has ended, which it also has when its time limit is over."""
+        self._process.join(max(0.0, min(seconds, self._deadline - time.monotonic())))
+        if self._process.is_alive() and time.monotonic() > self._deadline:
+            self._timed_out = True
+            self.stop()
+        return not self._process.is_alive()
+
+    def stop(self) -> None:
+        """Ends it and everything that it started."""
+        _stop(self._process)
+
+    def collect(self) -> Run:
+        """What it has left.
+
+        Raises:
+            UsageError: the worker says that the scenario cannot be run at all.
+        """
+        seconds = time.monotonic() - self._began
+        ended = WorkerExit(code=self._process.exitcode or 0, timed_out=self._timed_out, seconds=seconds)
+        return collect(self.directory, ended)
 
 
 def make_directory(directory: Path) -> None:

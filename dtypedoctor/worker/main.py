@@ -15,7 +15,7 @@ from dtypedoctor.corrections import CORRECTIONS
 from dtypedoctor.corrections.contract import Installed
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.session import Instruments, OpWindow
-from dtypedoctor.models.build import BUILTIN, build
+from dtypedoctor.models.build import BUILTIN
 from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Scenario, ScenarioStep
 from dtypedoctor.scenario.request import REQUEST, Request
 from dtypedoctor.trace.events import Correction, End, Environment, Header, Refused, Resources, Stage
@@ -23,12 +23,17 @@ from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.compiling import compiling
 from dtypedoctor.worker.environment import describe_environment
 from dtypedoctor.worker.resources import MemoryMeter, checksum
+from dtypedoctor.worker.stock import Stock
 from dtypedoctor.workloads import WORKLOADS
 from dtypedoctor.workloads.context import Context, Holder
 
 
-def serve(directory: Path) -> int:
+def serve(directory: Path, stock: Stock | None = None) -> int:
     """Does what ``DIRECTORY/request.json`` asks for and leaves the trace beside it.
+
+    Args:
+        directory: where the request lies.
+        stock: models that are built already.
 
     Returns:
         0 if the scenario ran to its end, 1 if an exception ended it, 2 if the scenario cannot be run at all.
@@ -42,7 +47,7 @@ def serve(directory: Path) -> int:
         watch=request.watch,
         window=OpWindow(call=window.call, step=window.step, until=window.until) if window else None,
     )
-    run = _Run(request.scenario, instruments, directory)
+    run = _Run(request.scenario, instruments, directory, stock or Stock())
     outcome = "completed"
     try:
         run.all_stages()
@@ -62,8 +67,9 @@ def serve(directory: Path) -> int:
 class _Run:
     """The scenario's stages in one process."""
 
-    def __init__(self, scenario: Scenario, instruments: Instruments, directory: Path) -> None:
+    def __init__(self, scenario: Scenario, instruments: Instruments, directory: Path, stock: Stock) -> None:
         self._scenario = scenario
+        self._stock = stock
         self._instruments = instruments
         self._writer = instruments.writer
         self._directory = directory
@@ -78,9 +84,7 @@ class _Run:
         """Runs every step of the scenario in order."""
         self._device = choose_device(self._scenario.device)
         self._writer.write(Environment(values=describe_environment(self._device)))
-        if self._scenario.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True, warn_only=True)
+        prepare_process(self._scenario)
         if self._device.type == "cpu" and all(_is_builtin(stage) for stage in self._scenario.steps):
             torch.set_num_threads(1)  # tiny models gain nothing from more, and sums then do not depend on the machine
         self._meter = MemoryMeter(self._device)
@@ -93,7 +97,7 @@ class _Run:
             Stage(n=self._writer.next_n(), index=index, name=stage.name or f"step-{index + 1}", workload=kind)
         )
         if stage.model is not None:
-            self._holder.built = build(stage.model, self._device, self._scenario.seed)
+            self._holder.built = self._stock.take(stage.model, self._device, self._scenario.seed)
             self._correct(self._holder.built.model)
         context = self._context(stage)
         self._instruments.begin_stage(self._steps + 1)
@@ -184,6 +188,13 @@ class _Run:
 
 def _is_builtin(stage: ScenarioStep) -> bool:
     return stage.model is None or stage.model.name.startswith(BUILTIN)
+
+
+def prepare_process(scenario: Scenario) -> None:
+    """Settings of the whole process, made before a model is built."""
+    if scenario.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def choose_device(wanted: str) -> torch.device:
