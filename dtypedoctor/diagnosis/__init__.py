@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
 from dtypedoctor.diagnosis.nonfinite import detect_nonfinite
 from dtypedoctor.trace.reader import Trace
 
 Detector = Callable[[Trace], Iterable[Finding]]
 
 DETECTORS: dict[str, Detector] = {
+    "mismatch": detect_mismatch,
     "non-finite": detect_nonfinite,
 }
 """Every detector by the name of its family."""

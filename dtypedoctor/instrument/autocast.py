@@ -6,7 +6,7 @@ entered: the context manager class itself, which ``custom_bwd`` also uses to res
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +14,12 @@ import torch
 from torch.amp.autocast_mode import autocast
 
 from dtypedoctor.instrument.frames import source_of
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.writer import TraceWriter
+
+MAX_REGIONS = 100
+"""Different regions that are told of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +108,31 @@ class AutocastLog:
     def open_regions(self) -> tuple[Region, ...]:
         """Every region that is open, outermost first."""
         return tuple(self._regions)
+
+
+class RegionLog:
+    """Writes an observation of kind ``autocast-region`` for each different region that is entered.
+
+    Values: ``device``, ``wanted`` (dtype), ``enabled``, ``source``.
+    """
+
+    def __init__(self, writer: TraceWriter, position: Position) -> None:
+        self._writer = writer
+        self._position = position
+        self._told: set[Region] = set()
+
+    def tell(self, region: Region) -> None:
+        """A region is entered."""
+        if region in self._told or len(self._told) >= MAX_REGIONS:
+            return
+        self._told.add(region)
+        position = self._position
+        self._writer.write(
+            Observation(
+                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
+                kind="autocast-region", fqn=None, values=asdict(region),
+            )
+        )  # fmt: skip
 
 
 def _already_open() -> list[Region]:

@@ -31,6 +31,7 @@ class Phases:
         before_backward: called with the tensors that a backward pass starts from.
         after_backward: called when the outermost backward pass has ended, also by an exception.
         before_step, after_step: called with the optimizer around its step.
+        before_unscale: called with the scaler and the optimizer whose gradients are about to be unscaled.
         after_scaler: called with the scaler, the optimizer and whether the step was skipped.
     """
 
@@ -45,6 +46,7 @@ class Phases:
         self.after_backward: list[Listener] = []
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
+        self.before_unscale: list[Callable[[Any, Optimizer], None]] = []
         self.after_scaler: list[Callable[[Any, Optimizer, bool], None]] = []
 
     def start(self) -> None:
@@ -52,6 +54,7 @@ class Phases:
         self._wrap(torch.autograd, "backward", self._around_backward)
         self._wrap(torch.autograd, "grad", self._around_backward)
         self._wrap(torch.amp.GradScaler, "step", self._around_scaler_step)
+        self._wrap(torch.amp.GradScaler, "unscale_", self._around_unscale)
         pre = register_optimizer_step_pre_hook(self._pre_step)
         post = register_optimizer_step_post_hook(self._post_step)
         self._undo += [pre.remove, post.remove]
@@ -118,6 +121,10 @@ class Phases:
         if skipped:
             self._count(inner)
         return result
+
+    def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
+        self._tell(self.before_unscale, "what the gradient scaler unscales", scaler, optimizer)
+        return original(scaler, optimizer)
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._tell(self.before_step, "gradients before some optimizer steps", optimizer)

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtypedoctor.instrument.autocast import AutocastLog
+from dtypedoctor.instrument.autocast import AutocastLog, RegionLog
+from dtypedoctor.instrument.facts import ModelFacts
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.optimizer_samples import OptimizerSamples
@@ -17,6 +18,7 @@ from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.origins import call_arguments
 from dtypedoctor.instrument.phases import Phases
 from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.scaling import UnscaleLog
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.trace.events import Raised, ScalerState
@@ -60,6 +62,9 @@ class Instruments:
         self._modules.every = every
         self._samples = OptimizerSamples(writer, self.position, self.names, self._modules.sample_now)
         self._ops = OpTrace(writer, self.position, self.names, self._autocast, self.guard)
+        self._facts = ModelFacts(writer, self.position, self.names)
+        self._unscale = UnscaleLog(writer, self.position, self.names)
+        self._regions = RegionLog(writer, self.position)
         self._listen()
 
     def _listen(self) -> None:
@@ -71,6 +76,10 @@ class Instruments:
         self._modules.before_root.append(self._before_call)
         self._modules.after_root.append(self._after_call)
         self._modules.on_error.append(self._ops.refused_by_module)
+        if self._watch:
+            self._phases.before_unscale.append(self._unscale.tell)
+            self._modules.before_root.append(self._facts.tell)
+            self._autocast.entered.append(self.guard.shield(self._regions.tell, "some autocast regions"))
 
     def start(self) -> None:
         """Begins to watch."""
@@ -190,9 +199,16 @@ class Instruments:
                 )
             )
 
+    def _recomputed_for(self, error: BaseException) -> list[str]:
+        """The module whose recomputation torch compares with its forward pass, after leaving it, and finds different."""
+        recomputed = self._modules.recomputed
+        return [recomputed] if recomputed is not None and type(error).__name__ == "CheckpointError" else []
+
     def note_exception(self, error: BaseException) -> None:
         """Records an exception that reached the top."""
         identity, modules = self._modules.raised_in
+        if identity != id(error):
+            modules = self._recomputed_for(error)
         frames = traceback.extract_tb(error.__traceback__)[-MAX_FRAMES:]
         position = self.position
         self.writer.write(
@@ -204,7 +220,7 @@ class Instruments:
                 type=type(error).__name__,
                 message=str(error)[:2000],
                 frames=[f"{f.filename}:{f.lineno} {f.name}" for f in frames],
-                modules=modules if identity == id(error) else [],
+                modules=modules,
             )
         )
 

@@ -1,0 +1,135 @@
+"""What the trace says about the models themselves: which dtype each is in, and what part its modules play.
+
+Parts are told by structure, never by the names that people give: an adapter is a low-rank weight beside a frozen one, a
+head is the last layer that holds a weight.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.trace.events import Observation, ParameterNote, Site
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["HALF", "Census", "owner_of"]
+
+HALF = frozenset({"float16", "bfloat16"})
+ADAPTER_LEVELS = 3
+"""Levels above a low-rank weight at which the frozen weight that it adapts may sit (peft: two)."""
+
+
+def owner_of(name: str) -> str:
+    """Dotted name of the module that holds the parameter or buffer ``name``."""
+    return name.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Census:
+    """Parameters, buffers, classes and configurations of every outermost module of a trace."""
+
+    trace: Trace
+
+    @cached_property
+    def _notes(self) -> dict[tuple[int, str], ParameterNote]:
+        return {(note.root, note.name): note for note in self.trace.all(ParameterNote)}
+
+    @cached_property
+    def _classes(self) -> dict[tuple[int, str], str]:
+        return {(site.root, site.fqn): site.cls for site in self.trace.all(Site) if site.cls}
+
+    def note(self, root: int, name: str) -> ParameterNote | None:
+        """The last note about a parameter or buffer."""
+        return self._notes.get((root, name))
+
+    def notes(self, root: int) -> Iterator[ParameterNote]:
+        """All parameters and buffers of an outermost module, in the order in which its modules hold them."""
+        return (note for (number, _), note in self._notes.items() if number == root)
+
+    def class_of(self, root: int, fqn: str) -> str:
+        """Class name of a module that was called, or an empty string."""
+        return self._classes.get((root, fqn), "")
+
+    def dtype_of(self, root: int) -> str | None:
+        """The dtype that a model is in: that of most of its weights, packed ones and (where others are frozen) trainables aside.
+
+        None for a model without floating-point parameters, or where two dtypes hold equally much.
+        """
+        dense = [n for n in self.notes(root) if not n.buffer and n.quant is None and n.dtype in DTYPES]
+        frozen = [n for n in dense if not n.requires_grad]
+        elements: Counter[str] = Counter()
+        for note in frozen or dense:
+            elements[note.dtype] += prod(note.shape)
+        ranked = elements.most_common(2)
+        if not ranked or (len(ranked) == 2 and ranked[0][1] == ranked[1][1]):
+            return None
+        return ranked[0][0]
+
+    def is_head(self, root: int, fqn: str) -> bool:
+        """Whether a module holds the model's last weight matrix."""
+        owners = [owner_of(note.name) for note in self.notes(root) if _is_matrix(note)]
+        return bool(owners) and owners[-1] == fqn
+
+    def is_adapter(self, root: int, name: str) -> bool:
+        """Whether a parameter is a low-rank update: trainable beside a larger frozen matrix that shares a dimension with it."""
+        note = self.note(root, name)
+        if note is None or len(note.shape) != 2 or not note.requires_grad:
+            return False
+        container = owner_of(name)
+        for _ in range(ADAPTER_LEVELS):
+            container = owner_of(container)
+            if not container:
+                return False
+            if any(_adapts(note, other) for other in self._inside(root, container)):
+                return True
+        return False
+
+    def saved_copy(self, root: int, fqn: str) -> str | None:
+        """The peft wrapper that keeps a fully trained copy of a module (``modules_to_save``) and holds ``fqn``, if any."""
+        while fqn:
+            fqn = owner_of(fqn)
+            if self.class_of(root, fqn) == "ModulesToSaveWrapper":
+                return fqn
+        return None
+
+    def keeper(self, root: int, fqn: str) -> str | None:
+        """The entry of the model's keep-in-float32 list that names a module, if any."""
+        for observation in self.trace.all(Observation):
+            if observation.kind != "model-config" or observation.values.get("root") != root:
+                continue
+            prefix = observation.fqn or ""
+            if not prefix or fqn == prefix or fqn.startswith(f"{prefix}."):
+                entry = next((e for e in observation.values.get("keep_in_fp32", ()) if e in fqn), None)
+                if entry is not None:
+                    return str(entry)
+        return None
+
+    def config_dtype(self, root: int) -> str | None:
+        """The dtype that the model's configuration states, where it has one."""
+        found = [o.values.get("dtype") for o in self.trace.all(Observation) if o.kind == "model-config"
+                 and o.values.get("root") == root and not o.fqn]  # fmt: skip
+        return next((str(dtype) for dtype in found if dtype), None)
+
+    def packed_in(self, root: int, fqn: str) -> Iterator[ParameterNote]:
+        """The packed weights that a module holds itself."""
+        return (note for note in self.notes(root) if note.quant is not None and owner_of(note.name) == fqn)
+
+    def _inside(self, root: int, container: str) -> Iterator[ParameterNote]:
+        return (note for note in self.notes(root) if note.name.startswith(f"{container}."))
+
+
+def _is_matrix(note: ParameterNote) -> bool:
+    return not note.buffer and len(note.shape) >= 2
+
+
+def _shape(note: ParameterNote) -> list[int]:
+    return list(note.quant.get("shape") or note.shape) if note.quant is not None else note.shape
+
+
+def _adapts(adapter: ParameterNote, base: ParameterNote) -> bool:
+    shape = _shape(base)
+    if base.requires_grad or base.buffer or len(shape) != 2:
+        return False
+    return bool(set(adapter.shape) & set(shape)) and min(adapter.shape) < min(shape)

@@ -1,0 +1,106 @@
+"""The family's detector: the first rule that explains a refusal has the word."""
+
+from collections.abc import Callable, Iterator
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.mismatch.case import Case, case_of
+from dtypedoctor.diagnosis.mismatch.destinations import attention_operands, cache_of_another_dtype, merged_features
+from dtypedoctor.diagnosis.mismatch.messages import Complaint, complaint_of
+from dtypedoctor.diagnosis.mismatch.operands import by_origin
+from dtypedoctor.diagnosis.mismatch.quantised import (
+    dequantised_to_another_dtype,
+    packed_weight_used_as_dense,
+    silently_wrong_weights,
+    stale_buffer,
+)  # fmt: skip
+from dtypedoctor.diagnosis.mismatch.recompute import recomputed_outside_of_the_region, recomputed_with_other_dtypes
+from dtypedoctor.diagnosis.mismatch.regions import (
+    autocast_bypass,
+    contradicted_by,
+    contradicting_region,
+    custom_function,
+    region_without_effect,
+    wrong_device,
+)  # fmt: skip
+from dtypedoctor.diagnosis.mismatch.shards import mixed_shard_units
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.wording import how_the_run_ended, short
+from dtypedoctor.trace.events import Raised
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["detect_mismatch"]
+
+RULES: tuple[Callable[[Case], Finding | None], ...] = (
+    packed_weight_used_as_dense,
+    recomputed_outside_of_the_region,
+    stale_buffer,
+    dequantised_to_another_dtype,
+    cache_of_another_dtype,
+    custom_function,
+    autocast_bypass,
+    merged_features,
+    wrong_device,
+    attention_operands,
+    by_origin,
+)
+"""In this order: what is wrong with the operand itself, then what the region did or did not do, then where it came from."""
+
+SPOKEN_FOR = frozenset({"recompute", "shards"})
+"""Families of complaints with detectors of their own."""
+
+
+def detect_mismatch(trace: Trace) -> Iterator[Finding]:
+    """Everything about dtypes that do not go together, the root before its consequences."""
+    explained = tuple(_refusal(trace))
+    yield from explained
+    yield from recomputed_with_other_dtypes(trace)
+    yield from mixed_shard_units(trace)
+    if not any(f.id in ("stale-dequant-buffer", "quant-state-dtype") for f in explained):
+        yield from silently_wrong_weights(trace)
+    if not any(f.id == "autocast-contradicts-model" for f in explained):
+        yield from contradicting_region(trace)
+    if not any(f.id == "autocast-wrong-device" for f in explained):
+        yield from region_without_effect(trace)
+
+
+def _refusal(trace: Trace) -> Iterator[Finding]:
+    raised = trace.last(Raised)
+    complaint = complaint_of(raised.message) if raised is not None else None
+    if raised is None or (complaint is not None and complaint.family in SPOKEN_FOR):
+        return
+    case = case_of(trace)
+    found = _explained(case) if case is not None else None
+    if case is not None and found is not None:
+        root = contradicted_by(case) if found.id in ("autocast-bypass", "custom-function-autocast") else None
+        yield from (one for one in (root, found) if one is not None)
+    elif complaint is not None and case is None:
+        yield _by_message(trace, raised, complaint)
+
+
+def _explained(case: Case) -> Finding | None:
+    if case.complaint is None and len(case.dtypes) < 2:
+        return None
+    return next((found for rule in RULES if (found := rule(case)) is not None), None)
+
+
+def _by_message(trace: Trace, raised: Raised, complaint: Complaint) -> Finding:
+    """What the exception alone says, where no op trace was open."""
+    module = raised.modules[-1] if raised.modules else None
+    dtypes = " and ".join(complaint.dtypes) or "different dtypes"
+    place = raised.frames[-1].rsplit("/", 1)[-1].split(" ")[0] if raised.frames else None
+    return Finding(
+        id="operand-dtype-mismatch",
+        severity=Severity.ERROR,
+        confidence=Confidence.POSSIBLE,
+        fqn=module,
+        phase=raised.phase,
+        step=raised.step,
+        dtype=complaint.dtypes[0] if complaint.dtypes else None,
+        source=place,
+        summary=f"An operation in {short(module)} got {dtypes}.",
+        cause="The message says so; no op trace shows the operands, so where the odd one comes from is not known.",
+        evidence=how_the_run_ended(trace),
+        remedies=remedies_for("operand-dtype-mismatch"),
+        references=references_of("operand-dtype-mismatch"),
+    )

@@ -1,0 +1,195 @@
+"""Walks the op trace back from an operand to where its dtype was born, and gives one named reason."""
+
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Link
+from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
+from dtypedoctor.diagnosis.mismatch.census import Census, owner_of
+from dtypedoctor.diagnosis.mismatch.kinds import (
+    CASTS,
+    CONVOLUTIONS,
+    LIKE,
+    LOOKUPS,
+    PRODUCTS,
+    ROOTS,
+    VIEWS,
+    is_dequantisation,
+    writes,
+)  # fmt: skip
+from dtypedoctor.diagnosis.ops import OpGraph, overload_free
+from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.trace.events import Observation, Op, TensorNote
+
+__all__ = ["Provenance"]
+
+MAX_LINKS = 12
+"""Links of a chain that are kept, from both of its ends."""
+MAX_WALK = 2000
+NORM_DEPTH = 8
+"""How many ops above a multiplication by a weight the root of a mean square may lie, for it to be a norm."""
+
+
+class Provenance:
+    """Answers where dtypes come from.
+
+    Args:
+        graph: the op trace.
+        census: what is known of the models.
+    """
+
+    def __init__(self, graph: OpGraph, census: Census) -> None:
+        self.graph = graph
+        self.census = census
+        self._writers: dict[int, list[Op]] = {}
+        for op in graph.ops:
+            given = {t.storage for t in op.inputs}
+            for storage in {t.storage for t in op.outputs} - {0}:
+                if storage not in given or writes(op):
+                    self._writers.setdefault(storage, []).append(op)
+
+    def of(self, tensor: TensorNote, user: Op) -> Birth:
+        """Where the dtype of ``tensor``, an operand of ``user``, was born."""
+        return _Walk(self, tensor.dtype).back(tensor, user)
+
+    def maker(self, tensor: TensorNote, user: Op) -> Op | None:
+        """The op that made ``tensor``, or else the last one before ``user`` that wrote to its memory."""
+        made = self.graph.producer(tensor)
+        if made is not None and made.n < user.n:
+            return made
+        wrote = [op for op in self._writers.get(tensor.storage, ()) if op.n < user.n]
+        return wrote[-1] if wrote else None
+
+    def reason_of_parameter(self, name: str, user: Op) -> Reason:
+        """Why a parameter that ``user`` works with is in its dtype, or what it is."""
+        owner = owner_of(name)
+        if overload_free(user.op) in LOOKUPS:
+            return Reason.EMBEDDING
+        if self.census.saved_copy(user.root, owner) is not None:
+            return Reason.MODULES_TO_SAVE
+        if self.census.is_adapter(user.root, name):
+            return Reason.ADAPTER
+        if self._is_norm(user):
+            return Reason.NORM
+        return Reason.KEEP_IN_FP32 if self.census.keeper(user.root, owner) is not None else Reason.LOAD_DTYPE
+
+    def _is_norm(self, op: Op) -> bool:
+        """Whether an op multiplies by the weight of a norm: in the same module, not far above it, is a root mean square."""
+        level, seen = [op], {op.n}
+        for _ in range(NORM_DEPTH):
+            if any(overload_free(one.op) in ROOTS for one in level):
+                return True
+            makers = [self.graph.producer(t) for one in level for t in one.inputs if not t.origin]
+            level = [m for m in makers if m is not None and m.fqn == op.fqn and m.n not in seen]
+            seen.update(m.n for m in level)
+        return False
+
+    def reason_of_cast(self, op: Op, dtype: str) -> Reason:
+        """Why ``op`` gave its result a dtype that no operand has."""
+        if op.autocast == dtype and overload_free(op.op) in CASTS:
+            return Reason.AUTOCAST_LIST
+        if any(
+            n.quant is not None and n.quant.get("compute_dtype") == dtype
+            for n in self.census.packed_in(op.root, op.fqn)
+        ):
+            return Reason.COMPUTE_DTYPE
+        shards = [o for o in self.graph.trace.all(Observation) if o.kind == "shard-unit" and o.fqn == op.fqn]
+        if any(unit.values.get("output_dtype") == dtype for unit in shards):
+            return Reason.FSDP_OUTPUT
+        return Reason.CAST
+
+
+class _Walk:
+    """One walk up the op trace, looking for the birth of one dtype."""
+
+    def __init__(self, known: Provenance, dtype: str) -> None:
+        self._known = known
+        self._dtype = dtype
+        self._links: list[Link] = []
+        self._promoted: Op | None = None
+
+    def back(self, tensor: TensorNote, user: Op) -> Birth:
+        """The birth of the dtype of ``tensor``."""
+        for _ in range(MAX_WALK):
+            if tensor.origin and tensor.dtype == self._dtype:
+                return self._end(self._named(tensor, user))
+            maker = self._known.maker(tensor, user)
+            if maker is None:
+                break
+            born = self._dequantised(maker) if is_dequantisation(maker) else self._born_at(maker, tensor)
+            self._link(maker, tensor.dtype)
+            if born is not None:
+                return self._end(born)
+            following = self._follow(maker, tensor)
+            if following is None:
+                break
+            tensor, user = following, maker
+        return self._end(self._birth(Reason.ELSEWHERE, user))
+
+    def _born_at(self, maker: Op, tensor: TensorNote) -> Birth | None:
+        """The birth, if ``maker`` is where the dtype begins; None where it took it over from an operand."""
+        if tensor.dtype != self._dtype or _reads_bits(maker, tensor) or writes(maker):
+            return None
+        floats = [t for t in maker.inputs if t.dtype in DTYPES]
+        same = [t for t in floats if t.dtype == tensor.dtype]
+        if not floats or (not same and overload_free(maker.op) in LIKE):
+            return self._birth(Reason.FACTORY, maker)
+        if not same:
+            return self._birth(self._known.reason_of_cast(maker, tensor.dtype), maker)
+        if any(DTYPES[t.dtype].bits < DTYPES[self._dtype].bits for t in floats):
+            self._promoted = maker
+        named = next((t for t in same if t.origin in ("parameter", "buffer")), None)
+        agree = len(same) == len(floats) > 1
+        if named is None or (agree and overload_free(maker.op) not in PRODUCTS | CONVOLUTIONS):
+            return None
+        return self._named(named, maker)
+
+    def _follow(self, maker: Op, tensor: TensorNote) -> TensorNote | None:
+        """The operand that ``tensor`` has its dtype from; for bits that are read as another dtype, where they come from."""
+        if _reads_bits(maker, tensor) or tensor.dtype != self._dtype:
+            return maker.inputs[-1] if maker.inputs else None
+        if writes(maker):  # an op in place, or with out=, keeps the dtype of the memory that it writes to
+            return next((t for t in maker.inputs if t.storage == tensor.storage), None)
+        same = [t for t in maker.inputs if t.dtype == tensor.dtype]
+        return next((t for t in same if not t.origin), same[0])
+
+    def _named(self, tensor: TensorNote, user: Op) -> Birth:
+        name = tensor.name or ""
+        others = {"buffer": Reason.BUFFER, "attribute": Reason.ATTRIBUTE, "input": Reason.MODEL_INPUT}
+        reason = others.get(tensor.origin) or self._known.reason_of_parameter(name, user)
+        fqn = user.fqn if tensor.origin == "input" else owner_of(name)
+        return replace(self._birth(reason, user), fqn=fqn, name=name)
+
+    def _dequantised(self, maker: Op) -> Birth:
+        packed = next((t for t in maker.inputs if t.origin and t.dtype not in DTYPES), None)
+        dtype = maker.outputs[0].dtype
+        birth = self._birth(Reason.QUANT_STATE if dtype == self._dtype else Reason.REINTERPRETED, maker)
+        if packed is None or packed.name is None:
+            return replace(birth, quant_dtype=dtype)
+        return replace(birth, fqn=owner_of(packed.name), name=packed.name, quant_dtype=dtype)
+
+    def _birth(self, reason: Reason, op: Op) -> Birth:
+        return Birth(reason=reason, dtype=self._dtype, root=op.root, fqn=op.fqn, op=op)
+
+    def _link(self, maker: Op, dtype: str) -> None:
+        if overload_free(maker.op) in VIEWS and maker.op != "aten.view.dtype":
+            return
+        floats = [t.dtype for t in maker.inputs if t.dtype in DTYPES]
+        dtype_in = next((d for d in floats if d != dtype), floats[0] if floats else None)
+        self._links.append(Link(fqn=maker.fqn, op=maker.op, dtype_in=dtype_in, dtype_out=dtype, source=maker.source))
+
+    def _end(self, birth: Birth) -> Birth:
+        what = f"{birth.reason}: {birth.name}" if birth.name else str(birth.reason)
+        source = birth.op.source if birth.op is not None else None
+        last = Link(fqn=birth.fqn, op=what, dtype_in=None, dtype_out=birth.quant_dtype or birth.dtype, source=source)
+        links = self._links
+        kept = links if len(links) < MAX_LINKS else [*links[: MAX_LINKS // 2], *links[-MAX_LINKS // 2 :]]
+        return replace(birth, promoted=self._promoted, chain=(*kept, last))
+
+
+def _reads_bits(op: Op, tensor: TensorNote) -> bool:
+    """Whether ``op`` wrote the memory of ``tensor`` in another dtype than it is read in."""
+    if op.op == "aten.view.dtype":
+        return True
+    return all(t.id != tensor.id for t in op.outputs) and any(
+        t.storage == tensor.storage != 0 and t.dtype != tensor.dtype for t in op.outputs
+    )

@@ -1,0 +1,238 @@
+"""Autocast regions: ops they do not reach, functions that lose or re-enter them, regions for another device or model."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.mismatch.case import Case
+from dtypedoctor.diagnosis.mismatch.census import HALF, Census
+from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CONVOLUTIONS, PRODUCTS
+from dtypedoctor.diagnosis.mismatch.report import described, finding, said
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.wording import place, short
+from dtypedoctor.trace.events import Flow, Observation
+from dtypedoctor.trace.reader import Trace
+
+__all__ = [
+    "autocast_bypass",
+    "contradicted_by",
+    "contradicting_region",
+    "custom_function",
+    "region_without_effect",
+    "wrong_device",
+]
+
+CAST_BY_AUTOCAST = PRODUCTS | CONVOLUTIONS | {"scaled_dot_product_attention"}
+"""Ops that an autocast region makes agree, where it is one for their device."""
+
+
+def custom_function(case: Case) -> Finding | None:
+    """A hand-written backward pass that lost its forward's autocast region, or re-entered one that its sums are not cast in."""
+    context = _context(case)
+    if context is None:
+        return None
+    forward, used, decorated = (context.get(k) for k in ("forward_autocast", "fwd_used_autocast", "decorated"))
+    if forward and not case.op.autocast:
+        why = (
+            f"custom_fwd and custom_bwd of {case.op.function} belong to another device type than its operands, so they saw no "
+            "autocast region and restore none."
+            if decorated
+            else f"{case.op.function} is not decorated with custom_fwd and custom_bwd, so its backward does not know of the region."
+        )
+        cause = f"The forward ran inside a {forward} autocast region and the backward outside of any. {why} {_MEET}"
+        proven = case.ran(f"all-as-{forward}") and case.ran("equal-dtypes")
+    elif case.op.autocast and decorated and used:
+        cause = (
+            f"custom_bwd re-enters the {case.op.autocast} autocast region of the forward, so the products of the backward come "
+            f"in {case.op.autocast}; {said(case)} writes to memory that exists already, where autocast casts nothing, and that "
+            f"memory has the dtype of {_saved(case)}."
+        )
+        proven = case.ran("equal-dtypes") and case.ran(f"all-as-{case.op.autocast}")
+    else:
+        return None
+    evidence = f"{case.op.function}: forward at {context.get('forward_source')} under autocast {forward or 'off'}, backward under "
+    return finding(
+        case,
+        "custom-function-autocast",
+        fqn=place(case.op),
+        summary=f"The backward of {case.op.function} in {short(place(case.op))} mixes {' and '.join(case.dtypes)}.",
+        cause=cause,
+        confidence=Confidence.PROVEN if proven else Confidence.LIKELY,
+        evidence=(f"{evidence}{case.op.autocast or 'off'} (custom_fwd recorded: {used}).",),
+    )
+
+
+_MEET = "So gradients in the region's dtype meet the tensors that were saved before they were cast."
+
+
+def _context(case: Case) -> dict[str, Any] | None:
+    """What the instruments saw of the custom function in whose backward the op ran."""
+    if case.op.function is None or case.op.phase not in ("backward", "recompute"):
+        return None
+    seen = [o for o in case.trace.all(Observation) if o.kind == "custom-function" and o.n < case.op.n
+            and o.values.get("function") == case.op.function]  # fmt: skip
+    return dict(seen[-1].values) if seen else None
+
+
+def _saved(case: Case) -> str:
+    return described(case.odd.birth) if case.odd is not None else "what the forward saved"
+
+
+def autocast_bypass(case: Case) -> Finding | None:
+    """An op that autocast does not cast for: in place, with ``out=``, or not on its list."""
+    region = case.op.autocast
+    if region is None or region not in case.dtypes or (case.writes_at_index and case.family not in ACCUMULATIONS):
+        return None
+    return finding(
+        case,
+        "autocast-bypass",
+        fqn=place(case.op),
+        summary=f"{said(case)} in {short(place(case.op))} is not cast by the {region} autocast region around it.",
+        cause=(
+            f"Autocast replaces the operands of the ops on its list. {_why_not_cast(case)} So results in {region} of the ops "
+            f"before it meet {_the_rest(case)}."
+        ),
+        confidence=Confidence.PROVEN if case.ran(f"all-as-{region}") else Confidence.LIKELY,
+        evidence=(
+            (f"With all operands in {region}, as autocast would have cast them, the same op runs.",)
+            if case.ran(f"all-as-{region}")
+            else ()
+        ),
+    )
+
+
+def _why_not_cast(case: Case) -> str:
+    op = said(case)
+    if case.op.inplace:
+        return (
+            f"{op} works in place: its result has the dtype of memory that exists already, so autocast leaves it alone."
+        )
+    if case.op.out_variant:
+        return f"{op} has an out= argument: its result has the dtype of memory that exists already, so autocast leaves it alone."
+    return f"{op} is not on that list."
+
+
+def _the_rest(case: Case) -> str:
+    return described(case.odd.birth) if case.odd is not None else "operands in another dtype"
+
+
+def wrong_device(case: Case) -> Finding | None:
+    """A product without autocast inside a region that is for another device type than its operands'."""
+    seen = next(iter(case.seen("autocast-regions")), None)
+    if seen is None or case.op.autocast is not None or case.family not in CAST_BY_AUTOCAST:
+        return None
+    device = seen.values.get("device")
+    region = next(
+        (r for r in reversed(seen.values.get("regions", ())) if r["device"] != device and r["wanted"] in case.dtypes),
+        None,
+    )
+    if region is None or any(r["device"] == device for r in seen.values["regions"]):
+        return None
+    settled = case.ran(f"all-as-{region['wanted']}")
+    return finding(
+        case,
+        "autocast-wrong-device",
+        fqn=place(case.op),
+        summary=f"The autocast region around {short(place(case.op))} is for {region['device']!r}; its operands are on {device!r}.",
+        cause=(
+            f"A region casts for its own device type only. The one that {region['source'] or 'the caller'} enters does nothing for "
+            f"tensors on {device!r}, so {said(case)} gets {' and '.join(case.dtypes)}, which it would have cast to {region['wanted']}."
+        ),
+        confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
+        evidence=(f"With all operands in {region['wanted']}, as the region would have cast them, the same op runs.",)
+        if settled
+        else (),
+    )
+
+
+def contradicted_by(case: Case) -> Finding | None:
+    """The contradiction behind a refusal inside a region: weights in one half-precision dtype, the region in the other."""
+    model, region = case.model_dtype, case.op.autocast
+    if model not in HALF or region not in HALF or model == region:
+        return None
+    seen = next(iter(case.seen("autocast-regions")), None)
+    inner = [
+        r
+        for r in (seen.values.get("regions", ()) if seen is not None else ())
+        if r["enabled"] and r["wanted"] == region
+    ]
+    return _contradiction(
+        root=case.op.root,
+        dtypes=(str(model), str(region)),
+        where=(case.op.phase, case.op.step, inner[0]["source"] if inner else None),
+        settled=case.ran(f"all-as-{model}"),
+        consequence=f"{said(case)} at {case.op.source} refuses the two ({case.raised.message.splitlines()[0][:120]}).",
+    )
+
+
+def contradicting_region(trace: Trace) -> Iterator[Finding]:
+    """The same contradiction where nothing has raised (yet)."""
+    census = Census(trace)
+    told: set[int] = set()
+    for flow in trace.all(Flow):
+        model = census.dtype_of(flow.root) if flow.autocast in HALF and flow.root not in told else None
+        if model in HALF and model != flow.autocast and model in flow.weights:
+            told.add(flow.root)
+            source = next((o.values.get("source") for o in trace.all(Observation) if o.kind == "autocast-region"
+                           and o.values.get("wanted") == flow.autocast and o.values.get("enabled")), None)  # fmt: skip
+            yield _contradiction(
+                root=flow.root,
+                dtypes=(str(model), str(flow.autocast)),
+                where=(flow.phase, flow.step, source),
+                settled=False,
+                consequence=None,
+            )
+
+
+def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int, str | None], settled: bool,
+                   consequence: str | None) -> Finding:  # fmt: skip
+    model, region = dtypes
+    phase, step, source = where
+    danger = "its range ends at 65504" if region == "float16" else "it keeps 3 bits less of each number"
+    return Finding(
+        id="autocast-contradicts-model",
+        severity=Severity.ERROR if consequence else Severity.WARNING,
+        confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
+        fqn="",
+        phase=phase,
+        step=step,
+        dtype=region,
+        source=source,
+        summary=f"A {region} autocast region is around a {model} model.",
+        cause=(
+            f"The weights are {model}, and every product inside the region is computed in {region}: {danger}. A model in half "
+            "precision needs no autocast region. Where a library opens one, its dtype often comes from a setting that is missing "
+            "(ACCELERATE_MIXED_PRECISION unset, read with the default fp16)."
+        ),
+        evidence=(
+            f"Most frozen weights of model {root} are {model}; the region is {region}{f', entered at {source}' if source else ''}.",
+            *((consequence,) if consequence else ()),
+            *((f"With all operands in {model}, as without the region, the same op runs.",) if settled else ()),
+        ),
+        remedies=remedies_for("autocast-contradicts-model"),
+        references=references_of("autocast-contradicts-model"),
+    )
+
+
+def region_without_effect(trace: Trace) -> Iterator[Finding]:
+    """Regions for a device type on which nothing was computed, in a run that has no other."""
+    regions = [o for o in trace.all(Observation) if o.kind == "autocast-region"]
+    devices = {site.device for site in trace.sites.values() if site.kind == "output"}
+    useless = next((o for o in regions if o.values.get("wanted") and o.values.get("device") not in devices), None)
+    if useless is None or not devices or any(o.values.get("device") in devices for o in regions):
+        return
+    device = useless.values["device"]
+    yield Finding(
+        id="autocast-wrong-device",
+        severity=Severity.INFO,
+        confidence=Confidence.LIKELY,
+        phase=useless.phase,
+        step=useless.step,
+        source=useless.values.get("source"),
+        summary=f"An autocast region for {device!r} is around computations on {', '.join(sorted(devices))} only: it casts nothing.",
+        cause="A region casts for its own device type only; everything runs in the dtypes of weights and inputs.",
+        evidence=(f"Every module returned tensors on {', '.join(sorted(devices))}.",),
+        remedies=remedies_for("autocast-wrong-device"),
+        references=references_of("autocast-wrong-device"),
+    )

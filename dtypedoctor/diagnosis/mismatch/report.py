@@ -1,0 +1,132 @@
+"""Puts what is known of a refused operation into a finding."""
+
+from collections.abc import Sequence
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
+from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
+from dtypedoctor.diagnosis.mismatch.case import Case, Operand
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.wording import how_the_run_ended, place, short
+from dtypedoctor.dtypes import DTYPES
+
+__all__ = ["described", "finding", "is_settled", "met", "said"]
+
+_MODULE = "module."
+
+
+def finding(case: Case, name: str, *, fqn: str | None, summary: str, cause: str, confidence: Confidence,
+            evidence: Sequence[str] = (), blamed: Operand | None = None) -> Finding:  # fmt: skip
+    """A finding about the refused op of ``case``.
+
+    Args:
+        case: the refusal.
+        name: id of the finding.
+        fqn: the module that originates it.
+        summary, cause, confidence: see :class:`Finding`.
+        evidence: sentences of the detector's own; what every mismatch shows follows them.
+        blamed: the operand whose chain is the provenance; the odd one where left out.
+    """
+    op = case.op
+    odd = blamed if blamed is not None else case.odd
+    return Finding(
+        id=name,
+        severity=Severity.ERROR,
+        confidence=confidence,
+        fqn=fqn,
+        op=None if op.op.startswith(_MODULE) else op.op,
+        phase=op.phase,
+        step=op.step,
+        dtype=odd.dtype if odd is not None else None,
+        source=op.source,
+        summary=summary,
+        cause=cause,
+        evidence=(met(case), *evidence, *_experiments(case, odd), *how_the_run_ended(case.trace)),
+        provenance=_chain(case, odd),
+        remedies=remedies_for(name, case.census.class_of(op.root, fqn or "")),
+        references=references_of(name),
+    )
+
+
+def met(case: Case) -> str:
+    """Which operands the op got, as a sentence."""
+    operands = ", ".join(
+        t.dtype + (f" ({short(t.name)})" if t.name and t.origin != "input" else "")
+        for t in case.op.inputs
+        if t.dtype in DTYPES or t.origin == "parameter"
+    )
+    where = f" at {case.op.source}" if case.op.source else ""
+    region = f" inside a {case.op.autocast} autocast region" if case.op.autocast else ", no autocast"
+    return f"{said(case)}{where} got {operands}{region}."
+
+
+def said(case: Case) -> str:
+    """The refused op as a person would call it."""
+    op = case.op.op
+    return f"{op.removeprefix(_MODULE)}.forward" if op.startswith(_MODULE) else op
+
+
+def described(birth: Birth) -> str:
+    """Where a dtype comes from, as the end of a sentence."""
+    at = f" at {birth.op.source}" if birth.op is not None and birth.op.source else ""
+    name = birth.name or ""
+    where = short(birth.fqn) if birth.fqn is not None else "the code outside of all modules"
+    words = {
+        Reason.NORM: f"the {birth.dtype} norm weight {name}",
+        Reason.BUFFER: f"the {birth.dtype} buffer {name}",
+        Reason.EMBEDDING: f"the {birth.dtype} embedding {name}",
+        Reason.AUTOCAST_LIST: f"autocast, which casts the operands of the ops on its list{at}",
+        Reason.QUANT_STATE: f"the dequantisation of {name or 'a packed weight'} to {birth.quant_dtype}{at}",
+        Reason.REINTERPRETED: f"{name or 'a packed weight'}, dequantised to {birth.quant_dtype} and read as {birth.dtype}{at}",
+        Reason.COMPUTE_DTYPE: f"the compute dtype of the 4-bit layer {where}{at}",
+        Reason.ADAPTER: f"the {birth.dtype} adapter {name}",
+        Reason.MODULES_TO_SAVE: f"{name}, peft's trained copy, in {birth.dtype}",
+        Reason.KEEP_IN_FP32: f"{name}, which the model's keep list leaves in {birth.dtype}",
+        Reason.FSDP_OUTPUT: f"the output dtype of the shard unit {where}",
+        Reason.ATTRIBUTE: f"the tensor {name}, a plain attribute in {birth.dtype}",
+        Reason.CACHE: f"memory in {birth.dtype} that outlives the call{f' ({name})' if name else ''}",
+        Reason.MODEL_INPUT: f"the model's input in {birth.dtype} ({name})",
+        Reason.LOAD_DTYPE: f"{name}, which is {birth.dtype}",
+        Reason.CAST: f"a cast to {birth.dtype} in {where}{at}",
+        Reason.FACTORY: f"a tensor made in {birth.dtype} in {where}{at}",
+        Reason.ELSEWHERE: f"a {birth.dtype} tensor from outside of the call",
+    }
+    return words[birth.reason]
+
+
+def is_settled(case: Case, operand: Operand | None) -> bool:
+    """Whether experiments show that the dtype of ``operand`` alone made the op refuse, and that its birth gave it that dtype."""
+    if operand is None or not case.ran("equal-dtypes") or not case.ran_with(operand):
+        return False
+    promoted = operand.birth.promoted
+    if promoted is None:
+        return operand.birth.reason is not Reason.ELSEWHERE
+    narrow = case.graph.replay(promoted, "narrowest-dtype")
+    return narrow is not None and narrow.dtype is not None and narrow.dtype != operand.dtype
+
+
+def _experiments(case: Case, odd: Operand | None) -> tuple[str, ...]:
+    found = []
+    if case.ran("equal-dtypes"):
+        found.append("The same op on the same operands runs when they all have one dtype.")
+    if odd is not None and case.ran(f"operand-{odd.index}-as-{case.rule}"):
+        found.append(f"It also runs when operand {odd.index} alone is cast to {case.rule}.")
+    promoted = odd.birth.promoted if odd is not None else None
+    narrow = case.graph.replay(promoted, "narrowest-dtype") if promoted is not None else None
+    if promoted is not None and narrow is not None and narrow.dtype and odd is not None and narrow.dtype != odd.dtype:
+        found.append(
+            f"{promoted.op} at {promoted.source} returns {odd.dtype}; with all its operands in {narrow.dtype} it returns "
+            f"{narrow.dtype}."
+        )
+    return tuple(found)
+
+
+def _chain(case: Case, odd: Operand | None) -> tuple[Link, ...]:
+    first = Link(
+        fqn=place(case.op),
+        op=case.op.op,
+        dtype_in=odd.dtype if odd is not None else None,
+        dtype_out=None,
+        source=case.op.source,
+    )
+    return (first, *(odd.birth.chain if odd is not None else ()))

@@ -1,0 +1,99 @@
+"""Operands that are, or are meant to be, a packed weight made dense again."""
+
+from dataclasses import dataclass
+
+from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
+from dtypedoctor.diagnosis.mismatch.census import owner_of
+from dtypedoctor.diagnosis.mismatch.kinds import UNCOMPUTED
+from dtypedoctor.diagnosis.mismatch.provenance import Provenance
+from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.wording import short
+from dtypedoctor.trace.events import Observation, Op
+
+__all__ = ["Unpacked", "is_wrong"]
+
+GARBAGE = 0.1
+"""Relative error above which a matrix is not the packed weight; rounding to bfloat16 makes 0.002."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpacked:
+    """An operand that stands for a packed weight.
+
+    Attributes:
+        op: the op that uses it.
+        birth: where its dtype comes from.
+        owner: dotted name of the module that holds the packed weight.
+        name: name of the packed weight, where known.
+        state_dtype: what the quantisation state says.
+        measured: whether its values were compared with bitsandbytes' own dequantisation.
+        error: the relative error found; None where it is not finite, or nothing was measured.
+    """
+
+    op: Op
+    birth: Birth
+    owner: str
+    name: str | None
+    state_dtype: str | None
+    measured: bool
+    error: float | None
+
+    @classmethod
+    def of(cls, provenance: Provenance, op: Op, index: int, birth: Birth) -> "Unpacked | None":
+        """The weight that operand ``index`` of ``op`` stands for; None where it is none."""
+        measured = next((o for o in provenance.graph.trace.all(Observation) if o.kind == "packed-weight"
+                         and o.values.get("of") == op.n and o.values.get("operand") == index), None)  # fmt: skip
+        goes_back = birth.reason in (Reason.QUANT_STATE, Reason.REINTERPRETED)
+        if not goes_back and (measured is None or not _may_be_filled_unseen(birth, measured)):
+            return None
+        values = measured.values if measured is not None else {}
+        name = birth.name if goes_back else values.get("weight")
+        note = provenance.census.note(op.root, name) if name else None
+        stated = note.quant.get("dtype") if note is not None and note.quant else values.get("quant_dtype")
+        owner = owner_of(name) if name else birth.fqn or ""
+        return cls(
+            op=op,
+            birth=birth,
+            owner=owner,
+            name=name,
+            state_dtype=stated or birth.quant_dtype,
+            measured=measured is not None,
+            error=values.get("relative_error"),
+        )
+
+    @property
+    def is_garbage(self) -> bool:
+        """Whether what was multiplied is not the weight."""
+        wrong = self.measured and (self.error is None or self.error > GARBAGE)
+        return wrong or (self.birth.reason is Reason.REINTERPRETED and not self.measured)
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """What was measured of it."""
+        said = [f"The quantisation state of {self.name or short(self.owner)} says {self.state_dtype}."]
+        if self.measured:
+            size = f"{self.error:.3g}" if self.error is not None else "not finite"
+            said.append(
+                f"The matrix that was multiplied is {self.birth.dtype}; its relative error against bitsandbytes' own "
+                f"dequantisation in float32 is {size}."
+            )
+        return tuple(said)
+
+
+def is_wrong(observation: Observation) -> bool:
+    """Whether a comparison found something else than the packed weight."""
+    error = observation.values.get("relative_error")
+    return error is None or float(error) > GARBAGE
+
+
+def _may_be_filled_unseen(birth: Birth, measured: Observation) -> bool:
+    """Whether an operand's memory may have been filled by a kernel that no mode sees (ctypes, Triton).
+
+    New memory that nobody was seen to write to is; memory from before the window only where its dtype is not the state's,
+    because a dense matrix of the same shape may come from there too.
+    """
+    if birth.reason is Reason.FACTORY:
+        return birth.op is not None and overload_free(birth.op.op) in UNCOMPUTED
+    if birth.reason is Reason.ELSEWHERE:
+        return bool(measured.values.get("dtype") != measured.values.get("quant_dtype")) or not is_wrong(measured)
+    return False

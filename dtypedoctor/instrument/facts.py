@@ -1,0 +1,94 @@
+"""What models say about their own dtypes: configurations, lists of modules to keep in float32, shard units."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.writer import TraceWriter
+
+Fact = tuple[str, str, dict[str, Any]]
+"""Kind, dotted name of the module, values."""
+
+_KEEP_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+
+
+class ModelFacts:
+    """Writes, when an outermost module is first called, observations of these kinds about it and the modules inside it.
+
+    * ``model-config``: ``root``, ``dtype`` (of the configuration, or None), ``keep_in_fp32`` (entries of its keep lists).
+    * ``shard-unit`` (FSDP2): ``root``, ``dtypes`` (parameter names by dtype, those of inner units aside), ``param_dtype``,
+      ``reduce_dtype``, ``output_dtype`` of its mixed-precision policy.
+    """
+
+    def __init__(self, writer: TraceWriter, position: Position, names: Names) -> None:
+        self._writer = writer
+        self._position = position
+        self._names = names
+        self._told: set[int] = set()
+
+    def tell(self, module: nn.Module) -> None:
+        """An outermost module is called."""
+        place = self._names.find(module)
+        if place is None or place[0] in self._told:
+            return
+        root, prefix = place
+        self._told.add(root)
+        position = self._position
+        for kind, name, values in (*_configurations(module), *_shard_units(module)):
+            fqn = ".".join(part for part in (prefix, name) if part)
+            self._writer.write(
+                Observation(
+                    n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
+                    kind=kind, fqn=fqn, values={"root": root, **values},
+                )
+            )  # fmt: skip
+
+
+def _configurations(module: nn.Module) -> Iterator[Fact]:
+    for name, child in module.named_modules():
+        kept = _kept_in_float32(child)
+        dtype = _configured_dtype(child) if not name or kept else None
+        if kept or dtype:
+            yield "model-config", name, {"dtype": dtype, "keep_in_fp32": kept}
+
+
+def _kept_in_float32(module: nn.Module) -> list[str]:
+    entries = [entry for attribute in _KEEP_LISTS for entry in getattr(module, attribute, None) or ()]
+    kept = vars(module).get("kept_in_fp32")  # this package's own models say which entry kept which module
+    if isinstance(kept, Mapping):
+        entries += kept.values()
+    return sorted({str(entry) for entry in entries})
+
+
+def _configured_dtype(module: nn.Module) -> str | None:
+    config = getattr(module, "config", None)
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else None
+
+
+def _shard_units(module: nn.Module) -> Iterator[Fact]:
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(sharding, "FSDPModule", None)
+    if kind is None:
+        return
+    units = {name: child for name, child in module.named_modules() if isinstance(child, kind)}
+    for name, unit in units.items():
+        inner = [other for other in units if other != name and other.startswith(f"{name}." if name else "")]
+        dtypes: dict[str, list[str]] = {}
+        for parameter_name, parameter in unit.named_parameters(prefix=name):
+            if not any(parameter_name.startswith(f"{other}.") for other in inner):
+                dtypes.setdefault(dtype_name(parameter), []).append(parameter_name)
+        yield "shard-unit", name, {"dtypes": dtypes, **_policy(unit)}
+
+
+def _policy(unit: Any) -> dict[str, str | None]:
+    state = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
+    policy = getattr(state, "_mp_policy", None)
+    found = {key: getattr(policy, key, None) for key in ("param_dtype", "reduce_dtype", "output_dtype")}
+    return {key: str(dtype).removeprefix("torch.") if dtype is not None else None for key, dtype in found.items()}

@@ -1,0 +1,70 @@
+"""What a gradient scaler finds when it is about to unscale: which parameters, in which dtypes, with or without a gradient."""
+
+from collections import Counter
+from typing import Any
+
+from torch.optim import Optimizer
+
+from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.writer import TraceWriter
+
+MAX_NAMES = 8
+"""Parameters named per dtype."""
+
+
+class UnscaleLog:
+    """Writes an observation of kind ``unscale`` for each optimizer, again whenever one of its values but the scale changes.
+
+    Values: ``scale``; ``params``, ``gradients``: number of parameters and of gradients per dtype; ``names``: some trainable
+    parameters per half-precision dtype; ``frozen``: parameters that do not require a gradient; ``strangers``: parameters that
+    belong to no module that was called; ``optimizer``: its class.
+    """
+
+    def __init__(self, writer: TraceWriter, position: Position, names: Names) -> None:
+        self._writer = writer
+        self._position = position
+        self._names = names
+        self._last: dict[int, dict[str, Any]] = {}
+
+    def tell(self, scaler: Any, optimizer: Optimizer) -> None:
+        """``scaler`` is about to unscale the gradients of ``optimizer``."""
+        if not scaler.is_enabled():
+            return
+        inner = getattr(optimizer, "optimizer", optimizer)
+        values = self._describe(inner)
+        if self._last.get(id(inner)) == values:
+            return
+        self._last[id(inner)] = values
+        position = self._position
+        self._writer.write(
+            Observation(
+                n=self._writer.next_n(), step=position.step, call=position.call, phase="optimizer", kind="unscale", fqn=None,
+                values={"scale": float(scaler.get_scale()), **values},
+            )
+        )  # fmt: skip
+
+    def _describe(self, optimizer: Optimizer) -> dict[str, Any]:
+        known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}
+        params: Counter[str] = Counter()
+        gradients: Counter[str] = Counter()
+        names: dict[str, list[str]] = {}
+        frozen = strangers = 0
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            dtype = dtype_name(parameter)
+            params[dtype] += 1
+            frozen += not parameter.requires_grad
+            strangers += id(parameter) not in known
+            if parameter.grad is not None:
+                gradients[dtype_name(parameter.grad)] += 1
+            if dtype in ("float16", "bfloat16") and parameter.requires_grad and id(parameter) in known:
+                names.setdefault(dtype, []).append(known[id(parameter)])
+        return {
+            "params": dict(params),
+            "gradients": dict(gradients),
+            "names": {dtype: found[:MAX_NAMES] for dtype, found in names.items()},
+            "frozen": frozen,
+            "strangers": strangers,
+            "optimizer": type(optimizer).__name__,
+        }
