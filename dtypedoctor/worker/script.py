@@ -96,29 +96,35 @@ class _Recording:
         if error is not None:
             hide_own_frames(error)
             hide_in_excepthook()
-        raised = error is not None and not isinstance(error, SystemExit)
+        raised = error if not isinstance(error, SystemExit) else None
         steps = 0
-        if self._watch is not None:
-            steps = self._watch.finish(error if raised else None)
-        elif error is not None and raised:
-            _without_torch(self._writer, error)
-        self._finish("raised" if raised else "completed", steps)
+        try:
+            steps = self._conclude(raised)
+        except Exception as failure:  # noqa: BLE001  (a defect of ours, or a device that no longer answers)
+            self._writer.write(NotWatched(what="the end of the script", why=f"{type(failure).__name__}: {failure}"))
+        self._finish("raised" if raised is not None else "completed", steps)
 
-    def _finish(self, outcome: str, steps: int = 0) -> None:
-        writer = self._writer
-        if self._watch is None and outcome != "refused":
+    def _conclude(self, error: BaseException | None) -> int:
+        watch, writer = self._watch, self._writer
+        if watch is None:
             writer.write(NotWatched(what="tensors and modules", why="the script has not imported torch"))
-        watch = self._watch
+            if error is not None:
+                _without_torch(writer, error)
+            return 0
+        steps = watch.finish(error)
         writer.write(
             Resources(
                 seconds=time.perf_counter() - self._began,
-                peak_memory=watch.peak_memory() if watch else 0,
-                device=watch.device if watch else "cpu",
-                checksum=watch.checksum if watch else None,
+                peak_memory=watch.process.peak_memory(),
+                device=watch.process.device,
+                checksum=watch.checksum,
             )
         )
-        writer.write(End(n=writer.next_n(), outcome=outcome, steps_completed=steps))
-        writer.close()
+        return steps
+
+    def _finish(self, outcome: str, steps: int = 0) -> None:
+        self._writer.write(End(n=self._writer.next_n(), outcome=outcome, steps_completed=steps))
+        self._writer.close()
 
 
 def _without_torch(writer: TraceWriter, error: BaseException) -> None:

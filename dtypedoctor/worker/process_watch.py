@@ -1,0 +1,135 @@
+"""The instruments around a process that is not the doctor's: a user's script, or a program that has asked to be watched."""
+
+import os
+import time
+from math import isfinite
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dtypedoctor.instrument.compile_events import CompileWatch, observations
+from dtypedoctor.instrument.session import Instruments, OpWindow
+from dtypedoctor.trace.events import Environment, Metric, NotWatched, Observation
+from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.worker.environment import describe_environment
+from dtypedoctor.worker.on_import import after_import
+from dtypedoctor.worker.resources import peak_resident, resident
+
+COMPILER = "torch._dynamo.convert_frame"
+"""Imported by torch when something is compiled for the first time."""
+
+
+class ProcessWatch:
+    """Watches every module, optimizer and scaler of the process that it is in.
+
+    Args:
+        writer: where the records go.
+        watch: False records no more than losses, steps and what ended the process.
+        window: where the op trace is on; None for nowhere.
+    """
+
+    def __init__(self, writer: TraceWriter, *, watch: bool = True, window: OpWindow | None = None) -> None:
+        self._writer = writer
+        self.instruments = Instruments(writer, watch=watch, window=window)
+        self._compiler = CompileWatch()
+        self._compiling = False
+        self._loss: float | None = None
+        self._step_began = time.perf_counter()
+        self._memory = resident()
+        self._described = False
+        self._owner = os.getpid()
+        self._running = False
+
+    def start(self) -> None:
+        """Begins to watch."""
+        instruments = self.instruments
+        instruments.modules.before_root.append(self._describe)
+        instruments.phases.before_backward.append(self._note_loss)
+        instruments.phases.after_step.append(self._note_step)
+        self._running = True
+        instruments.start()
+        after_import(COMPILER, self._compiler_is_there)
+        os.register_at_fork(after_in_child=self._be_quiet)
+
+    def finish(self, error: BaseException | None) -> int:
+        """Stops watching, and writes what only the end knows.
+
+        Args:
+            error: what ended the program or the part of it that was watched, if anything did.
+
+        Returns:
+            Optimizer steps done.
+        """
+        self._running = False
+        self.instruments.stop()
+        if error is not None:
+            self.instruments.note_exception(error)
+        self._writer.write(Environment(values=describe_environment(torch.device(self.device))))
+        if not self.instruments.names.count:
+            self._writer.write(NotWatched(what="modules", why="no torch.nn.Module was called"))
+        self._note_compiled()
+        return self.instruments.position.step - 1
+
+    @property
+    def device(self) -> str:
+        """``cuda`` if the process has used CUDA so far, else ``cpu``. Asking does not initialise CUDA."""
+        return "cuda" if torch.cuda.is_initialized() else "cpu"
+
+    def peak_memory(self) -> int:
+        """Bytes over what the process took when watching began; on CUDA, the peak of torch's allocator."""
+        if self.device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return max(0, peak_resident() - self._memory)
+
+    def _be_quiet(self) -> None:
+        """A forked child (a data loader's worker, say) is not watched: the trace is its parent's."""
+        self.instruments.position.muted += 1
+
+    def _describe(self, module: nn.Module) -> None:
+        """Writes the environment when it matters, and not earlier: a program may still set it up after importing torch."""
+        if not self._described:
+            self._described = True
+            self._writer.write(Environment(values=describe_environment(torch.device(self.device))))
+
+    def _note_loss(self, tensors: list[Tensor]) -> None:
+        if len(tensors) == 1 and tensors[0].numel() == 1:
+            self._loss = float(tensors[0].detach())
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        now = time.perf_counter()
+        values = {"step_time": now - self._step_began}
+        self._step_began = now
+        nonfinite = []
+        if self._loss is not None and isfinite(self._loss):
+            values["loss"] = self._loss
+        elif self._loss is not None:
+            nonfinite = ["loss"]
+        step = self.instruments.position.step
+        self._writer.write(Metric(n=self._writer.next_n(), step=step, values=values, nonfinite=nonfinite))
+
+    def _compiler_is_there(self) -> None:
+        if self._running and self.instruments.watching and os.getpid() == self._owner:
+            self._compiler.__enter__()
+            self._compiling = True
+
+    def _note_compiled(self) -> None:
+        if not self._compiling:
+            return
+        self._compiler.__exit__(None, None, None)
+        report = self._compiler.report()
+        if not (report.frames or report.unique_graphs):
+            return
+        position = self.instruments.position
+        for kind, values in observations(report):
+            self._writer.write(
+                Observation(n=self._writer.next_n(), step=position.step, call=position.call, phase="compile", kind=kind,
+                            fqn=None, values=values)
+            )  # fmt: skip
+        if report.unique_graphs:
+            self._writer.write(
+                NotWatched(
+                    what=f"the inside of {report.unique_graphs} compiled graph(s)",
+                    why="compiled code runs no module hooks; what goes into watched modules and comes out was watched",
+                )
+            )
