@@ -14,7 +14,7 @@ def headline(found: TraceComparison) -> str:
     """The outcome in one or two sentences, the verdict first."""
     why = reasons(found)
     if found.verdict is Verdict.EQUAL:
-        return f"EQUAL: {_all(found.compared)} in both runs and {_agreement(found)}."
+        return f"EQUAL: {counted(found.compared, 'measurement')} in both runs {_agreement(found)}.{_extras(found)}"
     if found.verdict is Verdict.INCOMPLETE:
         nothing = not found.compared and not _shared_numbers(found)
         return f"NOTHING COMPARED: {why[0]}" if nothing else f"INCOMPLETE: what both have agrees, but {why[0]}"
@@ -72,14 +72,16 @@ def _finiteness(measured: Measured) -> str:
     return f"holds {' and '.join(parts)}" if parts else "is finite"
 
 
-def _all(compared: int) -> str:
-    return f"all {count(compared)} measurements are" if compared > 1 else "the one measurement is"
-
-
 def _agreement(found: TraceComparison) -> str:
     if found.equal == found.compared:
-        return "the same in every digit that traces keep"
+        return "agree in every digit that traces keep"
     return f"agree within {number(found.tolerance)}, {count(found.equal)} of them in every digit that traces keep"
+
+
+def _extras(found: TraceComparison) -> str:
+    extras = sum(one.tensors for one in found.missing)
+    words = counted(extras, "measurement")
+    return f" Set aside: {words} of further outputs, which only one run's modules return." if extras else ""
 
 
 def _shared_numbers(found: TraceComparison) -> bool:
@@ -124,7 +126,7 @@ def _gaps(found: TraceComparison) -> Iterator[str]:
         yield from (f"the trace of {name} is damaged: {damage}" for damage in side.damage)
     for side_name in ("A", "B"):
         modules = sum(one.whole for one in found.missing if one.only_in == side_name)
-        parts = sum(not one.whole for one in found.missing if one.only_in == side_name)
+        parts = sum(not one.whole and not one.extra for one in found.missing if one.only_in == side_name)
         if modules:
             yield f"{counted(modules, 'module or parameter', 'modules or parameters')} measured in {side_name} only"
         if parts:
@@ -134,8 +136,8 @@ def _gaps(found: TraceComparison) -> Iterator[str]:
 
 def _surplus(found: TraceComparison) -> Iterator[str]:
     """Calls and steps that one run has more of, though the other knows the module."""
-    for name, lone in (("A", found.lone_a), ("B", found.lone_b)):
-        calls = lone - sum(one.tensors for one in found.missing if one.only_in == name)
+    for name in ("A", "B"):
+        calls = found.surplus(name)
         if calls:
             yield f"{counted(calls, 'measurement')} of {name} without a counterpart: the other run made fewer calls or steps"
     steps = sorted({step for metric in found.metrics for step in metric.lone})

@@ -61,8 +61,9 @@ def _verdict(found: TraceComparison) -> Verdict:
         return Verdict.DIVERGED
     nothing = not found.compared and not any(len(metric.steps) > len(metric.lone) for metric in found.metrics)
     lacking = (
-        found.lone_a,
-        found.lone_b,
+        any(not one.extra for one in found.missing),
+        found.surplus("A"),
+        found.surplus("B"),
         found.a.damage,
         found.b.damage,
         not found.a.complete,

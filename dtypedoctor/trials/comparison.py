@@ -22,7 +22,7 @@ class Verdict(StrEnum):
     """What two traces are to each other."""
 
     EQUAL = "equal"
-    """Everything that either measured is in both and agrees."""
+    """Everything that either measured is in both and agrees; only outputs that the other's modules do not return are set aside."""
     DIVERGED = "diverged"
     """Something that both measured differs."""
     INCOMPLETE = "incomplete"
@@ -146,6 +146,8 @@ class Missing:
     Attributes:
         only_in: ``A`` or ``B``.
         whole: True for a module of which the other trace knows nothing, False for one of its tensors or lanes.
+        extra: whether it is an additional output of a module whose other outputs the other trace has in the same lane, such
+            as the weights that only eager attention returns.
         tensors: measurements of it.
         after_the_end: whether all of them were taken after the last thing that both traces share.
     """
@@ -156,6 +158,7 @@ class Missing:
     lane: str
     path: str
     whole: bool
+    extra: bool
     tensors: int
     after_the_end: bool
 
@@ -246,3 +249,8 @@ class TraceComparison:
     logprobs: tuple[LogProbDrift, ...]
     environment: tuple[Setting, ...]
     settings: tuple[Setting, ...]
+
+    def surplus(self, side: str) -> int:
+        """Measurements that ``side`` (``A`` or ``B``) holds alone although the other has measured the same tensor."""
+        lone = self.lone_a if side == "A" else self.lone_b
+        return lone - sum(one.tensors for one in self.missing if one.only_in == side)

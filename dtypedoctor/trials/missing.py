@@ -15,6 +15,7 @@ def missing(alignment: Alignment) -> tuple[Missing, ...]:
     Single calls that one run makes more often are not among them: they are counted in the drift of their module.
     """
     shared, end = alignment.shared, len(alignment.pairs)
+    lanes = {(stream.root, stream.fqn, lane_of(stream)) for stream in shared}
     known = {"A": _modules(alignment, "A"), "B": _modules(alignment, "B")}
     groups: dict[_Key, list[Lone]] = {}
     for lone in alignment.lone:
@@ -30,6 +31,7 @@ def missing(alignment: Alignment) -> tuple[Missing, ...]:
             lane=lane,
             path=path,
             whole=not lane,
+            extra=(*module, lane) in lanes,
             tensors=len(found),
             after_the_end=end > 0 and all(lone.before == end for lone in found),
         )

@@ -59,10 +59,18 @@ def test_the_markdown_form_is_what_is_expected() -> None:
 def test_equal_runs_are_called_equal_without_reasons_against_it() -> None:
     """The headline says how much was compared and how well it agrees."""
     exact = compared(three_modules().build(), three_modules().build())
-    assert headline(exact) == "EQUAL: all 3 measurements are in both runs and the same in every digit that traces keep."
+    assert headline(exact) == "EQUAL: 3 measurements in both runs agree in every digit that traces keep."
     close = compared(three_modules().build(), three_modules(scale=1.005).build())
     assert "agree within 0.01, 1 of them in every digit" in headline(close)
     assert reasons(exact) == reasons(close) == []
+
+
+def test_further_outputs_of_one_run_are_mentioned_in_the_headline() -> None:
+    """What is set aside is not set aside in silence."""
+    more = three_modules().sample("layers.1", 0.5, index="1").build()
+    found = compared(three_modules().build(), more)
+    assert "Set aside: 1 measurement of further outputs" in headline(found)
+    assert "only in B: 1 tensor (forward)" in shown(found, 120)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +102,7 @@ def test_nothing_compared_is_said_in_capitals() -> None:
 
 def test_every_gap_is_a_reason() -> None:
     """Modules, tensors, calls, steps, the end and damage: each has a sentence."""
-    a = three_modules().sample("only", 1.0).sample("layers.0", 1.0, index="1").sample("layers.0", 2.0, step=2)
+    a = three_modules().sample("only", 1.0).sample("layers.0", 1.0, phase="recompute").sample("layers.0", 2.0, step=2)
     a.add(Metric(n=70, step=3, values={"loss": 1.0}))
     whole = a.build()
     cut = replace(whole, records=whole.records[:-1], damage=("1 unreadable line(s): 3",))

@@ -101,20 +101,20 @@ def test_a_module_that_only_one_run_has_is_reported_and_prevents_equality() -> N
 
 
 def test_an_output_that_only_one_run_has_is_told_apart_from_a_missing_module() -> None:
-    """Eager attention returns its weights as a second output, sdpa does not; the first outputs are compared."""
+    """Eager attention returns its weights as a second output, sdpa does not: that is told, and the runs are equal."""
     eager = three_modules().sample("layers.1", 0.5, index="1").build()
     found = compared(three_modules().build(), eager)
-    assert found.verdict is Verdict.INCOMPLETE
-    assert found.first is None
+    assert found.verdict is Verdict.EQUAL
     (one,) = found.missing
-    assert (one.only_in, one.fqn, one.path, one.whole) == ("B", "layers.1", "1", False)
+    assert (one.only_in, one.fqn, one.path, one.whole, one.extra) == ("B", "layers.1", "1", False, True)
 
 
 def test_a_recomputation_in_one_run_only_is_reported_as_such() -> None:
     """Gradient checkpointing adds a phase, not a divergence."""
     checkpointed = three_modules().sample("layers.0", 2.0, phase="recompute").build()
     found = compared(three_modules().build(), checkpointed)
-    assert [(one.lane, one.whole) for one in found.missing] == [("recompute", False)]
+    assert [(one.lane, one.whole, one.extra) for one in found.missing] == [("recompute", False, False)]
+    assert found.verdict is Verdict.INCOMPLETE
 
 
 def test_an_additional_call_in_the_middle_is_where_the_runs_part() -> None:
