@@ -52,5 +52,5 @@ class Guard:
         self._told.add(what)
         try:
             self._writer.write(NotWatched(what=what, why=why))
-        except OSError:  # no space left, say: then nothing can be recorded, and the program goes on without us
+        except (OSError, ValueError):  # no space left, or closed: nothing can be recorded, and the program goes on
             self._writer.disown()

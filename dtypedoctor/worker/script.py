@@ -7,9 +7,10 @@ that it sets before that are heeded, and a script without torch pays nothing.
 import json
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,7 @@ class _Recording:
         self._owner = os.getpid()
         repeats = request["repeats"]
         self._randomness = RandomStates(directory, directory.parent / repeats if repeats else None)
+        self._forks = 0
         self._began = time.perf_counter()
 
     def begin(self) -> None:
@@ -70,10 +72,13 @@ class _Recording:
         writer = self._writer
         writer.write(Header(created=time.time(), pid=self._owner, watched=self._request["watch"]))
         writer.write(Stage(n=writer.next_n(), index=0, name="script", workload="script"))
-        os.register_at_fork(after_in_child=writer.disown)
+        os.register_at_fork(after_in_child=writer.disown, after_in_parent=self._forked)
         after_import("torch", self._torch_is_there)
         after_import("numpy.random", self._randomness.numpy_is_there)
         self._randomness.begin()
+
+    def _forked(self) -> None:
+        self._forks += 1
 
     def _torch_is_there(self) -> None:
         try:
@@ -106,6 +111,8 @@ class _Recording:
 
     def _conclude(self, error: BaseException | None) -> int:
         watch, writer = self._watch, self._writer
+        for what, why in self._elsewhere():
+            writer.write(NotWatched(what=what, why=why))
         if watch is None:
             writer.write(NotWatched(what="tensors and modules", why="the script has not imported torch"))
             if error is not None:
@@ -121,6 +128,14 @@ class _Recording:
             )
         )
         return steps
+
+    def _elsewhere(self) -> Iterator[tuple[str, str]]:
+        """Where else the script may have been at work."""
+        if self._forks:
+            yield f"{self._forks} forked process(es)", "only the process that runs the script is watched"
+        others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+        if others:
+            yield f"{len(others)} thread(s) that outlive the script's last line", "the watch ends with it"
 
     def _finish(self, outcome: str, steps: int = 0) -> None:
         self._writer.write(End(n=self._writer.next_n(), outcome=outcome, steps_completed=steps))
