@@ -102,4 +102,4 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
     if trace.end is None:
         yield _cut_short(treatment)
     if treatment.findings and treatment.closer is None:
-        yield "single operations: the failure did not come back in a second run, so no op trace shows it"
+        yield f"single operations: {treatment.no_closer}"

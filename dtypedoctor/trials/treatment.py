@@ -23,6 +23,7 @@ RunRequest = Callable[[str, Request], Run]
 """Runs a request under a label that is unique within the treatment, e.g. ``before`` or ``remedy-bfloat16``."""
 
 
+WATCHED_LIVE = "the program was watched while it ran, and is not run again from here (`dtypedoctor exec` does that)"
 NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run unwatched; --certify does that")
 
 
@@ -33,6 +34,7 @@ class Treatment:
     Attributes:
         before: the untreated run.
         closer: the second look at the same failure with the op trace on, if there was anything to look at.
+        no_closer: why there is no second look, where there is none.
         diagnosed: the trace that the findings come from (the closer look's where there is one).
         complete: whether remedies were to be tried, so that the scenario's expectation can be judged.
     """
@@ -41,6 +43,7 @@ class Treatment:
     before: Run
     before_summary: RunSummary
     closer: Run | None
+    no_closer: str
     diagnosed: Trace
     findings: tuple[Finding, ...]
     observer: Observer
@@ -78,7 +81,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     plan = plan or Plan()
     remedies = plan.remedies
     before = run("before", Request(scenario=scenario, witness=plan.certify))
-    closer = _look_closer(scenario, before, run) if plan.closer else None
+    closer, no_closer = _look_closer(scenario, before, run, plan)
     diagnosed = closer.trace if closer is not None else before.trace
     findings = diagnose(diagnosed)
     observer = _certificate(scenario, before, run) if plan.certify else NOT_COMPARED
@@ -103,13 +106,14 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         before=before,
         before_summary=before_summary,
         closer=closer,
+        no_closer=no_closer,
         diagnosed=diagnosed,
         findings=findings,
         observer=observer,
         reference=reference,
         reference_summary=reference_summary,
         trials=trials,
-        complete=remedies,
+        complete=remedies and plan.only is None,
     )
 
 
@@ -120,13 +124,43 @@ def _certificate(scenario: Scenario, before: Run, run: RunRequest) -> Observer:
     return compare_unwatched(before, run("unwatched", request))
 
 
-def _look_closer(scenario: Scenario, before: Run, run: RunRequest) -> Run | None:
-    """The same run again with the op trace on where the first one failed; None if there is nothing to look at."""
+def examine(scenario: Scenario, run: Run) -> Treatment:
+    """Diagnoses a run that is over and cannot be done again from here.
+
+    Args:
+        scenario: stands for the program that was watched.
+        run: what was watched of it.
+    """
+    findings = diagnose(run.trace)
+    return Treatment(
+        scenario=scenario,
+        before=run,
+        before_summary=summarise("before", run, scenario),
+        closer=None,
+        no_closer=WATCHED_LIVE,
+        diagnosed=run.trace,
+        findings=findings,
+        observer=Observer(bitwise_equal=None, reason=WATCHED_LIVE),
+        reference=None,
+        reference_summary=None,
+        trials=tuple(not_tried(remedy, WATCHED_LIVE) for remedy in _proposed(scenario, findings, failed=True)),
+        complete=False,
+    )
+
+
+def _look_closer(scenario: Scenario, before: Run, run: RunRequest, plan: Plan) -> tuple[Run | None, str]:
+    """The same run again with the op trace on where the first one failed, or why there is none."""
+    if not plan.closer:
+        return None, "a second run was not wanted"
+    if before.exit.timed_out or -before.exit.code in (signal.SIGINT, signal.SIGTERM):
+        return None, "a run that was stopped is not repeated"
     window = suspicious_window(before.trace)
-    if window is None or before.exit.timed_out or -before.exit.code in (signal.SIGINT, signal.SIGTERM):
-        return None
+    if window is None:
+        return None, "nothing pointed to a moment at which to look closer"
     closer = run("closer", Request(scenario=scenario, window=window, repeats="before"))
-    return closer if suspicious_window(closer.trace) is not None else None
+    if suspicious_window(closer.trace) is None:
+        return None, "the failure did not come back in a second run, so no op trace shows it"
+    return closer, ""
 
 
 def _compared_run(label: str, scenario: Scenario | None, run: RunRequest) -> Run | None:
