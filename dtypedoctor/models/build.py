@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from dtypedoctor.errors import UsageError
 from dtypedoctor.models.builtin import BUILTINS, builder_arguments
 from dtypedoctor.models.float32_twin import widen
+from dtypedoctor.models.perturbation import perturb
 from dtypedoctor.models.quantization import quantize_linears
 from dtypedoctor.models.tokenizer import byte_tokenizer
 from dtypedoctor.scenario.model import Lora, Model, Outlier, Quantization
@@ -56,6 +57,8 @@ def build(spec: Model, device: torch.device, seed: int) -> Built:
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.float32_twin:
         widen(model)
+    if spec.perturbation is not None:
+        perturb(model, spec.perturbation)
     return Built(model=model, tokenizer=built.tokenizer)
 
 

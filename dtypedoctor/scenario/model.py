@@ -56,6 +56,13 @@ class Quantization(Strict):
     )
 
 
+class Perturbation(Strict):
+    """A random move of every unpacked weight by one unit in the last place of a dtype, up or down."""
+
+    dtype: DTypeName = Field(description="Whose unit in the last place.")
+    seed: int = Field(default=0, ge=0, description="Seed of the signs.")
+
+
 class Model(Strict):
     """What to build or load."""
 
@@ -74,6 +81,9 @@ class Model(Strict):
     float32_twin: bool = Field(
         default=False,
         description="Compute in float32 with the weights as `dtype` rounds them; output errors are against it.",
+    )
+    perturbation: Perturbation | None = Field(
+        default=None, description="Move the weights a little, to see how much the outputs depend on rounding."
     )
 
 
