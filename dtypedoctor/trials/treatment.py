@@ -17,6 +17,7 @@ from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.references import float32_twin, healthy_reference, is_script
 from dtypedoctor.trials.remedies import REMEDIES, Remedy
 from dtypedoctor.trials.results import Observer, Outcome, RunSummary, Trial
+from dtypedoctor.trials.settle import settled
 from dtypedoctor.trials.summary import how_it_ended, summarise
 
 RunRequest = Callable[[str, Request], Run]
@@ -108,7 +109,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         closer=closer,
         no_closer=no_closer,
         diagnosed=diagnosed,
-        findings=findings,
+        findings=settled(findings, trials),
         observer=observer,
         reference=reference,
         reference_summary=reference_summary,

@@ -1,0 +1,62 @@
+"""Findings that a trial proves."""
+
+import pytest
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.results import Outcome, RunSummary, Trial
+from dtypedoctor.trials.settle import COUNTERFACTUALS, settled
+
+
+def finding(name: str = "quant-state-dtype") -> Finding:
+    """Likely, with one piece of evidence."""
+    return Finding(
+        id=name,
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary="It fails.",
+        cause="Because.",
+        evidence=("Measured.",),
+    )
+
+
+def trial(remedy: str, outcome: Outcome = Outcome.FIXED, *, ran: bool = True) -> Trial:
+    """A trial of three steps."""
+    return Trial(
+        remedy=remedy,
+        summary="change one thing",
+        outcome=outcome,
+        reason="",
+        safe=True,
+        run=RunSummary(label=remedy, steps_completed=3, steps_planned=3) if ran else None,
+    )
+
+
+def test_a_cure_that_changes_the_cause_alone_proves_it() -> None:
+    """The run becomes evidence, beside what was known."""
+    (found,) = settled([finding()], [trial("quant-state-dtype")])
+    assert found.confidence is Confidence.PROVEN
+    assert found.evidence[0] == "Measured."
+    assert found.evidence[1] == (
+        "The same run with one change, change one thing, does 3 of 3 steps and shows nothing of this (quant-state-dtype)."
+    )
+
+
+@pytest.mark.parametrize(
+    "tried",
+    [
+        pytest.param(trial("quant-state-dtype", Outcome.NOT_FIXED), id="it did not cure"),
+        pytest.param(trial("quant-state-dtype", Outcome.NOT_TRIED, ran=False), id="it was not tried"),
+        pytest.param(trial("casts-everywhere"), id="it casts other things too"),
+        pytest.param(trial("norm-output-cast"), id="it is about another cause"),
+    ],
+)
+def test_anything_else_proves_nothing(tried: Trial) -> None:
+    """A finding stays as it was."""
+    assert settled([finding()], [tried]) == (finding(),)
+
+
+def test_every_counterfactual_is_a_safe_remedy() -> None:
+    """A remedy that may hide a failure cannot prove its cause."""
+    named = {name for names in COUNTERFACTUALS.values() for name in names}
+    assert all(REMEDIES[name].safe and not REMEDIES[name].strict for name in named)
