@@ -3,6 +3,22 @@
 Importing the package does not import torch; the public names are loaded when they are first used.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtypedoctor.inprocess.callback import DtypeDoctorCallback
+    from dtypedoctor.inprocess.context import watch
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = ["DtypeDoctorCallback", "__version__", "watch"]
+
+
+_LAZY = {"watch": "dtypedoctor.inprocess.context", "DtypeDoctorCallback": "dtypedoctor.inprocess.callback"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

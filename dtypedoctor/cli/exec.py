@@ -1,6 +1,5 @@
 """``dtypedoctor exec``: any script, unchanged, with the watch around it."""
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,14 +51,15 @@ def execute(
     if not module and not Path(script).exists():
         raise UsageError(f"{script}: no such script", "Give a file, or -m and the name of a module.")
     from dtypedoctor.cli.console import console_for
-    from dtypedoctor.cli.treating import default_directory, exit_code, treat_script
+    from dtypedoctor.cli.treating import exit_code, treat_script
     from dtypedoctor.report.terminal import render_terminal
+    from dtypedoctor.runner.directories import default_directory, scenario_name
     from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
     from dtypedoctor.trials.treatment import Plan
 
     target = {"module": script} if module else {"path": script}
     scenario = Scenario(
-        name=script_name(script),
+        name=scenario_name(script),
         summary="A script, run unchanged.",
         time_limit=time_limit,
         deterministic=False,
@@ -80,9 +80,3 @@ def _known(remedies: list[str]) -> frozenset[str]:
         if name not in REMEDIES:
             raise UsageError(f"--try: there is no remedy {name!r}", f"Known: {', '.join(REMEDIES)}.")
     return frozenset(remedies)
-
-
-def script_name(script: str) -> str:
-    """A scenario's name made from that of a script or module."""
-    words = re.sub(r"[^a-z0-9_.-]+", "-", Path(script).name.removesuffix(".py").lower())
-    return words.strip("-_.")[:100] or "script"

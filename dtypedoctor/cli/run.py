@@ -38,9 +38,10 @@ def run(
     """
     from dtypedoctor.cli.console import console_for
     from dtypedoctor.cli.many import load_all, matrix_exit, treat_all
-    from dtypedoctor.cli.treating import default_directory, exit_code, treat_scenario
+    from dtypedoctor.cli.treating import exit_code, treat_scenario
     from dtypedoctor.report.matrix_table import render_matrix
     from dtypedoctor.report.terminal import render_terminal
+    from dtypedoctor.runner.directories import default_directory
     from dtypedoctor.scenario.overrides import override
     from dtypedoctor.trials.treatment import Plan
 

@@ -3,7 +3,6 @@
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,13 +22,6 @@ from dtypedoctor.trials.treatment import Plan, Treatment, treat
 
 Start = Callable[[Request, Path], Run]
 """Runs a request in a directory that does not exist yet."""
-
-
-def default_directory(name: str) -> Path:
-    """``runs/NAME-TIME``, with a number behind it where that is taken."""
-    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = (Path("runs") / (stem + (f"-{i}" if i else "")) for i in range(1000))
-    return next(path for path in candidates if not path.exists())
 
 
 def treat_scenario(scenario: Scenario, directory: Path, plan: Plan, view: LiveView | None = None) -> Report:

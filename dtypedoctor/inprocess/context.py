@@ -1,0 +1,60 @@
+"""``with dtypedoctor.watch(model): …``"""
+
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+from dtypedoctor.inprocess.recording import Recording
+from dtypedoctor.report.model import Report
+
+__all__ = ["watch"]
+
+
+class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(model)`)
+    """Watches everything that runs inside of the ``with`` block and leaves a run directory with ``report.json``.
+
+    Every module that is called is watched, also others than ``model``. An exception leaves the block as it was raised.
+
+    Args:
+        model: named first, so that dotted names in the report begin at it; may be left out.
+        out: run directory to create; ``runs/NAME-TIME`` if left out.
+
+    Attributes:
+        directory: the run directory.
+        report: the finished report; None inside of the block.
+
+    Raises:
+        dtypedoctor.errors.UsageError: on entering, where the directory exists or the process is being watched already.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, out: str | os.PathLike[str] | None = None) -> None:
+        self._model = model
+        self._recording = Recording(Path(out) if out is not None else None)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self._recording.directory
+
+    @property
+    def report(self) -> Report | None:
+        """The finished report; None inside of the block."""
+        return self._recording.report
+
+    def __enter__(self) -> Self:
+        self._recording.begin(self._model)
+        self._model = None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        announce(self._recording.end(error), self.directory)
+
+
+def announce(report: Report | None, directory: Path) -> None:
+    """Says on stderr, in two lines, what was found and where the report is."""
+    if report is not None:
+        print(f"dtypedoctor: {report.headline}\ndtypedoctor: report in {directory}", file=sys.stderr)
