@@ -1,0 +1,29 @@
+"""``dtypedoctor explain``: the page about a finding."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command(name="explain", epilog="Example:  dtypedoctor explain float16-overflow")(explain)
+
+
+def explain(
+    finding: Annotated[
+        str | None, typer.Argument(help="Finding id; all ids are listed if left out.", metavar="FINDING_ID")
+    ] = None,
+) -> None:
+    """Print the page about a finding: what it looks like, why it happens, how it is proven, what cures it."""
+    from dtypedoctor.diagnosis.ids import FAMILIES
+    from dtypedoctor.diagnosis.pages import page
+
+    if finding is None:
+        for family, ids in FAMILIES.items():
+            print(f"{family}: {', '.join(ids)}")
+        print("\nNext: dtypedoctor explain FINDING_ID", file=sys.stderr)
+        return
+    _, _, text = page(finding).removeprefix("---\n").partition("\n---\n")  # the front matter is for programs
+    print(text.strip())
