@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+from dtypedoctor.diagnosis.compilation import detect_compilation
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
 from dtypedoctor.diagnosis.nonfinite import detect_nonfinite
@@ -12,6 +13,7 @@ Detector = Callable[[Trace], Iterable[Finding]]
 DETECTORS: dict[str, Detector] = {
     "mismatch": detect_mismatch,
     "non-finite": detect_nonfinite,
+    "compilation": detect_compilation,
 }
 """Every detector by the name of its family."""
 

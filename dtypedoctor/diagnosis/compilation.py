@@ -1,0 +1,183 @@
+"""What ``torch.compile`` gave up on: graphs that it broke, functions that it compiled again and again until it stopped."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.trace.events import Observation, ParameterNote, Raised
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["detect_compilation"]
+
+REFERENCES = ("https://github.com/thad0ctor/axolotl/pull/25", "https://github.com/axolotl-ai-cloud/axolotl/pull/3677")
+
+REFUSED = "Unsupported"
+"""Type of the exception that a graph break is under ``fullgraph=True``."""
+REFUSED_LIMIT = "FailOnRecompileLimitHit"
+"""Type of the exception that the recompile limit is under ``fullgraph=True``."""
+
+SHOWN = 4
+"""Places and functions that are named one by one."""
+
+MAX_GUARD = 160
+"""Characters of a guard; one that compares objects can fill a page."""
+
+_REST = re.compile(r"torch_dynamo_resume_in_(?P<function>.+)_at_(?P<line>\d+)")
+"""Dynamo's name for what follows a graph break."""
+_FOREIGN = re.compile(r"_ctypes|_FuncPtr|PyCSimpleType|get_ptr")
+"""What a C function that is called through ctypes looks like to Dynamo."""
+_EXPLANATION = re.compile(r"^ +Explanation: (?P<text>.+)$", re.MULTILINE)
+_USER_LINE = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
+_TORCH = re.compile(r"/torch/(nn|_dynamo|_compile|utils)/")
+
+
+def detect_compilation(trace: Trace) -> Iterator[Finding]:
+    """Graph breaks first, because the functions behind them are those that are compiled again."""
+    raised = trace.last(Raised)
+    breaks = _seen(trace, "graph-break")
+    if raised is not None and raised.type == REFUSED:
+        yield _refused(trace, raised)
+    elif breaks:
+        yield _broken(trace, breaks)
+    hits = _seen(trace, "recompile-limit")
+    if hits or (raised is not None and raised.type == REFUSED_LIMIT):
+        yield _exhausted(trace, hits, raised)
+
+
+def _seen(trace: Trace, kind: str) -> list[Observation]:
+    return [observation for observation in trace.all(Observation) if observation.kind == kind]
+
+
+def _broken(trace: Trace, breaks: Sequence[Observation]) -> Finding:
+    counts = next(iter(_seen(trace, "compile")), None)
+    total = sum(int(one.values["count"]) for one in breaks)
+    graphs = int(counts.values["unique_graphs"]) if counts is not None else 0
+    first = breaks[0].values
+    places = f"{len(breaks)} places" if len(breaks) > 1 else "one place"
+    return Finding(
+        id="compile-graph-break",
+        severity=Severity.WARNING,
+        confidence=Confidence.LIKELY,
+        phase="compile",
+        source=_file_and_line(first["frames"][-1]),
+        summary=f"torch.compile breaks the graph {_times(total)} at {places}, first of all at {_short(first['frames'][-1])}.",
+        cause=(
+            f"Dynamo stops at what it cannot trace ({first['explanation'] or first['kind']}), compiles the pieces by themselves "
+            "and runs what lies between them in plain Python. The results are right; what compiling is for is lost."
+        ),
+        evidence=(
+            *(_evidence_of_break(one) for one in breaks[:SHOWN]),
+            *_more(len(breaks) - SHOWN, "place", "places"),
+            f"{graphs} graphs were compiled in place of one.",
+        ),
+        remedies=_remedies(trace, "compile-graph-break", [str(one.values) for one in breaks]),
+        references=REFERENCES,
+    )
+
+
+def _refused(trace: Trace, raised: Raised) -> Finding:
+    """A graph break under ``fullgraph=True``, told from the exception alone."""
+    explanation = _EXPLANATION.search(raised.message)
+    kind = raised.message.split("\n", 1)[0]
+    lines = [found for found in _USER_LINE.finditer(raised.message) if not _TORCH.search(found["file"])]
+    place = f"{lines[-1]['file']}:{lines[-1]['line']}" if lines else None
+    return Finding(
+        id="compile-graph-break",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        phase="compile",
+        step=raised.step,
+        source=_file_and_line(place) if place else None,
+        summary=f"torch.compile with fullgraph=True refuses the model{f' at {_short(place)}' if place else ''}: {kind}.",
+        cause=(
+            f"Dynamo cannot trace what is there ({explanation['text'] if explanation else kind}). Without fullgraph=True it would "
+            "break the graph there and go on; with it a graph break is an exception."
+        ),
+        evidence=(f"The run ended in step {raised.step} with {raised.type}: {kind}",),
+        remedies=_remedies(trace, "compile-graph-break", [raised.message]),
+        references=REFERENCES,
+    )
+
+
+def _exhausted(trace: Trace, hits: Sequence[Observation], raised: Raised | None) -> Finding:
+    fatal = raised is not None and raised.type == REFUSED_LIMIT
+    first = hits[0].values if hits else {}
+    name = _function(str(first.get("function", "a function")))
+    guard = _guard(str(first.get("guard", "")))
+    place = str(first.get("place", ""))
+    return Finding(
+        id="recompile-limit",
+        severity=Severity.ERROR if fatal else Severity.WARNING,
+        confidence=Confidence.LIKELY,
+        phase="compile",
+        source=_file_and_line(place) if place else None,
+        summary=(
+            f"Dynamo gives up compiling {name} after {first.get('value', 'too many')} versions of it"
+            f"{f'; the guard that failed last: {guard}' if guard else ''}."
+        ),
+        cause=(
+            "A compiled graph holds for what it was traced with: dtypes, sizes, Python values. Each call that no version fits "
+            "compiles another one, up to a limit; beyond it the function runs in plain Python for the rest of the process."
+        ),
+        evidence=tuple(_evidence_of_recompiles(_seen(trace, "recompile"), hits)),
+        remedies=_remedies(
+            trace, "recompile-limit", [str(one.values) for one in (*hits, *_seen(trace, "graph-break"))]
+        ),
+        references=REFERENCES,
+    )
+
+
+def _evidence_of_break(observation: Observation) -> str:
+    values = observation.values
+    reason = values["explanation"] or values["kind"]
+    return f"{_times(int(values['count']))} at {_short(values['frames'][-1])}: {reason}"
+
+
+def _evidence_of_recompiles(recompiles: Sequence[Observation], hits: Sequence[Observation]) -> Iterator[str]:
+    for hit in hits[:SHOWN]:
+        values = hit.values
+        yield f"{values['limit']} ({values['value']}) was hit by {_function(values['function'])}, {_short(values['place'])}."
+    yield from _more(len(hits) - SHOWN, "limit hit", "limit hits")
+    for one in recompiles[:SHOWN]:
+        guards = "; ".join(map(_guard, one.values["guards"][:2]))
+        what = f"{_function(one.values['function'])}, {_short(one.values['place'])},"
+        yield f"{what} was compiled again {_times(int(one.values['count']))}: {guards}"
+    yield from _more(len(recompiles) - SHOWN, "function", "functions")
+
+
+def _remedies(trace: Trace, finding: str, texts: Sequence[str]) -> tuple[str, ...]:
+    """Those of the finding; for C functions between packed weights also the operator that hides them from Dynamo."""
+    packed = any(note.quant for note in trace.all(ParameterNote))
+    foreign = any(_FOREIGN.search(text) for text in texts)
+    return (("nf4-custom-op",) if packed and foreign else ()) + remedies_for(finding)
+
+
+def _function(name: str) -> str:
+    """A function's name; Dynamo's own names for the rest of a function behind a break are put in words."""
+    rest = _REST.fullmatch(name)
+    return f"the rest of {rest['function']} after line {rest['line']}" if rest else name
+
+
+def _guard(text: str) -> str:
+    """A guard without the advice and the source line that Dynamo adds to it."""
+    return re.split(r"\. Guard failed|\s{2,}#", text)[0][:MAX_GUARD].rstrip()
+
+
+def _more(count: int, one: str, several: str) -> tuple[str, ...]:
+    return (f"And {count} more {one if count == 1 else several}.",) if count > 0 else ()
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _file_and_line(frame: str) -> str:
+    """``file.py:line`` of ``/path/file.py:line function``."""
+    return frame.split(" ", 1)[0].rsplit("/", 1)[-1]
+
+
+def _short(frame: str) -> str:
+    """``file.py:line`` with the function where the frame has one."""
+    place, _, function = frame.partition(" ")
+    return f"{place.rsplit('/', 1)[-1]}{f' ({function})' if function else ''}"

@@ -1,0 +1,158 @@
+"""Findings about what torch.compile gave up on."""
+
+from typing import Any
+
+import pytest
+from traces import TraceBuilder
+
+from dtypedoctor.diagnosis.compilation import detect_compilation
+from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.trace.events import Observation, ParameterNote, Raised
+
+BREAK = {
+    "kind": "Unsupported method call",
+    "explanation": "Dynamo does not know how to trace method `__call__` of class `_FuncPtr`",
+    "context": "call_method UserDefinedObjectVariable(_FuncPtr) __call__",
+    "frames": ["/home/me/model.py:40 forward", "/home/me/kernel.py:7 dequantize"],
+    "count": 12,
+}
+PRINT = BREAK | {
+    "explanation": "Dynamo cannot trace print",
+    "context": "print",
+    "frames": ["/home/me/model.py:41 forward"],
+    "count": 1,
+}
+LIMIT = {
+    "limit": "recompile_limit",
+    "value": 8,
+    "function": "torch_dynamo_resume_in_forward_at_40",
+    "place": "/home/me/model.py:40",
+    "guard": "tensor 'A' dtype mismatch. expected Float, actual Byte",
+}
+RECOMPILE = {
+    "function": "get_ptr",
+    "place": "/site-packages/bitsandbytes/functional.py:405",
+    "count": 5,
+    "guards": [
+        "tensor 'A' size mismatch at index 0. expected 64, actual 32. Guard failed on a parameter, consider …",
+        "x == 3   # if x:",
+    ],
+}
+UNSUPPORTED = """Unsupported method call
+  Explanation: Dynamo does not know how to trace method `__new__` of class `PyCSimpleType`
+  Hint: Avoid calling `PyCSimpleType.__new__` in your code.
+
+from user code:
+   File "/home/me/model.py", line 130, in forward
+    x = layer(x)
+  File "/site-packages/torch/nn/modules/module.py", line 1778, in _wrapped_call_impl
+    return self._call_impl(*args, **kwargs)
+"""
+
+
+def trace(*kinds: tuple[str, dict[str, Any]], packed: bool = True) -> TraceBuilder:
+    """A trace with these observations."""
+    built = TraceBuilder()
+    if packed:
+        built.add(ParameterNote(n=built.n(), root=0, name="w", dtype="uint8", shape=[8, 1], quant={"kind": "nf4"}))
+    for kind, values in kinds:
+        built.add(Observation(n=built.n(), step=1, call=1, phase="compile", kind=kind, values=values))
+    return built
+
+
+def found(built: TraceBuilder) -> list[Finding]:
+    """What is found in it."""
+    return list(detect_compilation(built.build()))
+
+
+COUNTS = (
+    "compile",
+    {"breaks": 13, "unique_graphs": 9, "frames": 20, "frames_compiled": 20, "recompiles": 5, "limit_hits": 1},
+)
+
+
+def test_breaks_are_counted_and_the_most_frequent_place_is_named() -> None:
+    """With Dynamo's own reason; what comes out right is no error."""
+    (finding,) = found(trace(COUNTS, ("graph-break", BREAK), ("graph-break", PRINT)))
+    assert (finding.id, finding.severity, finding.phase, finding.source) == (
+        "compile-graph-break",
+        Severity.WARNING,
+        "compile",
+        "kernel.py:7",
+    )
+    assert (
+        finding.summary
+        == "torch.compile breaks the graph 13 times at 2 places, first of all at kernel.py:7 (dequantize)."
+    )
+    assert finding.evidence == (
+        "12 times at kernel.py:7 (dequantize): Dynamo does not know how to trace method `__call__` of class `_FuncPtr`",
+        "once at model.py:41 (forward): Dynamo cannot trace print",
+        "9 graphs were compiled in place of one.",
+    )
+
+
+def test_the_operator_is_proposed_for_c_functions_between_packed_weights_only() -> None:
+    """It would have nothing to do with a print, or in a model without packed weights."""
+    assert found(trace(COUNTS, ("graph-break", BREAK)))[0].remedies == ("nf4-custom-op",)
+    assert found(trace(COUNTS, ("graph-break", PRINT)))[0].remedies == ()
+    assert found(trace(COUNTS, ("graph-break", BREAK), packed=False))[0].remedies == ()
+
+
+def test_a_limit_that_was_hit_quotes_the_guard() -> None:
+    """And says which functions were compiled how often, Dynamo's advice left out."""
+    breaks, limit = found(trace(COUNTS, ("graph-break", BREAK), ("recompile", RECOMPILE), ("recompile-limit", LIMIT)))
+    assert (breaks.id, limit.id, limit.severity) == ("compile-graph-break", "recompile-limit", Severity.WARNING)
+    assert limit.summary == (
+        "Dynamo gives up compiling the rest of forward after line 40 after 8 versions of it; the guard that failed last: "
+        "tensor 'A' dtype mismatch. expected Float, actual Byte."
+    )
+    assert limit.evidence == (
+        "recompile_limit (8) was hit by the rest of forward after line 40, model.py:40.",
+        "get_ptr, functional.py:405, was compiled again 5 times: tensor 'A' size mismatch at index 0. expected 64, actual 32; x == 3",
+    )
+
+
+def test_a_refused_break_is_an_error_told_from_the_exception() -> None:
+    """The place is the user's innermost line, not torch's."""
+    built = trace(COUNTS)
+    built.add(
+        Raised(
+            n=built.n(),
+            step=1,
+            call=1,
+            phase="forward",
+            type="Unsupported",
+            message=UNSUPPORTED,
+            frames=[],
+            modules=[""],
+        )
+    )
+    (finding,) = found(built)
+    assert (finding.severity, finding.source) == (Severity.ERROR, "model.py:130")
+    assert "refuses the model at model.py:130: Unsupported method call" in finding.summary
+    assert finding.remedies == ("nf4-custom-op",)
+
+
+def test_a_refused_recompilation_is_an_error() -> None:
+    """With `fullgraph=True` the limit ends the run."""
+    built = trace(COUNTS, ("recompile", RECOMPILE))
+    built.add(
+        Raised(
+            n=built.n(),
+            step=9,
+            call=9,
+            phase="forward",
+            type="FailOnRecompileLimitHit",
+            message="Hard failure",
+            frames=[],
+            modules=[],
+        )
+    )
+    (finding,) = found(built)
+    assert (finding.id, finding.severity) == ("recompile-limit", Severity.ERROR)
+
+
+@pytest.mark.parametrize("kinds", [(), (COUNTS,), (COUNTS, ("recompile", RECOMPILE))])
+def test_whole_graphs_and_a_few_recompilations_are_healthy(kinds: tuple[Any, ...]) -> None:
+    """Other sizes and a change from training to evaluation compile again."""
+    assert found(trace(*kinds)) == []
