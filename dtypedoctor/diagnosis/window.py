@@ -1,9 +1,15 @@
 """Where a second run should look closer."""
 
-from dtypedoctor.diagnosis.modules import first_nonfinite
+from collections.abc import Iterator
+
+from dtypedoctor.diagnosis.incidents import Incident, incidents
+from dtypedoctor.diagnosis.ops import OpGraph
+from dtypedoctor.diagnosis.origin import search
 from dtypedoctor.scenario.request import Window
-from dtypedoctor.trace.events import Raised
+from dtypedoctor.trace.events import Observation, ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
+
+__all__ = ["is_dtype_error", "shows_failure", "suspicious_windows"]
 
 DTYPE_WORDS = ("dtype", "scalar type", "same type", "bias type", "Half", "BFloat16")
 """Words by which torch's messages about mixed dtypes are recognised."""
@@ -14,22 +20,56 @@ def is_dtype_error(raised: Raised) -> bool:
     return any(word in raised.message for word in DTYPE_WORDS)
 
 
-def suspicious_window(trace: Trace) -> Window | None:
-    """The window in which the failure of ``trace`` happens: of a refused op, else of the first non-finite value.
+def suspicious_windows(trace: Trace) -> tuple[Window, ...]:
+    """The windows in which the failure of ``trace`` may happen, the likeliest first: of a refused op, else of non-finite
+    values that matter, else of gradients that may have been flushed to zero.
 
-    None where the trace shows neither.
+    Those that the op trace of ``trace`` has settled already are left out: nothing is left where it explains the failure, and
+    the next one is first where it shows that what looked like it was harmless.
     """
     raised = trace.last(Raised)
-    if raised is not None and is_dtype_error(raised):
-        return _window(raised.phase, raised.call, raised.step)
-    first = first_nonfinite(trace)
-    if first is None:
-        return None
-    sample, site = first
-    return _window("optimizer" if site.kind == "param" else site.phase, sample.call, sample.step)
+    if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
+        return (_window(raised.phase, raised.call, raised.step),) if OpGraph(trace).failed() is None else ()
+    found = incidents(trace)
+    return tuple(_unsettled(trace, found)) if found else tuple(_of_zeros(trace))
 
 
-def _window(phase: str, call: int, step: int) -> Window:
+def shows_failure(trace: Trace) -> bool:
+    """Whether what a window was opened for has happened in this run too."""
+    raised = trace.last(Raised)
+    if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
+        return True
+    return bool(incidents(trace)) or any(o.kind == "gradient-zeros" for o in trace.all(Observation))
+
+
+def _may_be_packed(trace: Trace, raised: Raised) -> bool:
+    """Whether a product may have been given packed storage, whose shape is refused before its dtype is."""
+    return "shapes cannot be multiplied" in raised.message and any(note.quant for note in trace.all(ParameterNote))
+
+
+def _unsettled(trace: Trace, found: tuple[Incident, ...]) -> Iterator[Window]:
+    graph = OpGraph(trace)
+    for incident in found:
+        seen = search(graph, incident)
+        if seen.covered and not seen.harmless:
+            return
+        if not seen.covered:
+            outside = incident.kind == "loss"  # everything that modules returned was finite
+            yield _window(incident.phase, incident.call, incident.step, early=outside)
+
+
+def _of_zeros(trace: Trace) -> Iterator[Window]:
+    """Float16 gradients that are zero for the most part, where no loss scaler lifts them."""
+    observations = trace.all(Observation)
+    if trace.all(ScalerState) or any(o.kind == "scaled-backward" for o in observations):
+        return
+    zeros = next((o for o in observations if o.kind == "gradient-zeros"), None)
+    if zeros is not None:
+        yield Window(call=zeros.call, until="backward", scaled=True)
+
+
+def _window(phase: str, call: int, step: int, *, early: bool = False) -> Window:
     if phase == "optimizer":
         return Window(step=step, until="optimizer")
-    return Window(call=call, until="backward" if phase in ("backward", "recompute") else "next-call")
+    until = "backward" if phase in ("backward", "recompute") else "next-call"
+    return Window(call=call, until=until, early=early and until == "next-call")  # type: ignore[arg-type]

@@ -1,9 +1,8 @@
 """All instruments of one watched process, wired together."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,12 +12,13 @@ from dtypedoctor.instrument.autocast import AutocastLog, RegionLog
 from dtypedoctor.instrument.facts import ModelFacts
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.op_windows import OpWindow, OpWindows
 from dtypedoctor.instrument.optimizer_samples import OptimizerSamples
 from dtypedoctor.instrument.optrace import OpTrace
-from dtypedoctor.instrument.origins import call_arguments
 from dtypedoctor.instrument.phases import Phases
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.scaling import UnscaleLog
+from dtypedoctor.instrument.silent.checks import SilentChecks
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.trace.events import Raised, ScalerState
@@ -27,33 +27,23 @@ from dtypedoctor.trace.writer import TraceWriter
 MAX_FRAMES = 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpWindow:
-    """When the op trace is open; see ``dtypedoctor.scenario.request.Window``."""
-
-    call: int
-    step: int
-    until: str
-
-
 class Instruments:
     """Starts and stops everything that watches a process.
 
     Args:
         writer: where the records go.
         watch: False leaves the process untouched but for exceptions and what the workload itself reports.
-        window: where the op trace is on; None for nowhere.
+        windows: where the op trace is on.
         every: everything is measured in each ``every``-th training step, the first one included; in the others (and always
             where this is 0) only the residual stream and the loss.
     """
 
     def __init__(
-        self, writer: TraceWriter, *, watch: bool = True, window: OpWindow | None = None, every: int = 1
+        self, writer: TraceWriter, *, watch: bool = True, windows: Sequence[OpWindow] = (), every: int = 1
     ) -> None:
         self.position = Position()
         self.writer = writer
         self._watch = watch
-        self._window = window
         self._autocast = AutocastLog()
         self.names = Names(writer)
         self.guard = Guard(writer, self.position)
@@ -62,6 +52,8 @@ class Instruments:
         self._modules.every = every
         self._samples = OptimizerSamples(writer, self.position, self.names, self._modules.sample_now)
         self._ops = OpTrace(writer, self.position, self.names, self._autocast, self.guard)
+        self._windows = OpWindows(self._ops, self.position, windows)
+        self.silent = SilentChecks(writer, self.position, self.names, self._autocast, self.guard)
         self._facts = ModelFacts(writer, self.position, self.names)
         self._unscale = UnscaleLog(writer, self.position, self.names)
         self._regions = RegionLog(writer, self.position)
@@ -80,6 +72,8 @@ class Instruments:
             self._phases.before_unscale.append(self._unscale.tell)
             self._modules.before_root.append(self._facts.tell)
             self._autocast.entered.append(self.guard.shield(self._regions.tell, "some autocast regions"))
+            self.silent.listen(self._phases, self._modules)
+            self._windows.scaled_backward.append(self.silent.scaled_backward)
 
     def start(self) -> None:
         """Begins to watch."""
@@ -88,9 +82,13 @@ class Instruments:
         self._phases.follow_generate()
         if self._watch:
             self._modules.start()
+            self.silent.start()
+        self._windows.start()
 
     def stop(self) -> None:
         """Stops watching and puts back everything that was replaced."""
+        if self._watch:
+            self.silent.stop()
         self._ops.close()
         self._samples.look_closer()
         self._modules.stop()
@@ -137,31 +135,21 @@ class Instruments:
 
     def _before_call(self, module: nn.Module) -> None:
         self._phases.follow_generate()
-        window = self._window
-        if window is None:
-            return
-        if self._ops.is_open and window.until == "next-call" and not self.position.backward_depth:
-            self._ops.close()
-        if window.call == self.position.call and window.until != "optimizer":
-            self._ops.open()
-        if self._ops.is_open:
-            self._ops.enter_root(*call_arguments(module))
+        self._windows.before_call(module)
 
     def _after_call(self, module: nn.Module) -> None:
-        self._ops.leave_root()
+        self._windows.after_call()
         self._look_closer()
 
     def _before_backward(self, tensors: list[Tensor]) -> None:
-        if self._window is not None and self._window.until == "next-call":
-            self._ops.close()
+        self._windows.before_backward(tensors)
         if self._watch:
             found = [(str(i), t) for i, t in enumerate(tensors) if measurable(t)]
             self._modules.sample_now("loss", found, "forward")
             self._look_closer()
 
     def _after_backward(self) -> None:
-        if self._window is not None and self._window.until == "backward" and self._ops.is_open:
-            self._ops.close()
+        self._windows.after_backward()
         if self._watch:
             self._modules.flush()
             self._look_closer()
@@ -175,13 +163,10 @@ class Instruments:
         if self._watch and self._modules.whole:
             self._samples.before_step(optimizer)
             self._modules.flush()
-        window = self._window
-        if window is not None and window.until == "optimizer" and window.step == self.position.step:
-            self._ops.open()
+        self._windows.before_step()
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        if self._window is not None and self._window.until == "optimizer":
-            self._ops.close()
+        self._windows.after_step()
         if self._watch:
             self._samples.after_step(optimizer, sentinel=not self._modules.whole)
             self._modules.flush()

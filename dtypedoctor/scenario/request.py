@@ -14,12 +14,16 @@ class Window(Strict):
 
     It opens before the outermost module call number ``call`` (or, with ``until: optimizer``, before the optimizer step
     number ``step``) and closes at the next outermost call or backward pass (``next-call``), after the next backward pass
-    (``backward``) or after the optimizer step (``optimizer``).
+    (``backward``) or after the optimizer step (``optimizer``). An ``early`` one opens when the call before has ended (at the
+    start of the program for the first), so that what is computed outside of all modules in between is in it. With ``scaled``
+    the gradients of the call's backward pass are computed beside it from a loss that is multiplied by a loss scale.
     """
 
     call: int = Field(default=0, ge=0)
     step: int = Field(default=0, ge=0)
     until: Literal["next-call", "backward", "optimizer"] = "next-call"
+    early: bool = False
+    scaled: bool = False
 
 
 class Request(Strict):
@@ -31,6 +35,6 @@ class Request(Strict):
 
     scenario: Scenario
     watch: bool = True
-    window: Window | None = None
+    windows: list[Window] = Field(default_factory=list)
     repeats: str | None = None
     witness: bool = False

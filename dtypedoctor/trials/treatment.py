@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.window import suspicious_window
+from dtypedoctor.diagnosis.window import shows_failure, suspicious_windows
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.request import Request, Window
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.judge import Yardstick, judge, not_tried
 from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.references import float32_twin, healthy_reference, is_script
 from dtypedoctor.trials.remedies import REMEDIES, Remedy
-from dtypedoctor.trials.results import Observer, Outcome, RunSummary, Trial
+from dtypedoctor.trials.results import Observer, RunSummary, Trial
 from dtypedoctor.trials.settle import settled
 from dtypedoctor.trials.summary import how_it_ended, summarise
 
@@ -25,6 +25,8 @@ RunRequest = Callable[[str, Request], Run]
 
 
 WATCHED_LIVE = "the program was watched while it ran, and is not run again from here (`dtypedoctor exec` does that)"
+MAX_CLOSER_LOOKS = 2
+"""Runs with the op trace on; each costs about as much as the first run."""
 NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run unwatched; --certify does that")
 
 
@@ -150,17 +152,24 @@ def examine(scenario: Scenario, run: Run) -> Treatment:
 
 
 def _look_closer(scenario: Scenario, before: Run, run: RunRequest, plan: Plan) -> tuple[Run | None, str]:
-    """The same run again with the op trace on where the first one failed, or why there is none."""
+    """The same run again with the op trace on where the first one failed, or why there is none.
+
+    Where the op trace shows that what looked like a failure got nowhere, the next one is looked at as well.
+    """
     if not plan.closer:
         return None, "a second run was not wanted"
     if before.exit.timed_out or -before.exit.code in (signal.SIGINT, signal.SIGTERM):
         return None, "a run that was stopped is not repeated"
-    window = suspicious_window(before.trace)
-    if window is None:
+    windows: list[Window] = []
+    closer = before
+    while len(windows) < MAX_CLOSER_LOOKS and (unsettled := suspicious_windows(closer.trace)):
+        windows.append(unsettled[0])
+        label = "closer" if closer is before else f"closer-{len(windows)}"
+        closer = run(label, Request(scenario=scenario, windows=windows, repeats="before"))
+        if not shows_failure(closer.trace):
+            return None, "the failure did not come back in a second run, so no op trace shows it"
+    if closer is before:
         return None, "nothing pointed to a moment at which to look closer"
-    closer = run("closer", Request(scenario=scenario, window=window, repeats="before"))
-    if suspicious_window(closer.trace) is None:
-        return None, "the failure did not come back in a second run, so no op trace shows it"
     return closer, ""
 
 
@@ -204,26 +213,3 @@ def _why_not(remedy: Remedy, scenario: Scenario, changed: Scenario, plan: Plan) 
     if is_script(scenario):
         return "only the script itself can do that: it is not switched on from outside"
     return "" if changed != scenario else "it would change nothing in this scenario"
-
-
-def expectation(scenario: Scenario, treatment: Treatment) -> tuple[bool, str]:
-    """Whether everything that the scenario says it shows has come true, and a sentence that says so."""
-    expect = scenario.expect
-    found = [f.id for f in treatment.findings if f.severity is not Severity.INFO]
-    wrong = []
-    if expect.findings and found[: len(expect.findings)] != expect.findings:
-        wrong.append(f"expected findings {', '.join(expect.findings)}, got {', '.join(found) or 'none'}")
-    if not expect.findings and found:
-        wrong.append(f"expected no findings, got {', '.join(found)}")
-    outcomes = {t.remedy: t for t in treatment.trials}
-    for name, wanted in [(n, Outcome.FIXED) for n in expect.cured_by] + [
-        (n, Outcome.NOT_FIXED) for n in expect.not_cured_by
-    ]:
-        trial = outcomes.get(name)
-        if trial is None or trial.outcome is not wanted:
-            wrong.append(f"{name} should be {wanted.value}, is {trial.outcome.value if trial else 'unknown'}")
-    if wrong:
-        return False, "Not as the scenario says: " + "; ".join(wrong) + "."
-    if not expect.findings:
-        return True, "As the scenario says: healthy."
-    return True, "As the scenario says: it fails, and " + ", ".join(expect.cured_by or ["nothing"]) + " cures it."

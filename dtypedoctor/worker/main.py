@@ -14,7 +14,8 @@ from transformers import set_seed
 from dtypedoctor.corrections import CORRECTIONS
 from dtypedoctor.corrections.contract import Installed
 from dtypedoctor.errors import UsageError
-from dtypedoctor.instrument.session import Instruments, OpWindow
+from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.models.build import BUILTIN
 from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Scenario, ScenarioStep
 from dtypedoctor.scenario.request import REQUEST, Request
@@ -24,6 +25,7 @@ from dtypedoctor.worker.compiling import compiling
 from dtypedoctor.worker.environment import describe_environment
 from dtypedoctor.worker.resources import MemoryMeter, checksum
 from dtypedoctor.worker.stock import Stock
+from dtypedoctor.worker.streaming import streaming
 from dtypedoctor.workloads import WORKLOADS
 from dtypedoctor.workloads.context import Context, Holder
 
@@ -41,11 +43,10 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
     request = Request.model_validate_json((directory / REQUEST).read_bytes())
     writer = TraceWriter(directory)
     writer.write(Header(created=time.time(), pid=os.getpid(), watched=request.watch))
-    window = request.window
     instruments = Instruments(
         writer,
         watch=request.watch,
-        window=OpWindow(call=window.call, step=window.step, until=window.until) if window else None,
+        windows=[OpWindow(**window.model_dump()) for window in request.windows],
     )
     run = _Run(request.scenario, instruments, directory, stock or Stock())
     outcome = "completed"
@@ -108,7 +109,7 @@ class _Run:
             context.probe_untrained()
         set_seed(self._scenario.seed)
         try:
-            with compiling(context):
+            with streaming(context), compiling(context):
                 WORKLOADS[kind](context)
         finally:
             self._steps += context.steps_completed

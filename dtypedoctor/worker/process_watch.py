@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from math import isfinite
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
-from dtypedoctor.instrument.session import Instruments, OpWindow
+from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import Environment, Metric, NotWatched, Observation
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.environment import describe_environment
@@ -18,6 +20,8 @@ from dtypedoctor.worker.resources import peak_resident, resident
 
 COMPILER = "torch._dynamo.convert_frame"
 """Imported by torch when something is compiled for the first time."""
+PRETRAINED = "transformers.modeling_utils"
+"""Holds ``from_pretrained``, which may run before any module is called."""
 
 
 class ProcessWatch:
@@ -26,12 +30,12 @@ class ProcessWatch:
     Args:
         writer: where the records go.
         watch: False records no more than losses, steps and what ended the process.
-        window: where the op trace is on; None for nowhere.
+        windows: where the op trace is on.
     """
 
-    def __init__(self, writer: TraceWriter, *, watch: bool = True, window: OpWindow | None = None) -> None:
+    def __init__(self, writer: TraceWriter, *, watch: bool = True, windows: Sequence[OpWindow] = ()) -> None:
         self._writer = writer
-        self.instruments = Instruments(writer, watch=watch, window=window)
+        self.instruments = Instruments(writer, watch=watch, windows=windows)
         self._compiler = CompileWatch()
         self._compiling = False
         self._loss: float | None = None
@@ -50,6 +54,7 @@ class ProcessWatch:
         self._running = True
         instruments.start()
         after_import(COMPILER, self._compiler_is_there)
+        after_import(PRETRAINED, instruments.silent.follow_pretrained)
         os.register_at_fork(after_in_child=self._be_quiet)
 
     def finish(self, error: BaseException | None) -> int:

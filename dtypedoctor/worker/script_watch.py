@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dtypedoctor.instrument.session import OpWindow
+from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.process_watch import ProcessWatch
 from dtypedoctor.worker.resources import StepDigest
@@ -23,10 +23,9 @@ class ScriptWatch:
     """
 
     def __init__(self, writer: TraceWriter, request: Mapping[str, Any]) -> None:
-        window = request["window"]
         self._writer = writer
         self.process = ProcessWatch(
-            writer, watch=request["watch"], window=OpWindow(**window) if window is not None else None
+            writer, watch=request["watch"], windows=[OpWindow(**window) for window in request["windows"]]
         )
         self._corrections: Any = request["scenario"]["corrections"]
         self._outside: OutsideCorrections | None = None

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.instrument.session import OpWindow
+from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.trace.events import Op, Replay
 from dtypedoctor.trace.reader import Trace
 

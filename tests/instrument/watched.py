@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.instrument.session import Instruments, OpWindow
+from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import End, Header
 from dtypedoctor.trace.reader import Trace, read_trace
 from dtypedoctor.trace.writer import TraceWriter
@@ -16,7 +17,7 @@ def watched(
     """The trace of ``work``; an exception that it raises is recorded as the worker would."""
     writer = TraceWriter(directory)
     writer.write(Header(watched=watch))
-    instruments = Instruments(writer, watch=watch, window=window)
+    instruments = Instruments(writer, watch=watch, windows=[window] if window is not None else [])
     instruments.start()
     outcome = "completed"
     try:

@@ -4,7 +4,7 @@ from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Confidence
-from dtypedoctor.diagnosis.window import suspicious_window
+from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import Raised, Replay
 
@@ -70,13 +70,13 @@ def test_a_deliberate_minus_inf_that_reaches_no_module_output_is_silent() -> Non
 
 def test_the_second_look_opens_around_the_first_bad_value() -> None:
     """A bad output is looked for in its call, a bad gradient in its backward pass, a bad parameter in its step."""
-    assert suspicious_window(TraceBuilder().sample("a", 1.0).build()) is None
+    assert suspicious_windows(TraceBuilder().sample("a", 1.0).build()) == ()
     forward = TraceBuilder().sample("a", 1.0, nan=1, call=13, phase="generate").build()
-    assert suspicious_window(forward) == Window(call=13, until="next-call")
+    assert suspicious_windows(forward) == (Window(call=13, until="next-call"),)
     backward = TraceBuilder().sample("a", 1.0, nan=1, call=4, phase="backward", kind="grad_output").build()
-    assert suspicious_window(backward) == Window(call=4, until="backward")
+    assert suspicious_windows(backward) == (Window(call=4, until="backward"),)
     stepped = TraceBuilder().sample("w", 1.0, nan=1, step=3, phase="optimizer", kind="param").build()
-    assert suspicious_window(stepped) == Window(step=3, until="optimizer")
+    assert suspicious_windows(stepped) == (Window(step=3, until="optimizer"),)
 
 
 def test_the_second_look_opens_around_a_refused_op() -> None:
@@ -84,4 +84,4 @@ def test_the_second_look_opens_around_a_refused_op() -> None:
     raised = Raised(n=9, step=2, call=6, phase="forward", type="RuntimeError",
                     message="expected m1 and m2 to have the same dtype, but got: c10::Half != c10::BFloat16", frames=[],
                     modules=[])  # fmt: skip
-    assert suspicious_window(TraceBuilder().add(raised).build()) == Window(call=6, until="next-call")
+    assert suspicious_windows(TraceBuilder().add(raised).build()) == (Window(call=6, until="next-call"),)

@@ -1,0 +1,187 @@
+"""Overflows that leave nothing non-finite behind: follows them in float32 until the real values are finite again.
+
+A square of 300 is inf in float16, its reciprocal root 0, and the norm returns zeros. ``tanh(inf)`` is 1, as it should be. A
+clamp makes 65504 of it. Whether such an overflow did harm is measured: the ops between the inf and the first finite result
+are run beside the real ones on the same operands in float32, and the two results are compared.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.schema import scalars, tensors_of
+from dtypedoctor.instrument.silent.look import Seen
+from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.instrument.statistics import Extent, measurable, measure
+from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
+
+MAX_SHADOWED = 64
+"""Ops of one call that are run in float32 beside the real ones; an inf that lives longer is the module watch's business."""
+NARROW = (torch.float16, torch.float8_e5m2)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float8_e5m2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Birth:
+    """The op that overflowed. ``values`` is what is told of it; ``through`` the ops that its result went through."""
+
+    values: dict[str, Any]
+    through: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Shadow:
+    """What a tensor would hold had nothing overflowed, in float32 (or as it is, for a mask)."""
+
+    tensor: Tensor
+    birth: _Birth
+
+
+@dataclass(slots=True)
+class AbsorbedOverflows:
+    """Writes an :class:`Observation` of kind ``absorbed`` for each overflow that ends in finite values.
+
+    ``fqn`` is the module of the op that ended it. Values: ``op``, ``source`` (of that op), ``scalars`` (its numbers),
+    ``relative_error`` (largest difference of its result from the float32 one, over the largest magnitude of the latter),
+    ``rescued`` (elements that were not finite in its operands), ``elements`` (of its result), ``by_mask`` (whether a test for
+    finiteness came between), ``through`` (ops from the overflow to that op, this included), and ``born``: ``op``, ``fqn``
+    (None outside of modules), ``source``, ``dtype``, ``operands`` (largest magnitudes), ``float32`` (largest magnitude of
+    the result in float32), ``bad``, ``elements``, ``squares`` (whether it multiplied a tensor with itself), ``negative``
+    (whether all it made was ``-inf``, as masks do).
+    """
+
+    notes: Notes
+    whereabouts: Whereabouts
+    _shadows: dict[int, _Shadow] = field(default_factory=dict)
+    _count: int = 0
+
+    def end(self) -> None:
+        """Forgets the call."""
+        self._shadows.clear()
+        self._count = 0
+
+    def saw(self, seen: Seen) -> None:
+        """Follows what has overflowed, or finds out that this op has."""
+        held = self._held(seen)
+        if self._count >= MAX_SHADOWED:
+            self._shadows.clear()
+            return
+        if held:
+            self._follow(seen, held)
+        elif any(measurable(t) and t.dtype in NARROW for t in seen.results):
+            self._look_for_birth(seen)
+
+    def _held(self, seen: Seen) -> dict[int, _Shadow]:
+        """Shadows of the operands, by the identity of the operand."""
+        if not self._shadows:
+            return {}
+        found = ((id(t), self._shadows.get(seen.number(t))) for t in seen.operands)
+        return {number: shadow for number, shadow in found if shadow is not None}
+
+    def _look_for_birth(self, seen: Seen) -> None:
+        results = [t for t in seen.results if measurable(t) and t.dtype in NARROW]
+        extents = measure(results)
+        operands = [t for t in seen.operands if measurable(t)]
+        if all(e.finite for e in extents) or not operands or not all(e.finite for e in measure(operands)):
+            return
+        wide = _in_float32(seen, {})
+        floats = [t for t in wide if measurable(t)]
+        if not floats or not all(e.finite for e in measure(floats)):
+            return  # float32 cannot hold it either, or it was asked for
+        birth = _Birth(self._told(seen, results, extents, floats))
+        self._keep(seen, wide, birth)
+
+    def _told(self, seen: Seen, results: list[Tensor], extents: list[Extent], wide: list[Tensor]) -> dict[str, Any]:
+        place = self._place(seen)
+        bad = [e for e in extents if not e.finite]
+        return {
+            "op": seen.name,
+            "fqn": place.fqn if place.root != OUTSIDE else None,
+            "source": place.source,
+            "dtype": dtype_name(results[0]),
+            "operands": [e.absmax for e in measure([t for t in seen.operands if measurable(t)])],
+            "float32": max(e.absmax for e in measure(wide)),
+            "bad": sum(e.num_nan + e.num_posinf + e.num_neginf for e in bad),
+            "elements": sum(t.numel() for t in results),
+            "squares": _squares(seen),
+            "negative": not any(e.num_nan or e.num_posinf for e in bad),
+        }
+
+    def _follow(self, seen: Seen, held: dict[int, _Shadow]) -> None:
+        self._count += 1
+        before = next(iter(held.values())).birth
+        birth = _Birth(before.values, (*before.through, seen.name))
+        wide = _in_float32(seen, {number: shadow.tensor for number, shadow in held.items()})
+        if not wide:
+            return
+        floats = [(real, other) for real, other in zip(seen.results, wide, strict=False) if measurable(real)]
+        if not floats or not all(e.finite for e in measure([real for real, _ in floats])):
+            self._keep(seen, wide, birth)
+        elif all(e.finite for e in measure([other for _, other in floats if measurable(other)])):
+            self._ended(seen, held, birth, floats)
+
+    def _keep(self, seen: Seen, wide: Sequence[Tensor], birth: _Birth) -> None:
+        for real, other in zip(seen.results, wide, strict=False):
+            if real.shape == other.shape and (real.is_floating_point() or not torch.equal(real, other)):
+                self._shadows[seen.number(real)] = _Shadow(other, birth)
+
+    def _ended(self, seen: Seen, held: dict[int, _Shadow], birth: _Birth, floats: list[tuple[Tensor, Tensor]]) -> None:
+        extents = measure([t for t in seen.operands if id(t) in held and measurable(t)])
+        place = self._place(seen)
+        values = {
+            "op": seen.name,
+            "source": place.source,
+            "scalars": scalars(seen.arguments),
+            "relative_error": max(_relative_error(real, other) for real, other in floats),
+            "rescued": sum(e.num_nan + e.num_posinf + e.num_neginf for e in extents),
+            "elements": sum(real.numel() for real, _ in floats),
+            "by_mask": any(not t.is_floating_point() for t in seen.operands if id(t) in held),
+            "through": list(birth.through),
+            "born": birth.values,
+        }
+        key = (birth.values["op"], birth.values["fqn"], birth.values["source"], seen.name, place.source)
+        self.notes.once("absorbed", key, place.fqn if place.root != OUTSIDE else None, values)
+
+    def _place(self, seen: Seen) -> OpPlace:
+        return self.whereabouts.here(seen.frame, "cpu")
+
+
+def _in_float32(seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:
+    """The results of the same op with its operands in float32, or what stands for them; empty where that cannot be had."""
+    if torch.Tag.nondeterministic_seeded in seen.func.tags:
+        return []  # it would draw from the program's random numbers
+    args, kwargs = tree_map(partial(_widened, shadows), seen.arguments)
+    try:
+        return tensors_of(seen.func(*args, **kwargs))
+    except Exception:  # noqa: BLE001  (an op without a float32 form ends the pursuit)
+        return []
+
+
+def _widened(shadows: dict[int, Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor) and id(value) in shadows:
+        return shadows[id(value)].clone()
+    if measurable(value):
+        return value.float() if value.dtype in _FLOATS else value.clone()
+    return torch.float32 if isinstance(value, torch.dtype) and value in _FLOATS else value
+
+
+def _squares(seen: Seen) -> bool:
+    name = seen.func._schema.name.removeprefix("aten::").rstrip("_")
+    operands = seen.operands
+    if name == "pow":
+        return any(text in ("2", "2.0") for text in scalars(seen.arguments))
+    same = len(operands) == 2 and seen.number(operands[0]) == seen.number(operands[1])
+    return name in ("square", "linalg_vector_norm", "norm") or (name == "mul" and same)
+
+
+def _relative_error(real: Tensor, other: Tensor) -> float:
+    if not real.numel() or real.shape != other.shape:
+        return 0.0
+    largest = float(other.abs().max())
+    return float((real.float() - other.float()).abs().max()) / largest if largest > 0 else 0.0

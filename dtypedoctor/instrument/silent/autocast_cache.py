@@ -1,0 +1,163 @@
+"""Half-precision copies of weights that autocast goes on using after the weights have changed.
+
+Autocast keeps the copy of a float32 weight until the outermost region ends, and does not look whether the weight has changed.
+So where one region sees a second call of the same outermost module, a few elements of some weights are compared with what
+they were at the first. Where they differ, the layer is run once more on the same input without the cache.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+from dtypedoctor.instrument.autocast import AutocastLog, Region
+from dtypedoctor.instrument.guard import Guard
+from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.instrument.statistics import measurable
+
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers that do nothing but one product which autocast casts for."""
+COMPARED = 8
+"""Layers of a model whose weights are compared."""
+ELEMENTS = 16
+"""Elements of a weight that are compared."""
+
+Layer = tuple[Any, str]
+"""A weak reference to a layer, and its dotted name."""
+
+
+@dataclass(slots=True)
+class _Root:
+    """What is known of an outermost module within one region."""
+
+    calls: int = 1
+    before: dict[str, Tensor] = field(default_factory=dict)
+
+
+class CacheCheck:
+    """Writes an :class:`Observation` of kind ``autocast-cache`` for a layer that computes with an old copy of its weight.
+
+    ``fqn`` is the layer. Values: ``weight`` (name), ``dtype`` (of the copy), ``relative_error`` (largest difference of its
+    result from one without the cache, over the largest magnitude of the latter), ``region`` (``file:line`` that opened the
+    outermost region) and ``calls`` (outermost calls in the region so far).
+    """
+
+    def __init__(self, notes: Notes, names: Names, position: Position, autocast: AutocastLog, guard: Guard) -> None:
+        self._notes = notes
+        self._names = names
+        self._position = position
+        self._autocast = autocast
+        self._guard = guard
+        self._region: Region | None = None
+        self._roots: dict[int, _Root] = {}
+        self._layers: WeakKeyDictionary[nn.Module, list[Layer]] = WeakKeyDictionary()
+        self._stepped = False
+        self._changed: dict[int, str] = {}
+        self._hook: Any = None
+
+    def after_step(self, optimizer: object) -> None:
+        """Weights have changed."""
+        self._stepped = True
+
+    def before_call(self, module: nn.Module) -> None:
+        """An outermost call begins."""
+        self.after_call()
+        regions = self._autocast.open_regions
+        outermost = regions[0] if regions else None
+        if outermost is not self._region:
+            self._region = outermost
+            self._roots.clear()
+            self._stepped = False
+        if outermost is None or not torch.is_autocast_cache_enabled() or self._position.backward_depth:
+            return
+        known = self._roots.get(id(module))
+        if known is None:
+            self._roots[id(module)] = _Root(before=self._fingerprints(module))
+        else:
+            self._compare(module, known)
+
+    def after_call(self) -> None:
+        """The outermost call has ended, in whatever way."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._changed.clear()
+
+    def _compare(self, module: nn.Module, known: _Root) -> None:
+        known.calls += 1
+        power_of_two = known.calls & (known.calls - 1) == 0
+        if not known.before or not (self._stepped or power_of_two):
+            return
+        self._stepped = False
+        now = self._fingerprints(module)
+        same = [name for name in now if name in known.before and now[name].shape == known.before[name].shape]
+        with self._position.mute(), torch.no_grad():
+            differ = torch.stack([now[name].ne(known.before[name]).any() for name in same]).tolist() if same else []
+        changed = {name for name, differs in zip(same, differ, strict=True) if differs}
+        self._changed = {id(layer): name for layer, name in self._alive(module) if name in changed}
+        if self._changed:
+            self._hook = hooks.register_module_forward_hook(
+                self._guard.shield(self._layer_returned, "layers under autocast"), with_kwargs=False
+            )
+
+    def _layer_returned(self, layer: nn.Module, args: Any, output: Any) -> None:
+        name = self._changed.pop(id(layer), None)
+        if name is None or len(args) != 1 or not measurable(output) or not torch.is_autocast_cache_enabled():
+            return
+        with self._position.mute(), torch.no_grad():
+            torch.set_autocast_cache_enabled(False)
+            try:
+                fresh = type(layer).forward(layer, *args)
+            finally:
+                torch.set_autocast_cache_enabled(True)
+            largest = float(fresh.float().abs().max()) if fresh.numel() else 0.0
+            error = float((fresh.float() - output.float()).abs().max()) / largest if largest else 0.0
+        if error > 0.0:
+            self._tell(layer, name, output, error)
+
+    def _tell(self, layer: nn.Module, name: str, output: Tensor, error: float) -> None:
+        place = self._names.find(layer)
+        fqn = place[1] if place is not None else name
+        values = {
+            "weight": f"{fqn}.weight" if fqn else "weight",
+            "dtype": str(output.dtype).removeprefix("torch."),
+            "relative_error": error,
+            "region": self._region.source if self._region is not None else None,
+            "calls": max((root.calls for root in self._roots.values()), default=0),
+        }
+        self._notes.once("autocast-cache", name, fqn, values)
+
+    def _fingerprints(self, module: nn.Module) -> dict[str, Tensor]:
+        """A few elements of the weights that autocast would keep a copy of."""
+        found = {}
+        with self._position.mute(), torch.no_grad():
+            for layer, name in self._alive(module):
+                weight = layer.weight
+                if isinstance(weight, Tensor) and _would_be_kept(weight):
+                    flat = weight.detach().reshape(-1)
+                    found[name] = flat[:: max(1, flat.numel() // ELEMENTS)].clone()
+        return found
+
+    def _alive(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
+        layers = self._layers.get(module)
+        if layers is None:
+            all_layers = [(ref(child), name) for name, child in module.named_modules() if type(child) in LAYERS]
+            every = max(1, len(all_layers) // COMPARED)
+            layers = self._layers[module] = all_layers[::every][: COMPARED + 1]
+        return [(layer, name) for held, name in layers if (layer := held()) is not None]
+
+
+def _would_be_kept(weight: Tensor) -> bool:
+    """Whether autocast keeps a copy: of float32 leaves that are trained (``cached_cast`` in torch's autocast_mode.cpp)."""
+    return (
+        weight.dtype is torch.float32
+        and weight.requires_grad
+        and weight.is_leaf
+        and weight.is_contiguous()
+        and measurable(weight)
+    )

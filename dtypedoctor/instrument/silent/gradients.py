@@ -1,0 +1,109 @@
+"""Gradients that float16 has flushed to zero.
+
+Zeros alone prove nothing: tokens that do not occur, ReLU and dropout give them too. The first pass only counts them; where
+there are many, the second pass multiplies the same loss by 32768 and looks which of them come back.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dtypedoctor.instrument.autocast import AutocastLog, Region
+from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.instrument.statistics import measurable
+
+SCALE = 32768.0
+"""The largest power of two that float16 holds; half of what a gradient scaler begins with."""
+MANY = 0.5
+"""Share of zeros in a parameter's gradient from which on it is worth a second look."""
+FIRST_CHECKS = 4
+"""The steps that are checked are 1 to 4, and then each power of two."""
+MOST_TOLD = 40
+
+
+class GradientCheck:
+    """Counts zeros in gradients where float16 is at work.
+
+    * Before an optimizer step, where a gradient is zero for the most part: an :class:`Observation` of kind
+      ``gradient-zeros`` with ``parameters``: for each such one its ``zeros`` and ``elements``.
+    * :meth:`scaled_backward` writes one of kind ``scaled-backward``: ``scale``, and ``parameters``: for each with a gradient
+      in both passes ``elements``, ``zeros`` (as the script computes it), ``zeros_scaled`` (of the gradient of the scaled
+      loss, those counted in that overflowed) and ``largest`` (largest magnitude of what came back, divided by the scale); or ``error`` where that failed.
+    """
+
+    def __init__(self, notes: Notes, names: Names, position: Position, autocast: AutocastLog) -> None:
+        self._notes = notes
+        self._names = names
+        self._position = position
+        self._float16_region = False
+        self._steps: dict[int, int] = {}
+        autocast.entered.append(self._note_region)
+
+    def _note_region(self, region: Region) -> None:
+        self._float16_region = self._float16_region or region.dtype == "float16"
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step."""
+        number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if number > FIRST_CHECKS and number & (number - 1):
+            return
+        found = [(n, p.grad) for n, p in self._of(optimizer) if p.grad is not None and measurable(p.grad)]
+        if not found or not (self._float16_region or any(g.dtype is torch.float16 for _, g in found)):
+            return
+        with self._position.mute(), torch.no_grad():
+            zeros = torch.stack([(g == 0).sum() for _, g in found]).tolist()
+        many = {
+            name: {"zeros": int(count), "elements": gradient.numel()}
+            for (name, gradient), count in zip(found, zeros, strict=True)
+            if count >= MANY * gradient.numel()
+        }
+        if many:
+            self._notes.write("gradient-zeros", None, {"parameters": dict(list(many.items())[:MOST_TOLD])})
+
+    def scaled_backward(self, tensors: list[Tensor]) -> None:
+        """A backward pass is about to begin: computes its gradients twice beside it, of the loss and of the scaled loss."""
+        losses = [t for t in tensors if t.requires_grad and t.numel() == 1]
+        wanted = [(n, p) for _, n, p, _, is_buffer in self._names.tensors() if not is_buffer and p.requires_grad]
+        if not losses or not wanted:
+            return
+        parameters = [p for _, p in wanted]
+        try:
+            with self._position.mute(), torch.random.fork_rng(enabled=True):
+                plain = _gradients(losses, parameters, 1.0)
+                scaled = _gradients(losses, parameters, SCALE)
+        except RuntimeError as error:  # a graph that can be walked only once, say
+            self._notes.write("scaled-backward", None, {"scale": SCALE, "error": str(error)[:200]})
+            return
+        with self._position.mute(), torch.no_grad():
+            told = {
+                name: _compared(one, other)
+                for (name, _), one, other in zip(wanted, plain, scaled, strict=True)
+                if one is not None and other is not None
+            }
+        self._notes.write("scaled-backward", None, {"scale": SCALE, "parameters": told})
+
+    def _of(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                yield known.get(id(parameter), f"param_groups.{number}.{index}"), parameter
+
+
+def _gradients(losses: list[Tensor], parameters: list[Tensor], scale: float) -> tuple[Tensor | None, ...]:
+    starts = [torch.full_like(loss, scale) for loss in losses]
+    return torch.autograd.grad(losses, parameters, starts, retain_graph=True, allow_unused=True)
+
+
+def _compared(plain: Tensor, scaled: Tensor) -> dict[str, float | int]:
+    wide = scaled.double() / SCALE
+    back = torch.where((plain == 0) & wide.isfinite(), wide.abs(), 0.0)
+    return {
+        "elements": plain.numel(),
+        "zeros": int((plain == 0).sum()),
+        "zeros_scaled": int((scaled.eq(0) | ~scaled.isfinite()).sum()),
+        "largest": float(back.max()) if back.numel() else 0.0,
+    }

@@ -1,0 +1,190 @@
+"""The routine look: now and then, every operator of one outermost call passes before the eyes of a few cheap checks.
+
+What goes wrong between two modules and leaves finite values behind is invisible to the module watch, and nothing fails, so
+that there would never be a reason for an op trace. A look writes nothing but what its checks conclude, and is taken rarely:
+of each outermost module at its calls 1, 2, 16, 128, 1024 …, apart for each phase, forward only.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+from dtypedoctor.instrument.guard import Guard
+from dtypedoctor.instrument.identity import TensorIds
+from dtypedoctor.instrument.opaque import being_recorded, why_opaque
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.schema import Arguments, keep_written, tensors_of, written
+
+FIRST_LOOKS = 2
+EACH_LATER = 8
+"""The calls that are looked at are 1, 2, and then each 8 times the one before."""
+
+_SKIPPED = frozenset({"aten.detach.default", "aten.alias.default"})
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One operator call.
+
+    Attributes:
+        func: the operator.
+        arguments: what it was given, with copies of what it has written to since.
+        results: the tensors that it returned.
+        ids: tells tensors apart.
+        before: numbers of the tensors that it has written to, as they were, by the identity of their copies.
+        frame: a frame from which the Python code that called it can be found.
+    """
+
+    func: Any
+    arguments: Arguments
+    results: Sequence[Tensor]
+    ids: TensorIds
+    before: Mapping[int, int]
+    frame: FrameType
+
+    @property
+    def name(self) -> str:
+        """Name with namespace and overload."""
+        return str(self.func)
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """The tensors that it was given."""
+        return tensors_of(self.arguments)
+
+    def number(self, tensor: Tensor) -> int:
+        """Equal for two tensors exactly when they are the same in the same version."""
+        known = self.before.get(id(tensor))
+        return known if known is not None else self.ids.of(tensor)[0]
+
+
+class Check(Protocol):
+    """Something that looks at the operators of a call."""
+
+    def saw(self, seen: Seen) -> None:
+        """An operator has run. Modes and autocast are off, and nothing done here is recorded."""
+
+    def end(self) -> None:
+        """The call is over: concludes and forgets."""
+
+
+class RoutineLook:
+    """Decides which calls are looked at, and shows their operators to the checks.
+
+    Args:
+        checks: who looks.
+        position: shared coordinates.
+        guard: keeps the checks' errors from the program.
+    """
+
+    def __init__(self, checks: Sequence[Check], position: Position, guard: Guard) -> None:
+        self._checks = checks
+        self._position = position
+        self._guard = guard
+        self._calls: Counter[tuple[int, str]] = Counter()
+        self._mode: _Mode | None = None
+
+    def before_call(self, module: nn.Module) -> None:
+        """An outermost call begins."""
+        self.after_call()  # of one that was left without a word
+        if self._position.backward_depth:
+            return
+        key = (id(module), self._position.phase)
+        self._calls[key] += 1
+        if _is_looked_at(self._calls[key]) and _may_look(module):
+            self._mode = _Mode(self._checks, self._position, self._guard)
+            self._mode.__enter__()
+
+    def after_call(self) -> None:
+        """The outermost call has ended, in whatever way."""
+        if self._mode is None:
+            return
+        mode, self._mode = self._mode, None
+        mode.__exit__(None, None, None)
+        with mode.aside():
+            for check in self._checks:
+                check.end()
+
+
+class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, checks: Sequence[Check], position: Position, guard: Guard) -> None:
+        super().__init__()
+        self._checks = checks
+        self._position = position
+        self._guard = guard
+        self._ids = TensorIds()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code is compiled and runs as it would without the look; what is inside a fused kernel is not seen."""
+        return True
+
+    @contextmanager
+    def aside(self) -> Any:
+        """The doctor's own work: seen by no mode, recorded by nobody, and its errors kept from the program."""
+        try:
+            with (
+                self._position.mute(),
+                _disable_current_modes(),
+                torch._C.DisableTorchFunction(),
+                torch._C._DisableAutocast(),
+                torch.no_grad(),
+            ):
+                yield
+        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
+            self._guard.tell("some operators in a routine look", f"{type(error).__name__}: {error!s:.200}")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs ``func`` as it is and shows it to the checks."""
+        kwargs = dict(kwargs or {})
+        if self._position.muted or not isinstance(func, torch._ops.OpOverload) or str(func) in _SKIPPED:
+            return func(*args, **kwargs)
+        kept = (args, kwargs)
+        before: dict[int, int] = {}
+        with self.aside():
+            kept = keep_written(func, kept)
+            for copy, tensor in zip(written(func, kept), written(func, (args, kwargs)), strict=True):
+                before[id(copy)] = self._ids.of(tensor)[0]
+        result = func(*args, **kwargs)
+        with self.aside():
+            for tensor in written(func, (args, kwargs)):
+                self._ids.wrote(tensor)
+            seen = Seen(func, kept, tensors_of(result), self._ids, before, sys._getframe())
+            for check in self._checks:
+                check.saw(seen)
+        return result
+
+
+def _is_looked_at(number: int) -> bool:
+    if number <= FIRST_LOOKS:
+        return True
+    while number % EACH_LATER == 0:
+        number //= EACH_LATER
+    return number == FIRST_LOOKS
+
+
+def _may_look(module: nn.Module) -> bool:
+    """Whether a look would change nothing: not under modes of the program's own, and only where compiled code ignores it."""
+    if not all(type(mode).__module__.startswith("dtypedoctor.") for mode in _get_current_dispatch_mode_stack()):
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if being_recorded() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        return False
+    return hasattr(TorchDispatchMode, "ignore_compile_internals") or not why_opaque(module)

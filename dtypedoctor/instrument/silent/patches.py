@@ -1,0 +1,56 @@
+"""Patches that were prepared and are not in place.
+
+A patcher keeps the original under another name and then replaces the method. Where it refuses after the first half, the kept
+original and the method that runs are the same function: the code object tells, the presence of the backup does not.
+"""
+
+import inspect
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.silent.notes import Notes
+
+BACKUP = "orig"
+"""Part of the names under which originals are kept."""
+
+
+def note_patches(notes: Notes, names: Names) -> None:
+    """Writes an :class:`Observation` of kind ``unpatched`` for each class whose kept original is what still runs.
+
+    ``fqn`` is the first module of that class. Values: ``class``, ``attribute`` (the backup's name), ``method`` and ``source``
+    (``file:line`` of the function that runs).
+    """
+    seen: set[type] = set()
+    for root in names.roots:
+        for module in root.modules():
+            if type(module) in seen:
+                continue
+            seen.add(type(module))
+            place = names.find(module)
+            for attribute, method, source in _unpatched(type(module)):
+                values = {"class": type(module).__name__, "attribute": attribute, "method": method, "source": source}
+                notes.once("unpatched", (type(module), attribute), place[1] if place is not None else None, values)
+
+
+def _unpatched(cls: type) -> Iterator[tuple[str, str, str]]:
+    methods = {name: code for name in dir(cls) if BACKUP not in name.lower() and (code := _code(cls, name)) is not None}
+    for owner in cls.__mro__:
+        if owner is nn.Module or owner is object:
+            continue
+        for attribute in [name for name in vars(owner) if BACKUP in name.lower()]:
+            kept = _code(cls, attribute)
+            if kept is None:
+                continue
+            for method in [name for name, code in methods.items() if code is kept]:
+                yield attribute, method, f"{kept.co_filename.rsplit('/', 1)[-1]}:{kept.co_firstlineno}"
+
+
+def _code(cls: type, name: str) -> Any:
+    """The code object that a call of a method runs; None for what is no Python function."""
+    found = inspect.getattr_static(cls, name, None)
+    function = inspect.unwrap(found) if isinstance(found, FunctionType) else None
+    return function.__code__ if isinstance(function, FunctionType) else None

@@ -1,0 +1,145 @@
+"""Frequency tables of rotary embeddings that have been rounded to half precision.
+
+A table is recognised by its values and not by its name: positive, falling, each a constant factor of the one before. One that
+was computed in float32 never equals its own rounding to bfloat16 or float16 (unless all its values are powers of two); one
+that went through ``model.to(bfloat16)`` does, also after ``float()``.
+"""
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.silent.look import Seen
+from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.instrument.statistics import measurable
+
+SHORTEST, LONGEST = 4, 1024
+"""Lengths of tables; half the size of an attention head."""
+TOLERANCE = 0.012
+"""Relative deviation of a factor between neighbours from the usual one; bfloat16's rounding makes up to 0.008."""
+USUAL = 0.6
+"""Share of neighbours that have the usual factor; tables for long contexts bend in between."""
+EXACT = 1e-6
+POSITION = 4096
+"""Where the angle error is given."""
+
+
+@dataclass(slots=True)
+class _Table:
+    name: str
+    buffer: Tensor
+    values: dict[str, Any]
+    memory: int
+
+
+@dataclass(slots=True)
+class RotaryTables:
+    """Writes an :class:`Observation` of kind ``rotary-table`` for each rounded table that is read.
+
+    ``fqn`` is the module that holds it. Values: ``name`` (of the buffer), ``dtype`` (it has), ``rounded_to`` (it equals its
+    own rounding to), ``length``, ``first`` and ``last`` (values), ``deviation`` (largest relative deviation from the
+    geometric progression through its values), ``angle_error`` (what that amounts to at position 4096, in radians) and
+    ``read`` (whether an operator was seen to read it; None where none was looked at).
+    """
+
+    notes: Notes
+    names: Names
+    position: Position
+    _known: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
+    _waiting: list[_Table] = field(default_factory=list)
+    _read: set[int] = field(default_factory=set)
+    _looked: bool = False
+
+    def before_call(self, module: nn.Module) -> None:
+        """An outermost call begins; at the first one of a module its buffers are looked through."""
+        if module in self._known or self.position.backward_depth:
+            return
+        self._known[module] = 1
+        with self.position.mute(), torch.no_grad():
+            self._waiting = [t for t in (_rounded(name, b) for name, b in self._buffers(module)) if t is not None]
+
+    def after_call(self) -> None:
+        """The outermost call has ended: tells of tables that were read, or of all where nobody looked."""
+        waiting, self._waiting = self._waiting, []
+        for table in waiting:
+            if self._looked and table.memory not in self._read:
+                continue
+            values = {**table.values, "read": True if self._looked else None}
+            self.notes.once("rotary-table", table.name, table.name.rpartition(".")[0], values)
+        self._read.clear()
+        self._looked = False
+
+    def saw(self, seen: Seen) -> None:
+        """Notes which tables an operator reads."""
+        self._looked = True
+        if self._waiting:
+            self._read.update(_memory(t) for t in seen.operands if measurable(t))
+
+    def end(self) -> None:
+        """What was read is judged in :meth:`after_call`."""
+
+    def _buffers(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        inside = {id(child) for child in module.modules()}
+        return [(name, b) for _, name, b, owner, is_buffer in self.names.tensors() if is_buffer and id(owner) in inside]
+
+
+def _rounded(name: str, buffer: Tensor) -> _Table | None:
+    if not measurable(buffer) or buffer.dim() != 1 or not SHORTEST <= len(buffer) <= LONGEST:
+        return None
+    rounded_to = next(
+        (d for d in (torch.bfloat16, torch.float16) if torch.equal(buffer, buffer.to(d).to(buffer.dtype))), None
+    )
+    values = buffer.double().tolist() if rounded_to is not None else []
+    if rounded_to is None or not _is_geometric(values):
+        return None
+    deviation, error = _off(values)
+    if deviation < EXACT:
+        return None
+    told = {
+        "name": name,
+        "dtype": dtype_name(buffer),
+        "rounded_to": str(rounded_to).removeprefix("torch."),
+        "length": len(values),
+        "first": values[0],
+        "last": values[-1],
+        "deviation": deviation,
+        "angle_error": error * POSITION,
+    }
+    return _Table(name, buffer, told, _memory(buffer))
+
+
+def _is_geometric(values: list[float]) -> bool:
+    if not all(math.isfinite(v) and 0.0 < v <= 1.0 for v in values):
+        return False
+    factors = [after / before for before, after in pairwise(values)]
+    usual = median(factors)
+    if max(factors) >= 1.0 or usual < 0.05:
+        return False
+    return sum(abs(f / usual - 1.0) <= TOLERANCE for f in factors) >= USUAL * len(factors)
+
+
+def _off(values: list[float]) -> tuple[float, float]:
+    """Largest relative and largest absolute deviation from the geometric progression between the first and last value.
+
+    The progression is ``v[i] = v[0] * r**i``. For a table that bends, a deviation below bfloat16's spacing is assumed: what
+    half of the last place amounts to.
+    """
+    count = len(values) - 1
+    factor = (values[-1] / values[0]) ** (1.0 / count)
+    exact = [values[0] * factor**i for i in range(count + 1)]
+    relative = max(abs(v / e - 1.0) for v, e in zip(values, exact, strict=True))
+    if relative > TOLERANCE:
+        return 2.0**-9, max(values) * 2.0**-9
+    return relative, max(abs(v - e) for v, e in zip(values, exact, strict=True))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

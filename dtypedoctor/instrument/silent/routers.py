@@ -1,0 +1,139 @@
+"""Routers whose choice of experts hangs on rounding.
+
+A router scores the experts of each token with a small product and takes the largest. Where the product is computed in half
+precision, scores that differ by less than the rounding error swap. The check runs the product again in float32 on the same
+operands, and everything between it and the selection, and compares the chosen sets.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.schema import tensors_of
+from dtypedoctor.instrument.silent.look import Seen
+from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
+
+HALF = (torch.float16, torch.bfloat16)
+MAX_BETWEEN = 24
+"""Ops between the product and the selection: softmax or sigmoid, biases, groups, masks, casts and reshapes."""
+MOST_EXPERTS = 4096
+"""A selection among more than this is one among words, not among experts."""
+
+_PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
+_SELECTION = "aten.topk.default"
+
+
+@dataclass(slots=True)
+class _Product:
+    """A product in half precision, and the ops that its result went through since."""
+
+    seen: Seen
+    place: OpPlace
+    after: list[Seen] = field(default_factory=list)
+    derived: set[int] = field(default_factory=set)
+    """Numbers of its result and of everything made of it."""
+
+
+@dataclass(slots=True)
+class RouterFlips:
+    """Writes an :class:`Observation` of kind ``router`` for each selection among half-precision scores.
+
+    ``fqn`` is the module that computes the scores. Values: ``op`` and ``source`` of the selection, ``scores_op`` and
+    ``scores_source`` of the product, ``dtype`` (of the product), ``experts``, ``chosen`` (experts per token), ``tokens``,
+    ``flipped`` (tokens whose set of experts differs from float32's) and ``tied`` (tokens with equal scores on both sides of
+    the border).
+    """
+
+    notes: Notes
+    whereabouts: Whereabouts
+    _recent: deque[_Product] = field(default_factory=lambda: deque(maxlen=2))
+
+    def end(self) -> None:
+        """Forgets the call."""
+        self._recent.clear()
+
+    def saw(self, seen: Seen) -> None:
+        """Keeps the last products, follows what is made of them, and judges a selection."""
+        numbers = [seen.number(t) for t in seen.operands]
+        for product in self._recent:
+            if product.derived.isdisjoint(numbers):
+                continue
+            if seen.name == _SELECTION:
+                self._judge(seen, product)
+            if len(product.after) < MAX_BETWEEN:
+                product.after.append(seen)
+                product.derived.update(seen.number(t) for t in seen.results)
+        if seen.name in _PRODUCTS and _may_be_scores(seen):
+            self._keep(seen)
+
+    def _keep(self, seen: Seen) -> None:
+        place = self.whereabouts.here(seen.frame, "cpu")
+        self._recent.append(_Product(seen, place, derived={seen.number(seen.results[0])}))
+
+    def _judge(self, seen: Seen, product: _Product) -> None:
+        chosen, exact = seen.results[1], _again(seen, product)
+        if exact is None or chosen.shape != exact.shape or chosen.numel() == 0:
+            return
+        scores = seen.operands[0]
+        flipped = (chosen.sort(-1).values != exact.sort(-1).values).any(-1)
+        source = self.whereabouts.here(seen.frame, "cpu").source
+        fqn = product.place.fqn if product.place.root != OUTSIDE else None
+        values = {
+            "op": seen.name,
+            "source": source,
+            "scores_op": product.seen.name,
+            "scores_source": product.place.source,
+            "dtype": dtype_name(product.seen.results[0]),
+            "experts": scores.shape[-1],
+            "chosen": chosen.shape[-1],
+            "tokens": flipped.numel(),
+            "flipped": int(flipped.sum()),
+            "tied": _ties(scores, chosen.shape[-1]),
+        }
+        self.notes.once("router", (fqn, product.place.source, source), fqn, values)
+
+
+def _may_be_scores(seen: Seen) -> bool:
+    result = seen.results[0]
+    return measurable(result) and result.dtype in HALF and 1 < result.shape[-1] <= MOST_EXPERTS
+
+
+def _again(selection: Seen, product: _Product) -> Tensor | None:
+    """The indices that the selection finds where the product is computed in float32; None where that cannot be had."""
+    values: dict[int, Tensor] = {}
+    results: list[Tensor] = []
+    try:
+        for one in [product.seen, *product.after, selection]:
+            if torch.Tag.nondeterministic_seeded in one.func.tags:
+                return None
+            stand_ins = {id(t): values[n] for t in one.operands if (n := one.number(t)) in values}
+            args, kwargs = tree_map(partial(_replaced, stand_ins), one.arguments)
+            results = tensors_of(one.func(*args, **kwargs))
+            values.update({one.number(real): other for real, other in zip(one.results, results, strict=True)})
+    except Exception:  # noqa: BLE001  (scores that cannot be computed again are not judged)
+        return None
+    return results[1]
+
+
+def _replaced(stand_ins: dict[int, Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor) and id(value) in stand_ins:
+        return stand_ins[id(value)].clone()
+    if measurable(value):
+        return value.float() if value.dtype in HALF else value.clone()
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value
+
+
+def _ties(scores: Tensor, chosen: int) -> int:
+    """Tokens whose last chosen and first unchosen score are equal."""
+    if chosen >= scores.shape[-1]:
+        return 0
+    best = scores.topk(chosen + 1, dim=-1).values
+    return int((best[..., chosen - 1] == best[..., chosen]).sum())

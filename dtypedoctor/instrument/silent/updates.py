@@ -1,0 +1,220 @@
+"""Optimizer steps that half-precision weights are too coarse to feel.
+
+Around a step now and then, a few thousand elements of each half-precision parameter are compared with themselves, and the
+same optimizer takes the same step on a float32 copy of these elements, of their gradients and of its own state. What moves
+there and not here is lost to rounding.
+"""
+
+import inspect
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.instrument.statistics import measurable
+
+HALF = (torch.float16, torch.bfloat16)
+SAMPLED = 4096
+"""Elements of a parameter that are compared."""
+SMALL = 65536
+"""Largest parameter of which all elements are compared where the optimizer may not treat each element by itself."""
+FIRST_CHECKS = 4
+"""The steps that are checked are 1 to 4, and then each power of two."""
+MOSTLY = 0.5
+"""Share of lost updates from which on a parameter is worth telling of."""
+MOST_TOLD = 40
+
+_ELEMENTWISE = "torch.optim."
+_NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon", "LBFGS", "SparseAdam"})
+
+
+@dataclass(slots=True)
+class _Total:
+    """What the checks of one parameter have found so far, in elements."""
+
+    dtype: str
+    wanted: int = 0
+    lost: int = 0
+    absmax: float = 0.0
+    update: float = 0.0
+
+
+@dataclass(slots=True)
+class _Sample:
+    """Elements of a parameter before the step, and what the float32 copy makes of them."""
+
+    name: str
+    parameter: Tensor
+    stride: int
+    before: Tensor
+    copy: nn.Parameter
+
+    def now(self) -> Tensor:
+        """The same elements as they are now."""
+        return _strided(self.parameter, self.stride)
+
+
+class UpdateCheck:
+    """Writes an :class:`Observation` of kind ``updates`` after each checked step in which parameters lose most of their updates.
+
+    Values: ``optimizer`` (class), ``lr``, ``checks`` (steps checked so far), ``first_step`` (the first of them) and
+    ``parameters``: for the worst of those that have lost at least half, over all checks, ``wanted`` (elements that move in
+    float32), ``lost`` (those of them that did not move), ``dtype``, ``absmax`` (largest weight) and ``update`` (largest
+    float32 update) of the elements that were compared.
+    """
+
+    def __init__(self, notes: Notes, names: Names, position: Position) -> None:
+        self._notes = notes
+        self._names = names
+        self._position = position
+        self._steps: dict[int, int] = {}
+        self._first: dict[int, int] = {}
+        self._totals: dict[int, dict[str, _Total]] = {}
+        self._samples: list[_Sample] = []
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step."""
+        self._samples = []
+        if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            return  # a wrapper; the optimizer inside tells of itself
+        number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if number > FIRST_CHECKS and number & (number - 1):
+            return
+        self._first.setdefault(id(optimizer), self._position.step)
+        with self._position.mute(), torch.no_grad():
+            self._samples = self._taken(optimizer)
+            if self._samples and not _step_in_float32(optimizer, self._samples):
+                self._samples = []
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped."""
+        samples, self._samples = self._samples, []
+        if not samples:
+            return
+        with self._position.mute(), torch.no_grad():
+            counted = torch.stack([_counts(sample) for sample in samples]).tolist()
+        totals = self._totals.setdefault(id(optimizer), {})
+        for sample, (wanted, lost, absmax, update) in zip(samples, counted, strict=True):
+            total = totals.setdefault(sample.name, _Total(dtype_name(sample.parameter)))
+            total.wanted += int(wanted)
+            total.lost += int(lost)
+            total.absmax = max(total.absmax, absmax)
+            total.update = max(total.update, update)
+        self._tell(optimizer, totals)
+
+    def _tell(self, optimizer: Optimizer, totals: dict[str, _Total]) -> None:
+        stalled = [(name, t) for name, t in totals.items() if t.wanted and t.lost >= MOSTLY * t.wanted]
+        if not stalled:
+            return
+        stalled.sort(key=lambda pair: -pair[1].lost / pair[1].wanted)
+        values = {
+            "optimizer": type(optimizer).__name__,
+            "lr": float(optimizer.param_groups[0].get("lr", 0.0)),
+            "checks": self._steps[id(optimizer)],
+            "first_step": self._first[id(optimizer)],
+            "parameters": {
+                name: {"wanted": t.wanted, "lost": t.lost, "dtype": t.dtype, "absmax": t.absmax, "update": t.update}
+                for name, t in stalled[:MOST_TOLD]
+            },
+        }
+        self._notes.write("updates", None, values)
+
+    def _taken(self, optimizer: Optimizer) -> list[_Sample]:
+        known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}
+        samples = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                stride = _stride(optimizer, parameter)
+                if stride and id(parameter) in known:
+                    before = _strided(parameter, stride).clone()
+                    copy = nn.Parameter(before.float())
+                    copy.grad = _strided(parameter.grad, stride).float()
+                    samples.append(_Sample(known[id(parameter)], parameter, stride, before, copy))
+        return samples
+
+
+def _stride(optimizer: Optimizer, parameter: Tensor) -> int:
+    """Distance of the elements that are compared; 0 for a parameter that is not."""
+    gradient = parameter.grad
+    if parameter.dtype not in HALF or gradient is None or not parameter.numel():
+        return 0
+    if not (measurable(parameter) and measurable(gradient) and parameter.is_contiguous()):
+        return 0
+    if _by_element(optimizer):
+        return math.ceil(parameter.numel() / SAMPLED)
+    return 1 if parameter.numel() <= SMALL else 0
+
+
+def _by_element(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is known to treat each element by itself, so that a few can stand for all."""
+    step = inspect.unwrap(type(optimizer).step)
+    return step.__module__.startswith(_ELEMENTWISE) and type(optimizer).__name__ not in _NOT_ELEMENTWISE
+
+
+def _strided(tensor: Tensor, stride: int) -> Tensor:
+    flat = tensor.detach().reshape(-1)[::stride]
+    return flat if stride > 1 else tensor.detach()
+
+
+def _step_in_float32(optimizer: Optimizer, samples: list[_Sample]) -> bool:
+    """Lets a copy of the optimizer, with a float32 copy of its state, step on the copies; False where it cannot."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    copies = {id(sample.parameter): sample for sample in samples}
+    twin.param_groups = [
+        {**group, "params": [copies[id(p)].copy for p in group["params"] if id(p) in copies]}
+        for group in optimizer.param_groups
+    ]
+    twin.state = defaultdict(dict)
+    for sample in samples:
+        state = _state_in_float32(optimizer.state.get(sample.parameter, {}), sample)
+        if state is None:
+            return False
+        if state:
+            twin.state[sample.copy] = state
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices, enabled=not _by_element(optimizer)):
+            inspect.unwrap(type(optimizer).step)(twin)
+    except Exception:  # noqa: BLE001  (an optimizer that wants a closure, say: then nothing is claimed about it)
+        return False
+    return True
+
+
+def _state_in_float32(state: dict[str, Any], sample: _Sample) -> dict[str, Any] | None:
+    """A copy of the state of one parameter that belongs to the sampled elements; None for state that has no such part."""
+    copied: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            if not isinstance(value, (int, float, bool, str, type(None))):
+                return None
+            copied[key] = value
+        elif value.shape == sample.parameter.shape and value.numel() > 1:
+            if not measurable(value):
+                return None  # quantised state
+            taken = _strided(value, sample.stride)
+            copied[key] = taken.float() if value.dtype in HALF else taken.clone()
+        elif value.numel() <= 1:
+            copied[key] = value.clone()
+        else:
+            return None
+    return copied
+
+
+def _counts(sample: _Sample) -> Tensor:
+    """Elements that move in float32, those of them that did not move, largest weight and largest update."""
+    update = sample.copy.detach() - sample.before.float()
+    wanted = update.ne(0) & update.isfinite()
+    lost = wanted & sample.now().eq(sample.before)
+    largest = torch.where(wanted, update.abs(), 0.0).max()
+    numbers = (wanted.sum(), lost.sum(), sample.before.float().abs().max(), largest)
+    return torch.stack(
+        [number.double().cpu() if number.device.type == "cpu" else number.double() for number in numbers]
+    )
