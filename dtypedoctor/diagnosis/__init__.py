@@ -6,6 +6,7 @@ from dtypedoctor.diagnosis.compilation import detect_compilation
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
 from dtypedoctor.diagnosis.nonfinite import detect_nonfinite
+from dtypedoctor.diagnosis.streams import detect_stale_streams
 from dtypedoctor.trace.reader import Trace
 
 Detector = Callable[[Trace], Iterable[Finding]]
@@ -14,6 +15,7 @@ DETECTORS: dict[str, Detector] = {
     "mismatch": detect_mismatch,
     "non-finite": detect_nonfinite,
     "compilation": detect_compilation,
+    "streams": detect_stale_streams,
 }
 """Every detector by the name of its family."""
 

@@ -2,6 +2,12 @@
 
 BY_FINDING: dict[str, tuple[str, ...]] = {
     "float16-overflow": ("bfloat16",),
+    "autocast-contradicts-model": ("autocast-dtype-of-model", "autocast-off"),
+    "quant-state-dtype": ("quant-state-dtype", "dequant-float32-kernel"),
+    "stale-dequant-buffer": ("dequant-buffer-keyed-by-dtype", "dequant-no-shared-buffer", "fresh-process"),
+    "custom-function-autocast": ("backward-autocast-off", "out-of-place-addmm"),
+    "norm-promotes-to-float32": ("norm-output-cast",),
+    "stale-cuda-stream": ("nf4-stream-per-call",),
 }
 """Remedies that fit a finding wherever it originates."""
 

@@ -6,8 +6,9 @@ from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.report.model import Outcome, Report, Status
 from dtypedoctor.report.origin_strip import origin_strip
 from dtypedoctor.trace.events import NotWatched, Root
+from dtypedoctor.trials.expectation import expectation_on, is_met
 from dtypedoctor.trials.summary import INTERRUPTED
-from dtypedoctor.trials.treatment import Treatment, expectation
+from dtypedoctor.trials.treatment import Treatment
 
 
 def build_report(treatment: Treatment, *, command: str, files: dict[str, str], next_command: str) -> Report:
@@ -20,8 +21,9 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         next_command: what to type next.
     """
     scenario = treatment.scenario
-    expects = bool(scenario.expect.findings)
-    met, sentence = expectation(scenario, treatment)
+    expect = expectation_on(scenario.expect, str(treatment.before.trace.environment.get("device", "")))
+    judged = bool(expect.findings) and treatment.complete
+    met, sentence = is_met(expect, treatment.findings, treatment.trials)
     primary = treatment.findings[0] if treatment.findings else None
     return Report(
         name=scenario.name,
@@ -38,8 +40,8 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         scenario=scenario.model_dump(mode="json", exclude_defaults=True),
         files=files,
         command=command,
-        expectation=sentence if expects and treatment.complete else "",
-        expectation_met=met if expects and treatment.complete else None,
+        expectation=sentence if judged else "",
+        expectation_met=met if judged else None,
         next_command=next_command,
     )
 

@@ -205,6 +205,9 @@ class ScenarioStep(Strict):
     autocast: Autocast | None = Field(default=None, description="Autocast region around the workload.")
     grad_scaler: bool = Field(default=False, description="Use a gradient scaler (plain training loop only).")
     compile: Compile | None = Field(default=None, description="Compile the model.")
+    side_stream: bool = Field(
+        default=False, description="Run the workload on a CUDA stream of its own; on a CPU there is none."
+    )
 
 
 class Reference(Strict):
@@ -220,6 +223,9 @@ class Expectation(Strict):
     findings: list[Name] = Field(default_factory=list, description="Finding ids, the root cause first.")
     cured_by: list[Name] = Field(default_factory=list, description="Remedies that cure.")
     not_cured_by: list[Name] = Field(default_factory=list, description="Remedies that are tried and do not cure.")
+    only_on: Literal["cpu", "cuda"] | None = Field(
+        default=None, description="The device on which this holds; elsewhere nothing is expected to go wrong."
+    )
 
 
 class Scenario(Strict):

@@ -1,0 +1,61 @@
+"""What a scenario says it shows, compared with what was found."""
+
+import pytest
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.scenario.model import Expectation
+from dtypedoctor.trials.expectation import expectation_on, is_met
+from dtypedoctor.trials.results import Outcome, Trial
+
+EXPECTED = Expectation(findings=["root", "consequence"], cured_by=["cure"], not_cured_by=["cast"])
+
+
+def finding(name: str, severity: Severity = Severity.ERROR) -> Finding:
+    """A finding of this id."""
+    return Finding(id=name, severity=severity, confidence=Confidence.LIKELY, summary="", cause="")
+
+
+def trials(**outcomes: Outcome) -> list[Trial]:
+    """Trials by remedy."""
+    return [Trial(remedy=name, summary="", outcome=outcome, reason="", safe=True) for name, outcome in outcomes.items()]
+
+
+FOUND = [finding("note", Severity.INFO), finding("root"), finding("consequence"), finding("another")]
+TRIED = trials(cure=Outcome.FIXED, cast=Outcome.NOT_FIXED, other=Outcome.FIXED)
+
+
+def test_everything_came_true() -> None:
+    """Further findings behind the expected ones, notes and other remedies do not matter."""
+    assert is_met(EXPECTED, FOUND, TRIED) == (True, "As the scenario says: it fails, and cure cures it.")
+
+
+@pytest.mark.parametrize(
+    ("found", "tried", "said"),
+    [
+        (
+            [finding("consequence"), finding("root")],
+            TRIED,
+            "expected findings root, consequence, got consequence, root",
+        ),
+        ([], TRIED, "expected findings root, consequence, got none"),
+        (FOUND, trials(cure=Outcome.NOT_FIXED, cast=Outcome.NOT_FIXED), "cure should be fixed, is not-fixed"),
+        (FOUND, trials(cure=Outcome.FIXED, cast=Outcome.FIXED), "cast should be not-fixed, is fixed"),
+        (FOUND, trials(cure=Outcome.FIXED, cast=Outcome.NOT_TRIED), "cast should be not-fixed, is not-tried"),
+        (FOUND, trials(cure=Outcome.FIXED), "cast should be not-fixed, is unknown"),
+    ],
+)
+def test_what_did_not_come_true_is_said(found: list[Finding], tried: list[Trial], said: str) -> None:
+    """A remedy that was not tried has shown nothing, and the root cause must come first."""
+    met, sentence = is_met(EXPECTED, found, tried)
+    assert not met
+    assert said in sentence
+
+
+def test_an_expectation_for_another_device_expects_nothing() -> None:
+    """What only a GPU shows must not fail on a laptop, and must be shown on the GPU."""
+    on_cuda = EXPECTED.model_copy(update={"only_on": "cuda"})
+    assert expectation_on(on_cuda, "cpu") == Expectation()
+    assert expectation_on(on_cuda, "cuda:0") == on_cuda
+    assert expectation_on(EXPECTED, "cpu") == EXPECTED
+    assert is_met(Expectation(), [], []) == (True, "As the scenario says: healthy.")
+    assert is_met(Expectation(), FOUND, [])[0] is False
