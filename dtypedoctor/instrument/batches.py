@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,11 +9,10 @@ from torch import Tensor
 from dtypedoctor.instrument.device_rows import Asked, Counts, DeviceRows, as_dense
 from dtypedoctor.instrument.recorder import version_of
 
-KEPT_BYTES = 96 << 20
+KEPT_BYTES = 192 << 20
 """Memory of tensors kept alive for a batch: a fraction of what one layer of a large model keeps for its backward pass."""
 
 
-@dataclass(slots=True, eq=False)
 class Row:
     """One tensor, measured once, however many places it is found at.
 
@@ -22,18 +20,22 @@ class Row:
         tensor: the tensor until it is launched, then None.
         version: its version when it was handed over.
         gate: a row that must not be finite for this one to be measured.
-        entries: what the recorder wants written once the counts are there.
+        entries: sequence number, step, call and site of each sample that it is.
         counts: the result.
         lost: there will be no result.
+        index: where later batches find it as a gate.
     """
 
-    tensor: Tensor | None
-    version: int
-    gate: "Row | None" = None
-    entries: list[tuple[int, int, int, int]] = field(default_factory=list)
-    counts: Counts | None = None
-    lost: bool = False
-    index: int = -1
+    __slots__ = ("counts", "entries", "gate", "index", "lost", "tensor", "version")
+
+    def __init__(self, tensor: Tensor | None, version: int, gate: "Row | None" = None) -> None:
+        self.tensor = tensor
+        self.version = version
+        self.gate = gate
+        self.entries: list[tuple[int, int, int, int]] = []
+        self.counts: Counts | None = None
+        self.lost = False
+        self.index = -1
 
     @property
     def settled(self) -> bool:
@@ -69,17 +71,21 @@ class Batches:
 
     def add(self, tensor: Tensor, gate: Row | None = None) -> Row:
         """Hands over a tensor; it goes with the next batch, behind a gate with the first batch after that of its gate."""
-        if tensor.numel() == 0:
-            return Row(tensor=None, version=0, counts=(0.0, 0, 0))
+        size = tensor.nbytes
+        if size == 0:
+            empty = Row(None, 0)
+            empty.counts = (0.0, 0, 0)
+            return empty
         stream = self._current_stream()
         if stream != self._stream:
             self.launch()
             self._stream = stream
-        row = Row(tensor=tensor.detach() if gate is not None else tensor, version=version_of(tensor), gate=gate)
-        self._kept += tensor.nbytes
+        self._kept += size
         if gate is not None:
+            row = Row(tensor.detach(), version_of(tensor), gate)
             self._gated.append(row)
             return row
+        row = Row(tensor, version_of(tensor))
         self._open.append(row)
         if len(self._open) >= self._rows.limit or self._kept >= KEPT_BYTES:
             self.launch()
@@ -185,7 +191,7 @@ class Batches:
 
 def _asked(batch: list[Row]) -> list[Asked]:
     return [
-        Asked(as_dense(row.tensor), -1 if row.gate is None or row.gate.suspicious else row.gate.index)
+        (as_dense(row.tensor), -1 if row.gate is None or row.gate.suspicious else row.gate.index)
         for row in batch
         if row.tensor is not None
     ]

@@ -4,7 +4,7 @@ import math
 import struct
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,16 +13,9 @@ Counts = tuple[float, int, int]
 """Largest finite magnitude, number of NaN, number of inf."""
 
 
-class Asked(NamedTuple):
-    """One tensor of a batch.
-
-    Attributes:
-        tensor: dense memory of bfloat16, float16 or float32, 16-byte aligned, at least one element.
-        gate: index of the row that must not be finite for this tensor to be read; -1 for none.
-    """
-
-    tensor: Tensor
-    gate: int = -1
+Asked = tuple[Tensor, int]
+"""A tensor of a batch: dense memory of bfloat16, float16 or float32, 16-byte aligned, at least one element; and the index
+of the row that must not be finite for it to be read, -1 for none."""
 
 
 class DeviceRows(Protocol):
@@ -59,6 +52,8 @@ def as_dense(tensor: Tensor) -> Tensor:
 
     float64 is brought to float32 with finite values kept finite.
     """
+    if tensor.dtype in _DIRECT and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor
     values = tensor.detach()
     if values.dtype is torch.float64:
         largest = torch.finfo(torch.float32).max

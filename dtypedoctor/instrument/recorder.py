@@ -9,20 +9,15 @@ from torch import Tensor
 from dtypedoctor.instrument.places import Place
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.sites import Looks, Sites
-from dtypedoctor.instrument.statistics import Extent, measure_one
+from dtypedoctor.instrument.statistics import Extent, Named, measure_one
 from dtypedoctor.trace.writer import SampleRow, TraceWriter
 
-
-class Item(NamedTuple):
-    """A tensor to be measured and where it is found."""
-
-    place: Place
-    looks: Looks
-    tensor: Tensor
+Rows = Sequence[tuple[int, Tensor]]
+"""Tensors to be measured, each with the number of its site."""
 
 
 class When(NamedTuple):
-    """Coordinates that samples get instead of those of the moment.
+    """Coordinates of samples.
 
     Attributes:
         n: sequence number of the first of them; those of the others follow.
@@ -31,6 +26,19 @@ class When(NamedTuple):
     n: int
     step: int
     call: int
+
+
+class Given(NamedTuple):
+    """What went into a module. Its sites are described only where they are needed."""
+
+    place: Place
+    phase: str
+    autocast: str | None
+    tensors: Sequence[Named]
+
+    def looks(self, path: str, tensor: Tensor) -> Looks:
+        """How one of the tensors looks as a sample."""
+        return Looks(self.phase, "input", path, tensor.dtype, tensor.shape, self.autocast, tensor.device)
 
 
 class Recorder(Protocol):
@@ -42,8 +50,8 @@ class Recorder(Protocol):
 
     suspicious: bool
 
-    def record(self, items: Sequence[Item], given: Sequence[Item] = (), when: When | None = None) -> None:
-        """Measures ``items`` and, only if one of them is not finite, also ``given``."""
+    def record(self, rows: Rows, when: When, given: Given | None = None) -> None:
+        """Measures ``rows`` and, only if one of them is not finite, also ``given``."""
 
     def begin_call(self) -> None:
         """An outermost module call begins."""
@@ -76,13 +84,14 @@ class ImmediateRecorder:
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
         self.suspicious = False
 
-    def record(self, items: Sequence[Item], given: Sequence[Item] = (), when: When | None = None) -> None:
-        """Measures ``items`` and, only if one of them is not finite, also ``given``."""
-        if self._write(items, when):
+    def record(self, rows: Rows, when: When, given: Given | None = None) -> None:
+        """Measures ``rows`` and, only if one of them is not finite, also ``given``."""
+        if self._write(rows, when):
             return
         self.suspicious = True
-        if given:  # whether it came in from outside decides who is to blame
-            self._write(given, None)
+        if given is not None and given.tensors:  # whether it came in from outside decides who is to blame
+            found = [(self._sites.id_of(given.place, given.looks(path, t)), t) for path, t in given.tensors]
+            self._write(found, When(self._writer.next_n(len(found)), when.step, when.call))
 
     def begin_call(self) -> None:
         """Forgets what was measured: from here on it is another call's."""
@@ -94,19 +103,14 @@ class ImmediateRecorder:
     def finish(self) -> None:
         """Does nothing: everything has been written."""
 
-    def _write(self, items: Sequence[Item], when: When | None) -> bool:
-        rows: list[SampleRow] = []
+    def _write(self, rows: Rows, when: When) -> bool:
+        lines: list[SampleRow] = []
         finite = True
-        for place, looks, tensor in items:
+        for site, tensor in rows:
             extent = self._extent(tensor)
             finite = finite and extent.finite
-            rows.append(
-                (self._sites.id_of(place, looks), extent.absmax, extent.num_nan, extent.num_posinf + extent.num_neginf)
-            )
-        if rows:
-            position = self._position
-            when = when or When(self._writer.next_n(len(rows)), position.step, position.call)
-            self._writer.write_samples(*when, rows)
+            lines.append((site, extent.absmax, extent.num_nan, extent.num_posinf + extent.num_neginf))
+        self._writer.write_samples(when.n, when.step, when.call, lines)
         return finite
 
     def _extent(self, tensor: Tensor) -> Extent:

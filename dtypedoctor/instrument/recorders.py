@@ -1,12 +1,10 @@
 """The recorder of each device."""
 
-from collections.abc import Sequence
-
 import torch
 
 from dtypedoctor.instrument.device_rows import device_rows
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.recorder import ImmediateRecorder, Item, Recorder, When
+from dtypedoctor.instrument.recorder import Given, ImmediateRecorder, Recorder, Rows, When
 from dtypedoctor.instrument.sites import Sites
 from dtypedoctor.instrument.stream_recorder import StreamRecorder
 from dtypedoctor.trace.writer import TraceWriter
@@ -26,26 +24,20 @@ class Recorders:
 
     def __init__(self, writer: TraceWriter, position: Position, sites: Sites) -> None:
         self._writer = writer
-        self._position = position
         self._sites = sites
         self._immediate = ImmediateRecorder(writer, position, sites)
-        self._streams: dict[torch.device, StreamRecorder] = {}
+        self._of: dict[torch.device, Recorder] = {}
 
-    def record(self, items: Sequence[Item], given: Sequence[Item] = (), when: When | None = None) -> None:
-        """Measures ``items`` and, only if one of them is not finite, also ``given``."""
-        if not items:
+    def record(self, rows: Rows, when: When, given: Given | None = None) -> None:
+        """Measures ``rows`` and, only if one of them is not finite, also ``given``."""
+        first = rows[0][1].device
+        recorder = self._of.get(first) or self._begin(first)
+        if len(rows) == 1 or all(tensor.device == first for _, tensor in rows):
+            recorder.record(rows, when, given)
             return
-        device = items[0].looks.device
-        if all(item.looks.device == device for item in items) and all(item.looks.device == device for item in given):
-            self._of(device).record(items, given, when)
-            return
-        for i, item in enumerate(items):
-            device = item.looks.device
-            self._of(device).record(
-                [item],
-                [one for one in given if one.looks.device == device],
-                When(when.n + i, when.step, when.call) if when is not None else None,
-            )
+        for i, row in enumerate(rows):
+            recorder = self._of.get(row[1].device) or self._begin(row[1].device)
+            recorder.record([row], When(when.n + i, when.step, when.call), given)
 
     def suspicious(self) -> bool:
         """Whether something that was not finite has become known since this was asked last."""
@@ -69,14 +61,12 @@ class Recorders:
         for recorder in self._all():
             recorder.finish()
 
-    def _all(self) -> list[Recorder]:
-        return [self._immediate, *self._streams.values()]
+    def _all(self) -> set[Recorder]:
+        return set(self._of.values())
 
-    def _of(self, device: torch.device) -> Recorder:
-        if device.type not in BEHIND:
-            return self._immediate
-        found = self._streams.get(device)
-        if found is None:
-            rows = device_rows(device)
-            found = self._streams[device] = StreamRecorder(self._writer, self._position, self._sites, rows, device)
+    def _begin(self, device: torch.device) -> Recorder:
+        found: Recorder = self._immediate
+        if device.type in BEHIND:
+            found = StreamRecorder(self._writer, self._sites, device_rows(device), device)
+        self._of[device] = found
         return found

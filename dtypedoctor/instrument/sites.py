@@ -1,5 +1,6 @@
 """Describes each measuring place once, so that a sample is only numbers."""
 
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ MAX_SHAPES = 4
 
 
 class Looks(NamedTuple):
-    """All of a site that does not depend on the module: what its number is found by."""
+    """All of a site that does not depend on the module: what its number is found by. Equal to the plain tuple."""
 
     phase: str
     kind: str
@@ -25,9 +26,9 @@ class Looks(NamedTuple):
     device: torch.device
 
 
-def looks_of(tensor: Tensor, phase: str, kind: str, path: str, autocast: str | None) -> Looks:
-    """How ``tensor`` looks as a sample of some kind; keeps nothing of the tensor alive."""
-    return Looks(phase, kind, path, tensor.dtype, tensor.shape, autocast, tensor.device)
+def looks_of(tensor: Tensor, phase: str, kind: str) -> Looks:
+    """How ``tensor`` looks as a sample of some kind that no module returned."""
+    return Looks(phase, kind, "", tensor.dtype, tensor.shape, None, tensor.device)
 
 
 class Sites:
@@ -35,7 +36,7 @@ class Sites:
 
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
-        self._next = 1
+        self._numbers = count(1)
 
     def id_of(self, place: Place, looks: Looks) -> int:
         """The number of the site, which is written to the trace when it is new."""
@@ -72,6 +73,5 @@ class Sites:
         return found
 
     def _number(self, place: Place, key: object) -> int:
-        found = place.sites[key] = self._next
-        self._next += 1
+        found = place.sites[key] = next(self._numbers)
         return found

@@ -134,3 +134,15 @@ def tensors_in(value: object, path: str = "", depth: int = 0) -> list[Named]:
         if item is not None:
             found += tensors_in(item, f"{path}.{key}" if path else str(key), depth + 1)
     return found
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+def tensors_given(args: Sequence[object], kwargs: Mapping[str, object]) -> list[Named]:
+    """The measurable tensors among the arguments of a call, with their paths as :func:`tensors_in` gives them."""
+    found: list[Named] = []
+    for key, value in (*enumerate(args), *kwargs.items()):
+        if type(value) not in _PLAIN:
+            found += tensors_in(value, str(key), 1)
+    return found

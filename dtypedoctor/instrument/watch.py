@@ -6,7 +6,7 @@ copies and compiles as before. Inside a compiled region the hooks do nothing (an
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +20,10 @@ from dtypedoctor.instrument.opaque import being_recorded, why_opaque
 from dtypedoctor.instrument.own_hooks import hide_from_compiler, remove_hooks
 from dtypedoctor.instrument.places import Place, Places
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.recorder import Item, When
+from dtypedoctor.instrument.recorder import Given, When
 from dtypedoctor.instrument.recorders import Recorders
 from dtypedoctor.instrument.sites import Looks, Sites, looks_of
-from dtypedoctor.instrument.statistics import Named, measurable, tensors_in
+from dtypedoctor.instrument.statistics import Named, measurable, tensors_given, tensors_in
 from dtypedoctor.trace.events import Flow
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -192,7 +192,7 @@ class ModuleWatch:
     def _record(self, module: nn.Module, place: Place, given: tuple[Any, Any], output: Any) -> None:
         phase = self._position.phase
         outputs = tensors_in(output)
-        inputs = tensors_in(given[0]) + tensors_in(given[1])
+        inputs = tensors_given(*given)
         autocast = self._autocast.dtype(outputs[0][1].device.type if outputs else "cpu")
         key = (phase, autocast, *[t.dtype for _, t in inputs], None, *[t.dtype for _, t in outputs])
         if key not in place.flows:
@@ -200,27 +200,27 @@ class ModuleWatch:
             self._note_flow(module, place, (inputs, outputs), autocast)
         if not outputs:
             return
-        self._recorders.record(
-            [Item(place, looks_of(t, phase, "output", index, autocast), t) for index, t in outputs],
-            [Item(place, looks_of(t, phase, "input", index, autocast), t) for index, t in inputs],
-        )
+        sites = place.sites
+        rows = []
+        for index, t in outputs:
+            looks = (phase, "output", index, t.dtype, t.shape, autocast, t.device)
+            rows.append((sites.get(looks) or self._sites.id_of(place, Looks(*looks)), t))
+        position = self._position
+        when = When(self._writer.next_n(len(rows)), position.step, position.call)
+        self._recorders.record(rows, when, Given(place, phase, autocast, inputs))
         for index, tensor in outputs:
             if tensor.requires_grad and not tensor.is_leaf:  # on a parameter the hook would stay
                 tensor.register_hook(self._gradient_hook(place, index))
 
     def _gradient_hook(self, place: Place, index: str) -> Callable[..., None]:
-        position, recorders = self._position, self._recorders
+        position, writer, recorders, sites = self._position, self._writer, self._recorders, self._sites
         call = position.call
 
         def hook(gradient: Tensor) -> None:
-            if not measurable(gradient):
-                return
-            now, position.call = position.call, call
-            looks = Looks("backward", "grad_output", index, gradient.dtype, gradient.shape, None, gradient.device)
-            try:
-                recorders.record([Item(place, looks, gradient)])
-            finally:
-                position.call = now
+            if measurable(gradient):
+                key = ("backward", "grad_output", index, gradient.dtype, gradient.shape, None, gradient.device)
+                site = place.sites.get(key) or sites.id_of(place, Looks(*key))
+                recorders.record([(site, gradient)], When(writer.next_n(), position.step, call))
 
         return self._guard.shield(hook, "some gradients of module outputs")
 
@@ -246,7 +246,7 @@ class ModuleWatch:
             )
         )
 
-    def sample_now(self, kind: str, found: Iterable[Named], phase: str, when: When | None = None) -> None:
+    def sample_now(self, kind: str, found: Sequence[Named], phase: str, when: When | None = None) -> None:
         """Measures tensors that no module returned (a loss, gradients of parameters, parameters).
 
         Args:
@@ -255,8 +255,11 @@ class ModuleWatch:
             phase: the phase they belong to.
             when: coordinates of the samples; those of the moment if left out.
         """
-        items = [Item(self._places.named(name), looks_of(t, phase, kind, "", None), t) for name, t in found]
-        self._recorders.record(items, when=when)
+        if not found:
+            return
+        rows = [(self._sites.id_of(self._places.named(name), looks_of(t, phase, kind)), t) for name, t in found]
+        position = self._position
+        self._recorders.record(rows, when or When(self._writer.next_n(len(rows)), position.step, position.call))
 
     def suspicious(self) -> bool:
         """Whether something that was not finite has become known since this was asked last."""

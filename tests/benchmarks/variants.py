@@ -26,12 +26,14 @@ class Variant:
     Attributes:
         slow: takes several times as long as the step itself, so that a few steps tell.
         peak: highest memory use seen, bytes.
+        host: seconds that the host took for each step, before it waited for the device.
     """
 
     def __init__(self, name: str, workload: Workload, *, slow: bool = False) -> None:
         self.name = name
         self.slow = slow
         self.peak = 0
+        self.host: list[float] = []
         self._workload = workload
 
     def active(self) -> AbstractContextManager[Any]:

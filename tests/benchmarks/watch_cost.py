@@ -72,6 +72,7 @@ def _round(workload: Workload, variant: Variant, steps: int) -> list[float]:
         for _ in range(steps):
             began = time.perf_counter()
             workload.step()
+            variant.host.append(time.perf_counter() - began)
             workload.synchronize()
             found.append(time.perf_counter() - began)
         variant.peak = max(variant.peak, workload.peak())
@@ -84,6 +85,7 @@ def _row(variant: Variant, times: list[float], untouched: list[float]) -> dict[s
         "variant": variant.name,
         "ms": round(median * 1e3, 2),
         "ratio": round(median / statistics.median(untouched), 3),
+        "host_ms": round(statistics.median(variant.host) * 1e3, 2),
         "fastest_ratio": round(min(times) / min(untouched), 3),
         "steps": len(times),
         "peak_mib": round(variant.peak / 2**20),
@@ -104,7 +106,18 @@ def _describe(workload: Workload, options: argparse.Namespace) -> None:
 
 
 def _print(rows: list[dict[str, object]]) -> None:
-    columns = ["variant", "ms", "ratio", "fastest_ratio", "steps", "peak_mib", "syncs", "trace_bytes", "records"]
+    columns = [
+        "variant",
+        "ms",
+        "ratio",
+        "fastest_ratio",
+        "host_ms",
+        "steps",
+        "peak_mib",
+        "syncs",
+        "trace_bytes",
+        "records",
+    ]
     table = [columns] + [[str(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
     for line in table:
