@@ -26,7 +26,6 @@ from dtypedoctor.worker.environment import describe_environment
 from dtypedoctor.worker.resources import MemoryMeter, checksum
 from dtypedoctor.worker.stock import Stock
 from dtypedoctor.worker.streaming import streaming
-from dtypedoctor.worker.streaming import streaming
 from dtypedoctor.workloads import WORKLOADS
 from dtypedoctor.workloads.context import Context, Holder
 
