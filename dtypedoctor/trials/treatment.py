@@ -14,6 +14,7 @@ from dtypedoctor.scenario.request import Request, Window
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.judge import Yardstick, judge, not_tried
 from dtypedoctor.trials.observer import compare_unwatched
+from dtypedoctor.trials.preflight import check_checkpoints, joined
 from dtypedoctor.trials.references import float32_twin, healthy_reference, is_script
 from dtypedoctor.trials.remedies import REMEDIES, Remedy
 from dtypedoctor.trials.results import Observer, RunSummary, Trial
@@ -83,10 +84,11 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     """
     plan = plan or Plan()
     remedies = plan.remedies
+    static = check_checkpoints(scenario)
     before = run("before", Request(scenario=scenario, witness=plan.certify))
     closer, no_closer = _look_closer(scenario, before, run, plan)
     diagnosed = closer.trace if closer is not None else before.trace
-    findings = diagnose(diagnosed)
+    findings = joined(diagnose(diagnosed), static)
     observer = _certificate(scenario, before, run) if plan.certify else NOT_COMPARED
     hung = before.exit.timed_out  # so would every other run of it
     failed = bool(findings) or (how_it_ended(before) != "completed" and not hung)
