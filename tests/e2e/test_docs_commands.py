@@ -1,0 +1,105 @@
+"""The commands that the documentation shows do what it says.
+
+Every one of them is read by the program's own parser, and what it names (scenarios, findings) has to exist. Those that start
+no run and leave nothing for the reader to fill in are executed besides, in a folder that holds a finished run.
+"""
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from command import dtypedoctor
+from documented import ROOT, Command, documented_commands, marked_examples
+
+from dtypedoctor.cli.main import app
+from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.scenario.catalog import available
+
+PARSER = typer.main.get_command(app)
+COMMANDS = documented_commands()
+OURS = [command for command in COMMANDS if command.words[0] == "dtypedoctor"]
+STARTS_NO_RUN = frozenset({"scenarios", "report", "compare", "explain", "env"})
+CHEAP = [c for c in OURS if not c.inline and c.arguments[0] in STARTS_NO_RUN and not c.has_placeholder]
+OTHER_PROGRAMS = frozenset({"git", "cd", "python3", "python", "pip"})
+
+
+def test_nothing_is_shown_that_is_not_checked_here() -> None:
+    """A program that is neither ours nor one of a few everyday ones would go unnoticed."""
+    assert len(OURS) > 40
+    assert [str(c) for c in COMMANDS if c.words[0] not in OTHER_PROGRAMS | {"dtypedoctor"}] == []
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(OURS), ids=str)
+def test_the_program_understands_the_command(command: Command) -> None:
+    """Verb, options, choices and number of arguments are those of the real command line."""
+    verb, *arguments = command.arguments
+    if verb in ("--help", "--version"):
+        return
+    known = PARSER.commands  # type: ignore[attr-defined]
+    assert verb in known, f"there is no verb {verb!r}"
+    if command.inline and not arguments:
+        return
+    with contextlib.suppress(typer.Exit):  # --help
+        known[verb].make_context(verb, list(arguments))
+
+
+def scenarios_named(command: Command) -> list[str]:
+    """The scenarios that a ``run`` command names outright."""
+    verb, *arguments = command.arguments
+    if verb != "run" or not arguments:
+        return []
+    named = PARSER.commands["run"].make_context("run", arguments).params["scenarios"]  # type: ignore[attr-defined]
+    return [name for name in named if not Command(place="", words=("", name)).has_placeholder]
+
+
+@pytest.mark.parametrize("command", [c for c in OURS if c.arguments[0] == "run"], ids=str)
+def test_the_scenarios_that_a_command_names_exist(command: Command) -> None:
+    """By name, by path or by pattern from the repository's root; or the page itself shows the file."""
+    shipped = {path.stem for path in available()}
+    page = (ROOT / command.place.partition(":")[0]).read_text(encoding="utf-8")
+    for name in scenarios_named(command):
+        shown = f"\nname: {Path(name).stem}\n" in page
+        assert name in shipped or shown or list(ROOT.glob(name)), name
+
+
+@pytest.mark.parametrize("command", [c for c in OURS if c.arguments[0] == "explain"], ids=str)
+def test_the_findings_that_a_command_names_exist(command: Command) -> None:
+    """`explain` is shown with ids that there are."""
+    assert command.has_placeholder or set(command.arguments[1:]) <= set(FINDING_IDS)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the documentation assumes it: the scenarios, and the first run of the first page."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "scenarios").symlink_to(ROOT / "scenarios")
+    finished = dtypedoctor("run", "gemma4_grpo_fp16", "--out", "runs/first", cwd=folder)
+    assert finished.code == 0, finished.err
+    (folder / "dtype-report").mkdir()
+    (folder / "dtype-report" / "gemma4_grpo_fp16").symlink_to(folder / "runs" / "first")
+    return folder
+
+
+@pytest.mark.parametrize("command", CHEAP, ids=str)
+def test_the_command_can_be_typed_as_it_is_shown(command: Command, place: Path) -> None:
+    """It prints something, complains about nothing, and ends with 0, or with 10 where two runs are not equal."""
+    finished = dtypedoctor(*command.arguments, cwd=place)
+    assert finished.code in ({0, 10} if command.arguments[0] == "compare" else {0}), finished.err
+    assert finished.out
+    assert "Traceback" not in finished.err
+
+
+@pytest.mark.parametrize(("example", "code"), marked_examples().items())
+def test_the_example_for_programs_runs(example: str, code: str, place: Path) -> None:
+    """It reads the report of the run as it says, and prints what that run is about."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{example}: {done.stderr}"
+    assert "float16-overflow" in done.stdout
+
+
+def test_some_commands_are_really_executed() -> None:
+    """At least one of each verb that starts no run."""
+    assert {command.arguments[0] for command in CHEAP} == STARTS_NO_RUN
