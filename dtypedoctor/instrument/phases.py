@@ -33,6 +33,7 @@ class Phases:
         before_step, after_step: called with the optimizer around its step.
         before_unscale: called with the scaler and the optimizer whose gradients are about to be unscaled.
         after_scaler: called with the scaler, the optimizer and whether the step was skipped.
+        failure: identity of the last exception that left a backward pass, a generation or a scaler, and that phase.
     """
 
     def __init__(self, position: Position, guard: Guard) -> None:
@@ -46,6 +47,7 @@ class Phases:
         self.after_backward: list[Listener] = []
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
+        self.failure: tuple[int, str] = (0, "")
         self.before_unscale: list[Callable[[Any, Optimizer], None]] = []
         self.after_scaler: list[Callable[[Any, Optimizer, bool], None]] = []
 
@@ -102,6 +104,9 @@ class Phases:
         self._position.backward_depth += 1
         try:
             return original(*args, **kwargs)
+        except BaseException as error:
+            self._note_failure(error, "backward")
+            raise
         finally:
             self._position.backward_depth -= 1
             if not self._position.backward_depth:
@@ -109,13 +114,21 @@ class Phases:
 
     def _around_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._position.during("generate"):
-            return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            except BaseException as error:
+                self._note_failure(error, "generate")
+                raise
 
     def _around_scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
                             **kwargs: Any) -> Any:  # fmt: skip
         inner = getattr(optimizer, "optimizer", optimizer)
         before = self._steps[id(inner)]
-        result = original(scaler, optimizer, *args, **kwargs)
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+        except BaseException as error:
+            self._note_failure(error, "optimizer")
+            raise
         skipped = scaler.is_enabled() and self._steps[id(inner)] == before
         self._tell(self.after_scaler, "the gradient scaler", scaler, inner, skipped)
         if skipped:
@@ -124,7 +137,15 @@ class Phases:
 
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         self._tell(self.before_unscale, "what the gradient scaler unscales", scaler, optimizer)
-        return original(scaler, optimizer)
+        try:
+            return original(scaler, optimizer)
+        except BaseException as error:
+            self._note_failure(error, "optimizer")
+            raise
+
+    def _note_failure(self, error: BaseException, phase: str) -> None:
+        if self.failure[0] != id(error):
+            self.failure = (id(error), phase)
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._tell(self.before_step, "gradients before some optimizer steps", optimizer)

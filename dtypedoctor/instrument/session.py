@@ -201,7 +201,7 @@ class Instruments:
                 n=self.writer.next_n(),
                 step=position.step,
                 call=position.call,
-                phase=_phase_of(error, position),
+                phase=self._phase_of(error),
                 type=type(error).__name__,
                 message=str(error)[:2000],
                 frames=[f"{f.filename}:{f.lineno} {f.name}" for f in frames],
@@ -209,14 +209,7 @@ class Instruments:
             )
         )
 
-
-def _phase_of(error: BaseException, position: Position) -> str:
-    """The phase in which an exception was raised; wrappers have already been left, so its own frames tell."""
-    names = {f.name for f in traceback.extract_tb(error.__traceback__)}
-    if "_around_generate" in names:
-        return "generate"
-    if "_around_backward" in names:
-        return "backward"
-    if "_around_scaler_step" in names or position.phase == "optimizer":
-        return "optimizer"
-    return position.phase
+    def _phase_of(self, error: BaseException) -> str:
+        """The phase in which an exception was raised; what was being done has been left by now."""
+        identity, phase = self._phases.failure
+        return phase if identity == id(error) else self.position.phase

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.census import Census
-from dtypedoctor.diagnosis.mismatch.kinds import WRITES_AT_INDEX
+from dtypedoctor.diagnosis.mismatch.kinds import MERGES, WRITES_AT_INDEX
 from dtypedoctor.diagnosis.mismatch.messages import Complaint, complaint_of
 from dtypedoctor.diagnosis.mismatch.provenance import Provenance
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
@@ -87,7 +87,12 @@ class Case:
 
     @cached_property
     def rule(self) -> str | None:
-        """The dtype that the operands should have: autocast's where it is among them, else the model's."""
+        """The dtype that the operands should have: autocast's where it is among them, else the model's.
+
+        What is written into a tensor should have the dtype of that tensor.
+        """
+        if self.family in MERGES:
+            return self.dtypes[0] if self.dtypes else None
         if self.op.autocast in self.dtypes:
             return self.op.autocast
         model = self.model_dtype

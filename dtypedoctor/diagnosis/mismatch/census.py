@@ -106,6 +106,15 @@ class Census:
                     return str(entry)
         return None
 
+    def loaded_with(self, root: int, fqn: str, dtype: str) -> str:
+        """The outermost module around ``fqn``, the model itself aside, whose floating-point parameters are all ``dtype``."""
+        found, around = fqn, owner_of(fqn)
+        while around and all(
+            n.dtype == dtype for n in self._inside(root, around) if not n.buffer and n.dtype in DTYPES
+        ):
+            found, around = around, owner_of(around)
+        return found
+
     def config_dtype(self, root: int) -> str | None:
         """The dtype that the model's configuration states, where it has one."""
         found = [o.values.get("dtype") for o in self.trace.all(Observation) if o.kind == "model-config"

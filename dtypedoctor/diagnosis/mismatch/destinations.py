@@ -1,10 +1,10 @@
 """Tensors written into others: key/value caches, features merged into embeddings. And attention, which reads such caches."""
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.finding import Confidence
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.mismatch.kinds import ATTENTION, MERGES
-from dtypedoctor.diagnosis.mismatch.report import described, finding, is_settled, said
+from dtypedoctor.diagnosis.mismatch.report import Verdict, described, is_settled, said
 from dtypedoctor.diagnosis.wording import place, short
 
 __all__ = ["attention_operands", "cache_of_another_dtype", "merged_features"]
@@ -13,7 +13,7 @@ OUTLIVES_THE_CALL = frozenset({Reason.ATTRIBUTE, Reason.BUFFER, Reason.ELSEWHERE
 FLASH = "flash-attention"
 
 
-def cache_of_another_dtype(case: Case) -> Finding | None:
+def cache_of_another_dtype(case: Case) -> Verdict | None:
     """A write into memory that was there before the call, at positions and not under a mask."""
     if not case.writes_at_index or any(t.dtype == "bool" for t in case.op.inputs):
         return None
@@ -23,26 +23,25 @@ def cache_of_another_dtype(case: Case) -> Finding | None:
     return _cache(case, target, f"{said(case)} writes {source.dtype} keys or values into it.")
 
 
-def merged_features(case: Case) -> Finding | None:
+def merged_features(case: Case) -> Verdict | None:
     """A write into a tensor that the call itself computed: features put into embeddings, experts' answers into rows."""
     target, source = _target_and_source(case)
     if case.family not in MERGES or target is None or source is None or target.birth.reason is Reason.FACTORY:
         return None
-    odd = case.odd
-    return finding(
-        case,
-        "merge-dtype-mismatch",
+    return Verdict(
+        id="merge-dtype-mismatch",
         fqn=place(case.op),
         summary=f"{short(place(case.op))} writes {source.dtype} features into a {target.dtype} tensor.",
         cause=(
             f"{said(case)} needs one dtype and casts nothing, under autocast neither. The destination goes back to "
             f"{described(target.birth)}, the source to {described(source.birth)}."
         ),
-        confidence=Confidence.PROVEN if is_settled(case, odd) else Confidence.LIKELY,
+        confidence=Confidence.PROVEN if is_settled(case, source) else Confidence.LIKELY,
+        blamed=source,
     )
 
 
-def attention_operands(case: Case) -> Finding | None:
+def attention_operands(case: Case) -> Verdict | None:
     """Queries, keys, values or a mask of different dtypes, or of one that the kernel does not take."""
     family = case.complaint.family if case.complaint is not None else ""
     if case.family not in ATTENTION and family not in ("attention", FLASH):
@@ -53,9 +52,8 @@ def attention_operands(case: Case) -> Finding | None:
     if odd.birth.reason in (Reason.ATTRIBUTE, Reason.ELSEWHERE) and odd.birth.promoted is None and len(case.dtypes) > 1:
         return _cache(case, odd, f"{said(case)} reads it beside {case.rule} queries.")
     dtypes = ", ".join(operand.dtype for operand in case.operands)
-    return finding(
-        case,
-        "attention-dtype-mismatch",
+    return Verdict(
+        id="attention-dtype-mismatch",
         fqn=place(case.op),
         summary=f"Attention in {short(place(case.op))} gets {' and '.join(case.dtypes)}.",
         cause=(
@@ -68,15 +66,14 @@ def attention_operands(case: Case) -> Finding | None:
     )
 
 
-def _cache(case: Case, cache: Operand, use: str) -> Finding:
+def _cache(case: Case, cache: Operand, use: str) -> Verdict:
     config = case.census.config_dtype(case.op.root)
     others = next((dtype for dtype in case.dtypes if dtype != cache.dtype), "another dtype")
     evidence = [f"No op of this call made the {cache.dtype} tensor: it was there before."]
     if config is not None:
         evidence.append(f"The model's configuration says {config}.")
-    return finding(
-        case,
-        "kv-cache-dtype",
+    return Verdict(
+        id="kv-cache-dtype",
         fqn=place(case.op),
         summary=f"The key/value memory of {short(place(case.op))} is {cache.dtype}, what goes with it is {others}.",
         cause=(
@@ -85,7 +82,7 @@ def _cache(case: Case, cache: Operand, use: str) -> Finding:
             + f" before the call, and the layers compute in {others}. {use}"
         ),
         confidence=Confidence.PROVEN if case.ran("equal-dtypes") else Confidence.LIKELY,
-        evidence=evidence,
+        evidence=tuple(evidence),
         blamed=_as_cache(cache),
     )
 

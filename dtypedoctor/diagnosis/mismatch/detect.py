@@ -22,7 +22,9 @@ from dtypedoctor.diagnosis.mismatch.regions import (
     region_without_effect,
     wrong_device,
 )  # fmt: skip
+from dtypedoctor.diagnosis.mismatch.report import Verdict, finding
 from dtypedoctor.diagnosis.mismatch.shards import mixed_shard_units
+from dtypedoctor.diagnosis.moments import step_of
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import how_the_run_ended, short
@@ -31,7 +33,7 @@ from dtypedoctor.trace.reader import Trace
 
 __all__ = ["detect_mismatch"]
 
-RULES: tuple[Callable[[Case], Finding | None], ...] = (
+RULES: tuple[Callable[[Case], Verdict | None], ...] = (
     packed_weight_used_as_dense,
     recomputed_outside_of_the_region,
     stale_buffer,
@@ -45,6 +47,9 @@ RULES: tuple[Callable[[Case], Finding | None], ...] = (
     by_origin,
 )
 """In this order: what is wrong with the operand itself, then what the region did or did not do, then where it came from."""
+
+OF_A_REGION = frozenset({"autocast-bypass", "custom-function-autocast"})
+"""Findings that an autocast region in the model's own dtype would not have led to."""
 
 SPOKEN_FOR = frozenset({"recompute", "shards"})
 """Families of complaints with detectors of their own."""
@@ -70,18 +75,22 @@ def _refusal(trace: Trace) -> Iterator[Finding]:
     if raised is None or (complaint is not None and complaint.family in SPOKEN_FOR):
         return
     case = case_of(trace)
-    found = _explained(case) if case is not None else None
-    if case is not None and found is not None:
-        root = contradicted_by(case) if found.id in ("autocast-bypass", "custom-function-autocast") else None
-        yield from (one for one in (root, found) if one is not None)
+    verdict = _verdict(case) if case is not None else None
+    if case is not None and verdict is not None:
+        root = contradicted_by(case) if verdict.id in OF_A_REGION else None
+        if root is not None:
+            yield root
+        yield finding(case, verdict)
     elif complaint is not None and case is None:
         yield _by_message(trace, raised, complaint)
 
 
-def _explained(case: Case) -> Finding | None:
-    if case.complaint is None and len(case.dtypes) < 2:
-        return None
-    return next((found for rule in RULES if (found := rule(case)) is not None), None)
+def _verdict(case: Case) -> Verdict | None:
+    about_dtypes = case.complaint is not None or len(case.dtypes) > 1
+    rules = (
+        RULES if about_dtypes else (packed_weight_used_as_dense,)
+    )  # packed bytes may have a wrong shape first of all
+    return next((verdict for rule in rules if (verdict := rule(case)) is not None), None)
 
 
 def _by_message(trace: Trace, raised: Raised, complaint: Complaint) -> Finding:
@@ -95,7 +104,7 @@ def _by_message(trace: Trace, raised: Raised, complaint: Complaint) -> Finding:
         confidence=Confidence.POSSIBLE,
         fqn=module,
         phase=raised.phase,
-        step=raised.step,
+        step=step_of(trace, raised),
         dtype=complaint.dtypes[0] if complaint.dtypes else None,
         source=place,
         summary=f"An operation in {short(module)} got {dtypes}.",

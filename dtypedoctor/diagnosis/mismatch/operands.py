@@ -1,21 +1,21 @@
 """Refusals that are explained by where the odd operand got its dtype: a norm, a buffer, the input, an adapter, the head."""
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.finding import Confidence
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
-from dtypedoctor.diagnosis.mismatch.report import described, finding, is_settled, said
+from dtypedoctor.diagnosis.mismatch.census import owner_of
+from dtypedoctor.diagnosis.mismatch.report import Verdict, described, is_settled, said
 from dtypedoctor.diagnosis.wording import place, short
-from dtypedoctor.dtypes import DTYPES
 
 __all__ = ["by_origin"]
 
-OF_THE_OWNER = frozenset(
-    {Reason.EMBEDDING, Reason.LOAD_DTYPE, Reason.KEEP_IN_FP32, Reason.NORM, Reason.ATTRIBUTE, Reason.BUFFER}
-)
+OF_THE_OWNER = frozenset({
+    Reason.EMBEDDING, Reason.LOAD_DTYPE, Reason.KEEP_IN_FP32, Reason.NORM, Reason.ATTRIBUTE, Reason.BUFFER, Reason.FSDP_OUTPUT,
+})  # fmt: skip
 """Reasons that blame the module which holds the tensor, and not the one that met it."""
 
 
-def by_origin(case: Case) -> Finding | None:
+def by_origin(case: Case) -> Verdict | None:
     """The finding that the odd operand's origin asks for."""
     odd = case.odd
     if odd is None or len(case.dtypes) < 2:
@@ -29,21 +29,19 @@ def by_origin(case: Case) -> Finding | None:
         return _input(case, odd)
     if birth.reason is Reason.ADAPTER:
         return _adapter(case, odd)
-    if birth.reason is Reason.FSDP_OUTPUT:
-        return _shard_output(case, odd)
     if _is_about_the_head(case, odd):
         return _head(case, odd)
     return _adapter(case, odd) if birth.reason is Reason.MODULES_TO_SAVE else _fallback(case, odd)
 
 
-def _norm(case: Case, odd: Operand) -> Finding:
+def _norm(case: Case, odd: Operand) -> Verdict:
     birth = odd.birth
     entry = case.census.keeper(birth.root, birth.fqn or "")
     kept = f" The model's list of modules to keep in float32 has {entry!r}, which names it." if entry else ""
-    return _found(
-        case,
-        odd,
-        "norm-promotes-to-float32",
+    return Verdict(
+        id="norm-promotes-to-float32",
+        confidence=_confidence(case, odd),
+        blamed=odd,
         fqn=birth.fqn,
         summary=f"{short(birth.fqn)} returns {odd.dtype} for {case.rule} activations, and {_refuser(case)} refuses it.",
         cause=(
@@ -54,17 +52,17 @@ def _norm(case: Case, odd: Operand) -> Finding:
     )
 
 
-def _buffer(case: Case, odd: Operand) -> Finding:
+def _buffer(case: Case, odd: Operand) -> Verdict:
     birth = odd.birth
     what = (
         "buffer"
         if birth.reason is Reason.BUFFER
         else "tensor (a plain attribute, which `module.to(dtype)` does not touch)"
     )
-    return _found(
-        case,
-        odd,
-        "buffer-promotes-to-float32",
+    return Verdict(
+        id="buffer-promotes-to-float32",
+        confidence=_confidence(case, odd),
+        blamed=odd,
         fqn=birth.fqn,
         summary=f"The {odd.dtype} {what.split()[0]} {birth.name} lifts {case.rule} activations, and {_refuser(case)} refuses them.",
         cause=(
@@ -74,11 +72,11 @@ def _buffer(case: Case, odd: Operand) -> Finding:
     )
 
 
-def _input(case: Case, odd: Operand) -> Finding:
-    return _found(
-        case,
-        odd,
-        "model-input-dtype",
+def _input(case: Case, odd: Operand) -> Verdict:
+    return Verdict(
+        id="model-input-dtype",
+        confidence=_confidence(case, odd),
+        blamed=odd,
         fqn=place(case.op),
         summary=f"The model is given {odd.dtype} where its weights are {case.rule}, and {_refuser(case)} refuses it.",
         cause=(
@@ -88,13 +86,13 @@ def _input(case: Case, odd: Operand) -> Finding:
     )
 
 
-def _adapter(case: Case, odd: Operand) -> Finding:
+def _adapter(case: Case, odd: Operand) -> Verdict:
     birth = odd.birth
     wrapper = case.census.saved_copy(birth.root, birth.fqn or "")
-    return _found(
-        case,
-        odd,
-        "adapter-dtype-mismatch",
+    return Verdict(
+        id="adapter-dtype-mismatch",
+        confidence=_confidence(case, odd),
+        blamed=odd,
         fqn=wrapper or birth.fqn,
         summary=f"The adapter {short(birth.fqn)} is {odd.dtype}, the base model and its activations are {case.rule}.",
         cause=(
@@ -104,7 +102,7 @@ def _adapter(case: Case, odd: Operand) -> Finding:
     )
 
 
-def _head(case: Case, odd: Operand) -> Finding:
+def _head(case: Case, odd: Operand) -> Verdict:
     birth = odd.birth
     wrapper = case.census.saved_copy(birth.root, birth.fqn or "")
     head = short(place(case.op))
@@ -117,52 +115,37 @@ def _head(case: Case, odd: Operand) -> Finding:
         cause = (
             f"{described(birth)[0].upper()}{described(birth)[1:]}; the body hands on {case.rule}, and nothing casts it."
         )
-    return _found(
-        case,
-        odd,
-        "head-dtype-mismatch",
+    return Verdict(
+        id="head-dtype-mismatch",
+        confidence=_confidence(case, odd),
+        blamed=odd,
         fqn=place(case.op) if birth.reason is Reason.COMPUTE_DTYPE else wrapper or birth.fqn,
         summary=f"The last layer, {head}, and what it is given have different dtypes: {' and '.join(case.dtypes)}.",
         cause=cause,
     )
 
 
-def _shard_output(case: Case, odd: Operand) -> Finding:
-    return _found(
-        case,
-        odd,
-        "fsdp-mixed-dtypes",
-        fqn=odd.birth.fqn,
-        summary=f"The shard unit {short(odd.birth.fqn)} returns {odd.dtype}, and {_refuser(case)} refuses it.",
-        cause=f"The unit's mixed-precision policy has output_dtype={odd.dtype}, which is applied at the end of every unit, inner ones too.",
-    )
-
-
-def _fallback(case: Case, odd: Operand) -> Finding:
+def _fallback(case: Case, odd: Operand) -> Verdict:
     birth = odd.birth
-    return _found(
-        case,
-        odd,
-        "operand-dtype-mismatch",
+    return Verdict(
+        id="operand-dtype-mismatch",
+        confidence=_confidence(case, odd),
+        blamed=odd,
         fqn=birth.fqn if birth.reason in OF_THE_OWNER else place(case.op),
         summary=f"{said(case)} in {short(place(case.op))} gets {' and '.join(case.dtypes)}.",
-        cause=f"{case.rule} is what {_ruled_by(case)}. The {odd.dtype} operand goes back to {described(birth)}.{_keep(case, birth)}",
+        cause=f"{case.rule} is what {_ruled_by(case)}. The {odd.dtype} operand goes back to {described(birth)}.{_more(case, birth)}",
     )
 
 
-def _found(case: Case, odd: Operand, name: str, *, fqn: str | None, summary: str, cause: str,
-           evidence: tuple[str, ...] = ()) -> Finding:  # fmt: skip
-    confidence = Confidence.PROVEN if is_settled(case, odd) else Confidence.LIKELY
-    return finding(
-        case, name, fqn=fqn, summary=summary, cause=cause, confidence=confidence, evidence=evidence, blamed=odd
-    )
+def _confidence(case: Case, odd: Operand) -> Confidence:
+    return Confidence.PROVEN if is_settled(case, odd) else Confidence.LIKELY
 
 
 def _is_about_the_head(case: Case, odd: Operand) -> bool:
     """Whether the last layer's own weight is odd, or what it is given was computed in another dtype by a 4-bit layer."""
     if odd.birth.reason is Reason.COMPUTE_DTYPE:
         return case.census.is_head(case.op.root, case.op.fqn)
-    own = odd.tensor.origin == "parameter" and odd.birth.fqn == case.op.fqn
+    own = odd.tensor.origin == "parameter" and owner_of(odd.tensor.name or "") == case.op.fqn
     return own and case.census.is_head(case.op.root, case.op.fqn)
 
 
@@ -178,11 +161,11 @@ def _ruled_by(case: Case) -> str:
     return "the other operands are"
 
 
-def _keep(case: Case, birth: Birth) -> str:
-    entry = case.census.keeper(birth.root, birth.fqn or "") if birth.reason is Reason.KEEP_IN_FP32 else None
-    wider = DTYPES[birth.dtype].bits > 16
-    return (
-        f" The entry {entry!r} of the model's keep list names it, and its forward casts nothing."
-        if entry and wider
-        else ""
-    )
+def _more(case: Case, birth: Birth) -> str:
+    """What the reason itself asks to be said."""
+    if birth.reason is Reason.KEEP_IN_FP32:
+        entry = case.census.keeper(birth.root, birth.fqn or "")
+        return f" The entry {entry!r} of the model's keep list names it, and its forward casts nothing."
+    if birth.reason is Reason.FSDP_OUTPUT:
+        return " A unit's output_dtype is applied at the end of every unit, inner ones too."
+    return ""

@@ -59,6 +59,20 @@ class Provenance:
         wrote = [op for op in self._writers.get(tensor.storage, ()) if op.n < user.n]
         return wrote[-1] if wrote else None
 
+    def stored(self, tensor: TensorNote, user: Op) -> TensorNote | None:
+        """The parameter whose storage an integer operand is, through views and joins; None where it is none."""
+        waiting = [(tensor, user)]
+        for _ in range(MAX_WALK):
+            if not waiting:
+                return None
+            tensor, user = waiting.pop()
+            if tensor.origin in ("parameter", "buffer", "attribute"):
+                return tensor
+            maker = self.graph.producer(tensor)
+            if maker is not None and maker.n < user.n:
+                waiting += [(t, maker) for t in reversed(maker.inputs) if t.dtype == tensor.dtype]
+        return None
+
     def reason_of_parameter(self, name: str, user: Op) -> Reason:
         """Why a parameter that ``user`` works with is in its dtype, or what it is."""
         owner = owner_of(name)
@@ -87,15 +101,20 @@ class Provenance:
         """Why ``op`` gave its result a dtype that no operand has."""
         if op.autocast == dtype and overload_free(op.op) in CASTS:
             return Reason.AUTOCAST_LIST
-        if any(
-            n.quant is not None and n.quant.get("compute_dtype") == dtype
-            for n in self.census.packed_in(op.root, op.fqn)
-        ):
+        packed = self.census.packed_in(op.root, op.fqn)
+        if any(note.quant is not None and note.quant.get("compute_dtype") == dtype for note in packed):
             return Reason.COMPUTE_DTYPE
-        shards = [o for o in self.graph.trace.all(Observation) if o.kind == "shard-unit" and o.fqn == op.fqn]
-        if any(unit.values.get("output_dtype") == dtype for unit in shards):
-            return Reason.FSDP_OUTPUT
         return Reason.CAST
+
+    def shard_unit(self, op: Op, dtype: str) -> str | None:
+        """The shard unit whose policy casts its outputs to ``dtype``, where ``op`` casts a result of that unit."""
+        made = next((maker for t in op.inputs if (maker := self.graph.producer(t)) is not None), None)
+        for unit in self.graph.trace.all(Observation):
+            if unit.kind == "shard-unit" and unit.values.get("output_dtype") == dtype and made is not None:
+                fqn = unit.fqn or ""
+                if made.fqn == fqn or made.fqn.startswith(f"{fqn}." if fqn else ""):
+                    return fqn
+        return None
 
 
 class _Walk:
@@ -134,7 +153,7 @@ class _Walk:
         if not floats or (not same and overload_free(maker.op) in LIKE):
             return self._birth(Reason.FACTORY, maker)
         if not same:
-            return self._birth(self._known.reason_of_cast(maker, tensor.dtype), maker)
+            return self._cast(maker)
         if any(DTYPES[t.dtype].bits < DTYPES[self._dtype].bits for t in floats):
             self._promoted = maker
         named = next((t for t in same if t.origin in ("parameter", "buffer")), None)
@@ -157,7 +176,14 @@ class _Walk:
         others = {"buffer": Reason.BUFFER, "attribute": Reason.ATTRIBUTE, "input": Reason.MODEL_INPUT}
         reason = others.get(tensor.origin) or self._known.reason_of_parameter(name, user)
         fqn = user.fqn if tensor.origin == "input" else owner_of(name)
+        if reason is Reason.LOAD_DTYPE:
+            fqn = self._known.census.loaded_with(user.root, fqn, tensor.dtype)
         return replace(self._birth(reason, user), fqn=fqn, name=name)
+
+    def _cast(self, maker: Op) -> Birth:
+        birth = self._birth(self._known.reason_of_cast(maker, self._dtype), maker)
+        unit = self._known.shard_unit(maker, self._dtype) if birth.reason is Reason.CAST else None
+        return birth if unit is None else replace(birth, reason=Reason.FSDP_OUTPUT, fqn=unit)
 
     def _dequantised(self, maker: Op) -> Birth:
         packed = next((t for t in maker.inputs if t.origin and t.dtype not in DTYPES), None)

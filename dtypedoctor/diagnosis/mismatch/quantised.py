@@ -8,7 +8,7 @@ from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.mismatch.census import Census
 from dtypedoctor.diagnosis.mismatch.kinds import CONVOLUTIONS, PRODUCTS
 from dtypedoctor.diagnosis.mismatch.provenance import Provenance
-from dtypedoctor.diagnosis.mismatch.report import finding, is_settled, said
+from dtypedoctor.diagnosis.mismatch.report import Verdict, is_settled, said
 from dtypedoctor.diagnosis.mismatch.unpacked import Unpacked, is_wrong
 from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.diagnosis.prescriptions import remedies_for
@@ -22,18 +22,18 @@ __all__ = ["dequantised_to_another_dtype", "packed_weight_used_as_dense", "silen
 INTEGERS = frozenset({"uint8", "int8"})
 
 
-def packed_weight_used_as_dense(case: Case) -> Finding | None:
+def packed_weight_used_as_dense(case: Case) -> Verdict | None:
     """A product whose operand is the packed storage itself."""
     if case.family not in PRODUCTS | CONVOLUTIONS:
         return None
-    packed = next((t for t in case.op.inputs if t.dtype in INTEGERS and t.origin == "parameter" and t.name), None)
+    integers = [t for t in case.op.inputs if t.dtype in INTEGERS]
+    packed = next((found for t in integers if (found := case.provenance.stored(t, case.op)) is not None), None)
     if packed is None or packed.name is None:
         return None
     note = case.census.note(case.op.root, packed.name)
     kind = note.quant.get("kind") if note is not None and note.quant else None
-    return finding(
-        case,
-        "packed-weight-used-as-dense",
+    return Verdict(
+        id="packed-weight-used-as-dense",
         fqn=place(case.op),
         summary=f"{short(place(case.op))} multiplies with the packed bytes of {packed.name} as if they were its weight.",
         cause=(
@@ -42,18 +42,18 @@ def packed_weight_used_as_dense(case: Case) -> Finding | None:
             "path, a merged projection, a patched forward) gets the bytes."
         ),
         confidence=Confidence.LIKELY,
-        evidence=(f"The operand has the shape {packed.shape} of the storage, not that of the layer's weight.",),
+        evidence=(f"{packed.name} has the shape {packed.shape} of the storage, not that of the layer's weight.",),
+        reason=f"{Reason.QUANT_STATE}: {packed.name}",
     )
 
 
-def stale_buffer(case: Case) -> Finding | None:
+def stale_buffer(case: Case) -> Verdict | None:
     """A product refuses a weight that was dequantised to one dtype and is read from memory typed as another."""
     for operand in case.operands:
         found = Unpacked.of(case.provenance, case.op, operand.index, operand.birth)
         if found is not None and found.is_garbage and found.state_dtype not in (None, operand.dtype):
-            return finding(
-                case,
-                "stale-dequant-buffer",
+            return Verdict(
+                id="stale-dequant-buffer",
                 fqn=found.owner,
                 summary=_stale_summary(found, operand.dtype),
                 cause=_STALE.format(state=found.state_dtype, read=operand.dtype),
@@ -64,7 +64,7 @@ def stale_buffer(case: Case) -> Finding | None:
     return None
 
 
-def dequantised_to_another_dtype(case: Case) -> Finding | None:
+def dequantised_to_another_dtype(case: Case) -> Verdict | None:
     """A product refuses a weight that is what its quantisation state says, which is not what the activations are."""
     odd = _dequantised_operand(case)
     if odd is None:
@@ -73,9 +73,8 @@ def dequantised_to_another_dtype(case: Case) -> Finding | None:
     if found is None:
         return None
     if found.is_garbage:
-        return finding(
-            case,
-            "quant-state-dtype",
+        return Verdict(
+            id="quant-state-dtype",
             fqn=found.owner,
             summary=_kernel_summary(found),
             cause=_KERNEL.format(state=found.state_dtype),
@@ -84,9 +83,8 @@ def dequantised_to_another_dtype(case: Case) -> Finding | None:
             blamed=odd,
         )
     hidden = case.op.autocast == case.rule
-    return finding(
-        case,
-        "quant-state-dtype",
+    return Verdict(
+        id="quant-state-dtype",
         fqn=found.owner,
         summary=f"{found.name or short(found.owner)} dequantises to {odd.dtype}, the activations are {case.rule}.",
         cause=(

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.mismatch.case import Case
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of, dtype_named
-from dtypedoctor.diagnosis.mismatch.report import finding, said
+from dtypedoctor.diagnosis.mismatch.report import Verdict, said
+from dtypedoctor.diagnosis.moments import step_of
 from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
@@ -21,7 +22,7 @@ _METADATA = re.compile(
 )
 
 
-def recomputed_outside_of_the_region(case: Case) -> Finding | None:
+def recomputed_outside_of_the_region(case: Case) -> Verdict | None:
     """An op refuses in a recomputation what it took in the forward pass, where an autocast region was open."""
     if case.op.phase != "recompute" or case.op.autocast is not None:
         return None
@@ -31,9 +32,8 @@ def recomputed_outside_of_the_region(case: Case) -> Finding | None:
         return None
     unit = case.raised.modules[0] if case.raised.modules else case.op.fqn
     settled = case.ran(f"all-as-{twin.autocast}")
-    return finding(
-        case,
-        "recompute-dtype-mismatch",
+    return Verdict(
+        id="recompute-dtype-mismatch",
         fqn=unit,
         summary=f"{short(unit)} is recomputed without the {twin.autocast} autocast region of its forward pass.",
         cause=(
@@ -70,7 +70,7 @@ def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
         fqn=unit,
         op=split[1].op if split is not None else None,
         phase="recompute",
-        step=raised.step,
+        step=step_of(trace, raised),
         dtype=again,
         source=split[1].source if split is not None else None,
         summary=f"{short(unit)} is recomputed in {again} where its forward pass was in {saved}.",

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.mismatch.birth import Reason
 from dtypedoctor.diagnosis.mismatch.case import Case
 from dtypedoctor.diagnosis.mismatch.census import HALF, Census
-from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CONVOLUTIONS, PRODUCTS
-from dtypedoctor.diagnosis.mismatch.report import described, finding, said
+from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CONVOLUTIONS, PRODUCTS, writes
+from dtypedoctor.diagnosis.mismatch.report import Verdict, described, said
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import place, short
@@ -27,7 +28,7 @@ CAST_BY_AUTOCAST = PRODUCTS | CONVOLUTIONS | {"scaled_dot_product_attention"}
 """Ops that an autocast region makes agree, where it is one for their device."""
 
 
-def custom_function(case: Case) -> Finding | None:
+def custom_function(case: Case) -> Verdict | None:
     """A hand-written backward pass that lost its forward's autocast region, or re-entered one that its sums are not cast in."""
     context = _context(case)
     if context is None:
@@ -52,13 +53,13 @@ def custom_function(case: Case) -> Finding | None:
     else:
         return None
     evidence = f"{case.op.function}: forward at {context.get('forward_source')} under autocast {forward or 'off'}, backward under "
-    return finding(
-        case,
-        "custom-function-autocast",
+    return Verdict(
+        id="custom-function-autocast",
         fqn=place(case.op),
         summary=f"The backward of {case.op.function} in {short(place(case.op))} mixes {' and '.join(case.dtypes)}.",
         cause=cause,
         confidence=Confidence.PROVEN if proven else Confidence.LIKELY,
+        reason=f"{Reason.CUSTOM_FUNCTION}: {case.op.function}",
         evidence=(f"{evidence}{case.op.autocast or 'off'} (custom_fwd recorded: {used}).",),
     )
 
@@ -79,14 +80,13 @@ def _saved(case: Case) -> str:
     return described(case.odd.birth) if case.odd is not None else "what the forward saved"
 
 
-def autocast_bypass(case: Case) -> Finding | None:
+def autocast_bypass(case: Case) -> Verdict | None:
     """An op that autocast does not cast for: in place, with ``out=``, or not on its list."""
     region = case.op.autocast
     if region is None or region not in case.dtypes or (case.writes_at_index and case.family not in ACCUMULATIONS):
         return None
-    return finding(
-        case,
-        "autocast-bypass",
+    return Verdict(
+        id="autocast-bypass",
         fqn=place(case.op),
         summary=f"{said(case)} in {short(place(case.op))} is not cast by the {region} autocast region around it.",
         cause=(
@@ -94,6 +94,7 @@ def autocast_bypass(case: Case) -> Finding | None:
             f"before it meet {_the_rest(case)}."
         ),
         confidence=Confidence.PROVEN if case.ran(f"all-as-{region}") else Confidence.LIKELY,
+        reason=f"{Reason.INPLACE if writes(case.op) else Reason.AUTOCAST_LIST}: {said(case)} is not cast",
         evidence=(
             (f"With all operands in {region}, as autocast would have cast them, the same op runs.",)
             if case.ran(f"all-as-{region}")
@@ -117,7 +118,7 @@ def _the_rest(case: Case) -> str:
     return described(case.odd.birth) if case.odd is not None else "operands in another dtype"
 
 
-def wrong_device(case: Case) -> Finding | None:
+def wrong_device(case: Case) -> Verdict | None:
     """A product without autocast inside a region that is for another device type than its operands'."""
     seen = next(iter(case.seen("autocast-regions")), None)
     if seen is None or case.op.autocast is not None or case.family not in CAST_BY_AUTOCAST:
@@ -130,9 +131,8 @@ def wrong_device(case: Case) -> Finding | None:
     if region is None or any(r["device"] == device for r in seen.values["regions"]):
         return None
     settled = case.ran(f"all-as-{region['wanted']}")
-    return finding(
-        case,
-        "autocast-wrong-device",
+    return Verdict(
+        id="autocast-wrong-device",
         fqn=place(case.op),
         summary=f"The autocast region around {short(place(case.op))} is for {region['device']!r}; its operands are on {device!r}.",
         cause=(

@@ -1,50 +1,64 @@
 """Puts what is known of a refused operation into a finding."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
+from dtypedoctor.diagnosis.moments import step_of
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import how_the_run_ended, place, short
 from dtypedoctor.dtypes import DTYPES
 
-__all__ = ["described", "finding", "is_settled", "met", "said"]
+__all__ = ["Verdict", "described", "finding", "is_settled", "met", "said"]
 
 _MODULE = "module."
 
 
-def finding(case: Case, name: str, *, fqn: str | None, summary: str, cause: str, confidence: Confidence,
-            evidence: Sequence[str] = (), blamed: Operand | None = None) -> Finding:  # fmt: skip
-    """A finding about the refused op of ``case``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a rule says about a refused op.
 
-    Args:
-        case: the refusal.
-        name: id of the finding.
+    Attributes:
+        id: id of the finding.
         fqn: the module that originates it.
         summary, cause, confidence: see :class:`Finding`.
-        evidence: sentences of the detector's own; what every mismatch shows follows them.
+        evidence: sentences of the rule's own; what every refusal shows is added to them.
         blamed: the operand whose chain is the provenance; the odd one where left out.
+        reason: the named reason in which the chain ends, where it is not the birth of the operand.
     """
+
+    id: str
+    fqn: str | None
+    summary: str
+    cause: str
+    confidence: Confidence
+    evidence: tuple[str, ...] = ()
+    blamed: Operand | None = None
+    reason: str | None = None
+
+
+def finding(case: Case, verdict: Verdict) -> Finding:
+    """The verdict with everything that was measured about the refused op."""
     op = case.op
-    odd = blamed if blamed is not None else case.odd
+    odd = verdict.blamed if verdict.blamed is not None else case.odd
     return Finding(
-        id=name,
+        id=verdict.id,
         severity=Severity.ERROR,
-        confidence=confidence,
-        fqn=fqn,
+        confidence=verdict.confidence,
+        fqn=verdict.fqn,
         op=None if op.op.startswith(_MODULE) else op.op,
         phase=op.phase,
-        step=op.step,
+        step=step_of(case.trace, op),
         dtype=odd.dtype if odd is not None else None,
         source=op.source,
-        summary=summary,
-        cause=cause,
-        evidence=(met(case), *evidence, *_experiments(case, odd), *how_the_run_ended(case.trace)),
-        provenance=_chain(case, odd),
-        remedies=remedies_for(name, case.census.class_of(op.root, fqn or "")),
-        references=references_of(name),
+        summary=verdict.summary,
+        cause=verdict.cause,
+        evidence=(met(case), *verdict.evidence, *_experiments(case, odd), *how_the_run_ended(case.trace)),
+        provenance=_chain(case, odd, verdict),
+        remedies=remedies_for(verdict.id, case.census.class_of(op.root, verdict.fqn or "")),
+        references=references_of(verdict.id),
     )
 
 
@@ -87,6 +101,8 @@ def described(birth: Birth) -> str:
         Reason.CACHE: f"memory in {birth.dtype} that outlives the call{f' ({name})' if name else ''}",
         Reason.MODEL_INPUT: f"the model's input in {birth.dtype} ({name})",
         Reason.LOAD_DTYPE: f"{name}, which is {birth.dtype}",
+        Reason.INPLACE: f"memory that {where} writes to{at}",
+        Reason.CUSTOM_FUNCTION: f"a custom autograd function in {where}{at}",
         Reason.CAST: f"a cast to {birth.dtype} in {where}{at}",
         Reason.FACTORY: f"a tensor made in {birth.dtype} in {where}{at}",
         Reason.ELSEWHERE: f"a {birth.dtype} tensor from outside of the call",
@@ -121,12 +137,11 @@ def _experiments(case: Case, odd: Operand | None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _chain(case: Case, odd: Operand | None) -> tuple[Link, ...]:
-    first = Link(
-        fqn=place(case.op),
-        op=case.op.op,
-        dtype_in=odd.dtype if odd is not None else None,
-        dtype_out=None,
-        source=case.op.source,
-    )
-    return (first, *(odd.birth.chain if odd is not None else ()))
+def _chain(case: Case, odd: Operand | None, verdict: Verdict) -> tuple[Link, ...]:
+    """From the refused op back to the birth of the odd operand, or to the reason that the verdict gives instead."""
+    op, dtype = case.op, odd.dtype if odd is not None else None
+    first = Link(fqn=place(op), op=op.op, dtype_in=dtype, dtype_out=None, source=op.source)
+    chain = (first, *(odd.birth.chain if odd is not None else ()))
+    if verdict.reason is None:
+        return chain
+    return (*chain, Link(fqn=verdict.fqn, op=verdict.reason, dtype_in=None, dtype_out=dtype, source=op.source))

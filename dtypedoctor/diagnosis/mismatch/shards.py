@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of
+from dtypedoctor.diagnosis.moments import step_of
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, short
@@ -30,7 +31,7 @@ def mixed_shard_units(trace: Trace) -> Iterator[Finding]:
         confidence=Confidence.LIKELY,
         fqn=unit,
         phase=raised.phase,
-        step=raised.step,
+        step=step_of(trace, raised),
         dtype=minority,
         summary=f"The shard unit {short(unit)} holds parameters of {' and '.join(dtypes) or 'more than one dtype'}.",
         cause=(

@@ -1,0 +1,193 @@
+"""Gradient scalers: gradients that they cannot unscale, optimizers without gradients, a scale that never fits."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of
+from dtypedoctor.trace.events import Observation, Raised, ScalerState
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["detect_scaling"]
+
+FLOAT16_GRADIENTS = "Attempting to unscale FP16 gradients"
+NOTHING_CHECKED = "No inf checks were recorded for this optimizer"
+BFLOAT16_KERNEL = "_amp_foreach_non_finite_check_and_unscale"
+AT_MINIMUM = "loss scale already at minimum"
+
+STUCK = 5
+"""Steps skipped one after another, the scale not even halved in all of them, after which it is called stuck."""
+HOPELESS = 20
+"""Steps skipped one after another after which halving has gone from 65536 to less than 1."""
+
+
+def detect_scaling(trace: Trace) -> Iterator[Finding]:
+    """What goes wrong between a gradient scaler and the parameters that it serves."""
+    raised = trace.last(Raised)
+    message = raised.message if raised is not None else ""
+    seen = [o for o in trace.all(Observation) if o.kind == "unscale"]
+    if raised is not None and FLOAT16_GRADIENTS in message:
+        yield _float16_gradients(trace, raised, seen)
+    if raised is not None and NOTHING_CHECKED in message:
+        yield _nothing_checked(trace, raised, seen)
+    refused = raised if raised is not None and BFLOAT16_KERNEL in message and "BFloat16" in message else None
+    hostile = next((o for o in seen if o.values.get("gradients", {}).get("bfloat16")), None)
+    if refused is not None or hostile is not None:
+        yield _bfloat16_gradients(trace, refused, hostile)
+    yield from _exhausted(trace, raised if AT_MINIMUM in message else None)
+
+
+def _float16_gradients(trace: Trace, raised: Raised, seen: list[Observation]) -> Finding:
+    values: dict[str, Any] = dict(seen[-1].values) if seen else {}
+    names = list(values.get("names", {}).get("float16", ()))
+    params = dict(values.get("params", {}))
+    owners = list(dict.fromkeys(module_of(name) for name in names))
+    few = bool(owners) and params.get("float16", 0) < sum(params.values())
+    return Finding(
+        id="unscale-float16-gradients",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        fqn=owners[0] if few else "",
+        phase="optimizer",
+        step=raised.step,
+        dtype="float16",
+        source=_source(raised),
+        summary=f"The gradient scaler is to unscale gradients of float16 parameters ({listed(names) or 'names unknown'}).",
+        cause=(
+            "A scaler multiplies the loss so that float16 gradients do not vanish, and divides float32 gradients by the same "
+            "number. Trainable parameters in float16 have float16 gradients, in which the quotient would be lost. Keep what is "
+            "trained in float32 and let autocast make the float16 copies."
+            + (" peft lifts its adapters to float32, but not the copies of `modules_to_save`." if few else "")
+        ),
+        evidence=(
+            *((f"The optimizer holds {_counted(params)} parameters.",) if params else ()),
+            *how_the_run_ended(trace),
+        ),
+        remedies=remedies_for("unscale-float16-gradients"),
+        references=references_of("unscale-float16-gradients"),
+    )
+
+
+def _nothing_checked(trace: Trace, raised: Raised, seen: list[Observation]) -> Finding:
+    values: dict[str, Any] = dict(seen[-1].values) if seen else {}
+    params = dict(values.get("params", {}))
+    count = sum(params.values())
+    strangers, frozen = int(values.get("strangers", 0)), int(values.get("frozen", 0))
+    if strangers:
+        why = (
+            f"{strangers} of its {count} parameters belong to no module that was called: the optimizer was made before the "
+            "model was changed (a layer replaced, the model copied or moved), or for another model."
+        )
+    elif count and frozen == count:
+        why = "All its parameters are frozen."
+    else:
+        why = "Its parameters are in the model and trainable, but the loss does not depend on them (no_grad, detach)."
+    return Finding(
+        id="no-inf-checks",
+        severity=Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        phase="optimizer",
+        step=raised.step,
+        source=_source(raised),
+        summary="The scaler steps an optimizer none of whose parameters has a gradient.",
+        cause=f"The scaler looks for inf in the gradients of the optimizer's parameters and found no gradient at all. {why}",
+        evidence=(
+            *((f"{values.get('optimizer')} holds {_counted(params)} parameters; gradients: 0.",) if params else ()),
+            *((f"{strangers} of them are in no module that was called.",) if strangers else ()),
+            *((f"{frozen} of them do not require a gradient.",) if frozen else ()),
+            *how_the_run_ended(trace),
+        ),
+        remedies=remedies_for("no-inf-checks"),
+        references=references_of("no-inf-checks"),
+    )
+
+
+def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Observation | None) -> Finding:
+    values: dict[str, Any] = dict(seen.values) if seen is not None else {}
+    names = list(values.get("names", {}).get("bfloat16", ()))
+    return Finding(
+        id="scaler-bfloat16",
+        severity=Severity.ERROR if refused is not None else Severity.WARNING,
+        confidence=Confidence.LIKELY,
+        phase="optimizer" if refused is not None else "static",
+        step=refused.step if refused is not None else None,
+        dtype="bfloat16",
+        source=_source(refused) if refused is not None else None,
+        summary="A gradient scaler serves bfloat16 parameters, which need none and on CUDA cannot be served.",
+        cause=(
+            "bfloat16 has the range of float32, so its gradients do not vanish for want of range and scaling the loss gains "
+            "nothing. On CUDA the scaler has no kernel for them and raises; on a CPU it goes along."
+        ),
+        evidence=(
+            *((f"The optimizer holds {_counted(values['params'])} parameters: {listed(names)}.",) if names else ()),
+            *(how_the_run_ended(trace) if refused is not None else ()),
+        ),
+        remedies=remedies_for("scaler-bfloat16"),
+        references=references_of("scaler-bfloat16"),
+    )
+
+
+def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
+    """The scale has come to its end, or does not come down, and every step is skipped."""
+    states = trace.all(ScalerState)
+    taken = max((i for i, state in enumerate(states) if not state.skipped), default=-1)
+    skipped = states[taken + 1 :]
+    if refused is None and not _is_exhausted(skipped):
+        return
+    first = skipped[0].step if skipped else None
+    spoilt = _forward_is_not_finite(trace, first)
+    scales = f"from {skipped[0].scale:.6g} to {skipped[-1].scale:.6g}" if skipped else "to its minimum"
+    yield Finding(
+        id="loss-scale-exhausted",
+        severity=Severity.WARNING if spoilt else Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        phase="optimizer",
+        step=first if first is not None else (refused.step if refused is not None else None),
+        source=_source(refused) if refused is not None else None,
+        summary=f"{len(skipped) or 'All'} steps in a row are skipped while the loss scale goes {scales}: nothing is learnt.",
+        cause=(
+            "A scaler skips a step whose gradients are not finite and lowers its scale until they are. "
+            + (
+                "Here the forward pass is not finite, so no scale can help; see the other finding."
+                if spoilt
+                else "Here the forward pass is finite, and the scale does not get to where the gradients fit: it is held up by a "
+                "floor or a backoff close to 1, or even a scale of 1 is too large."
+            )
+        ),
+        evidence=(
+            *(
+                (f"Skipped: steps {skipped[0].step} to {skipped[-1].step}; steps taken before: {taken + 1}.",)
+                if skipped
+                else ()
+            ),
+            *how_the_run_ended(trace),
+        ),
+        remedies=remedies_for("loss-scale-exhausted"),
+        references=references_of("loss-scale-exhausted"),
+    )
+
+
+def _is_exhausted(skipped: tuple[ScalerState, ...]) -> bool:
+    if not skipped:
+        return False
+    stuck = len(skipped) >= STUCK and skipped[-1].scale > skipped[0].scale / 2
+    return stuck or len(skipped) >= HOPELESS or skipped[-1].scale <= 1.0
+
+
+def _forward_is_not_finite(trace: Trace, step: int | None) -> bool:
+    if step is None:
+        return False
+    bad = (s for s in trace.samples if not s.finite and s.step >= step)
+    return any(trace.sites[s.site].kind in ("output", "loss") for s in bad if s.site in trace.sites)
+
+
+def _counted(params: dict[str, int]) -> str:
+    return " and ".join(f"{number} {dtype}" for dtype, number in sorted(params.items(), key=lambda item: -item[1]))
+
+
+def _source(raised: Raised) -> str | None:
+    """``file.py:line`` of the innermost frame outside of torch."""
+    outside = [frame for frame in raised.frames if "/torch/" not in frame and "/dtypedoctor/" not in frame]
+    return outside[-1].rsplit("/", 1)[-1].split(" ")[0] if outside else None
