@@ -4,8 +4,19 @@ from collections.abc import Callable, Iterable
 
 from dtypedoctor.diagnosis.compilation import detect_compilation
 from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.loading import detect_loading
 from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
 from dtypedoctor.diagnosis.nonfinite import detect_nonfinite
+from dtypedoctor.diagnosis.scaling import detect_scaling
+from dtypedoctor.diagnosis.silent.absorbed import detect_rescues
+from dtypedoctor.diagnosis.silent.agreement import detect_gap, detect_missing_patches
+from dtypedoctor.diagnosis.silent.forward import (
+    detect_integer_casts,
+    detect_rotary_tables,
+    detect_router_flips,
+    detect_stale_cache,
+)
+from dtypedoctor.diagnosis.silent.training import detect_stall, detect_underflow
 from dtypedoctor.diagnosis.streams import detect_stale_streams
 from dtypedoctor.trace.reader import Trace
 
@@ -13,11 +24,22 @@ Detector = Callable[[Trace], Iterable[Finding]]
 
 DETECTORS: dict[str, Detector] = {
     "mismatch": detect_mismatch,
+    "scaling": detect_scaling,
     "non-finite": detect_nonfinite,
     "compilation": detect_compilation,
     "streams": detect_stale_streams,
+    "missing-patches": detect_missing_patches,
+    "stale-autocast-cache": detect_stale_cache,
+    "integer-casts": detect_integer_casts,
+    "rescues": detect_rescues,
+    "gradient-underflow": detect_underflow,
+    "update-stall": detect_stall,
+    "router-flips": detect_router_flips,
+    "logprob-gap": detect_gap,
+    "rotary-tables": detect_rotary_tables,
+    "loading": detect_loading,
 }
-"""Every detector by the name of its family."""
+"""Every detector by the name of its family; of two findings of the same severity the one of the earlier family comes first."""
 
 _RANK = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
 

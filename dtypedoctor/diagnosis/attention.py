@@ -7,19 +7,11 @@ from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.origin import PRODUCTS, SOFTMAX, Origin
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
 from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, place, short
 
 TO_SOFTMAX = 12
 """Scaling, soft capping, masks, casts and reshapes lie between the scores and their softmax, each an op."""
-
-SCORE_REFERENCES = (
-    "https://github.com/huggingface/transformers/pull/33317",
-    "https://github.com/QwenLM/Qwen3/issues/761",
-)
-MASK_REFERENCES = (
-    "https://github.com/huggingface/transformers/pull/17306",
-    "https://github.com/pytorch/pytorch/issues/26098",
-)
 
 
 def judge_attention_scores(origin: Origin) -> Finding | None:
@@ -44,7 +36,7 @@ def judge_attention_scores(origin: Origin) -> Finding | None:
         ),
         evidence=tuple(overflow_evidence(origin)),
         remedies=remedies_for("attention-score-overflow", class_of(origin.trace, op.fqn)),
-        references=SCORE_REFERENCES,
+        references=references_of("attention-score-overflow"),
     )
 
 
@@ -82,5 +74,5 @@ def judge_masked_row(origin: Origin) -> Finding | None:
             f"{bad_elements(origin.result)} of its result are NaN.",
             *how_the_run_ended(origin.trace),
         ),
-        references=MASK_REFERENCES,
+        references=references_of("fully-masked-row"),
     )

@@ -7,14 +7,10 @@ from dtypedoctor.diagnosis.modules import class_of
 from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
 from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import limit_of, place, short
 from dtypedoctor.trace.events import ScalerState
 from dtypedoctor.trace.reader import Trace
-
-REFERENCES = (
-    "https://github.com/unslothai/unsloth-zoo/pull/866",
-    "https://github.com/unslothai/unsloth-zoo/pull/785",
-)
 
 
 def judge_backward(origin: Origin) -> Finding | None:
@@ -39,7 +35,7 @@ def judge_backward(origin: Origin) -> Finding | None:
         ),
         evidence=(*overflow_evidence(origin), *_about_the_scale(origin)),
         remedies=remedies_for("backward-overflow", class_of(origin.trace, op.fqn)),
-        references=REFERENCES,
+        references=references_of("backward-overflow"),
     )
 
 

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.origin import FLOAT32_MAX, Origin
+from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, magnitudes, place, short
-
-REFERENCES = ("https://github.com/pytorch/pytorch/issues/26098",)
 
 
 def judge_domain(origin: Origin) -> Finding | None:
@@ -29,7 +28,7 @@ def judge_domain(origin: Origin) -> Finding | None:
             "or its result is larger than float32 can hold. This is not a mixed-precision problem."
         ),
         evidence=tuple(_evidence(origin)),
-        references=REFERENCES,
+        references=references_of("domain-error"),
     )
 
 

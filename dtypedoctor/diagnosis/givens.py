@@ -2,15 +2,11 @@
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.origin import Origin
+from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, module_of, place, short
 from dtypedoctor.trace.events import Op, TensorNote
 
 HELD = frozenset({"parameter", "buffer", "attribute"})
-PARAMETER_REFERENCES = (
-    "https://github.com/huggingface/transformers/issues/38665",
-    "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1971",
-)
-INPUT_REFERENCES = ("https://github.com/huggingface/diffusers/issues/7563",)
 
 
 def judge_given(origin: Origin) -> Finding | None:
@@ -41,7 +37,7 @@ def _of_model(origin: Origin, tensor: TensorNote) -> Finding:
             f"{op.op} at {op.source} is the first that uses it; no op that was watched has written it.",
             *how_the_run_ended(origin.trace),
         ),
-        references=PARAMETER_REFERENCES,
+        references=references_of("nonfinite-parameters"),
     )
 
 
@@ -64,7 +60,7 @@ def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
             f"{op.op} at {op.source} is the first that uses it; no op that was watched has made it.",
             *how_the_run_ended(origin.trace),
         ),
-        references=INPUT_REFERENCES,
+        references=references_of("nonfinite-input"),
     )
 
 

@@ -1,8 +1,10 @@
 """The module watch as a story: what was measured first, and what was not finite first."""
 
-from dtypedoctor.diagnosis.incidents import incidents
+from dtypedoctor.diagnosis.incidents import MEASURED, incidents
 from dtypedoctor.trace.events import Sample, Site
 from dtypedoctor.trace.reader import Trace
+
+__all__ = ["MEASURED", "class_of", "first_nonfinite", "same_call"]
 
 
 def first_nonfinite(trace: Trace) -> tuple[Sample, Site] | None:

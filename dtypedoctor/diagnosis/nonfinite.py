@@ -14,6 +14,7 @@ from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.diagnosis.optimizer_step import judge_optimizer_step
 from dtypedoctor.diagnosis.origin import Origin, search
 from dtypedoctor.diagnosis.overflow import judge_overflow
+from dtypedoctor.diagnosis.silent.absorbed import swallowed_overflows
 from dtypedoctor.trace.reader import Trace
 
 JUDGES: tuple[Callable[[Origin], Finding | None], ...] = (
@@ -30,7 +31,15 @@ JUDGES: tuple[Callable[[Origin], Finding | None], ...] = (
 
 
 def detect_nonfinite(trace: Trace) -> Iterator[Finding]:
-    """The origin of the first inf or NaN that gets anywhere; everything after it is a consequence."""
+    """The origin of the first inf or NaN that gets anywhere, and overflows that were swallowed on the way."""
+    found = tuple(_first_that_matters(trace))
+    yield from found
+    places = {(finding.op, finding.source) for finding in found}
+    yield from (f for f in swallowed_overflows(trace) if (f.op, f.source) not in places)
+
+
+def _first_that_matters(trace: Trace) -> Iterator[Finding]:
+    """The verdict on the first incident that the op trace does not show to be harmless; all later ones follow from it."""
     graph = OpGraph(trace)
     for incident in incidents(trace):
         found = search(graph, incident)

@@ -6,6 +6,7 @@ from dtypedoctor.diagnosis.ops import OpGraph, overload_free
 from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
 from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import place, short
 from dtypedoctor.trace.events import Op
 
@@ -16,10 +17,6 @@ DIVISIONS = frozenset({"div", "reciprocal"})
 TO_ROOT = 8
 """The mean, an epsilon, casts and reshapes lie between the squares and the root."""
 
-REFERENCES = (
-    "https://github.com/sgl-project/sglang/pull/27540",
-    "https://github.com/openvinotoolkit/openvino/issues/37041",
-)
 CAUSE = (
     "A norm computes the root of a mean of squares. The square of 256 is already beyond float16's 65504; it becomes inf, its "
     "reciprocal root 0, and the norm returns zeros that carry no information. Norms that compute in float32 inside and cast "
@@ -46,7 +43,7 @@ def judge_norm_square(origin: Origin) -> Finding | None:
         cause=CAUSE,
         evidence=tuple(overflow_evidence(origin)),
         remedies=remedies_for("norm-square-overflow", class_of(origin.trace, op.fqn)),
-        references=REFERENCES,
+        references=references_of("norm-square-overflow"),
     )
 
 

@@ -6,6 +6,7 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.origin import NARROW, Origin
 from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import bad_elements, module_of, place, short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op
@@ -14,10 +15,6 @@ DIVISIONS = frozenset(
     {"div", "addcdiv", "reciprocal", "rsqrt", "_foreach_div", "_foreach_addcdiv", "_foreach_reciprocal", "_fused_adam",
      "_fused_adamw"}
 )  # fmt: skip
-REFERENCES = (
-    "https://github.com/NVIDIA/apex/issues/240",
-    "https://github.com/google-deepmind/optax/issues/1754",
-)
 
 
 def judge_optimizer_step(origin: Origin) -> Finding | None:
@@ -45,7 +42,7 @@ def judge_optimizer_step(origin: Origin) -> Finding | None:
         ),
         evidence=tuple(_evidence(origin, vanished)),
         remedies=remedies_for("optimizer-epsilon-underflow"),
-        references=REFERENCES,
+        references=references_of("optimizer-epsilon-underflow"),
     )
 
 

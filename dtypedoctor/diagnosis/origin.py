@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dtypedoctor.diagnosis.births import ancestry, has_nan, last_bad_before, only_negative_inf
-from dtypedoctor.diagnosis.incidents import Incident
+from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
 from dtypedoctor.diagnosis.wording import limit_of
 from dtypedoctor.trace.events import Op, Replay, TensorNote
@@ -96,16 +96,15 @@ def search(graph: OpGraph, incident: Incident) -> Search:
     if not any(op.n < incident.n and inside(op) for op in graph.ops):
         return Search(covered=False)
     samples = [s for s in (incident.sample, *incident.following) if s is not None]
-    followed = False
-    for n in [s.n for s in reversed(samples)][:MAX_TRIED] or [incident.n]:
-        last = last_bad_before(graph, n, inside)
-        if last is None:
-            continue
-        followed = True
-        origin = _origin(graph, last, incident)
-        if origin is not None:
-            return Search(covered=True, origin=origin)
-    return Search(covered=True, harmless=followed)
+    ends = (last_bad_before(graph, n, inside) for n in [s.n for s in reversed(samples)][:MAX_TRIED] or [incident.n])
+    followed = [op for op in ends if op is not None]
+    origins = (_origin(graph, op, incident) for op in followed)
+    found = (origin for origin in origins if origin is not None)
+    if incident.kind in GRADIENTS | {"param"}:  # each gradient is used by itself, so the earliest origin of all counts
+        origin = min(found, key=lambda o: o.op.n, default=None)
+    else:
+        origin = next(found, None)
+    return Search(covered=True, origin=origin, harmless=bool(followed) and origin is None)
 
 
 def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:

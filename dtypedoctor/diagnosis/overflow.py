@@ -6,13 +6,9 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.modules import class_of
 from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, magnitudes, place, short
 from dtypedoctor.dtypes import short_name
-
-REFERENCES = (
-    "https://github.com/unslothai/unsloth-zoo/pull/600",
-    "https://github.com/huggingface/transformers/issues/9295",
-)
 
 
 def judge_overflow(origin: Origin) -> Finding | None:
@@ -38,7 +34,7 @@ def judge_overflow(origin: Origin) -> Finding | None:
         ),
         evidence=tuple(overflow_evidence(origin)),
         remedies=remedies_for("float16-overflow", class_of(origin.trace, op.fqn)),
-        references=REFERENCES,
+        references=references_of("float16-overflow"),
     )
 
 

@@ -33,11 +33,14 @@ class Notes:
         self.write(kind, fqn, values)
 
     def write(self, kind: str, fqn: str | None, values: Mapping[str, Any]) -> None:
-        """Writes an observation about the module ``fqn``."""
+        """Writes an observation about the module ``fqn``.
+
+        The name is repeated in ``values``: a trace leaves empty fields out, and the outermost module's name is empty.
+        """
         position = self._position
         self._writer.write(
             Observation(
                 n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase, kind=kind,
-                fqn=fqn, values=values,
+                fqn=fqn, values={**values, "fqn": fqn},
             )
         )  # fmt: skip

@@ -63,11 +63,10 @@ class RouterFlips:
     def saw(self, seen: Seen) -> None:
         """Keeps the last products, follows what is made of them, and judges a selection."""
         numbers = [seen.number(t) for t in seen.operands]
-        for product in self._recent:
-            if product.derived.isdisjoint(numbers):
-                continue
-            if seen.name == _SELECTION:
-                self._judge(seen, product)
+        fed = [product for product in self._recent if not product.derived.isdisjoint(numbers)]
+        if fed and seen.name == _SELECTION:
+            self._judge(seen, fed[-1])
+        for product in fed:
             if len(product.after) < MAX_BETWEEN:
                 product.after.append(seen)
                 product.derived.update(seen.number(t) for t in seen.results)

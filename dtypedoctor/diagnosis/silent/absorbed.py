@@ -1,0 +1,163 @@
+"""Overflows that end in finite values: ``silent-rescue``, and those that a norm or an activation has swallowed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.modules import class_of
+from dtypedoctor.diagnosis.norm_square import CAUSE as NORM_CAUSE
+from dtypedoctor.diagnosis.observations import observed
+from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.wording import limit_of, short
+from dtypedoctor.trace.events import Correction, Observation
+from dtypedoctor.trace.reader import Trace
+
+HARMLESS = 0.05
+"""Relative error below which the result is what float32 gives, but for rounding."""
+CLAMPS = frozenset({"clamp", "clamp_min", "clamp_max", "hardtanh", "minimum", "maximum"})
+REPLACEMENTS = frozenset({"nan_to_num", "where", "masked_fill"})
+ROOTS = frozenset({"sqrt", "rsqrt"})
+DIVISIONS = frozenset({"div", "reciprocal"})
+EDGE = 0.5
+"""Share of a dtype's range from which on the bound of a clamp is meant to catch overflows; that of a ReLU6 is not."""
+
+
+def detect_rescues(trace: Trace) -> Iterator[Finding]:
+    """Clamps and replacements that take inf or NaN out of the middle of a model."""
+    for seen in observed(trace, "absorbed"):
+        if _is_rescue(seen):
+            yield _rescue(seen)
+    yield from _rescued_by_corrections(trace)
+
+
+def swallowed_overflows(trace: Trace) -> Iterator[Finding]:
+    """Overflows after which the values are finite without anybody having wanted to rescue them.
+
+    A result that differs from float32's is an error; one that does not is worth knowing, and no more than that.
+    """
+    for seen in observed(trace, "absorbed"):
+        if not _is_rescue(seen):
+            yield from _swallowed(trace, seen)
+
+
+def _is_rescue(seen: Observation) -> bool:
+    values = seen.values
+    name = overload_free(values["op"])
+    if name == "nan_to_num":
+        return True
+    if name in REPLACEMENTS:
+        return bool(values["by_mask"])
+    return name in CLAMPS and any(_is_edge(text, values["born"]["dtype"]) for text in values["scalars"])
+
+
+def _is_edge(text: str, dtype: str) -> bool:
+    try:
+        return EDGE * limit_of(dtype) <= abs(float(text)) < float("inf")
+    except ValueError:
+        return False
+
+
+def _rescue(seen: Observation) -> Finding:
+    values, born = seen.values, seen.values["born"]
+    return Finding(
+        id="silent-rescue",
+        severity=Severity.WARNING,
+        confidence=Confidence.PROVEN,
+        fqn=values["fqn"],
+        op=values["op"],
+        phase=seen.phase,
+        step=seen.step,
+        dtype=born["dtype"],
+        source=values["source"],
+        summary=(
+            f"{values['op']} in {short(values['fqn'])} replaces {values['rescued']} elements that are not finite, "
+            f"in step {seen.step}."
+        ),
+        cause=(
+            f"{born['op']} at {born['source']} overflows {born['dtype']}, and {values['op']} behind it puts other values in "
+            "place of what was lost. Nothing is seen of it: the affected tokens pass with made-up values, and the weights that "
+            "caused it get no gradient."
+        ),
+        evidence=tuple(_evidence(seen)),
+        remedies=remedies_for("silent-rescue"),
+        references=references_of("silent-rescue"),
+    )
+
+
+def _evidence(seen: Observation) -> Iterator[str]:
+    values, born = seen.values, seen.values["born"]
+    operands = " and ".join(f"{number:.6g}" for number in born["operands"])
+    yield (
+        f"{born['op']} in {short(born['fqn'])} has operands up to {operands}; its result needs {born['float32']:.6g}, "
+        f"{born['dtype']} ends at {limit_of(born['dtype']):.6g}: {born['bad']} of {born['elements']} elements overflow."
+    )
+    if len(values["through"]) > 1:
+        yield f"From there to the first finite result: {', '.join(values['through'])}."
+    difference = values["relative_error"]
+    yield (
+        f"The result of {values['op']} differs from that of the same operations in float32 by {difference:.2g} of its largest "
+        "magnitude."
+    )
+
+
+def _rescued_by_corrections(trace: Trace) -> Iterator[Finding]:
+    last = {record.id: record for record in trace.all(Correction) if record.installed}
+    for record in last.values():
+        if record.rescued:
+            yield Finding(
+                id="silent-rescue",
+                severity=Severity.WARNING,
+                confidence=Confidence.PROVEN,
+                summary=f"The correction {record.id} replaced {record.rescued} elements that were not finite.",
+                cause="What comes before the corrected operation is not finite already; the correction hides it.",
+                evidence=(f"{record.rescued} elements rescued and {record.clamped} clamped in {record.hits} calls.",),
+                references=references_of("silent-rescue"),
+            )
+
+
+def _swallowed(trace: Trace, seen: Observation) -> Iterator[Finding]:
+    values, born = seen.values, seen.values["born"]
+    harmful = values["relative_error"] > HARMLESS
+    if born["negative"] and not harmful:
+        return  # a mask that has become -inf, say: softmax makes the same zeros of it
+    norm = harmful and born["squares"] and _takes_root(born, values)
+    name = "norm-square-overflow" if norm else "float16-overflow"
+    ends = (
+        "and the result is wrong"
+        if harmful
+        else f"and {values['op']} makes of it what it makes of the float32 value as well"
+    )
+    yield Finding(
+        id=name,
+        severity=Severity.ERROR if harmful else Severity.INFO,
+        confidence=Confidence.PROVEN,
+        fqn=born["fqn"],
+        op=born["op"],
+        phase=seen.phase,
+        step=seen.step,
+        dtype=born["dtype"],
+        source=born["source"],
+        summary=(
+            f"{born['op']} in {short(born['fqn'])} overflows {born['dtype']} in step {seen.step}, leaves nothing but finite "
+            f"values behind, {ends}."
+        ),
+        cause=NORM_CAUSE if norm else _cause(values, born),
+        evidence=tuple(_evidence(seen)),
+        remedies=remedies_for(name, class_of(trace, born["fqn"] or "")) if harmful else (),
+        references=references_of(name),
+    )
+
+
+def _takes_root(born: dict[str, Any], values: Any) -> bool:
+    after = {overload_free(name) for name in values["through"]}
+    length = overload_free(born["op"]) in ("linalg_vector_norm", "norm")
+    return bool(after & ROOTS) or (length and bool(after & DIVISIONS))
+
+
+def _cause(values: Any, born: dict[str, Any]) -> str:
+    return (
+        f"{born['op']} at {born['source']} makes inf of finite operands; {values['op']} at {values['source']} makes finite values "
+        "of the inf, so that no check for inf or NaN sees it."
+    )

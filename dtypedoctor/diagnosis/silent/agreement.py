@@ -1,0 +1,131 @@
+"""What is not what it is taken for: a generator's log-probabilities, and a patch."""
+
+from collections.abc import Iterator
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.observations import observed
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.wording import short
+from dtypedoctor.trace.events import Correction, Metric
+from dtypedoctor.trace.reader import Trace
+
+GAP = 1e-3
+"""Largest difference of log-probabilities that is taken for float32's own rounding."""
+RATIO_OFF = 1e-3
+RATIOS = ("sampling/importance_sampling_ratio/mean", "sampling/sampling_logp_difference/max")
+"""What TRL reports of the ratio between trainer and generator, and of their log-probabilities' difference."""
+
+
+def detect_gap(trace: Trace) -> Iterator[Finding]:
+    """Generator and trainer that disagree about the same tokens although their weights are the same."""
+    twins = [o for o in observed(trace, "twins") if o.values["largest_gap"] > GAP and not o.values["dropout"]]
+    if twins:
+        values = twins[0].values
+        yield Finding(
+            id="logprob-gap",
+            severity=Severity.WARNING,
+            confidence=Confidence.LIKELY,
+            phase=twins[0].phase,
+            step=twins[0].step,
+            dtype=values["generator_dtype"],
+            summary=(
+                f"With the same weights the {values['generator_dtype']} generator and the {values['trainer_dtype']} trainer give "
+                f"log-probabilities up to {values['largest_gap']:.2g} apart."
+            ),
+            cause=(
+                "The ratio of the two policies is meant to be 1 while their weights are equal. Here it also compares two ways of "
+                "computing, so updates are clipped and weighted by rounding errors."
+            ),
+            evidence=(
+                (
+                    f"{values['rows']} distributions over {values['choices']} choices for the same input: largest gap "
+                    f"{values['largest_gap']:.3g}, mean {values['mean_gap']:.3g}."
+                ),
+                f"The generator's parameters equal the trainer's, rounded to {values['generator_dtype']}.",
+                "The trainer drops nothing at random, so that is not the reason.",
+            ),
+            remedies=remedies_for("logprob-gap"),
+            references=references_of("logprob-gap"),
+        )
+        return
+    yield from _reported(trace)
+
+
+def _reported(trace: Trace) -> Iterator[Finding]:
+    """The trainer's own measure in the first step, before any update has been made."""
+    first = next((m for m in trace.all(Metric) if m.step == 1), None)
+    if first is None:
+        return
+    ratio, difference = (first.values.get(name) for name in RATIOS)
+    if (ratio is None or abs(ratio - 1.0) <= RATIO_OFF) and (difference is None or difference <= GAP):
+        return
+    told = [f"{name} is {first.values[name]:.6g} in step 1." for name in RATIOS if name in first.values]
+    yield Finding(
+        id="logprob-gap",
+        severity=Severity.WARNING,
+        confidence=Confidence.POSSIBLE,
+        phase="generate",
+        step=1,
+        summary="The trainer reports other log-probabilities than the generator in the first step, before any update.",
+        cause="Before the first update both have the same weights, so the ratio of their probabilities should be 1.",
+        evidence=tuple(told),
+        remedies=remedies_for("logprob-gap"),
+        references=references_of("logprob-gap"),
+    )
+
+
+def detect_missing_patches(trace: Trace) -> Iterator[Finding]:
+    """Corrections that were asked for and do not run, and originals kept for a patch that was not made."""
+    for seen in observed(trace, "unpatched"):
+        values = seen.values
+        yield _not_applied(
+            fqn=values["fqn"],
+            source=values["source"],
+            summary=f"A patch of {values['class']}.{values['method']} was prepared and is not in place.",
+            evidence=(
+                (
+                    f"{values['class']}.{values['attribute']} keeps the original, and {values['class']}.{values['method']} still "
+                    f"runs the same code object, {values['source']}."
+                ),
+            ),
+        )
+    last = {record.id: record for record in trace.all(Correction)}
+    for record in last.values():
+        if not record.installed:
+            yield _not_applied(
+                fqn=None,
+                source=None,
+                summary=f"The correction {record.id} was asked for and is not in place: {record.reason}",
+                evidence=(f"Installing it failed: {record.reason}",),
+            )
+        elif (
+            record.hits == 0
+            and trace.end is not None
+            and len([r for r in trace.all(Correction) if r.id == record.id]) > 1
+        ):
+            yield _not_applied(
+                fqn=None,
+                source=None,
+                summary=f"The correction {record.id} is installed in {record.target}, and nothing has called it.",
+                evidence=(f"It was called 0 times by the end of the run ({record.proof}).",),
+            )
+
+
+def _not_applied(*, fqn: str | None, source: str | None, summary: str, evidence: tuple[str, ...]) -> Finding:
+    return Finding(
+        id="patch-not-applied",
+        severity=Severity.WARNING,
+        confidence=Confidence.PROVEN,
+        fqn=fqn,
+        phase="static",
+        source=source,
+        summary=summary,
+        cause=(
+            "Whoever patches a method may find that it has changed and leave it as it is; nobody notices unless the code "
+            f"object that runs is looked at. What the patch was meant to cure in {short(fqn)} is not cured."
+        ),
+        evidence=evidence,
+        remedies=remedies_for("patch-not-applied"),
+        references=references_of("patch-not-applied"),
+    )

@@ -1,0 +1,160 @@
+"""What a forward pass computes with the wrong numbers: stale copies, cut-off activations, rounded tables, other experts."""
+
+from collections.abc import Iterator
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.observations import observed
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.wording import listed, short
+from dtypedoctor.trace.reader import Trace
+
+FLIPPED = 0.005
+"""Share of tokens from which on a router's choice is called unstable."""
+FLIPPED_TOKENS = 2
+
+
+def detect_stale_cache(trace: Trace) -> Iterator[Finding]:
+    """A layer that autocast gives an old half-precision copy of its weight."""
+    seen = list(observed(trace, "autocast-cache"))
+    if not seen:
+        return
+    first = seen[0]
+    values = first.values
+    yield Finding(
+        id="stale-autocast-cache",
+        severity=Severity.ERROR,
+        confidence=Confidence.PROVEN,
+        fqn=values["fqn"],
+        phase=first.phase,
+        step=first.step,
+        dtype=values["dtype"],
+        source=values["region"],
+        summary=(
+            f"{short(values['fqn'])} computes with an old {values['dtype']} copy of its weight in step {first.step}: the weight "
+            "has changed inside one autocast region."
+        ),
+        cause=(
+            "Autocast keeps the half-precision copy of a float32 weight until the outermost region ends, and does not look "
+            f"whether the weight has changed since. The region at {values['region']} is open across the change."
+        ),
+        evidence=(
+            (
+                f"{values['weight']} differs from what it was at the first call in the region; run again without the cache, the "
+                f"layer's result differs by {values['relative_error']:.2g} of its largest magnitude."
+            ),
+            f"Layers seen so: {listed([o.values['fqn'] or '(the outermost module)' for o in seen])}.",
+        ),
+        remedies=remedies_for("stale-autocast-cache"),
+        references=references_of("stale-autocast-cache"),
+    )
+
+
+def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
+    """Activations that went through an integer dtype and came back as numbers."""
+    for seen in observed(trace, "float-to-int"):
+        values = seen.values
+        yield Finding(
+            id="float-to-int-cast",
+            severity=Severity.ERROR,
+            confidence=Confidence.PROVEN,
+            fqn=values["fqn"],
+            op=values["op"],
+            phase=seen.phase,
+            step=seen.step,
+            dtype=values["to"],
+            source=values["source"],
+            summary=f"{short(values['fqn'])} casts an activation from {values['from']} to {values['to']} in step {seen.step}.",
+            cause=(
+                f"A cast to {values['to']} cuts fractions off, and what lies outside of its range has no defined result. The "
+                f"integers are used as numbers again by {values['used_by']} at {values['used_at']}, so every dtype after that "
+                "looks right. A common reason is `x.to(layer.weight.dtype)` with a packed weight."
+            ),
+            evidence=(
+                (
+                    f"The {values['elements']} integers are off from the activation by {values['relative_error']:.2g} of its "
+                    "Euclidean norm."
+                ),
+                "They are never used to look something up.",
+            ),
+            remedies=remedies_for("float-to-int-cast"),
+            references=references_of("float-to-int-cast"),
+        )
+
+
+def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
+    """Rotary frequencies that equal their own rounding."""
+    for seen in observed(trace, "rotary-table"):
+        values = seen.values
+        restored = values["dtype"] != values["rounded_to"]
+        was = f"has the dtype {values['dtype']} again and still" if restored else f"is {values['dtype']}, so it"
+        yield Finding(
+            id="rounded-rotary-buffer",
+            severity=Severity.WARNING,
+            confidence=Confidence.PROVEN if values["read"] else Confidence.LIKELY,
+            fqn=values["fqn"],
+            phase="static",
+            dtype=values["dtype"],
+            summary=(
+                f"The frequencies {short(values['name'])} are rounded to {values['rounded_to']}: at position 4096 an angle is off "
+                f"by {values['angle_error']:.2g} rad."
+            ),
+            cause=(
+                f"{values['name']} {was} holds {values['rounded_to']} values. Casting a whole model casts its buffers too. The error "
+                "of a frequency is multiplied by the position; casting back does not bring the bits back."
+            ),
+            evidence=(
+                (
+                    f"{values['length']} values from {values['first']:.6g} to {values['last']:.6g}, all equal to their own "
+                    f"rounding to {values['rounded_to']}."
+                ),
+                (
+                    f"They are up to {100 * values['deviation']:.2g} % off the geometric progression through the first and the "
+                    "last, which a table in float32 follows."
+                ),
+            ),
+            remedies=remedies_for("rounded-rotary-buffer"),
+            references=references_of("rounded-rotary-buffer"),
+        )
+
+
+def detect_router_flips(trace: Trace) -> Iterator[Finding]:
+    """Routers that choose other experts than they would with scores in float32; the worst one speaks for all."""
+    flipping = [
+        o
+        for o in observed(trace, "router")
+        if o.values["flipped"] >= FLIPPED_TOKENS and o.values["flipped"] > FLIPPED * o.values["tokens"]
+    ]
+    if not flipping:
+        return
+    seen = max(flipping, key=lambda o: o.values["flipped"] / o.values["tokens"])
+    values = seen.values
+    yield Finding(
+        id="router-flip",
+        severity=Severity.WARNING,
+        confidence=Confidence.PROVEN,
+        fqn=values["fqn"],
+        op=values["scores_op"],
+        phase=seen.phase,
+        step=seen.step,
+        dtype=values["dtype"],
+        source=values["scores_source"],
+        summary=(
+            f"{short(values['fqn'])} routes {100 * values['flipped'] / values['tokens']:.2g} % of the tokens to other experts than "
+            f"in float32: its scores are {values['dtype']}."
+        ),
+        cause=(
+            f"The selection of {values['chosen']} of {values['experts']} experts is discontinuous: scores that differ by less than "
+            f"the rounding of {values['dtype']} swap, and the token goes through another network."
+        ),
+        evidence=(
+            (
+                f"{values['flipped']} of {values['tokens']} tokens have another set of experts when {values['scores_op']} runs in "
+                "float32 on the same operands; everything up to the selection was run again."
+            ),
+            f"For {values['tied']} tokens the scores on both sides of the border are equal.",
+            f"Routers seen so: {listed([o.values['fqn'] or '(the outermost module)' for o in flipping])}.",
+        ),
+        remedies=remedies_for("router-flip"),
+        references=references_of("router-flip"),
+    )

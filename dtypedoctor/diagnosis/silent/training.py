@@ -1,0 +1,118 @@
+"""``gradient-underflow`` and ``update-stall``: training that goes through the motions."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.observations import last_observed, observed
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.wording import listed, module_of, short
+from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.trace.events import Observation, ScalerState
+from dtypedoctor.trace.reader import Trace
+
+REVIVED = 0.1
+"""Share of a parameter's gradient that has to come back under a scaled loss."""
+STALLED = 0.95
+"""Share of the updates, over all checked steps, that has to be lost."""
+ENOUGH = 8
+"""Updates by which a parameter is judged."""
+SHOWN = 3
+
+
+def detect_underflow(trace: Trace) -> Iterator[Finding]:
+    """Float16 gradients that are zero, and are not when the loss is scaled."""
+    seen = last_observed(trace, "scaled-backward")
+    if seen is None or trace.all(ScalerState) or "error" in seen.values:
+        return
+    revived = {name: one for name, one in seen.values["parameters"].items() if _share_revived(one) >= REVIVED}
+    if revived:
+        yield _underflow(trace, seen, dict(sorted(revived.items(), key=lambda pair: -_share_revived(pair[1]))))
+
+
+def _share_revived(one: Any) -> float:
+    return (one["zeros"] - one["zeros_scaled"]) / one["elements"] if one["elements"] else 0.0
+
+
+def _underflow(trace: Trace, seen: Observation, revived: dict[str, Any]) -> Finding:
+    name, worst = next(iter(revived.items()))
+    first = next(observed(trace, "gradient-zeros"), seen)
+    smallest = DTYPES["float16"].smallest
+    return Finding(
+        id="gradient-underflow",
+        severity=Severity.WARNING,
+        confidence=Confidence.PROVEN,
+        fqn=module_of(name),
+        phase="backward",
+        step=first.step,
+        dtype="float16",
+        summary=(
+            f"{100 * worst['zeros'] / worst['elements']:.0f} % of the gradient of {short(name)} is flushed to zero in float16: "
+            "there is no loss scaler."
+        ),
+        cause=(
+            f"The smallest positive float16 is {smallest:.2g}; what is below half of that becomes zero. A loss scaler multiplies "
+            "the loss before the backward pass so that small gradients stay above it, and divides them in float32 afterwards."
+        ),
+        evidence=(
+            *(
+                f"{one}: {it['zeros']} of {it['elements']} elements are zero; with the loss multiplied by "
+                f"{seen.values['scale']:g}, {it['zeros_scaled']} are. The largest that came back is {it['largest']:.3g}."
+                for one, it in list(revived.items())[:SHOWN]
+            ),
+            f"Parameters with lost gradients: {listed(list(revived))}.",
+        ),
+        remedies=remedies_for("gradient-underflow"),
+        references=references_of("gradient-underflow"),
+    )
+
+
+def detect_stall(trace: Trace) -> Iterator[Finding]:
+    """Parameters that stay where they are although a float32 copy of them moves."""
+    last = {o.values["optimizer"]: o for o in observed(trace, "updates")}
+    for seen in last.values():
+        stalled = {name: one for name, one in seen.values["parameters"].items() if _is_stalled(one)}
+        if stalled:
+            yield _stall(seen, stalled)
+
+
+def _is_stalled(one: Any) -> bool:
+    return bool(one["wanted"] >= ENOUGH and one["lost"] >= STALLED * one["wanted"])
+
+
+def _stall(seen: Observation, stalled: dict[str, Any]) -> Finding:
+    values = seen.values
+    name, worst = next(iter(stalled.items()))
+    epsilon = DTYPES[worst["dtype"]].epsilon
+    return Finding(
+        id="update-stall",
+        severity=Severity.WARNING,
+        confidence=Confidence.PROVEN,
+        fqn=module_of(name),
+        phase="optimizer",
+        step=values["first_step"],
+        dtype=worst["dtype"],
+        summary=(
+            f"{short(name)} does not move: {worst['dtype']} rounds {100 * worst['lost'] / worst['wanted']:.0f} % of its "
+            f"updates away ({len(stalled)} parameters are so)."
+        ),
+        cause=(
+            f"Near 1 the spacing of {worst['dtype']} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
+            "of the spacing is rounded away, each time, without adding up."
+        ),
+        evidence=(
+            *(
+                f"{one} ({it['dtype']}, magnitudes up to {it['absmax']:.3g}): {it['lost']} of {it['wanted']} updates lost; the "
+                f"largest update in float32 is {it['update']:.3g}."
+                for one, it in list(stalled.items())[:SHOWN]
+            ),
+            (
+                f"The same {values['optimizer']} (learning rate {values['lr']:g}) took the same steps on float32 copies, compared "
+                f"in the first {values['checks']} step(s)."
+            ),
+            f"Parameters that stall: {listed(list(stalled))}.",
+        ),
+        remedies=remedies_for("update-stall"),
+        references=references_of("update-stall"),
+    )
