@@ -23,15 +23,16 @@ _GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode
 
 
 def load_all(texts: Sequence[str]) -> list[Scenario]:
-    """The scenarios that a person names, in that order; those of a folder by name.
+    """The scenarios that a person names, in that order; those of a folder by name, each file once.
 
     Raises:
-        UsageError: something cannot be read, a folder holds none, or two scenarios have the same name.
+        UsageError: something cannot be read, a folder holds none, or two files have the same name.
     """
-    loaded = [load_scenario(path) for text in texts for path in _paths(text)]
+    paths = {path.resolve(): path for text in texts for path in _paths(text)}
+    loaded = [load_scenario(path) for path in paths.values()]
     twice = [name for name, times in Counter(scenario.name for scenario in loaded).items() if times > 1]
     if twice:
-        raise UsageError(f"{', '.join(twice)}: given more than once", "Each scenario gets a folder of its name.")
+        raise UsageError(f"{', '.join(twice)}: two files of this name", "Each scenario gets a folder of its name.")
     return loaded
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from dtypedoctor.diagnosis.doubts import doubtful_weights
 from dtypedoctor.diagnosis.incidents import Incident, incidents
 from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.diagnosis.origin import search
@@ -22,7 +23,8 @@ def is_dtype_error(raised: Raised) -> bool:
 
 def suspicious_windows(trace: Trace) -> tuple[Window, ...]:
     """The windows in which the failure of ``trace`` may happen, the likeliest first: of a refused op, else of non-finite
-    values that matter, else of gradients that may have been flushed to zero.
+    values that matter, else of packed weights that may be dequantised wrongly, else of gradients that may have been flushed
+    to zero.
 
     Those that the op trace of ``trace`` has settled already are left out: nothing is left where it explains the failure, and
     the next one is first where it shows that what looked like it was harmless.
@@ -31,7 +33,10 @@ def suspicious_windows(trace: Trace) -> tuple[Window, ...]:
     if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
         return (_window(raised.phase, raised.call, raised.step),) if OpGraph(trace).failed() is None else ()
     found = incidents(trace)
-    return tuple(_unsettled(trace, found)) if found else tuple(_of_zeros(trace))
+    if found:
+        return tuple(_unsettled(trace, found))
+    doubt = doubtful_weights(trace)
+    return (doubt,) if doubt is not None else tuple(_of_zeros(trace))
 
 
 def shows_failure(trace: Trace) -> bool:
@@ -39,7 +44,7 @@ def shows_failure(trace: Trace) -> bool:
     raised = trace.last(Raised)
     if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
         return True
-    return bool(incidents(trace)) or any(o.kind == "gradient-zeros" for o in trace.all(Observation))
+    return bool(incidents(trace)) or any(o.kind in ("gradient-zeros", "packed-weight") for o in trace.all(Observation))
 
 
 def _may_be_packed(trace: Trace, raised: Raised) -> bool:

@@ -98,10 +98,12 @@ def test_what_cannot_be_read_is_said_before_anything_runs(tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_without_scenarios_and_a_scenario_given_twice_are_refused(tmp_path: Path) -> None:
-    """One message each."""
+def test_a_folder_without_scenarios_and_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    """One message each; the same file named twice is meant once."""
     empty = dtypedoctor("run", folder(tmp_path / "empty"), "--out", tmp_path / "out")
     assert (empty.code, "no scenarios here" in empty.err) == (2, True)
-    scenarios = folder(tmp_path / "scenarios", first=HEALTHY)
-    twice = dtypedoctor("run", scenarios, scenarios / "first.yaml", "--out", tmp_path / "out")
-    assert (twice.code, "first: given more than once" in twice.err) == (2, True)
+    one, other = folder(tmp_path / "one", first=HEALTHY), folder(tmp_path / "other", first=HEALTHY)
+    twice = dtypedoctor("run", one, other, "--out", tmp_path / "out")
+    assert (twice.code, "first: two files of this name" in twice.err) == (2, True)
+    same = dtypedoctor("run", one, one / "first.yaml", "--no-remedies", "--out", tmp_path / "out")
+    assert (same.code, "1 of 1 scenarios" in same.out) == (0, True)
