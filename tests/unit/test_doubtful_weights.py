@@ -1,0 +1,60 @@
+"""Which packed weights are compared with what is multiplied, though nothing complained."""
+
+import pytest
+from traces import TraceBuilder
+
+from dtypedoctor.diagnosis.doubts import doubtful_weights
+from dtypedoctor.diagnosis.window import shows_failure, suspicious_windows
+from dtypedoctor.scenario.request import Window
+from dtypedoctor.trace.events import Observation, ParameterNote, Sample, Site
+from dtypedoctor.trace.reader import Trace
+
+
+def models(*states: str | None, compared: int | None = None) -> Trace:
+    """A trace of models called one after the other, twice each, with these dtypes in their quantisation states."""
+    trace = TraceBuilder()
+    sites, samples = {}, []
+    for root, state in enumerate(states):
+        quant = {"kind": "nf4", "dtype": state} if state else None
+        trace.add(ParameterNote(n=trace.n(), root=root, name="w", dtype="uint8", shape=[8, 1], quant=quant))
+        sites[root] = Site(
+            id=root, root=root, fqn="", cls="M", phase="forward", kind="output", index="", dtype="float32", shape=[2]
+        )
+        samples += [Sample(n=trace.n(), step=1, call=2 * root + i, site=root, absmax=1.0) for i in (1, 2)]
+    if compared is not None:
+        values = {
+            "of": 1,
+            "operand": 1,
+            "weight": "w",
+            "dtype": "float16",
+            "quant_dtype": "float16",
+            "relative_error": 0.0,
+        }
+        trace.add(Observation(n=trace.n(), step=1, call=compared, phase="forward", kind="packed-weight", values=values))
+    built = trace.build()
+    return Trace(records=built.records, samples=tuple(samples), sites=sites)
+
+
+@pytest.mark.parametrize(
+    ("states", "call"),
+    [
+        pytest.param(("bfloat16", "float16"), 3, id="another dtype than the model before"),
+        pytest.param(("bfloat16", None, "float16"), 5, id="an unpacked model in between does not matter"),
+        pytest.param(("bfloat16", "bfloat16", "float16"), 5, id="the third one differs"),
+        pytest.param(("float32",), 1, id="no 16-bit dtype"),
+    ],
+)
+def test_the_first_call_of_a_doubtful_model_is_looked_at(states: tuple[str | None, ...], call: int) -> None:
+    """Until it has been: then nothing is left to look at, and the look counts as what was looked for."""
+    assert doubtful_weights(models(*states)) == Window(call=call)
+    assert suspicious_windows(models(*states)) == (Window(call=call),)
+    looked_at = models(*states, compared=call)
+    assert doubtful_weights(looked_at) is None
+    assert suspicious_windows(looked_at) == ()
+    assert shows_failure(looked_at)
+
+
+@pytest.mark.parametrize("states", [("bfloat16",), ("float16", "float16"), (None, "bfloat16"), (None, None), ()])
+def test_models_of_one_dtype_cost_no_second_run(states: tuple[str | None, ...]) -> None:
+    """The buffer that they share, and the kernel, are right for all of them."""
+    assert doubtful_weights(models(*states)) is None
