@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.trace.events import Op, TensorNote
 
-__all__ = ["Ancestry", "ancestry", "has_inf", "has_nan", "last_bad_before", "only_negative_inf"]
+__all__ = ["Ancestry", "ancestry", "bad_ends", "has_inf", "has_nan", "last_bad_before", "only_negative_inf"]
 
 CONSTANT = re.compile(r"^[-+]?(inf|nan)$", re.IGNORECASE)
 UNINITIALISED = ("aten.empty", "aten.new_empty", "aten.resize_", "aten.set_")
@@ -58,6 +58,12 @@ def last_bad_before(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> Op 
             if any(not t.finite for t in shown):
                 return op
     return None
+
+
+def bad_ends(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> list[Op]:
+    """The ops before event ``n`` with bad results that no other op in the trace uses: gradients, updated parameters."""
+    found = [op for op in graph.ops if op.n < n and wanted(op) and not all(t.finite for t in op.outputs)]
+    return [op for op in found if not any(graph.consumers(t) for t in op.outputs if not t.finite)]
 
 
 def ancestry(graph: OpGraph, last: Op) -> Ancestry:

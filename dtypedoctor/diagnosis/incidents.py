@@ -44,6 +44,16 @@ class Incident:
         return self._record.n
 
     @property
+    def numbers(self) -> list[int]:
+        """When each of its bad values was seen."""
+        return [self.n, *(sample.n for sample in self.following)]
+
+    @property
+    def last_n(self) -> int:
+        """When the last of its bad values was seen."""
+        return self.numbers[-1]
+
+    @property
     def step(self) -> int:
         """The training step it was seen in."""
         return self._record.step

@@ -45,6 +45,11 @@ class OpGraph:
         """The op that made ``tensor``; None for one that came into the window from outside."""
         return self._producers.get(tensor.id)
 
+    def consumers(self, tensor: TensorNote) -> tuple[Op, ...]:
+        """The ops that used ``tensor``, in execution order; one that made it by writing to an operand is not among them."""
+        maker = self.producer(tensor)
+        return tuple(op for op in self._consumers.get(tensor.id, ()) if op is not maker)
+
     def replay(self, op: Op, *ways: str) -> Replay | None:
         """The first replay of ``op`` in one of the given ways."""
         return next((r for way in ways if (r := self._replays.get((op.n, way))) is not None), None)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from dtypedoctor.diagnosis.births import ancestry, has_nan, last_bad_before, only_negative_inf
+from dtypedoctor.diagnosis.births import ancestry, bad_ends, has_nan, last_bad_before, only_negative_inf
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
 from dtypedoctor.diagnosis.wording import limit_of
@@ -95,15 +95,15 @@ def search(graph: OpGraph, incident: Incident) -> Search:
 
     if not any(op.n < incident.n and inside(op) for op in graph.ops):
         return Search(covered=False)
-    samples = [s for s in (incident.sample, *incident.following) if s is not None]
-    ends = (last_bad_before(graph, n, inside) for n in [s.n for s in reversed(samples)][:MAX_TRIED] or [incident.n])
-    followed = [op for op in ends if op is not None]
-    origins = (_origin(graph, op, incident) for op in followed)
-    found = (origin for origin in origins if origin is not None)
     if incident.kind in GRADIENTS | {"param"}:  # each gradient is used by itself, so the earliest origin of all counts
-        origin = min(found, key=lambda o: o.op.n, default=None)
+        followed = bad_ends(graph, incident.last_n, lambda op: inside(op) and op.phase not in ("forward", "generate"))
+        origins = [origin for op in followed if (origin := _origin(graph, op, incident)) is not None]
+        origin = min(origins, key=lambda o: o.op.n, default=None)
     else:
-        origin = next(found, None)
+        ends = [last_bad_before(graph, n, inside) for n in incident.numbers[-MAX_TRIED:]]
+        followed = [op for op in reversed(ends) if op is not None]
+        found = (_origin(graph, op, incident) for op in followed)
+        origin = next((origin for origin in found if origin is not None), None)
     return Search(covered=True, origin=origin, harmless=bool(followed) and origin is None)
 
 

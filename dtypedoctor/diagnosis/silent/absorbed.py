@@ -119,9 +119,9 @@ def _rescued_by_corrections(trace: Trace) -> Iterator[Finding]:
 
 def _swallowed(trace: Trace, seen: Observation) -> Iterator[Finding]:
     values, born = seen.values, seen.values["born"]
+    if born["negative"]:
+        return  # a mask that has become -inf, say: to what follows it is as good as any very negative number
     harmful = values["relative_error"] > HARMLESS
-    if born["negative"] and not harmful:
-        return  # a mask that has become -inf, say: softmax makes the same zeros of it
     norm = harmful and born["squares"] and _takes_root(born, values)
     name = "norm-square-overflow" if norm else "float16-overflow"
     ends = (

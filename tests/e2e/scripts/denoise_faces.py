@@ -28,7 +28,7 @@ class MiniUNet(nn.Module):
         a = self.down[0](x) + self.time(t)[:, :, None, None]
         b = self.down[1](nn.functional.avg_pool2d(a, 2))
         c = nn.functional.interpolate(self.up[0](b), scale_factor=2)
-        return self.rgb(torch.tanh(self.up[1](torch.cat([a, c], dim=1))))
+        return self.rgb(nn.functional.softsign(self.up[1](torch.cat([a, c], dim=1))))
 
 
 torch.manual_seed(4)

@@ -6,7 +6,7 @@
 #   step: 1
 #   raises: null
 #   family: nonfinite
-#   why: two additive masks of the smallest float16 number sum to -inf, for padded rows everywhere
+#   why: additive masks of the smallest float16 number, for the future, padded keys and padded queries, sum to -inf in whole rows
 
 import torch
 from torch import nn
@@ -22,9 +22,10 @@ class Heads(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(dim, 3 * dim)
 
-    def forward(self, x, padding):
+    def forward(self, x, gone):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        mask = causal(x.shape[1], x.dtype) + padding
+        low = torch.finfo(x.dtype).min
+        mask = causal(x.shape[1], x.dtype) + gone[:, None, :] * low + gone[:, :, None] * low
         return (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5 + mask).softmax(-1) @ v
 
 
@@ -36,10 +37,8 @@ class Prompted(nn.Module):
         self.out = nn.Linear(dim, vocab)
 
     def forward(self, ids, keep):
-        low = torch.finfo(self.emb.weight.dtype).min
-        padding = (1.0 - keep[:, None, :].to(self.emb.weight.dtype)) * low
         h = self.emb(ids)
-        return self.out(h + self.heads(h, padding))
+        return self.out(h + self.heads(h, 1.0 - keep.to(h.dtype)))
 
 
 torch.manual_seed(5)

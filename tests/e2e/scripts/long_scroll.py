@@ -19,7 +19,7 @@ class Roll(nn.Module):
         self.dense = nn.Linear(dim, dim)
 
     def forward(self, x):
-        return torch.tanh(self.dense(x))
+        return nn.functional.softsign(self.dense(x))
 
 
 class Scroll(nn.Module):

@@ -1,6 +1,6 @@
 # expect:
 #   id: update-stall
-#   fqn: lora_magnitude_vector
+#   fqn: lora_magnitude_vector.default
 #   op: null
 #   phase: optimizer
 #   step: 1

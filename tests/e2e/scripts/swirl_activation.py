@@ -16,14 +16,14 @@ class Swirl(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        square = x * x
-        return torch.tanh(square * x)
+        cube = x * x * x
+        return cube / (1 + cube.abs())
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        y = torch.tanh(x * x * x)
-        return grad * (1 - y * y) * 3 * x * x
+        slope = 3 * x * x / (1 + (x * x * x).abs()).square()
+        return grad * slope
 
 
 class SwirlLayer(nn.Module):
