@@ -3,7 +3,7 @@
 import math
 import struct
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -97,6 +97,7 @@ class TritonRows:
         self._held = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._host: Any = self._held.numpy().view("uint32").reshape(shape[0], -1)
         self._unused = (extent_kernel.describe(2, 0, -1),) * self.limit
+        self._programs = extent_kernel.PROGRAMS * _multiprocessors(device)
         self._launched = 0
         self._kinds: list[list[torch.dtype]] = [[] for _ in range(shape[0])]
 
@@ -112,13 +113,14 @@ class TritonRows:
         addresses = tuple(tensor.data_ptr() for tensor, _ in batch)
         described = tuple(kernel.describe(_DIRECT[t.dtype], t.numel(), gate) for t, gate in batch)
         chunks = sum(-(-t.nbytes // (4 * kernel.CHUNK)) for t, _ in batch)
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            kernel.measure_rows[(chunks,)](
+        with self._on_device():
+            kernel.measure_rows[(min(chunks, self._programs),)](
                 addresses + (self._results.data_ptr(),) * missing,
                 described + self._unused[:missing],
                 self._results,
                 self._held.data_ptr(),
                 kernel.FLAG | (number & 0x7FFFFFFF),
+                kernel.FLAG | chunks,
                 kernel.ROWS,
                 kernel.SLOTS,
                 kernel.WORDS,
@@ -126,6 +128,11 @@ class TritonRows:
                 num_warps=kernel.WARPS,
             )
         return number
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        if self._device.type != "cuda" or torch.cuda.current_device() == self._device.index:
+            return nullcontext()
+        return torch.cuda.device(self._device)
 
     def index(self, number: int, place: int) -> int:
         """The row that can be a gate for later batches."""
@@ -147,6 +154,10 @@ class TritonRows:
     def room(self, flying: int) -> bool:
         """Whether a slot is free for another batch."""
         return flying < self._kernel.SLOTS // 2
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _float_of(bits: int, dtype: torch.dtype) -> float:

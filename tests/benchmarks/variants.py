@@ -25,6 +25,7 @@ class Variant:
 
     Attributes:
         slow: takes several times as long as the step itself, so that a few steps tell.
+        doctor: whether it is the doctor's own.
         peak: highest memory use seen, bytes.
         host: seconds that the host took for each step, before it waited for the device.
     """
@@ -32,6 +33,7 @@ class Variant:
     def __init__(self, name: str, workload: Workload, *, slow: bool = False) -> None:
         self.name = name
         self.slow = slow
+        self.doctor = False
         self.peak = 0
         self.host: list[float] = []
         self._workload = workload
@@ -66,6 +68,7 @@ class Doctor(Variant):
 
     def __init__(self, name: str, workload: Workload, *, every: int = 1) -> None:
         super().__init__(name, workload)
+        self.doctor = True
         self._directory = Path(tempfile.mkdtemp(prefix="watch-cost-"))
         writer = TraceWriter(self._directory)
         writer.write(Header())

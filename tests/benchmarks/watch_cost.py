@@ -32,6 +32,8 @@ def main() -> int:
     workload = build_workload(device, options.size, options.batch, options.length)
     variants = [make(workload) for name, make in VARIANTS.items() if options.only is None or name in options.only]
     _describe(workload, options)
+    for variant in variants:
+        _warm_up(workload, variant, options.warm_up or (34 if device.type == "cuda" else 9))
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for number in range(options.rounds):
         for variant in variants[number % len(variants) :] + variants[: number % len(variants)]:
@@ -54,6 +56,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a variant in one round")
     parser.add_argument("--slow-rounds", type=int, default=2, help="rounds of variants that take several times as long")
+    parser.add_argument(
+        "--warm-up", type=int, help="steps of the doctor before anything is timed (34 on CUDA, 9 on a CPU)"
+    )
     parser.add_argument("--threads", type=int, help="threads of a CPU")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), help="variants to run (with untouched)")
     parser.add_argument("--json", help="file for the numbers")
@@ -61,6 +66,15 @@ def _options() -> argparse.Namespace:
     if options.only is not None and "untouched" not in options.only:
         options.only.append("untouched")
     return options
+
+
+def _warm_up(workload: Workload, variant: Variant, steps: int) -> None:
+    """Runs what is only done now and then in a long run: the doctor looks closer at steps 1 to 4, 8, 16, 32, 64 and so on."""
+    if variant.doctor:
+        with variant.active():
+            for _ in range(steps):
+                workload.step()
+            workload.synchronize()
 
 
 def _round(workload: Workload, variant: Variant, steps: int) -> list[float]:
