@@ -39,6 +39,8 @@ def _foreign(traceback: TracebackType | None) -> TracebackType | None:
         frames.append(traceback)
         traceback = traceback.tb_next
     kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(HOME)]
-    for frame, following in zip(kept, [*kept[1:], None], strict=True):
+    following = None
+    for frame in reversed(kept):
         frame.tb_next = following
-    return kept[0] if kept else None
+        following = frame
+    return following

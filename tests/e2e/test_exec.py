@@ -1,0 +1,467 @@
+"""``dtypedoctor exec`` runs any script as Python would, and reports truthfully how it went and how it ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Finished, dtypedoctor, report_of
+
+OVERFLOWING = """
+    import torch
+    from torch import nn
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
+    with torch.no_grad():
+        net[1].weight.fill_(6e4)
+        net[0].weight.fill_(1.0)
+    print("finite:", net(torch.ones(2, 4).half()).isfinite().all().item())
+"""
+"""The second layer's matrix product leaves the range of float16."""
+
+
+def script(folder: Path, source: str, name: str = "work.py") -> Path:
+    """Writes a script."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+def execute(folder: Path, *arguments: str | Path, **environment: str) -> tuple[Finished, Path]:
+    """Runs ``dtypedoctor exec --out FOLDER/run ARGUMENTS`` in ``folder``."""
+    out = folder / "run"
+    return dtypedoctor("exec", "--out", out, *arguments, cwd=folder, OMP_NUM_THREADS="1", **environment), out
+
+
+def python(folder: Path, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    """Runs Python itself, for comparison."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_an_overflow_is_found_at_its_module_and_op_by_a_second_look(tmp_path: Path) -> None:
+    """Exit 10; the finding names module, op and line; the script itself is as it was."""
+    path = script(tmp_path, OVERFLOWING)
+    before = path.read_bytes()
+    finished, out = execute(tmp_path, path)
+    assert finished.code == 10
+    assert finished.out == "finite: False\n"
+    finding = report_of(out)["findings"][0]
+    assert (finding["id"], finding["fqn"], finding["op"]) == ("float16-overflow", "1", "aten.addmm.default")
+    assert finding["source"].startswith("work.py:")
+    assert finding["confidence"] == "proven"
+    assert path.read_bytes() == before
+    assert (out / "report.md").read_text().startswith("## FOUND")
+
+
+def test_a_healthy_script_exits_with_zero(tmp_path: Path) -> None:
+    """Nothing found, nothing run twice."""
+    path = script(tmp_path, "import torch\nprint(torch.nn.Linear(2, 2)(torch.ones(1, 2)).shape)")
+    finished, out = execute(tmp_path, path)
+    assert finished.code == 0
+    assert report_of(out)["status"] == "healthy"
+    assert [p.name for p in out.iterdir() if p.is_dir()] == ["before"]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            False,
+            "import json, sys; print(json.dumps([sys.argv, sys.path, __name__, __file__, __package__, str(__spec__)]))",
+        ),
+        (
+            True,
+            "import json, sys; print(json.dumps([sys.argv, sys.path, __name__, __file__, __package__, __spec__.name]))",
+        ),
+    ],
+)
+def test_a_script_sees_what_python_would_show_it(module: bool, source: str, tmp_path: Path) -> None:
+    """argv, sys.path, and the attributes of __main__ are equal, for a script and for a module inside a package."""
+    script(tmp_path, source, "pack/__main__.py" if module else "pack/tool.py")
+    target = ["-m", "pack"] if module else ["pack/tool.py"]
+    finished, _ = execute(tmp_path, *target, "--epochs", "3", "-m", "--help")
+    alone = python(tmp_path, *target, "--epochs", "3", "-m", "--help")
+    assert finished.code == 0, finished.err
+    assert finished.out == alone.stdout
+
+
+@pytest.mark.parametrize("source", ["raise KeyError('lost')", "def f():\n    f2()\ndef f2():\n    1 / 0\nf()", "x = ("])
+def test_an_uncaught_exception_prints_what_python_prints(source: str, tmp_path: Path) -> None:
+    """The same traceback, without a frame of the doctor's; its own exit status on request."""
+    path = script(tmp_path, source)
+    finished, out = execute(tmp_path, "--propagate-exit", path)
+    alone = python(tmp_path, path)
+    assert finished.err.startswith(alone.stderr)
+    assert finished.code == alone.returncode == 1
+    assert (out / "before" / "stderr.txt").read_text() == alone.stderr
+    assert report_of(out)["status"] == "error"
+
+
+def test_an_exception_below_a_module_shows_no_frame_of_the_doctor(tmp_path: Path) -> None:
+    """Backward passes and optimizer steps are wrapped while watched; the traceback does not say so."""
+    path = script(
+        tmp_path,
+        """
+        import torch
+        net = torch.nn.Linear(2, 2)
+        class Bad(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 1
+            @staticmethod
+            def backward(ctx, gradient):
+                raise ValueError("bad gradient")
+        Bad.apply(net(torch.ones(1, 2))).sum().backward()
+        """,
+    )
+    finished, _ = execute(tmp_path, path)
+    traceback, _, _ = finished.err.partition("ERROR:")
+    assert "ValueError: bad gradient" in traceback
+    assert "dtypedoctor" not in traceback
+
+
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [
+        ("import sys; sys.exit(7)", 7),
+        ("import sys; sys.exit('no data')", 1),
+        ("import os, torch; torch.nn.Linear(1, 1)(torch.ones(1, 1)); os._exit(5)", 5),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137),
+        ("import os; os.abort()", 134),
+        ("import atexit, sys; atexit.register(print, 'bye'); sys.exit(0)", 0),
+    ],
+)
+def test_the_scripts_own_exit_is_kept(source: str, status: int, tmp_path: Path) -> None:
+    """sys.exit, os._exit, signals and exit handlers; without --propagate-exit the doctor's own codes."""
+    path = script(tmp_path, source)
+    alone = python(tmp_path, path)
+    finished, out = execute(tmp_path, "--propagate-exit", path)
+    assert finished.code == status == (alone.returncode if alone.returncode >= 0 else 128 - alone.returncode)
+    assert finished.out == alone.stdout
+    report = report_of(out)
+    assert (report["status"] == "healthy") == (status == 0)
+    assert str(status) in report["headline"] or "SIG" in report["headline"] or status in (0, 1)
+
+
+def test_a_script_that_never_calls_a_module_gets_a_truthful_report(tmp_path: Path) -> None:
+    """The report says that there was nothing to see, whether torch was imported or not."""
+    finished, out = execute(tmp_path, script(tmp_path, "print(sum(range(10)))"))
+    assert finished.code == 0
+    assert finished.out == "45\n"
+    report = report_of(out)
+    assert "has not called any module" in report["headline"]
+    assert any("has not imported torch" in line for line in report["coverage"])
+
+
+def test_megabytes_of_output_pass_through_and_are_kept(tmp_path: Path) -> None:
+    """Both streams, without a deadlock, byte for byte."""
+    source = """
+        import sys
+        for i in range(40000):
+            print("x" * 100, i)
+            if i % 10 == 0:
+                print("y" * 100, i, file=sys.stderr)
+    """
+    path = script(tmp_path, source)
+    finished, out = execute(tmp_path, path)
+    alone = python(tmp_path, path)
+    assert finished.out == alone.stdout
+    assert finished.err.startswith(alone.stderr)
+    assert (out / "before" / "stdout.txt").read_text() == alone.stdout
+
+
+def test_standard_input_reaches_the_script_and_again_the_second_look(tmp_path: Path) -> None:
+    """A file that is read from standard input is read from its beginning in both runs."""
+    path = script(tmp_path, "import sys\nprint(sys.stdin.read().strip())" + textwrap.dedent(OVERFLOWING))
+    (tmp_path / "input.txt").write_text("one batch\n")
+    with (tmp_path / "input.txt").open() as given:
+        done = subprocess.run(
+            [sys.executable, "-m", "dtypedoctor", "exec", "--out", tmp_path / "run", path],
+            stdin=given, capture_output=True, text=True, check=False, timeout=120,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+    assert done.returncode == 10
+    for part in ("before", "closer"):
+        assert (tmp_path / "run" / part / "stdout.txt").read_text().startswith("one batch\n")
+
+
+def test_children_are_left_alone_and_told_of(tmp_path: Path) -> None:
+    """Forked and spawned loader workers and a forked child: the same output and exit, a whole trace, a note."""
+    source = """
+        import os, sys, torch
+        from torch.utils.data import DataLoader, Dataset
+        class Numbers(Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, i):
+                return torch.nn.Identity()(torch.full((2,), float(i)))
+        if __name__ == "__main__":
+            net = torch.nn.Linear(2, 2)
+            for context in ("fork", "spawn"):
+                for batch in DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context=context):
+                    net(batch)
+            child = os.fork()
+            if child == 0:
+                net(torch.full((1, 2), float("nan")))
+                sys.exit(3)
+            print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    finished, out = execute(tmp_path, script(tmp_path, source))
+    assert finished.out == "child 3\n", finished.err
+    assert finished.code == 0
+    report = report_of(out)
+    assert report["status"] == "healthy"
+    assert any("forked process" in line for line in report["coverage"])
+
+
+def test_classes_of_the_main_module_pickle(tmp_path: Path) -> None:
+    """They are found again under __main__."""
+    source = """
+        import pickle
+        class Point:
+            x = 1
+        print(type(pickle.loads(pickle.dumps(Point()))) is Point, Point.__module__)
+    """
+    finished, _ = execute(tmp_path, script(tmp_path, source))
+    assert finished.out == "True __main__\n"
+
+
+def test_environment_set_before_torch_is_imported_is_heeded(tmp_path: Path) -> None:
+    """The doctor has not imported torch before the script does."""
+    source = """
+        import os, sys
+        assert "torch" not in sys.modules and "pydantic" not in sys.modules
+        os.environ["OMP_NUM_THREADS"] = "2"
+        import torch
+        print(torch.get_num_threads(), torch.__spec__.loader is torch.__loader__, type(torch.__loader__).__name__)
+    """
+    path = script(tmp_path, source)
+    finished, _ = execute(tmp_path, path)
+    assert finished.out == python(tmp_path, path).stdout == "2 True SourceFileLoader\n"
+
+
+def test_a_time_limit_ends_the_script_and_says_so(tmp_path: Path) -> None:
+    """What was seen until then is reported."""
+    source = "import time, torch\ntorch.nn.Linear(1, 1)(torch.ones(1, 1))\nprint('hung', flush=True)\ntime.sleep(600)"
+    finished, out = execute(tmp_path, "--time-limit", "6", script(tmp_path, source))
+    assert finished.out == "hung\n"
+    assert finished.code in (3, 10)
+    report = report_of(out)
+    assert report["status"] == "worker-died"
+    assert "time limit" in report["headline"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_goes_to_the_script_and_the_report_is_written(number: int, tmp_path: Path) -> None:
+    """Ctrl-C as KeyboardInterrupt; the script ends as it does alone."""
+    source = """
+        import sys, time, torch
+        torch.nn.Linear(1, 1)(torch.ones(1, 1))
+        print("ready", flush=True)
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            print("cleaning up", flush=True)
+            raise
+    """
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dtypedoctor", "exec", "--propagate-exit", "--out", out, script(tmp_path, source)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, number)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert rest == ("cleaning up\n" if number == signal.SIGINT else "")
+    report = report_of(out)
+    assert ("interrupted" in report["headline"]) == (number == signal.SIGINT)
+    assert report["findings"] == []
+
+
+def test_in_a_terminal_the_script_has_the_terminal(tmp_path: Path) -> None:
+    """It is a terminal on all streams, it can be typed into, and Ctrl-C reaches the script alone."""
+    source = """
+        import sys, time
+        print([stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)])
+        print("hello", input("name? "), flush=True)
+        time.sleep(600)
+    """
+    path, out = script(tmp_path, source), tmp_path / "run"
+    child, terminal = os.forkpty()
+    if child == 0:
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        os.execv(sys.executable, [sys.executable, "-m", "dtypedoctor", "exec", "--out", str(out), str(path)])
+    seen = until(terminal, b"name? ")
+    os.write(terminal, b"Ada\n")
+    seen += until(terminal, b"hello Ada")
+    os.write(terminal, b"\x03")
+    seen += until(terminal, b"Next")
+    _, status = os.waitpid(child, 0)
+    assert b"[True, True, True]" in seen
+    assert b"KeyboardInterrupt" in seen
+    assert os.waitstatus_to_exitcode(status) == 10
+    assert "interrupted" in report_of(out)["headline"]
+
+
+def until(terminal: int, wanted: bytes) -> bytes:
+    """Everything up to ``wanted``, which has to come within a minute."""
+    seen, deadline = b"", time.monotonic() + 60
+    while wanted not in seen:
+        assert time.monotonic() < deadline, seen
+        try:
+            seen += os.read(terminal, 65536)
+        except OSError as error:
+            raise AssertionError(seen) from error
+    return seen
+
+
+def test_a_correction_is_switched_on_from_outside_and_proven(tmp_path: Path) -> None:
+    """--try cures the script's own Gemma-4 without changing the script; the trial is fixed, the others were not tried."""
+    source = """
+        import torch
+        from transformers import Gemma4TextConfig
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
+        torch.manual_seed(0)
+        config = Gemma4TextConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, vocab_size=32)
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.mlp = Gemma4TextMLP(config, 0)
+            def forward(self, x):
+                return self.mlp(x)
+        net = Net()
+        with torch.no_grad():
+            net.mlp.gate_proj.weight.mul_(500)
+            net.mlp.up_proj.weight.mul_(500)
+            net.mlp.down_proj.weight.mul_(1e-3)
+        net.half()
+        for step in range(2):
+            print(net(torch.randn(4, 16).half()).isfinite().all().item())
+    """
+    finished, out = execute(
+        tmp_path, "--try", "gemma4-mlp-float32-product", script(tmp_path, source), HF_HUB_OFFLINE="1"
+    )
+    assert finished.code == 10
+    report = report_of(out)
+    assert report["findings"][0]["id"] == "float16-overflow"
+    trials: dict[str, Any] = {trial["remedy"]: trial for trial in report["trials"]}
+    assert trials["gemma4-mlp-float32-product"]["outcome"] == "fixed", trials
+    assert (out / "remedy-gemma4-mlp-float32-product" / "stdout.txt").read_text() == "True\nTrue\n"
+    assert trials["bfloat16"]["outcome"] == "not-tried"
+    assert "only the script itself" in trials["bfloat16"]["reason"]
+
+
+def test_a_remedy_that_is_not_asked_for_is_proposed_with_the_way_to_try_it(tmp_path: Path) -> None:
+    """The report does not claim a cure that was not run."""
+    source = """
+        import torch
+        from torch import nn
+        class Gemma4TextMLP(nn.Module):
+            def forward(self, x):
+                return x * x
+        Gemma4TextMLP()(torch.full((2, 2), 300.0).half())
+    """
+    _, out = execute(tmp_path, script(tmp_path, source))
+    trial = report_of(out)["trials"][0]
+    assert trial["remedy"] == "gemma4-mlp-float32-product"
+    assert trial["outcome"] == "not-tried"
+    assert "--try gemma4-mlp-float32-product" in trial["reason"]
+
+
+TRAINING = {
+    "dense": "net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))",
+    "checkpointed": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.2)), nn.Linear(8, 1)
+    def forward(self, x):
+        return self.head(torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False))
+net = Net()""",
+    "4-bit": """
+import bitsandbytes as bnb
+packed = bnb.nn.Linear4bit(64, 8, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+packed.load_state_dict({"weight": torch.randn(8, 64)})
+net = nn.Sequential(nn.Linear(8, 64), packed.to("cpu"), nn.Linear(8, 1))""",
+}
+
+
+@pytest.mark.parametrize("kind", TRAINING)
+def test_losses_and_parameters_are_bitwise_equal_without_the_watch(kind: str, tmp_path: Path) -> None:
+    """The certificate holds for a dense, a checkpointed and a 4-bit model, random numbers of three libraries included."""
+    source = f"""
+import random, numpy, torch, torch.utils.checkpoint
+from torch import nn
+torch.manual_seed(0)
+{TRAINING[kind]}
+optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
+for step in range(4):
+    optimizer.zero_grad()
+    scale = 1.0 + random.random() + numpy.random.rand()
+    net(torch.randn(4, 8) * scale).square().mean().backward()
+    optimizer.step()
+"""
+    finished, out = execute(tmp_path, "--certify", script(tmp_path, source))
+    observer = report_of(out)["observer"]
+    assert observer["bitwise_equal"] is True, (observer, finished.err)
+    assert "4 step(s)" in observer["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.py"], ("nowhere.py: no such script",)),
+        (["-m", "no_such_module"], ("No module named no_such_module",)),
+        (["--try", "hope", "work.py"], ("there is no remedy 'hope'", "bfloat16")),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments: list[str], words: tuple[str, ...], tmp_path: Path) -> None:
+    """Exit 2, one message, nothing left behind."""
+    script(tmp_path, "print(1)")
+    finished, out = execute(tmp_path, *arguments)
+    assert finished.code == 2
+    assert "Traceback" not in finished.err
+    assert all(word in finished.err for word in words), finished.err
+    assert not out.exists()
+
+
+def test_a_run_directory_is_never_overwritten(tmp_path: Path) -> None:
+    """The script does not even start."""
+    (tmp_path / "run").mkdir()
+    finished, _ = execute(tmp_path, script(tmp_path, "print('started')"))
+    assert finished.code == 2
+    assert finished.out == ""
+
+
+def test_exec_takes_at_most_three_times_as_long_and_two_seconds(tmp_path: Path) -> None:
+    """With the second look, for a script whose failure calls for one; the best of two tries on a busy machine."""
+    path = script(tmp_path, OVERFLOWING)
+    bare = min(timed(lambda: python(tmp_path, path)) for _ in range(2))
+    watched = min(
+        timed(lambda number=number: dtypedoctor("exec", "--out", tmp_path / f"run{number}", path, OMP_NUM_THREADS="1"))
+        for number in range(2)
+    )
+    assert watched <= 3 * bare + 2, (watched, bare)
+
+
+def timed(work: Any) -> float:
+    """Seconds that ``work`` takes."""
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
