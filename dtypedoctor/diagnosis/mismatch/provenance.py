@@ -166,6 +166,8 @@ class _Walk:
         """The operand that ``tensor`` has its dtype from; for bits that are read as another dtype, where they come from."""
         if _reads_bits(maker, tensor) or tensor.dtype != self._dtype:
             return maker.inputs[-1] if maker.inputs else None
+        if overload_free(maker.op) == "copy" and maker.inputs[-1].dtype == tensor.dtype:
+            return maker.inputs[-1]  # the memory had that dtype already; what is in it now says more
         if writes(maker):  # an op in place, or with out=, keeps the dtype of the memory that it writes to
             return next((t for t in maker.inputs if t.storage == tensor.storage), None)
         same = [t for t in maker.inputs if t.dtype == tensor.dtype]

@@ -127,7 +127,9 @@ def silently_wrong_weights(trace: Trace) -> Iterator[Finding]:
 def _before_casts(provenance: Provenance, op: Op, index: int) -> Birth:
     """Where an operand's dtype comes from before anything cast it: autocast converts garbage like any other values."""
     tensor, user = op.inputs[index], op
-    while (maker := provenance.graph.producer(tensor)) is not None and overload_free(maker.op) in CASTS and maker.inputs:
+    while (
+        (maker := provenance.graph.producer(tensor)) is not None and overload_free(maker.op) in CASTS and maker.inputs
+    ):
         tensor, user = maker.inputs[0], maker
     return provenance.of(tensor, user)
 
