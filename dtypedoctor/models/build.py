@@ -111,13 +111,26 @@ def _from_factory(spec: Model) -> nn.Module:
 def _prepare(model: nn.Module, tokenizer: Any, spec: Model, dtype: torch.dtype, device: torch.device) -> Built:
     for outlier in spec.outliers:
         _scale(model, outlier)
-    model = model.to(device=device, dtype=dtype)
+    _cast(model, dtype)
+    model = model.to(device)
     if spec.attention is not None and hasattr(model, "set_attn_implementation"):
         choose: Any = model.set_attn_implementation
         choose(spec.attention)
     if spec.quantization is not None:
         quantize_linears(model, spec.quantization, dtype)
     return Built(model=model, tokenizer=tokenizer)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts what a checkpoint would hold, as ``from_pretrained`` does: ``model.to(dtype)`` would round the rotary tables,
+    which are buffers that no checkpoint holds.
+    """
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(dtype)
 
 
 def _scale(model: nn.Module, outlier: Outlier) -> None:
