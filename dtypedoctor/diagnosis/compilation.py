@@ -27,6 +27,8 @@ _REST = re.compile(r"torch_dynamo_resume_in_(?P<function>.+)_at_(?P<line>\d+)")
 """Dynamo's name for what follows a graph break."""
 _FOREIGN = re.compile(r"_ctypes|_FuncPtr|PyCSimpleType|get_ptr")
 """What a C function that is called through ctypes looks like to Dynamo."""
+_OF_PRECISION = re.compile(r"dtype|autocast|quant|bitsandbytes", re.IGNORECASE)
+"""What a break that has to do with number formats speaks of."""
 _EXPLANATION = re.compile(r"^ +Explanation: (?P<text>.+)$", re.MULTILINE)
 _USER_LINE = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
 _TORCH = re.compile(r"/torch/(nn|_dynamo|_compile|utils)/")
@@ -55,10 +57,12 @@ def _broken(trace: Trace, breaks: Sequence[Observation]) -> Finding:
     graphs = int(counts.values["unique_graphs"]) if counts is not None else 0
     first = breaks[0].values
     places = f"{len(breaks)} places" if len(breaks) > 1 else "one place"
+    ours = any(_FOREIGN.search(text) or _OF_PRECISION.search(text) for text in map(_reason, breaks))
     return Finding(
         id="compile-graph-break",
-        severity=Severity.WARNING,
+        severity=Severity.WARNING if ours else Severity.INFO,  # a print in a forward is the user's business
         confidence=Confidence.LIKELY,
+        fqn=first.get("fqn"),
         phase="compile",
         source=_file_and_line(first["frames"][-1]),
         summary=f"torch.compile breaks the graph {_times(total)} at {places}, first of all at {_short(first['frames'][-1])}.",
@@ -110,6 +114,7 @@ def _exhausted(trace: Trace, hits: Sequence[Observation], raised: Raised | None)
         id="recompile-limit",
         severity=Severity.ERROR if fatal else Severity.WARNING,
         confidence=Confidence.LIKELY,
+        fqn=first.get("fqn"),
         phase="compile",
         source=_file_and_line(place) if place else None,
         summary=(
@@ -126,6 +131,10 @@ def _exhausted(trace: Trace, hits: Sequence[Observation], raised: Raised | None)
         ),
         references=REFERENCES,
     )
+
+
+def _reason(observation: Observation) -> str:
+    return " ".join(str(observation.values[key]) for key in ("kind", "explanation", "context"))
 
 
 def _evidence_of_break(observation: Observation) -> str:

@@ -8,7 +8,7 @@ The log lines that are read here have the same form in torch 2.9 to 2.13.
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -254,13 +254,21 @@ def _limit_hits(lines: list[str]) -> Iterator[LimitHit]:
             )
 
 
-def observations(report: CompileReport) -> Iterator[tuple[str, dict[str, Any]]]:
+def observations(
+    report: CompileReport, module_at: Callable[[str], str | None] = lambda place: None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The report as ``kind`` and ``values`` of the trace's observations.
 
+    Args:
+        report: what Dynamo did.
+        module_at: dotted name of the module whose code stands at ``FILE:LINE``, where there is one.
+
+    The kinds are:
+
     * ``compile``: ``breaks``, ``unique_graphs``, ``frames``, ``frames_compiled``, ``recompiles``, ``limit_hits`` (counts).
-    * ``graph-break``: the fields of :class:`GraphBreak`, one record for each group.
+    * ``graph-break``: the fields of :class:`GraphBreak`, one record for each group, and ``fqn`` of the innermost frame.
     * ``recompile``: ``function``, ``place``, ``count`` and the distinct ``guards`` (at most 8), one record per function.
-    * ``recompile-limit``: the fields of :class:`LimitHit`.
+    * ``recompile-limit``: the fields of :class:`LimitHit`, and ``fqn`` of the function.
     """
     yield (
         "compile",
@@ -274,10 +282,10 @@ def observations(report: CompileReport) -> Iterator[tuple[str, dict[str, Any]]]:
         },
     )
     for group in report.graph_breaks:
-        yield "graph-break", asdict(group) | {"frames": list(group.frames)}
+        yield "graph-break", asdict(group) | {"frames": list(group.frames), "fqn": module_at(group.frames[-1])}
     for (function, place), times in Counter((r.function, r.place) for r in report.recompiles).most_common():
         guards = [r.guards[0] for r in report.recompiles if (r.function, r.place) == (function, place) and r.guards]
         distinct = list(dict.fromkeys(guards))[:MAX_GUARDS]
         yield "recompile", {"function": function, "place": place, "count": times, "guards": distinct}
     for hit in report.limit_hits:
-        yield "recompile-limit", asdict(hit)
+        yield "recompile-limit", asdict(hit) | {"fqn": module_at(hit.place)}

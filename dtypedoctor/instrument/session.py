@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor.instrument.autocast import AutocastLog, RegionLog
+from dtypedoctor.instrument.code_places import CodePlaces
 from dtypedoctor.instrument.facts import ModelFacts
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
@@ -46,6 +47,7 @@ class Instruments:
         self._watch = watch
         self._autocast = AutocastLog()
         self.names = Names(writer)
+        self.code_places = CodePlaces(self.names)
         self.guard = Guard(writer, self.position)
         self._phases = Phases(self.position, self.guard)
         self._modules = ModuleWatch(writer, self.position, self.names, self._autocast, self.guard)
@@ -70,7 +72,7 @@ class Instruments:
         self._modules.on_error.append(self._ops.refused_by_module)
         if self._watch:
             self._phases.before_unscale.append(self._unscale.tell)
-            self._modules.before_root.append(self._facts.tell)
+            self._modules.before_root += [self._facts.tell, self.code_places.learn]
             self._autocast.entered.append(self.guard.shield(self._regions.tell, "some autocast regions"))
             self.silent.listen(self._phases, self._modules)
             self._windows.scaled_backward.append(self.silent.scaled_backward)

@@ -34,7 +34,7 @@ def compiling(context: Context) -> Iterator[None]:
             yield
     finally:
         writer, position = context.instruments.writer, context.instruments.position
-        for kind, values in observations(watch.report()):
+        for kind, values in observations(watch.report(), context.instruments.code_places.module_at):
             writer.write(
                 Observation(
                     n=writer.next_n(),

@@ -126,7 +126,7 @@ class ProcessWatch:
         if not (report.frames or report.unique_graphs):
             return
         position = self.instruments.position
-        for kind, values in observations(report):
+        for kind, values in observations(report, self.instruments.code_places.module_at):
             self._writer.write(
                 Observation(n=self._writer.next_n(), step=position.step, call=position.call, phase="compile", kind=kind,
                             fqn=None, values=values)

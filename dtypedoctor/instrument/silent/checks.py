@@ -17,7 +17,7 @@ from dtypedoctor.instrument.silent.int_casts import IntegerCasts
 from dtypedoctor.instrument.silent.loading import LoadingCheck
 from dtypedoctor.instrument.silent.look import RoutineLook
 from dtypedoctor.instrument.silent.notes import Notes
-from dtypedoctor.instrument.silent.patches import note_patches
+from dtypedoctor.instrument.silent.patches import PatchCheck
 from dtypedoctor.instrument.silent.rotary import RotaryTables
 from dtypedoctor.instrument.silent.routers import RouterFlips
 from dtypedoctor.instrument.silent.twins import TwinCheck
@@ -38,8 +38,7 @@ class SilentChecks:
     def __init__(
         self, writer: TraceWriter, position: Position, names: Names, autocast: AutocastLog, guard: Guard
     ) -> None:
-        self._notes = notes = Notes(writer, position)
-        self._names = names
+        notes = Notes(writer, position)
         whereabouts = Whereabouts(writer, position, names, autocast)
         self._rotary = RotaryTables(notes, names, position)
         seeing = (
@@ -54,6 +53,7 @@ class SilentChecks:
         self._gradients = GradientCheck(notes, names, position, autocast)
         self._twins = TwinCheck(notes, names, position)
         self._loading = LoadingCheck(notes, position, guard)
+        self._patches = PatchCheck(notes, names)
 
     def listen(self, phases: Phases, modules: ModuleWatch) -> None:
         """Asks to be told of calls and optimizer steps.
@@ -72,11 +72,10 @@ class SilentChecks:
         self._loading.start()
 
     def stop(self) -> None:
-        """Stops, and concludes what only the end knows."""
+        """Stops looking."""
         self._look.after_call()
         self._cache.after_call()
         self._loading.stop()
-        note_patches(self._notes, self._names)
 
     def scaled_backward(self, tensors: list[Tensor]) -> None:
         """The experiment of :class:`GradientCheck`, for the second pass."""
@@ -87,6 +86,7 @@ class SilentChecks:
         self._loading.follow_pretrained()
 
     def _before_call(self, module: nn.Module) -> None:
+        self._patches.before_call(module)
         self._rotary.before_call(module)
         self._cache.before_call(module)
         self._look.before_call(module)

@@ -51,8 +51,11 @@ class GradientCheck:
         number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         if number > FIRST_CHECKS and number & (number - 1):
             return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not (self._float16_region or any(p.dtype is torch.float16 for p in parameters)):
+            return
         found = [(n, p.grad) for n, p in self._of(optimizer) if p.grad is not None and measurable(p.grad)]
-        if not found or not (self._float16_region or any(g.dtype is torch.float16 for _, g in found)):
+        if not found:
             return
         with self._position.mute(), torch.no_grad():
             zeros = torch.stack([(g == 0).sum() for _, g in found]).tolist()

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
@@ -18,22 +19,32 @@ BACKUP = "orig"
 """Part of the names under which originals are kept."""
 
 
-def note_patches(notes: Notes, names: Names) -> None:
+class PatchCheck:
     """Writes an :class:`Observation` of kind ``unpatched`` for each class whose kept original is what still runs.
 
     ``fqn`` is the first module of that class. Values: ``class``, ``attribute`` (the backup's name), ``method`` and ``source``
     (``file:line`` of the function that runs).
     """
-    seen: set[type] = set()
-    for root in names.roots:
-        for module in root.modules():
-            if type(module) in seen:
+
+    def __init__(self, notes: Notes, names: Names) -> None:
+        self._notes = notes
+        self._names = names
+        self._roots: WeakSet[nn.Module] = WeakSet()
+        self._classes: set[type] = set()
+
+    def before_call(self, module: nn.Module) -> None:
+        """An outermost call begins; at the first one of a module the classes in it are looked at."""
+        if module in self._roots:
+            return
+        self._roots.add(module)
+        for child in module.modules():
+            if type(child) in self._classes:
                 continue
-            seen.add(type(module))
-            place = names.find(module)
-            for attribute, method, source in _unpatched(type(module)):
-                values = {"class": type(module).__name__, "attribute": attribute, "method": method, "source": source}
-                notes.once("unpatched", (type(module), attribute), place[1] if place is not None else None, values)
+            self._classes.add(type(child))
+            place = self._names.find(child)
+            for attribute, method, source in _unpatched(type(child)):
+                values = {"class": type(child).__name__, "attribute": attribute, "method": method, "source": source}
+                self._notes.once("unpatched", (type(child), attribute), place[1] if place is not None else None, values)
 
 
 def _unpatched(cls: type) -> Iterator[tuple[str, str, str]]:

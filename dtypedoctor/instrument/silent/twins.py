@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor.instrument.naming import Names, dtype_name
-from dtypedoctor.instrument.origins import tensors_held
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable, tensors_in
@@ -56,17 +55,20 @@ class TwinCheck:
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned."""
-        scores, question = _scores(output), _question(args, kwargs)
+        question = _question(args, kwargs)
         first = next(module.parameters(), None)
-        if scores is None or question is None or first is None or self._position.backward_depth:
+        if question is None or first is None or self._position.backward_depth:
             return
+        if not (self._answers if torch.is_grad_enabled() else first.dtype in HALF):
+            return
+        scores = _scores(output)
         with self._position.mute(), torch.no_grad():
-            if scores.requires_grad:
-                answer = self._answers.get(self._like(module))
-                if answer is not None:
-                    self._compare(module, answer, question, scores)
-            elif first.dtype in HALF:
+            if scores is None:
+                return
+            if not scores.requires_grad:
                 self._answers[self._like(module)] = _Answer(ref(module), question.clone(), _rows(scores).clone())
+            elif (answer := self._answers.get(self._like(module))) is not None:
+                self._compare(module, answer, question, scores)
 
     def _like(self, module: nn.Module) -> int:
         """Equal for models of the same class whose parameters have the same shapes."""
@@ -108,9 +110,13 @@ class TwinCheck:
 
 def _question(args: Any, kwargs: Any) -> Tensor | None:
     """The first tensor of whole numbers among the arguments: tokens, states, observations by number."""
-    for _, tensor in tensors_held({"args": args, "kwargs": kwargs}):
-        if tensor.dtype in (torch.int64, torch.int32) and 0 < tensor.numel() <= LARGEST_INPUT:
-            return tensor
+    for value in (*args, *kwargs.values()):
+        if (
+            isinstance(value, Tensor)
+            and value.dtype in (torch.int64, torch.int32)
+            and 0 < value.numel() <= LARGEST_INPUT
+        ):
+            return value
     return None
 
 

@@ -127,8 +127,10 @@ class UpdateCheck:
         self._notes.write("updates", None, values)
 
     def _taken(self, optimizer: Optimizer) -> list[_Sample]:
+        samples: list[_Sample] = []
+        if not any(p.dtype in HALF for group in optimizer.param_groups for p in group["params"]):
+            return samples
         known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}
-        samples = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 stride = _stride(optimizer, parameter)
