@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dtypedoctor.diagnosis.attention import judge_attention_scores, judge_masked_row
 from dtypedoctor.diagnosis.backward import is_of_the_loss_scale, judge_backward
 from dtypedoctor.diagnosis.by_module import judge_by_module
+from dtypedoctor.diagnosis.compile_only import judge_compiled
 from dtypedoctor.diagnosis.domain import judge_domain
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.givens import judge_given
@@ -42,6 +43,10 @@ def _first_that_matters(trace: Trace) -> Iterator[Finding]:
     """The verdict on the first incident that the op trace does not show to be harmless; all later ones follow from it."""
     graph = OpGraph(trace)
     for incident in incidents(trace):
+        compiled = judge_compiled(trace, incident)
+        if compiled is not None:
+            yield compiled
+            return
         found = search(graph, incident)
         if found.harmless or (found.origin is not None and is_of_the_loss_scale(found.origin)):
             continue

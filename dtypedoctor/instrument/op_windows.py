@@ -19,6 +19,7 @@ class OpWindow:
     until: str
     early: bool = False
     scaled: bool = False
+    eager: bool = False
 
 
 class OpWindows:
@@ -36,7 +37,7 @@ class OpWindows:
     def __init__(self, ops: OpTrace, position: Position, windows: Sequence[OpWindow]) -> None:
         self._ops = ops
         self._position = position
-        self._windows = windows
+        self._windows = [window for window in windows if not window.eager]
         self._open: OpWindow | None = None
         self.scaled_backward: list[Callable[[list[Tensor]], None]] = []
 

@@ -54,6 +54,7 @@ class Instruments:
         self._modules.every = every
         self._samples = OptimizerSamples(writer, self.position, self.names, self._modules.sample_now)
         self._ops = OpTrace(writer, self.position, self.names, self._autocast, self.guard)
+        self._again = [window.call for window in windows if window.eager]
         self._windows = OpWindows(self._ops, self.position, windows)
         self.silent = SilentChecks(writer, self.position, self.names, self._autocast, self.guard)
         self._facts = ModelFacts(writer, self.position, self.names)
@@ -76,6 +77,8 @@ class Instruments:
             self._autocast.entered.append(self.guard.shield(self._regions.tell, "some autocast regions"))
             self.silent.listen(self._phases, self._modules)
             self._windows.scaled_backward.append(self.silent.scaled_backward)
+            if self._again:
+                self.silent.make_again(self._again, self._modules)
 
     def start(self) -> None:
         """Begins to watch."""

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.compile_only import eager_window
 from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.window import shows_failure, suspicious_windows
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.launch import Run
@@ -26,6 +28,7 @@ RunRequest = Callable[[str, Request], Run]
 
 
 WATCHED_LIVE = "the program was watched while it ran, and is not run again from here (`dtypedoctor exec` does that)"
+NOT_SEEN_AGAIN = "the failure did not come back in a second run, so no op trace shows it"
 MAX_CLOSER_LOOKS = 2
 """Runs with the op trace on; each costs about as much as the first run."""
 NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run unwatched; --certify does that")
@@ -169,10 +172,20 @@ def _look_closer(scenario: Scenario, before: Run, run: RunRequest, plan: Plan) -
         label = "closer" if closer is before else f"closer-{len(windows)}"
         closer = run(label, Request(scenario=scenario, windows=windows, repeats="before"))
         if not shows_failure(closer.trace):
-            return None, "the failure did not come back in a second run, so no op trace shows it"
+            compiled = _look_at_compiled(scenario, before, run) if len(windows) < MAX_CLOSER_LOOKS else None
+            return compiled, "" if compiled is not None else NOT_SEEN_AGAIN
     if closer is before:
         return None, "nothing pointed to a moment at which to look closer"
     return closer, ""
+
+
+def _look_at_compiled(scenario: Scenario, before: Run, run: RunRequest) -> Run | None:
+    """A failure that went away with the op trace may have been the compiler's: the call is made compiled and in eager mode."""
+    window = eager_window(before.trace, incidents(before.trace))
+    if window is None:
+        return None
+    closer = run("closer-eager", Request(scenario=scenario, windows=[window], repeats="before"))
+    return closer if shows_failure(closer.trace) else None
 
 
 def _compared_run(label: str, scenario: Scenario | None, run: RunRequest) -> Run | None:

@@ -1,5 +1,6 @@
 """All silent checks of one process, wired to the moments at which they look."""
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from dtypedoctor.instrument.phases import Phases
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.absorbed import AbsorbedOverflows
 from dtypedoctor.instrument.silent.autocast_cache import CacheCheck
+from dtypedoctor.instrument.silent.eager import EagerReplay
 from dtypedoctor.instrument.silent.gradients import GradientCheck
 from dtypedoctor.instrument.silent.int_casts import IntegerCasts
 from dtypedoctor.instrument.silent.loading import LoadingCheck
@@ -38,7 +40,8 @@ class SilentChecks:
     def __init__(
         self, writer: TraceWriter, position: Position, names: Names, autocast: AutocastLog, guard: Guard
     ) -> None:
-        notes = Notes(writer, position)
+        self._notes = notes = Notes(writer, position)
+        self._position = position
         whereabouts = Whereabouts(writer, position, names, autocast)
         self._rotary = RotaryTables(notes, names, position)
         seeing = (
@@ -76,6 +79,10 @@ class SilentChecks:
         self._look.after_call()
         self._cache.after_call()
         self._loading.stop()
+
+    def make_again(self, calls: Collection[int], modules: ModuleWatch) -> None:
+        """The outermost calls with these numbers are made once more in eager mode; for the second pass."""
+        modules.on_return.append(EagerReplay(self._notes, self._position, calls).returned)
 
     def scaled_backward(self, tensors: list[Tensor]) -> None:
         """The experiment of :class:`GradientCheck`, for the second pass."""

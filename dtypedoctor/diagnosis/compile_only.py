@@ -1,0 +1,52 @@
+"""``compile-only-nonfinite``: NaN or inf that the same call does not give in eager mode."""
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.incidents import Incident
+from dtypedoctor.diagnosis.observations import observed
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.wording import short
+from dtypedoctor.scenario.request import Window
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["eager_window", "judge_compiled"]
+
+COMPILED = "_orig_mod"
+
+
+def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
+    """The verdict on an incident whose call was made again in eager mode and was finite there."""
+    again = next((o for o in observed(trace, "eager-replay") if o.call == incident.call), None)
+    if again is None or again.values["finite"] or not again.values["eager_finite"]:
+        return None
+    site = incident.site
+    fqn = ".".join(part for part in site.fqn.split(".") if part != COMPILED) if site is not None else None
+    return Finding(
+        id="compile-only-nonfinite",
+        severity=Severity.ERROR,
+        confidence=Confidence.PROVEN,
+        fqn=fqn,
+        phase="compile",
+        step=incident.step,
+        dtype=site.dtype if site is not None else None,
+        summary=f"{short(fqn)} returns NaN or inf in step {incident.step} only because it is compiled.",
+        cause=(
+            "Compiled code keeps intermediate values in float32 and rounds once at the end, where eager mode rounds after each "
+            "operation. That is closer to exact arithmetic and changes results at cliffs (a root of 1 - 1, say); a defect of the "
+            "compiler looks the same. `torch._inductor.config.emulate_precision_casts` tells them apart."
+        ),
+        evidence=(
+            f"The same call on the same input in eager mode is finite, absmax {again.values['eager_absmax']:.6g}.",
+            "With the op trace on, under which nothing is compiled, the failure did not come back either.",
+        ),
+        remedies=remedies_for("compile-only-nonfinite"),
+        references=references_of("compile-only-nonfinite"),
+    )
+
+
+def eager_window(trace: Trace, incidents: tuple[Incident, ...]) -> Window | None:
+    """Where to make a call again in eager mode; None where nothing is compiled or nothing a call returned is bad."""
+    if not any(o.values["unique_graphs"] for o in observed(trace, "compile")):
+        return None
+    first = next((i for i in incidents if i.kind == "output"), None)
+    return Window(call=first.call, eager=True) if first is not None else None
