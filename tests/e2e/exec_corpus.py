@@ -96,7 +96,7 @@ def serve(directory: Path) -> int:
         script.serve(directory)
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else int(left.code is not None)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever ends a script is shown as Python shows it
         traceback.print_exc()
         return 1
     finally:
