@@ -16,9 +16,13 @@ DTYPE_WORDS = ("dtype", "scalar type", "same type", "bias type", "Half", "BFloat
 """Words by which torch's messages about mixed dtypes are recognised."""
 
 
+COMPILER_ERRORS = frozenset({"Unsupported", "FailOnRecompileLimitHit"})
+"""Exceptions of Dynamo, which quote the code that it could not trace; that code may well speak of dtypes."""
+
+
 def is_dtype_error(raised: Raised) -> bool:
     """Whether an exception complains about dtypes."""
-    return any(word in raised.message for word in DTYPE_WORDS)
+    return raised.type not in COMPILER_ERRORS and any(word in raised.message for word in DTYPE_WORDS)
 
 
 def suspicious_windows(trace: Trace) -> tuple[Window, ...]:

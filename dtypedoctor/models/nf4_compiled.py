@@ -82,12 +82,12 @@ class Nf4Layer(nn.Module):
             return Nf4LoraLinear(inputs, outputs, rank=config.lora_rank, nested=config.nested, dtype=config.dtype)
 
         hidden = config.hidden
-        self.input_layernorm = nn.RMSNorm(hidden, dtype=config.dtype)
+        self.input_layernorm = nn.RMSNorm(hidden, dtype=config.dtype).requires_grad_(False)
         self.q_proj = linear(hidden, hidden)
         self.k_proj = linear(hidden, kv_size)
         self.v_proj = linear(hidden, kv_size)
         self.o_proj = linear(hidden, hidden)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, dtype=config.dtype)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, dtype=config.dtype).requires_grad_(False)
         self.gate_proj = linear(hidden, intermediate)
         self.up_proj = linear(hidden, intermediate)
         self.down_proj = linear(intermediate, hidden)
@@ -114,7 +114,7 @@ class Nf4CompiledForCausalLM(nn.Module):
         self.layers = nn.ModuleList(
             Nf4Layer(config, kv, inner) for kv, inner in zip(config.kv_sizes, config.intermediate_sizes, strict=True)
         )
-        self.norm = nn.RMSNorm(config.hidden, dtype=config.dtype)
+        self.norm = nn.RMSNorm(config.hidden, dtype=config.dtype).requires_grad_(False)
         self.lm_head = nn.Linear(config.hidden, config.vocab_size, bias=False, dtype=config.dtype).requires_grad_(False)
 
     def forward(
