@@ -80,10 +80,10 @@ def narrow(tensor: Tensor, counters: Counters) -> Tensor:
     dtype = nominal(tensor)
     if dtype is tensor.dtype:
         return tensor
-    cast = tensor.to(dtype)
-    beyond = torch.isinf(cast) & torch.isfinite(tensor)
-    counters.add("clamped", beyond)
-    return torch.where(beyond, torch.copysign(torch.full_like(cast, torch.finfo(dtype).max), cast), cast)
+    limit = torch.finfo(dtype).max
+    finite = torch.isfinite(tensor)
+    counters.add("clamped", finite & (tensor.abs() > limit))
+    return torch.where(finite, tensor.clamp(-limit, limit), tensor).to(dtype)
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor], depth: int = 0) -> Any:

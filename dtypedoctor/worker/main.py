@@ -21,6 +21,7 @@ from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Scenario, Scena
 from dtypedoctor.scenario.request import REQUEST, Request
 from dtypedoctor.trace.events import Correction, End, Environment, Header, Refused, Resources, Stage
 from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.worker.capturing import capturing
 from dtypedoctor.worker.compiling import compiling
 from dtypedoctor.worker.environment import describe_environment
 from dtypedoctor.worker.resources import MemoryMeter, checksum
@@ -48,7 +49,7 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
         watch=request.watch,
         windows=[OpWindow(**window.model_dump()) for window in request.windows],
     )
-    run = _Run(request.scenario, instruments, directory, stock or Stock())
+    run = _Run(request, instruments, directory, stock or Stock())
     outcome = "completed"
     try:
         run.all_stages()
@@ -68,8 +69,9 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
 class _Run:
     """The scenario's stages in one process."""
 
-    def __init__(self, scenario: Scenario, instruments: Instruments, directory: Path, stock: Stock) -> None:
-        self._scenario = scenario
+    def __init__(self, request: Request, instruments: Instruments, directory: Path, stock: Stock) -> None:
+        self._scenario = request.scenario
+        self._capture = request.capture
         self._stock = stock
         self._instruments = instruments
         self._writer = instruments.writer
@@ -109,7 +111,7 @@ class _Run:
             context.probe_untrained()
         set_seed(self._scenario.seed)
         try:
-            with streaming(context), compiling(context):
+            with capturing(context, self._capture, self._directory), streaming(context), compiling(context):
                 WORKLOADS[kind](context)
         finally:
             self._steps += context.steps_completed

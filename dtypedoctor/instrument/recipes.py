@@ -1,0 +1,131 @@
+"""Describes modules and values so that a plain Python script can make them again."""
+
+import types
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+class Tensors:
+    """Named copies of tensors on the CPU."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def keep(self, key: str, tensor: Tensor) -> str:
+        """Keeps a copy of ``tensor`` as it is now; the key under which it is kept."""
+        self._kept[key] = tensor.detach().to("cpu", copy=True).contiguous()
+        return key
+
+    def named(self) -> dict[str, Tensor]:
+        """Everything that is kept."""
+        return dict(self._kept)
+
+
+def recipe(module: nn.Module, tensors: Tensors, *, own: bool, path: str = "weight.") -> dict[str, Any]:
+    """How to make ``module`` without calling its constructor.
+
+    ``class`` (as ``package.module:Name``), ``attributes`` (see :func:`describe`; what cannot be described is left out),
+    ``parameters`` and ``buffers`` (keys of tensors), ``children`` by name, ``forward`` where the instance has its own one.
+    With ``own`` the modules in it are not described, only named: ``children`` then holds None for each, and real
+    containers for lists of them.
+
+    Raises:
+        TypeError: the class, or the instance's own forward, cannot be imported from anywhere.
+    """
+    described: dict[str, Any] = {
+        "class": importable(type(module)),
+        "attributes": {},
+        "parameters": {},
+        "buffers": {},
+        "children": {},
+    }
+    for name, value in module.__dict__.items():
+        if name == "forward":
+            described["forward"] = importable(getattr(value, "__func__", value))
+        elif not name.startswith("_") or name in _NEEDED:
+            found = describe(value, None, "")
+            if "opaque" not in found:
+                described["attributes"][name] = found
+    for kind, held in (("parameters", module._parameters), ("buffers", module._buffers)):
+        for name, tensor in held.items():
+            if tensor is not None and hasattr(tensor, "quant_state"):
+                raise TypeError("packed 4-bit weights cannot be carried into a script")
+            described[kind][name] = tensors.keep(f"{path}{name}", tensor) if tensor is not None else None
+    for name, child in module._modules.items():
+        if child is None or (own and not _holds_only_modules(child)):
+            described["children"][name] = None
+        else:
+            described["children"][name] = recipe(child, tensors, own=own, path=f"{path}{name}.")
+    return described
+
+
+_NEEDED = frozenset({"_disable_adapters", "_active_adapter", "_cast_input_dtype_enabled", "_caches"})
+"""Attributes with a leading underscore that a forward may read; torch's own ones are made by ``nn.Module.__init__``."""
+
+
+def describe(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:
+    """A value as JSON: ``{"value": ...}``, ``{"float": "nan"}``, ``{"tensor": key}``, ``{"tuple": [...]}``, ``{"list": [...]}``, ``{"dict": {...}}``,
+    ``{"mapping": "module:Class", "values": {...}}``, ``{"dtype": name}``, ``{"function": "module:name"}``, ``{"config": "module:Class", "values": {...}}``, else ``{"opaque": class name}``.
+
+    Args:
+        value: what to describe.
+        tensors: keeps tensors; without it they are opaque.
+        path: key for a tensor.
+    """  # fmt: skip
+    if isinstance(value, Tensor):
+        return {"tensor": tensors.keep(path, value)} if tensors is not None else {"opaque": "Tensor"}
+    if isinstance(value, float) and not isfinite(value):
+        return {"float": str(value)}
+    if isinstance(value, PLAIN):
+        return {"value": value}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, (tuple, list)):
+        items = [describe(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": items}
+    if isinstance(value, Mapping):
+        items_by_name = {str(name): describe(item, tensors, f"{path}.{name}") for name, item in value.items()}
+        return (
+            {"dict": items_by_name}
+            if type(value) is dict
+            else {"mapping": importable(type(value)), "values": items_by_name}
+        )
+    return _describe_object(value)
+
+
+def _describe_object(value: Any) -> dict[str, Any]:
+    to_dict = getattr(value, "to_dict", None)
+    try:
+        if callable(to_dict) and hasattr(type(value), "from_dict"):
+            return {
+                "config": importable(type(value)),
+                "values": describe(to_dict(), None, ""),
+                "attention": describe(getattr(value, "_attn_implementation", None), None, ""),
+            }
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+            return {"function": importable(value)}
+    except TypeError:
+        pass
+    return {"opaque": type(value).__name__}
+
+
+def importable(thing: Any) -> str:
+    """``module:qualified.name`` of a class or function that can be imported by it.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+    if not module or module == "__main__" or "<" in name:
+        raise TypeError(f"{name or thing} cannot be imported from anywhere")
+    return f"{module}:{name}"
+
+
+def _holds_only_modules(module: nn.Module) -> bool:
+    return type(module) in (nn.ModuleList, nn.ModuleDict)

@@ -1,0 +1,239 @@
+"""The whole bisection: the case, a workload to probe with, modules, corrections, modes, cost, reproduction."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.runner.launch import Run
+from dtypedoctor.scenario.model import Scenario, Script
+from dtypedoctor.scenario.request import Request
+from dtypedoctor.trace.events import Root
+from dtypedoctor.trials.bisection.bench import Bench, set_up
+from dtypedoctor.trials.bisection.cost import measure_cost
+from dtypedoctor.trials.bisection.forest import Forest, called_modules, plant, suspicion
+from dtypedoctor.trials.bisection.laboratory import Laboratory
+from dtypedoctor.trials.bisection.modes import measure, modes
+from dtypedoctor.trials.bisection.offers import offered_corrections, with_offers
+from dtypedoctor.trials.bisection.probes import KEEP, Workload, cheaper, describe, with_kept
+from dtypedoctor.trials.bisection.questions import Answer, Question, Watch, ask
+from dtypedoctor.trials.bisection.reproduction import reproduce
+from dtypedoctor.trials.bisection.results import Bisection, End
+from dtypedoctor.trials.bisection.symptoms import Kind, Symptom, symptom_of
+from dtypedoctor.trials.candidates import Node
+from dtypedoctor.trials.judge import Yardstick, judge
+from dtypedoctor.trials.reduction import Outcome
+from dtypedoctor.trials.remedies import Remedy
+from dtypedoctor.trials.results import Trial
+from dtypedoctor.trials.summary import how_it_ended
+from dtypedoctor.trials.treatment import Plan, Treatment, treat
+
+__all__ = ["Told", "bisect"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Who is told what goes on.
+
+    Attributes:
+        stage: a new part begins, in words.
+        forest: the candidates are known.
+        probe: a probe has ended.
+    """
+
+    stage: Callable[[str], None]
+    forest: Callable[[Forest], None]
+    probe: Watch
+
+
+def bisect(scenario: Scenario, lab: Laboratory, told: Told, tolerance: float | None = None) -> Bisection:
+    """Finds a smallest set of modules that must be kept in float32, and of corrections, for ``scenario`` to be healthy.
+
+    Args:
+        scenario: what fails.
+        lab: runs requests.
+        told: is told what goes on.
+        tolerance: the largest accepted root-mean-square difference of log-probabilities (and of the loss) from the float32
+            reference; derived from the reference where it is None.
+
+    Raises:
+        UsageError: the scenario cannot be run at all.
+    """
+    if any(isinstance(step.workload, Script) for step in scenario.steps):
+        raise UsageError("a script cannot be bisected", "Bisect its model: --model package.module:factory.")
+    return _Bisecting(scenario, lab, told, tolerance).whole()
+
+
+class _Bisecting:
+    def __init__(self, scenario: Scenario, lab: Laboratory, told: Told, tolerance: float | None) -> None:
+        self._scenario = scenario
+        self._lab = lab
+        self._told = told
+        self._given = tolerance
+
+    def whole(self) -> Bisection:
+        """From the untreated run to the reproduction."""
+        self._told.stage("the case")
+        treatment = treat(self._scenario, lambda label, request: self._lab.run(request, label), Plan(remedies=False))
+        _require_built(treatment.before)
+        failure, bench = self._failure(treatment)
+        found = Bisection(end=End.HEALTHY, treatment=treatment, failure=failure)
+        if failure.healthy:
+            return found
+        ladder = cheaper(self._scenario, failure.phase, failure.step)
+        for position, workload in enumerate(ladder):
+            whole = position == len(ladder) - 1
+            if not whole and not self._shows(workload, failure):
+                continue
+            bench = self._bench(workload)
+            found = self._on(bench, replace(found, workload=workload.words, tolerance=_first_limit(bench)))
+            if found.end is not End.FOUND or found.confirmed:
+                break  # else the cheap workload has left out a part of the failure
+        return self._concluded(found, bench, ladder) if bench is not None else found
+
+    def _failure(self, treatment: Treatment) -> tuple[Symptom, Bench | None]:
+        """What the untreated run came to; only where nothing else is wrong its outputs are compared with the reference's."""
+        failure = symptom_of(treatment.before)
+        if not failure.healthy:
+            return failure, None
+        self._told.stage("its float32 reference")
+        bench = self._bench(Workload(words=describe(self._scenario), scenario=self._scenario))
+        return bench.judge(treatment.before), bench
+
+    def _bench(self, workload: Workload) -> Bench:
+        return set_up(self._lab, workload, self._given)
+
+    def _shows(self, workload: Workload, failure: Symptom) -> bool:
+        """Whether a cheaper workload fails in the same way at the same place."""
+        self._told.stage(f"does {workload.words} show it?")
+        try:
+            run = self._lab.run(Request(scenario=workload.scenario))
+        except UsageError:
+            return False
+        seen = symptom_of(run) if failure.kind is not Kind.INACCURATE else self._bench(workload).judge(run)
+        return seen.outcome(failure) is Outcome.FAIL and seen.fqn == failure.fqn
+
+    def _on(self, bench: Bench, found: Bisection) -> Bisection:
+        """The answers on one workload."""
+        if not bench.healthy.healthy:
+            end = End.DOMAIN_ERROR if bench.healthy.outcome(found.failure) is Outcome.FAIL else End.UNRESOLVED
+            return replace(found, end=end, note=f"the float32 reference: {bench.healthy.reason}")
+        forest = self._forest(bench, found)
+        self._told.forest(forest)
+        self._told.stage(f"which modules, by {bench.workload.words}")
+        answer = ask(self._lab, bench, _about_modules(forest, bench, found.failure), self._told.probe)
+        found = replace(found, end=End.FOUND, modules=answer)
+        if answer.interrupted:
+            return replace(found, end=End.INTERRUPTED)
+        if answer.result is None:
+            return self._refused(found, answer)
+        trial = self._try(found, KEEP, with_kept(self._scenario, forest.names(frozenset(answer.culprits))), bench)
+        return replace(found, trials=(trial[0],), confirmed=trial[1])
+
+    def _forest(self, bench: Bench, found: Bisection) -> Forest:
+        before = found.treatment.before.trace
+        untreated = self._lab.run(Request(scenario=bench.workload.scenario)).trace
+        called = called_modules([before, untreated], bench.reference)
+        return plant(called, suspicion(untreated, found.failure.fqn))
+
+    def _refused(self, found: Bisection, answer: Answer) -> Bisection:
+        """Why the reducer would not begin."""
+        assert answer.baseline is not None  # neither a result nor an interruption
+        tried = max(answer.symptoms, key=len)
+        symptom = answer.symptoms[tried]
+        if answer.baseline.everything is None:
+            note = f"the failure did not come back when the untreated run was repeated: {symptom.reason}"
+            return replace(found, end=End.UNRESOLVED, note=note)
+        if answer.baseline.everything is Outcome.FAIL:
+            return replace(found, end=End.OUTSIDE, note=symptom.reason)
+        return replace(found, end=End.UNRESOLVED, note=f"with every module in float32: {symptom.reason}")
+
+    def _try(self, found: Bisection, label: str, changed: Scenario, bench: Bench) -> tuple[Trial, bool]:
+        """The whole scenario, changed: the trial, and whether it is healthy."""
+        self._told.stage(f"the whole scenario with {label}")
+        run = self._lab.run(Request(scenario=changed), f"remedy-{label}")
+        yardstick = Yardstick(before=found.treatment.before_summary, findings=found.treatment.findings)
+        remedy = Remedy(
+            id=label, summary=_SUMMARIES.get(label, "the corrections found"), safe=True, change=lambda _: changed
+        )
+        return judge(remedy, changed, run, yardstick), symptom_of(run, bench.tolerance.of_first_outputs()).healthy
+
+    def _concluded(self, found: Bisection, bench: Bench, ladder: Sequence[Workload]) -> Bisection:
+        """Corrections, modes, cost and reproduction, where there is a culprit; Ctrl-C leaves out what is missing."""
+        if found.end is not End.FOUND:
+            return found
+        try:
+            found = self._corrected(found, bench, offered_corrections(self._scenario, found.treatment.findings))
+            self._told.stage("the verdict table")
+            found = replace(found, verdicts=measure(self._lab, modes(bench.workload, ladder), found.failure))
+            self._told.stage("the cost")
+            found = replace(found, cost=measure_cost(self._lab, bench.workload, found.culprits))
+            self._told.stage("a minimal reproduction")
+            return replace(found, reproduction=reproduce(self._lab, bench, found.culprits))
+        except KeyboardInterrupt:
+            return replace(found, end=End.INTERRUPTED, note="interrupted after the modules were found")
+
+    def _corrected(self, found: Bisection, bench: Bench, offered: tuple[str, ...]) -> Bisection:
+        """Which of the offered corrections are needed; those that do not fit this model are left out."""
+        if not offered:
+            return found
+        self._told.stage(f"which of {len(offered)} corrections")
+        answer = ask(self._lab, bench, _about_corrections(offered, bench, found.failure), self._told.probe)
+        unfit = _not_installed(answer)
+        if unfit is not None:
+            remaining = tuple(one for one in offered if one != unfit)
+            return self._corrected(found, bench, remaining)
+        found = replace(found, corrections=answer, offered=offered)
+        if answer.interrupted:
+            raise KeyboardInterrupt
+        if answer.result is None:
+            return found
+        trial, _ = self._try(found, "corrections", with_offers(self._scenario, answer.culprits), bench)
+        return replace(found, trials=(*found.trials, trial))
+
+
+_SUMMARIES = {KEEP: "keep the culprits in float32: parameters, inputs and arithmetic"}
+
+
+def _require_built(before: Run) -> None:
+    """A run that ended before its model was there says nothing about dtypes.
+
+    Raises:
+        UsageError: it ended so.
+    """
+    if not before.trace.all(Root) and how_it_ended(before) != "completed":
+        raise UsageError(
+            f"the model cannot be built: {how_it_ended(before)}",
+            f"{before.directory / 'stderr.txt'} may say more; a smaller model or another --dtype may fit.",
+        )
+
+
+def _not_installed(answer: Answer) -> str | None:
+    """The correction that kept the fully corrected run from starting, if one did."""
+    if answer.baseline is None or answer.baseline.everything is None:
+        return None
+    symptom = answer.symptoms[max(answer.symptoms, key=len)]
+    return symptom.detail if symptom.kind is Kind.NOT_INSTALLED else None
+
+
+def _first_limit(bench: Bench) -> float | None:
+    return next(iter(bench.tolerance.limits.values()), None)
+
+
+def _about_modules(forest: Forest, bench: Bench, failure: Symptom) -> Question:
+    return Question(
+        name="modules",
+        roots=forest.roots,
+        scenario=lambda treated: with_kept(bench.workload.scenario, forest.names(treated)),
+        names=forest.names,
+        failure=failure,
+    )
+
+
+def _about_corrections(offered: Sequence[str], bench: Bench, failure: Symptom) -> Question:
+    return Question(
+        name="corrections",
+        roots=tuple(Node(id=one) for one in offered),
+        scenario=lambda treated: with_offers(bench.workload.scenario, [one for one in offered if one in treated]),
+        names=lambda treated: tuple(one for one in offered if one in treated),
+        failure=failure,
+    )

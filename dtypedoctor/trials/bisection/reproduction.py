@@ -1,0 +1,142 @@
+"""A stand-alone script that shows the failure of one module, made from what the worker kept of it, and run to make sure."""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.runner.clean import run_clean
+from dtypedoctor.scenario.request import Capture, Request
+from dtypedoctor.trials.bisection.bench import Bench
+from dtypedoctor.trials.bisection.laboratory import Laboratory
+from dtypedoctor.trials.bisection.script_text import CannotBeWrittenError, Claim, script_text
+from dtypedoctor.trials.bisection.symptoms import OWN, Kind, Symptom, symptom_of
+
+__all__ = ["SCRIPT", "Reproduction", "reproduce"]
+
+SCRIPT, TENSORS = "repro.py", "repro.safetensors"
+_CAPTURED = ("capture.json", "capture.safetensors")
+"""What the worker calls them."""
+
+TIME_LIMIT = 300.0
+"""Seconds for the script: it imports the module's library."""
+
+MOST_TRIED = 3
+"""Culprits for which a script is tried."""
+
+WRONG = 1e-2
+"""Relative error from which on a module by itself is called inaccurate; float16 and bfloat16 round to less."""
+
+_FAILS = "FAILS"
+_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reproduction:
+    """A reproduction, or the reason why there is none.
+
+    Attributes:
+        module: the candidate that it shows.
+        script: its file in the run directory; None where there is none.
+        bytes: size of the tensors beside it.
+        said: what the script said when it was run in a process of its own.
+        reason: why there is none.
+    """
+
+    module: str
+    script: str | None = None
+    bytes: int = 0
+    said: str = ""
+    reason: str = ""
+
+
+def reproduce(lab: Laboratory, bench: Bench, culprits: Sequence[str]) -> Reproduction:
+    """Writes ``repro.py`` and ``repro.safetensors`` into the run directory for the first culprit that fails by itself.
+
+    The script is run once in a fresh interpreter and kept only if it fails as it says.
+    """
+    untreated = lab.run(Request(scenario=bench.workload.scenario))
+    failure = symptom_of(untreated, bench.tolerance)
+    if failure.phase == "optimizer" or failure.call is None:
+        return Reproduction(module=culprits[0], reason="it fails outside of the modules' own calls")
+    order = sorted(culprits, key=lambda culprit: culprit != failure.fqn)
+    versions = untreated.trace.environment.get("versions", {})
+    tried = [_attempt(lab, bench, culprit, failure, _made_with(versions)) for culprit in order[:MOST_TRIED]]
+    return next((one for one in tried if one.script), tried[0])
+
+
+def _attempt(lab: Laboratory, bench: Bench, culprit: str, failure: Symptom, made_with: str) -> Reproduction:
+    assert failure.call is not None  # the caller has looked
+    wanted = Capture(module=culprit.removesuffix(OWN), own=culprit.endswith(OWN), call=failure.call)
+    try:
+        captured = lab.run(Request(scenario=bench.workload.scenario, capture=wanted)).directory
+        description = json.loads((captured / _CAPTURED[0]).read_text(encoding="utf-8"))
+    except UsageError as error:
+        return Reproduction(module=culprit, reason=error.message)
+    except (OSError, ValueError):
+        return Reproduction(
+            module=culprit, reason=f"the module cannot be carried into a script: {captured / 'stderr.txt'}"
+        )
+    claim = _claim(culprit, failure, bench, description, made_with)
+    reason = "no script could be written"
+    for configs in (False, True):
+        try:
+            text = script_text(description, claim, configs=configs)
+        except CannotBeWrittenError as error:
+            return Reproduction(module=culprit, reason=str(error))
+        status, said = _written(lab.directory, text, captured / _CAPTURED[1])
+        line = next((line for line in said.splitlines() if line.startswith(_FAILS)), "")
+        if status == 1 and line:
+            size = (lab.directory / TENSORS).stat().st_size
+            return Reproduction(module=culprit, script=SCRIPT, bytes=size, said=line)
+        reason = f"by itself the module does not fail: {_last_line(said)}"
+    for name in (SCRIPT, TENSORS):
+        (lab.directory / name).unlink(missing_ok=True)
+    return Reproduction(module=culprit, reason=reason)
+
+
+def _written(directory: Path, text: str, tensors: Path) -> tuple[int, str]:
+    (directory / SCRIPT).write_text(text, encoding="utf-8")
+    shutil.copyfile(tensors, directory / TENSORS)
+    return run_clean(directory / SCRIPT, TIME_LIMIT)
+
+
+def _claim(culprit: str, failure: Symptom, bench: Bench, description: dict[str, Any], made_with: str) -> Claim:
+    cls = description["recipe"]["class"].rpartition(":")[2]
+    part = "own arithmetic of " if culprit.endswith(OWN) else ""
+    return Claim(
+        title=f"{part}{cls} ({culprit.removesuffix(OWN) or 'the whole model'}): {failure.kind}",
+        about=(
+            f"Found by bisection of {bench.workload.scenario.name!r} with {bench.workload.words}: {failure.reason}.",
+            "With this part alone in float32 the run is healthy; without that it fails.",
+        ),
+        check=_check(failure),
+        limit=WRONG,
+        made_with=made_with,
+    )
+
+
+def _check(failure: Symptom) -> str:
+    if failure.kind is Kind.DTYPE_ERROR:
+        return "dtype"
+    if failure.kind is Kind.INACCURATE:
+        return "accuracy"
+    return "backward" if failure.phase in ("backward", "recompute") else "forward"
+
+
+def _made_with(versions: dict[str, str]) -> str:
+    return ", ".join(_known(versions)) or "unknown versions"
+
+
+def _known(versions: dict[str, str]) -> Iterator[str]:
+    for name in _LIBRARIES:
+        if name in versions:
+            yield f"{name} {versions[name]}"
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it said nothing"
