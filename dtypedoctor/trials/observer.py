@@ -56,7 +56,8 @@ def _words(outcome: str) -> str:
 
 def _text(raised: Raised) -> str:
     """What was raised; addresses of objects differ from process to process."""
-    return f"{raised.type}: {re.sub('0x[0-9a-f]+', '0x', raised.message)}"
+    said = raised.message.split("from user code:", 1)[0]  # Dynamo quotes torch's own lines there, which hooks change
+    return f"{raised.type}: {re.sub('0x[0-9a-f]+', '0x', said)}"
 
 
 def _difference(watched: Run, unwatched: Run) -> str:
