@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.naming import Names, dtype_name, quantization_of
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.trace.events import Observation
+from dtypedoctor.instrument.weights import packed_attributes
+from dtypedoctor.trace.events import Observation, ParameterNote
 from dtypedoctor.trace.writer import TraceWriter
 
 Fact = tuple[str, str, dict[str, Any]]
@@ -39,6 +40,7 @@ class ModelFacts:
             return
         root, prefix = place
         self._told.add(root)
+        self._note_packed(module, root)
         position = self._position
         for kind, name, values in (*_configurations(module), *_shard_units(module)):
             fqn = ".".join(part for part in (prefix, name) if part)
@@ -48,6 +50,23 @@ class ModelFacts:
                     kind=kind, fqn=fqn, values={"root": root, **values},
                 )
             )  # fmt: skip
+
+    def _note_packed(self, module: nn.Module, root: int) -> None:
+        """Notes packed weights that no parameter holds as if one did."""
+        for child in module.modules():
+            fqn = (self._names.find(child) or (root, ""))[1]
+            for name, weight, state in packed_attributes(child):
+                self._writer.write(
+                    ParameterNote(
+                        n=self._writer.next_n(),
+                        root=root,
+                        name=f"{fqn}.{name}",
+                        dtype=dtype_name(weight),
+                        shape=list(weight.shape),
+                        owner=type(child).__name__,
+                        quant=quantization_of(weight, child, state),
+                    )
+                )
 
 
 def _configurations(module: nn.Module) -> Iterator[Fact]:

@@ -163,12 +163,17 @@ def _changed(owner: ref[nn.Module], is_buffer: bool, name: str, dtype: torch.dty
     return tensor is None or tensor.dtype is not dtype or tensor.requires_grad is not requires_grad
 
 
-def quantization_of(tensor: Tensor, owner: nn.Module) -> dict[str, Any] | None:
+def quantization_of(tensor: Tensor, owner: nn.Module, state: Any = None) -> dict[str, Any] | None:
     """Describes bitsandbytes' 4-bit storage of ``tensor``; None for an ordinary tensor.
 
     Reads attributes only: the packed bytes are never touched.
+
+    Args:
+        tensor: the packed bytes.
+        owner: the module that holds them.
+        state: their quantisation state, where ``tensor`` does not carry it itself.
     """
-    state = getattr(tensor, "quant_state", None)
+    state = state if state is not None else getattr(tensor, "quant_state", None)
     if state is None:
         return None
     nested = getattr(state, "nested", False)

@@ -95,20 +95,20 @@ def _packed_weights(names: Names) -> Iterator[_Packed]:
         if state is not None and not getattr(state, "packing_format_for_cpu", False):
             yield _Packed(root=root, owner=name.rpartition(".")[0], name=name, weight=tensor.data, state=state)
     for module in (child for top in names.roots for child in top.modules()):
-        place = names.find(module)
-        if place is not None:
-            yield from _held_beside_state(*place, module)
+        root, fqn = names.find(module) or (-1, "")
+        for name, weight, state in packed_attributes(module):
+            yield _Packed(root=root, owner=fqn, name=f"{fqn}.{name}", weight=weight, state=state)
 
 
-def _held_beside_state(root: int, fqn: str, module: nn.Module) -> Iterator[_Packed]:
-    """Packed bytes and their quantisation state as two plain attributes of a module."""
+def packed_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
+    """Packed bytes that are a plain attribute of a module beside another that is their state: name, bytes, state."""
     held = vars(module)
     states = [value for value in held.values() if _is_state(value)]
-    for name, value in held.items():
+    for name, value in held.items() if states else ():
         if isinstance(value, Tensor) and not value.is_floating_point():
             state = next((s for s in states if value.numel() * 2 == s.shape.numel()), None)
             if state is not None:
-                yield _Packed(root=root, owner=fqn, name=f"{fqn}.{name}", weight=value, state=state)
+                yield name, value, state
 
 
 def _is_state(value: Any) -> bool:

@@ -25,6 +25,8 @@ __all__ = ["Provenance"]
 MAX_LINKS = 12
 """Links of a chain that are kept, from both of its ends."""
 MAX_WALK = 2000
+MAX_CASTS = 8
+"""Casts in a row that are looked behind."""
 NORM_DEPTH = 8
 """How many ops above a multiplication by a weight the root of a mean square may lie, for it to be a norm."""
 
@@ -50,6 +52,17 @@ class Provenance:
     def of(self, tensor: TensorNote, user: Op) -> Birth:
         """Where the dtype of ``tensor``, an operand of ``user``, was born."""
         return _Walk(self, tensor.dtype).back(tensor, user)
+
+    def before_casts(self, birth: Birth) -> Birth:
+        """Where a tensor comes from that was cast (by autocast or by name) before it got to where it is."""
+        for _ in range(MAX_CASTS):
+            cast = birth.op if birth.reason in (Reason.CAST, Reason.AUTOCAST_LIST) else None
+            source = next((t for t in cast.inputs if t.dtype in DTYPES), None) if cast is not None else None
+            if cast is None or source is None:
+                break
+            earlier = self.of(source, cast)
+            birth = replace(earlier, chain=(*birth.chain[:-1], *earlier.chain))
+        return birth
 
     def maker(self, tensor: TensorNote, user: Op) -> Op | None:
         """The op that made ``tensor``, or else the last one before ``user`` that wrote to its memory."""

@@ -52,12 +52,13 @@ def stale_buffer(case: Case) -> Verdict | None:
     """A product refuses a weight that was dequantised to one dtype and is read from memory typed as another."""
     for operand in case.operands:
         found = Unpacked.of(case.provenance, case.op, operand.index, operand.birth)
-        if found is not None and found.is_garbage and found.state_dtype not in (None, operand.dtype):
+        read = found.birth.dtype if found is not None else None
+        if found is not None and read is not None and found.is_garbage and found.state_dtype not in (None, read):
             return Verdict(
                 id="stale-dequant-buffer",
                 fqn=found.owner,
-                summary=_stale_summary(found, operand.dtype),
-                cause=_STALE.format(state=found.state_dtype, read=operand.dtype),
+                summary=_stale_summary(found, read),
+                cause=_STALE.format(state=found.state_dtype, read=read),
                 confidence=Confidence.PROVEN,
                 evidence=found.evidence,
                 blamed=operand,

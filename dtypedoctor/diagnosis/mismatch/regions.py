@@ -9,6 +9,7 @@ from dtypedoctor.diagnosis.mismatch.case import Case
 from dtypedoctor.diagnosis.mismatch.census import HALF, Census
 from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CONVOLUTIONS, PRODUCTS, writes
 from dtypedoctor.diagnosis.mismatch.report import Verdict, described, said
+from dtypedoctor.diagnosis.moments import step_of
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import place, short
@@ -160,7 +161,7 @@ def contradicted_by(case: Case) -> Finding | None:
     return _contradiction(
         root=case.op.root,
         dtypes=(str(model), str(region)),
-        where=(case.op.phase, case.op.step, inner[0]["source"] if inner else None),
+        where=(case.op.phase, step_of(case.trace, case.op), inner[0]["source"] if inner else None),
         settled=case.ran(f"all-as-{model}"),
         consequence=f"{said(case)} at {case.op.source} refuses the two ({case.raised.message.splitlines()[0][:120]}).",
     )
@@ -179,13 +180,13 @@ def contradicting_region(trace: Trace) -> Iterator[Finding]:
             yield _contradiction(
                 root=flow.root,
                 dtypes=(str(model), str(flow.autocast)),
-                where=(flow.phase, flow.step, source),
+                where=("static", None, source),
                 settled=False,
                 consequence=None,
             )
 
 
-def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int, str | None], settled: bool,
+def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int | None, str | None], settled: bool,
                    consequence: str | None) -> Finding:  # fmt: skip
     model, region = dtypes
     phase, step, source = where
@@ -194,7 +195,6 @@ def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int,
         id="autocast-contradicts-model",
         severity=Severity.ERROR if consequence else Severity.WARNING,
         confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
-        fqn="",
         phase=phase,
         step=step,
         dtype=region,

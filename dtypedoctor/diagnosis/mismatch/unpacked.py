@@ -22,7 +22,7 @@ class Unpacked:
 
     Attributes:
         op: the op that uses it.
-        birth: where its dtype comes from.
+        birth: where the dtype comes from that it was read in, before it was cast.
         owner: dotted name of the module that holds the packed weight.
         name: name of the packed weight, where known.
         state_dtype: what the quantisation state says.
@@ -43,6 +43,7 @@ class Unpacked:
         """The weight that operand ``index`` of ``op`` stands for; None where it is none."""
         measured = next((o for o in provenance.graph.trace.all(Observation) if o.kind == "packed-weight"
                          and o.values.get("of") == op.n and o.values.get("operand") == index), None)  # fmt: skip
+        birth = provenance.before_casts(birth)
         goes_back = birth.reason in (Reason.QUANT_STATE, Reason.REINTERPRETED)
         if not goes_back and (measured is None or not _may_be_filled_unseen(birth, measured)):
             return None
