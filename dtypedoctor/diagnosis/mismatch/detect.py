@@ -24,7 +24,6 @@ from dtypedoctor.diagnosis.mismatch.regions import (
 )  # fmt: skip
 from dtypedoctor.diagnosis.mismatch.report import Verdict, finding
 from dtypedoctor.diagnosis.mismatch.shards import mixed_shard_units
-from dtypedoctor.diagnosis.moments import step_of
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import how_the_run_ended, short
@@ -104,7 +103,7 @@ def _by_message(trace: Trace, raised: Raised, complaint: Complaint) -> Finding:
         confidence=Confidence.POSSIBLE,
         fqn=module,
         phase=raised.phase,
-        step=step_of(trace, raised),
+        step=raised.step,
         dtype=complaint.dtypes[0] if complaint.dtypes else None,
         source=place,
         summary=f"An operation in {short(module)} got {dtypes}.",

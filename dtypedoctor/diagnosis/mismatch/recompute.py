@@ -7,7 +7,6 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.mismatch.case import Case
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of, dtype_named
 from dtypedoctor.diagnosis.mismatch.report import Verdict, said
-from dtypedoctor.diagnosis.moments import step_of
 from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
@@ -70,7 +69,7 @@ def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
         fqn=unit,
         op=split[1].op if split is not None else None,
         phase="recompute",
-        step=step_of(trace, raised),
+        step=raised.step,
         dtype=again,
         source=split[1].source if split is not None else None,
         summary=f"{short(unit)} is recomputed in {again} where its forward pass was in {saved}.",

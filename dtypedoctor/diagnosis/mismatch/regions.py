@@ -9,7 +9,6 @@ from dtypedoctor.diagnosis.mismatch.case import Case
 from dtypedoctor.diagnosis.mismatch.census import HALF, Census
 from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CONVOLUTIONS, PRODUCTS, writes
 from dtypedoctor.diagnosis.mismatch.report import Verdict, described, said
-from dtypedoctor.diagnosis.moments import step_of
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import place, short
@@ -161,7 +160,7 @@ def contradicted_by(case: Case) -> Finding | None:
     return _contradiction(
         root=case.op.root,
         dtypes=(str(model), str(region)),
-        where=(case.op.phase, step_of(case.trace, case.op), inner[0]["source"] if inner else None),
+        where=(case.op.phase, case.op.step, inner[0]["source"] if inner else None),
         settled=case.ran(f"all-as-{model}"),
         consequence=f"{said(case)} at {case.op.source} refuses the two ({case.raised.message.splitlines()[0][:120]}).",
     )

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
-from dtypedoctor.diagnosis.moments import step_of
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import how_the_run_ended, place, short
@@ -50,7 +49,7 @@ def finding(case: Case, verdict: Verdict) -> Finding:
         fqn=verdict.fqn,
         op=None if op.op.startswith(_MODULE) else op.op,
         phase=op.phase,
-        step=step_of(case.trace, op),
+        step=op.step,
         dtype=odd.dtype if odd is not None else None,
         source=op.source,
         summary=verdict.summary,

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of
-from dtypedoctor.diagnosis.moments import step_of
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, short
@@ -31,7 +30,7 @@ def mixed_shard_units(trace: Trace) -> Iterator[Finding]:
         confidence=Confidence.LIKELY,
         fqn=unit,
         phase=raised.phase,
-        step=step_of(trace, raised),
+        step=raised.step,
         dtype=minority,
         summary=f"The shard unit {short(unit)} holds parameters of {' and '.join(dtypes) or 'more than one dtype'}.",
         cause=(
