@@ -3,7 +3,7 @@
 from dtypedoctor.corrections.contract import Correction
 from dtypedoctor.corrections.dequantize import CORRECTIONS_DEQUANTIZE
 from dtypedoctor.corrections.fused_lora import CORRECTIONS_FUSED_LORA
-from dtypedoctor.corrections.gemma4 import MLP_FLOAT32_PRODUCT
+from dtypedoctor.corrections.gemma4 import GEMMA4
 from dtypedoctor.corrections.keep_float32 import KEEP_FLOAT32
 from dtypedoctor.corrections.nf4_dequantize import NF4_DEQUANTIZE
 from dtypedoctor.corrections.rms_norm import RMS_NORM
@@ -12,7 +12,7 @@ CORRECTIONS: dict[str, Correction] = {
     correction.id: correction
     for correction in (
         KEEP_FLOAT32,
-        MLP_FLOAT32_PRODUCT,
+        *GEMMA4,
         *CORRECTIONS_FUSED_LORA,
         *CORRECTIONS_DEQUANTIZE,
         *RMS_NORM,

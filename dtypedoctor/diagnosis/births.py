@@ -61,9 +61,11 @@ def last_bad_before(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> Op 
 
 
 def bad_ends(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> list[Op]:
-    """The ops before event ``n`` with bad results that no other op in the trace uses: gradients, updated parameters."""
+    """The ops before event ``n`` with bad results that no other op before it uses: gradients, updated parameters."""
     found = [op for op in graph.ops if op.n < n and wanted(op) and not all(t.finite for t in op.outputs)]
-    return [op for op in found if not any(graph.consumers(t) for t in op.outputs if not t.finite)]
+    return [
+        op for op in found if not any(user.n < n for t in op.outputs if not t.finite for user in graph.consumers(t))
+    ]
 
 
 def ancestry(graph: OpGraph, last: Op) -> Ancestry:

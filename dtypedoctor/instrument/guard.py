@@ -52,5 +52,5 @@ class Guard:
         self._told.add(what)
         try:
             self._writer.write(NotWatched(what=what, why=why))
-        except (OSError, ValueError):  # no space left, or closed: nothing can be recorded, and the program goes on
+        except Exception:  # noqa: BLE001  (no space left, closed: nothing can be recorded, and the program goes on)
             self._writer.disown()

@@ -1,13 +1,14 @@
 """Workers forked from a server that has the scenario's models built already."""
 
 import time
+from collections.abc import Mapping
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dtypedoctor.runner.launch import Launcher, Run, WorkerExit, collect, make_directory
+from dtypedoctor.runner.launch import Launcher, Run, StartedWorker, WorkerExit, collect, make_directory
 from dtypedoctor.scenario.request import REQUEST, Request
 
 NO_ANSWER = 1
@@ -34,11 +35,13 @@ class WarmServer:
         self._ended: dict[str, int] = {}
         self.is_warm = False
         """Whether the models are built."""
+        self.device = "cpu"
+        """Type of the device that the scenario runs on."""
 
     def __enter__(self) -> Self:
         self._process, self._channel = self._launcher.start_warm(self._request, self._directory)
         try:
-            _, self.is_warm = self._channel.recv()
+            _, self.is_warm, self.device = self._channel.recv()
         except EOFError:  # the server has died while building: a worker will tell of what
             self.is_warm = False
         except BaseException:
@@ -53,12 +56,21 @@ class WarmServer:
             self._process.kill()
             self._process.join()
 
-    def start(self, request: Request, directory: Path) -> "WarmWorker":
+    def start(
+        self, request: Request, directory: Path, environment: Mapping[str, str] | None = None
+    ) -> "WarmWorker | StartedWorker":
         """Starts a worker and comes back at once; the caller stops and collects it.
 
+        Args:
+            request: what it is to do.
+            directory: where everything that it leaves will lie; must not exist yet.
+            environment: variables for it alone; a worker that is forked from a warm server has that one's.
+
         Raises:
-            UsageError: the directory, which must not exist yet, cannot be written.
+            UsageError: the directory cannot be written.
         """
+        if not self.is_warm:
+            return self._launcher.start(request, directory, environment)
         make_directory(directory)
         (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
         self._send("run", directory)

@@ -42,6 +42,24 @@ _OVERFLOW = (
         change=with_corrections("gemma4-mlp-float32-product"),
     ),
     Remedy(
+        id="gemma4-rms-norm-float32",
+        summary="compute every RMSNorm of Gemma-4 in float32 and hold its result within ±65280",
+        safe=True,
+        change=with_corrections("gemma4-rms-norm-float32"),
+    ),
+    Remedy(
+        id="gemma4-scaled-embedding-float32",
+        summary="scale Gemma-4's token embeddings in float32 and hold them within ±65280",
+        safe=True,
+        change=with_corrections("gemma4-scaled-embedding-float32"),
+    ),
+    Remedy(
+        id="gemma4-attention-float32",
+        summary="compute Gemma-4's attention between its projections in float32",
+        safe=True,
+        change=with_corrections("gemma4-attention-float32"),
+    ),
+    Remedy(
         id="bfloat16",
         summary="load the model in bfloat16, which has float32's range",
         safe=True,

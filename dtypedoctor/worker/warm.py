@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 def serve_warm(directory: Path, channel: Connection) -> None:
     """Builds what ``DIRECTORY/request.json`` needs, then forks a worker for each directory that comes through ``channel``.
 
-    Sends ``("ready", built)`` once; ``built`` is False where the models are not kept, because a device cannot be shared
+    Sends ``("ready", built, device)`` once; ``built`` is False where the models are not kept, because a device cannot be shared
     by forked processes or because building raised (each worker will then find out for itself). Takes ``("run", directory)``
     and ``("stop", directory)``; sends ``("ended", directory, status)``, where a negative status is a signal's number. Ends when
     the channel is closed, and ends its workers then.
@@ -33,7 +33,8 @@ def serve_warm(directory: Path, channel: Connection) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     stock = Stock()
-    built = choose_device(scenario.device).type == "cpu"
+    device = choose_device(scenario.device).type
+    built = device == "cpu"
     if built:
         prepare_process(scenario)
         try:
@@ -41,7 +42,7 @@ def serve_warm(directory: Path, channel: Connection) -> None:
         except Exception as error:  # noqa: BLE001  (the first worker meets it again and reports it)
             built = False
             print(f"not built in advance: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    channel.send(("ready", built))
+    channel.send(("ready", built, device))
     _Workers(channel, stock, threads).answer()
 
 

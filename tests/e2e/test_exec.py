@@ -270,14 +270,16 @@ def test_a_signal_goes_to_the_script_and_the_report_is_written(number: int, tmp_
     source = """
         import sys, time, torch
         torch.nn.Linear(1, 1)(torch.ones(1, 1))
-        print("ready", flush=True)
         try:
+            print("ready", flush=True)
             time.sleep(600)
         except KeyboardInterrupt:
             print("cleaning up", flush=True)
             raise
     """
     out = tmp_path / "run"
+    # a background job of a shell is deaf to Ctrl-C, and so would be everything that it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-m", "dtypedoctor", "exec", "--propagate-exit", "--out", out, script(tmp_path, source)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL, start_new_session=True,

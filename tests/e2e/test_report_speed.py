@@ -12,16 +12,16 @@ from run_directories import Shape, large_run
 MEGABYTES = 300
 
 MEASURE = """
-import json, resource, sys
+import json, sys
 from dtypedoctor.cli.main import main
 sys.argv[0] = "dtypedoctor"
 try:
     main()
 except SystemExit:
     pass
-used = resource.getrusage(resource.RUSAGE_SELF)
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 known = sorted({name.split(".")[0] for name in sys.modules} & {"torch", "numpy", "transformers"})
-print(json.dumps({"megabytes": used.ru_maxrss / 1024, "known": known}), file=sys.stderr)
+print(json.dumps({"megabytes": int(status["VmHWM"].split()[0]) / 1024, "known": known}), file=sys.stderr)
 """
 
 

@@ -93,8 +93,13 @@ def test_two_runs_with_the_same_seed_give_the_same_numbers(
 ) -> None:
     """Findings, losses and gradient norms are equal to the last digit."""
     first, second = report_of(cured[1]), report_of(diagnosed[1])
-    assert first["findings"] == second["findings"]
+    assert [_verdict(f) for f in first["findings"]] == [_verdict(f) for f in second["findings"]]
     assert _numbers(first["before"]) == _numbers(second["before"])
+
+
+def _verdict(finding: dict[str, Any]) -> tuple[Any, ...]:
+    """A finding without what only the trials of the first run could add."""
+    return tuple(finding[key] for key in ("id", "fqn", "op", "phase", "step", "dtype", "source", "summary"))
 
 
 def _numbers(run: dict[str, Any]) -> tuple[Any, ...]:

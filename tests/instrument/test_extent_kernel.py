@@ -17,6 +17,7 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 
 
 def results(rows: TritonRows, batch: list[Asked]) -> list[tuple[float, int, int]]:
+    """The rows of a batch once they have arrived."""
     number = rows.launch(batch)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
@@ -26,6 +27,7 @@ def results(rows: TritonRows, batch: list[Asked]) -> list[tuple[float, int, int]
 
 
 def spoilt(tensor: Tensor, seed: int) -> Tensor:
+    """The tensor with some NaN and inf put into it at random places."""
     generator = torch.Generator().manual_seed(seed)
     flat = tensor.flatten()
     for value, count in ((float("nan"), seed % 4), (float("inf"), seed % 3), (-float("inf"), seed % 2)):

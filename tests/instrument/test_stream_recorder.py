@@ -27,6 +27,7 @@ class Chain(nn.Module):
 
 
 def train(net: nn.Module, steps: int = 3) -> list[Tensor]:
+    """The parameters after some training steps."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     for _ in range(steps):
@@ -52,6 +53,7 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nets(depth: int, gain: float = 1.0) -> tuple[Chain, Chain]:
+    """Two equal networks."""
     torch.manual_seed(0)
     one, two = Chain(depth, gain), Chain(depth, gain)
     two.load_state_dict(one.state_dict())

@@ -58,13 +58,24 @@ class Laboratory:
         start: starts a worker.
         width: most workers at a time.
         tick: called a few times a second while workers run.
+        note: called with each run that was really made, and its directory's name below the run directory.
     """
 
-    def __init__(self, directory: Path, start: Start, width: int, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        start: Start,
+        width: int,
+        tick: Callable[[], None] = lambda: None,
+        note: Callable[[str, Run | UsageError], None] = lambda place, run: None,
+    ) -> None:
         self.directory = directory
         self._start = start
         self.width = width
         self._tick = tick
+        self._note = note
+        self.runs = 0
+        """How many requests were answered, from disk or by a run."""
 
     def run(self, request: Request, label: str = "") -> Run:
         """Runs one request; see :meth:`run_all`.
@@ -88,6 +99,7 @@ class Laboratory:
         waiting: deque[int] = deque()
         places = [self._place(request, label, attempt) for request in requests]
         for index, place in enumerate(places):
+            self.runs += 1
             if _is_finished(place, requests[index]):
                 yield Done(index=index, run=_reopened(place), repeated=True)
             else:
@@ -103,8 +115,9 @@ class Laboratory:
                 self._tick()
                 for index in list(running):
                     if running[index][1].wait(POLL_SECONDS / len(running)):
-                        _, ended = running.pop(index)
-                        yield Done(index=index, run=_collected(ended), repeated=False)
+                        run = _collected(running.pop(index)[1])
+                        self._note(str(places[index].relative_to(self.directory)), run)
+                        yield Done(index=index, run=run, repeated=False)
         finally:
             for _, left in running.values():
                 left.stop()

@@ -1,13 +1,13 @@
 # expect:
 #   id: custom-function-autocast
-#   fqn: hops.0
+#   fqn: hops.1
 #   op: aten.mm.default
 #   phase: backward
 #   step: 1
 #   raises: RuntimeError
 #   family: mismatch
 #   born: custom-fwd
-#   born_fqn: hops.0
+#   born_fqn: hops.1
 #   raised_in: hops.1
 #   why: a hand-written backward without custom_fwd/custom_bwd sees bfloat16 gradients and the float32 tensors it saved
 

@@ -1,0 +1,313 @@
+"""The watch changes nothing: what a program may do while it is watched, and what is said where the watch cannot see."""
+
+import gc
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules import module as modules
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from watched import watched
+
+from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.trace.events import NotWatched, Root
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.writer import TraceWriter
+
+
+class Net(nn.Module):
+    """Two linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+def not_watched(trace: Trace) -> str:
+    """All that the trace says was not watched."""
+    return "\n".join(f"{note.what}: {note.why}" for note in trace.all(NotWatched))
+
+
+def seen(trace: Trace) -> set[str]:
+    """Names of the modules whose outputs were measured."""
+    return {trace.sites[sample.site].fqn for sample in trace.samples if trace.sites[sample.site].kind == "output"}
+
+
+@pytest.mark.parametrize("method", ["write_samples", "write", "mark"])
+def test_an_error_inside_the_instruments_does_not_reach_the_program(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program gets its results and gradients, and the trace says what was lost, as far as it can be written."""
+    net, x = Net(), torch.randn(2, 4)
+    expected = net(x).detach()
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("out of order")
+
+    def work(instruments: Instruments) -> None:
+        original = getattr(TraceWriter, method)
+        monkeypatch.setattr(TraceWriter, method, broken)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        out = net(x)
+        out.sum().backward()
+        optimizer.step()
+        monkeypatch.setattr(TraceWriter, method, original)
+        assert torch.equal(out, expected)
+        assert net.first.weight.grad is not None
+        assert instruments.position.stack == []
+        net(x)
+
+    trace = watched(tmp_path, work)
+    if method == "write":  # then not even that can be said, and the trace has no end
+        assert trace.end is None
+        return
+    assert trace.end is not None
+    assert trace.end.outcome == "completed"
+    assert "RuntimeError: out of order" in not_watched(trace)
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing fails from some moment on."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def work(_: Instruments) -> None:
+        monkeypatch.setattr(TraceWriter, "_line", full)
+        for _ in range(3):
+            Net()(torch.randn(2, 4)).sum().backward()
+        monkeypatch.undo()
+
+    assert watched(tmp_path, work).usable
+
+
+def test_nothing_keeps_a_model_or_its_gradients_alive(tmp_path: Path) -> None:
+    """A program that deletes its model gets its memory back at once, also after training it."""
+
+    def work(_: Instruments) -> None:
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters())
+        net(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        watched_model, weight = weakref.ref(net), weakref.ref(net.first.weight)
+        del net, optimizer
+        gc.collect()
+        assert watched_model() is None
+        assert weight() is None
+        Net()(torch.randn(2, 4))
+
+    trace = watched(tmp_path, work)
+    assert trace.end is not None
+    assert trace.end.outcome == "completed"
+    assert [root.root for root in trace.all(Root)] == [0, 1]
+
+
+def test_a_module_that_returns_its_parameter_gets_no_hook_on_it(tmp_path: Path) -> None:
+    """A hook on a leaf would stay there after the call."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> Tensor:
+            return self.rows
+
+    table = Table()
+    watched(tmp_path, lambda _: [table() for _ in range(3)])
+    assert table.rows._backward_hooks is None
+
+
+def test_saving_an_output_warns_of_nothing(tmp_path: Path) -> None:
+    """torch warns of hooks that it cannot save with a tensor."""
+    net = Net()
+
+    def work(_: Instruments) -> None:
+        out = net(torch.randn(2, 4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.save(out, tmp_path / "out.pt")
+
+    trace = watched(tmp_path, work)
+    assert trace.end is not None
+    assert trace.end.outcome == "completed"
+
+
+def test_compiling_a_module_warns_of_no_hooks_and_its_inside_is_listed(tmp_path: Path) -> None:
+    """torch.compile warns of global hooks; ours are not the user's business. Afterwards none is left."""
+
+    def work(_: Instruments) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.compile(Net(), backend="eager")(torch.randn(2, 4))
+
+    trace = watched(tmp_path, work)
+    assert trace.end is not None
+    assert trace.end.outcome == "completed"
+    assert "compiled code runs no module hooks" in not_watched(trace)
+    assert not modules._has_any_global_hook()
+
+
+def test_a_traced_module_holds_none_of_the_measuring(tmp_path: Path) -> None:
+    """torch.jit.trace and fx write down what runs; the graphs are those without the watch."""
+
+    def graphs() -> list[str]:
+        net = Net()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            recorded = torch.jit.trace(net, torch.randn(2, 4))
+        return [str(recorded.graph).count("aten::"), str(fx.symbolic_trace(net).graph)]  # type: ignore[list-item]
+
+    bare = graphs()
+    found: list[list[str]] = []
+    watched(tmp_path, lambda _: found.append(graphs()))
+    assert found == [bare]
+
+
+def test_a_torchscript_module_is_listed_as_not_watched_inside(tmp_path: Path) -> None:
+    """What it returns is measured all the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        script = torch.jit.script(Net())
+    trace = watched(tmp_path, lambda _: script(torch.randn(2, 4)))
+    assert "TorchScript runs no module hooks" in not_watched(trace)
+    assert seen(trace) == {""}
+
+
+def test_transformed_and_nested_tensors_pass_unmeasured(tmp_path: Path) -> None:
+    """vmap, grad and nested tensors cannot be read; the results are right and no error is reported."""
+    net = nn.Linear(4, 4)
+    rows = torch.randn(3, 4)
+
+    def work(_: Instruments) -> None:
+        assert torch.allclose(torch.func.vmap(net)(rows), net(rows), atol=1e-6)
+        torch.func.grad(lambda x: net(x).sum())(rows[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+        assert net(nested).is_nested
+
+    trace = watched(tmp_path, work)
+    assert trace.end is not None
+    assert trace.end.outcome == "completed"
+    assert "dtypedoctor failed" not in not_watched(trace)
+
+
+def test_the_programs_own_modes_see_only_the_program(tmp_path: Path) -> None:
+    """A counter of operations counts the same, and a default device is not applied to what the watch computes."""
+
+    class Ops(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    net, x = Net(), torch.randn(2, 4)
+
+    def counted() -> tuple[list[str], int]:
+        net.zero_grad()
+        with Ops() as ops, FlopCounterMode(display=False) as flops:
+            net(x).sum().backward()
+        with torch.device("meta"):
+            assert net(x).device.type == "cpu"
+        return ops.names, flops.get_total_flops()
+
+    bare = counted()
+    found: list[tuple[list[str], int]] = []
+    trace = watched(tmp_path, lambda _: found.append(counted()))
+    assert found == [bare]
+    assert seen(trace) == {"", "first", "second"}
+
+
+def test_modules_of_several_threads_do_not_get_mixed_up(tmp_path: Path) -> None:
+    """One thread's calls are watched, the other's are listed as not told apart; both get their results."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            assert go_on.wait(30)
+            return x + 1
+
+    def work(_: Instruments) -> None:
+        other = threading.Thread(target=lambda: Waiting()(torch.zeros(1)))
+        other.start()
+        assert inside.wait(30)
+        assert Net()(torch.randn(2, 4)).shape == (2, 4)
+        go_on.set()
+        other.join()
+        Net()(torch.randn(2, 4))
+
+    trace = watched(tmp_path, work)
+    assert "several threads at once" in not_watched(trace)
+    assert seen(trace) == {"", "first", "second"}
+
+
+def test_a_forked_child_writes_nothing_into_the_trace(tmp_path: Path) -> None:
+    """A writer that a child disowns is silent there, and whole in the parent."""
+    writer = TraceWriter(tmp_path)
+    os.register_at_fork(after_in_child=writer.disown)
+    instruments = Instruments(writer)
+    instruments.start()
+    net = Net()
+    net(torch.randn(2, 4))
+    before = (tmp_path / "events.jsonl").read_bytes(), (tmp_path / "cursor.bin").read_bytes()
+    child = os.fork()
+    if child == 0:
+        net(torch.full((2, 4), float("nan")))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert before == ((tmp_path / "events.jsonl").read_bytes(), (tmp_path / "cursor.bin").read_bytes())
+    instruments.stop()
+    writer.close()
+
+
+def wrapped(inner: nn.Module) -> nn.Module:
+    """A module around another one, as adapters are."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.extra = inner, nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.extra(self.base(x))
+
+    return Outer()
+
+
+@pytest.mark.parametrize("order", ["inner first", "outer first"])
+def test_a_model_inside_a_larger_one_has_one_name(order: str, tmp_path: Path) -> None:
+    """Whichever was called first, everything is named from the larger one on."""
+    inner = Net()
+    outer = wrapped(inner)
+    calls: list[Callable[[], Any]] = [lambda: inner(torch.randn(2, 4)), lambda: outer(torch.randn(2, 4))]
+    if order == "outer first":
+        calls.reverse()
+    trace = watched(tmp_path, lambda _: [call() for call in calls])
+    assert seen(trace) == {"", "extra", "base", "base.first", "base.second"}
+
+
+def test_a_backbone_that_two_models_share_keeps_its_first_name(tmp_path: Path) -> None:
+    """Actor and critic: neither is inside of the other."""
+    backbone = Net()
+    actor, critic = wrapped(backbone), nn.Sequential(backbone, nn.Linear(4, 1))
+    trace = watched(tmp_path, lambda _: [model(torch.randn(2, 4)) for model in (actor, critic, actor)])
+    names = [(trace.sites[s.site].root, trace.sites[s.site].fqn) for s in trace.samples]
+    assert (0, "base.first") in names
+    assert (1, "1") in names
+    assert (1, "0.first") not in names

@@ -1,0 +1,137 @@
+"""For each finding about what goes wrong in silence a trace that it is in, and one that looks like it and is healthy."""
+
+from dataclasses import replace
+from typing import Any
+
+from nonfinite_examples import Example
+from traces import TraceBuilder
+
+from dtypedoctor.trace.events import Correction, Observation, ScalerState
+
+BORN = {
+    "op": "aten.mul.Tensor",
+    "fqn": "ff",
+    "source": "model.py:7",
+    "dtype": "float16",
+    "operands": [889.0, 918.5],
+    "float32": 430546.875,
+    "bad": 108,
+    "elements": 768,
+    "squares": False,
+    "negative": False,
+}
+
+
+def seen(kind: str, fqn: str | None = None, **values: Any) -> TraceBuilder:
+    """A trace with one observation."""
+    trace = TraceBuilder()
+    return trace.add(
+        Observation(n=trace.n(), step=1, call=1, phase="forward", kind=kind, fqn=fqn, values=values | {"fqn": fqn})
+    )
+
+
+def absorbed(op: str, *scalars: str, error: float = 1.0, by_mask: bool = False, through: tuple[str, ...] = (),
+             **born: Any) -> TraceBuilder:  # fmt: skip
+    """An overflow that ``op`` has ended in finite values; ``born`` changes what is told of the overflow."""
+    return seen("absorbed", "ff", op=op, source="model.py:8", scalars=list(scalars), relative_error=error, rescued=108,
+                elements=768, by_mask=by_mask, through=[*through, op], born=BORN | {"op": born.pop("by", BORN["op"])} | born)  # fmt: skip
+
+
+def updates(wanted: int = 64, lost: int = 64) -> TraceBuilder:
+    """What the checks of an optimizer have found so far."""
+    one = {"wanted": wanted, "lost": lost, "dtype": "bfloat16", "absmax": 1.0, "update": 1e-5}
+    return seen("updates", optimizer="AdamW", lr=1e-5, checks=2, first_step=1, parameters={"norm.weight": one})
+
+
+def scaled(zeros_scaled: int, *, scaler: bool = False) -> TraceBuilder:
+    """A gradient that is all zero, and how much of it is zero when the loss is scaled."""
+    one = {"elements": 40, "zeros": 40, "zeros_scaled": zeros_scaled, "largest": 3e-9}
+    trace = seen("scaled-backward", scale=32768.0, parameters={"enc.weight": one})
+    if scaler:
+        trace.add(ScalerState(n=trace.n(), step=1, scale=1024.0, found_inf=False, skipped=False))
+    return trace
+
+
+def stale(relative_error: float = 0.2) -> TraceBuilder:
+    """A layer that computes with an old copy of its weight."""
+    return seen("autocast-cache", "net.0", weight="net.0.weight", dtype="bfloat16", relative_error=relative_error,
+                region="train.py:12", calls=2)  # fmt: skip
+
+
+def rotary(dtype: str = "bfloat16") -> TraceBuilder:
+    """A rounded table of frequencies."""
+    return seen("rotary-table", "rope", name="rope.freqs", dtype=dtype, rounded_to="bfloat16", length=16, first=1.0,
+                last=1.8e-4, deviation=0.0046, angle_error=1.16, read=True)  # fmt: skip
+
+
+def router(flipped: int) -> TraceBuilder:
+    """A router over 512 tokens."""
+    return seen("router", "moe.gate", op="aten.topk.default", source="moe.py:9", scores_op="aten.mm.default",
+                scores_source="moe.py:8", dtype="bfloat16", experts=64, chosen=8, tokens=512, flipped=flipped,
+                tied=35)  # fmt: skip
+
+
+def cast() -> TraceBuilder:
+    """An activation that went through uint8."""
+    return seen("float-to-int", "steps.0", op="aten._to_copy.default", source="model.py:26", to="uint8",
+                relative_error=101.4, elements=2048, used_by="aten._to_copy.default", used_at="model.py:26",
+                **{"from": "float32"})  # fmt: skip
+
+
+def twins(gap: float = 0.2, *, dropout: bool = False) -> TraceBuilder:
+    """A generator and a trainer with the same weights."""
+    return seen("twins", trainer=1, generator=0, trainer_dtype="float32", generator_dtype="bfloat16", rows=56, choices=64,
+                largest_gap=gap, mean_gap=gap / 10, dropout=dropout)  # fmt: skip
+
+
+def unpatched() -> TraceBuilder:
+    """A class that keeps an original which still runs."""
+    return seen(
+        "unpatched", "mlp", attribute="_original_forward", method="forward", source="m.py:3", **{"class": "MLP"}
+    )
+
+
+def correction(*, hits: int, rescued: int = 0, installed: bool = True) -> TraceBuilder:
+    """A correction at the beginning and at the end of a run."""
+    trace = TraceBuilder()
+    record = Correction(
+        n=trace.n(),
+        id="safe-product",
+        target="MLP.forward",
+        installed=installed,
+        reason="" if installed else "the signature has changed",
+        proof="code object replaced",
+    )
+    return trace.add(record, replace(record, n=trace.n(), hits=hits, rescued=rescued))
+
+
+def pretrained(stored: str, loaded: str, requested: str | None) -> TraceBuilder:
+    """A checkpoint and the model made of it."""
+    return seen("pretrained", model="Llama", stored={stored: 100}, loaded={loaded: 100}, requested=requested)
+
+
+def state_loaded(became_zero: int) -> TraceBuilder:
+    """A state that was cast while it was loaded."""
+    return seen("state-loaded", casts={"bfloat16->float16": 773}, became_inf=0, became_zero=became_zero, elements=773,
+                names=["0.weight"])  # fmt: skip
+
+
+EXAMPLES: dict[str, Example] = {
+    "silent-rescue": (
+        lambda: absorbed("aten.nan_to_num.default", "0.0"),
+        lambda: absorbed("aten.clamp.default", "0.0", "6.0", error=0.0),
+    ),
+    "gradient-underflow": (lambda: scaled(2), lambda: scaled(40)),
+    "update-stall": (updates, lambda: updates(lost=32)),
+    "stale-autocast-cache": (stale, TraceBuilder),
+    "float-to-int-cast": (cast, TraceBuilder),
+    "rounded-rotary-buffer": (rotary, TraceBuilder),
+    "router-flip": (lambda: router(18), lambda: router(2)),
+    "patch-not-applied": (unpatched, lambda: correction(hits=3)),
+    "logprob-gap": (twins, lambda: twins(dropout=True)),
+    "checkpoint-dtype-mismatch": (
+        lambda: pretrained("bfloat16", "float16", "float16"),
+        lambda: pretrained("float32", "bfloat16", "bfloat16"),
+    ),
+}
+"""By finding: a trace in which it is the first finding, and one without it."""

@@ -1,0 +1,293 @@
+"""Dtypes that do not go together: every finding of the family, on traces built by hand."""
+
+from dataclasses import replace
+
+import pytest
+from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, norm, packed, quant_state, stale_buffer
+from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
+
+from dtypedoctor.diagnosis.finding import Confidence, Severity
+from dtypedoctor.diagnosis.ids import FAMILIES
+from dtypedoctor.diagnosis.mismatch.census import Census
+from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
+from dtypedoctor.diagnosis.mismatch.messages import complaint_of, dtype_named
+from dtypedoctor.trace.events import Flow, Observation, Replay
+
+
+def test_every_finding_of_the_family_has_an_example() -> None:
+    """The table and the list of ids name the same findings."""
+    assert tuple(EXAMPLES) == FAMILIES["dtype-mismatch"]
+
+
+@pytest.mark.parametrize(("name", "example"), EXAMPLES.items(), ids=str)
+def test_an_example_fires(name: str, example: Example) -> None:
+    """The first finding has the id, the module, the confidence and the named reason of the example, and says what happened."""
+    first = next(detect_mismatch(example.fires()))
+    assert (first.id, first.fqn, first.confidence) == (name, example.fqn, example.confidence)
+    if example.reason is not None:
+        assert first.provenance[-1].op.partition(":")[0] == example.reason
+    assert first.summary.endswith(".")
+    assert first.evidence
+    assert all(reference.startswith("https://") for reference in first.references)
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
+def test_the_silent_twin_of_an_example_is_silent(example: Example) -> None:
+    """The same story with dtypes that agree, or a region that reaches, leads to no finding at all."""
+    assert list(detect_mismatch(example.silent())) == []
+
+
+def test_the_chain_goes_from_the_refusing_op_back_to_the_norm_without_its_views() -> None:
+    """The first link is the product, the last one names the weight; nothing is proven without the replays."""
+    trace = norm(casts_back=False)
+    (finding,) = detect_mismatch(trace)
+    assert [link.op for link in finding.provenance] == ["aten.mm.default", "aten.mul.Tensor", "norm: norm.weight"]
+    assert finding.provenance[1].dtype_in == HALF
+    assert finding.provenance[1].dtype_out == F32
+    bare = replace(trace, records=tuple(r for r in trace.records if not isinstance(r, Replay)))
+    assert next(detect_mismatch(bare)).confidence is Confidence.LIKELY
+
+
+def test_a_keep_list_that_left_the_norm_in_float32_is_named() -> None:
+    """Matched by substring, as such lists are."""
+    trace = norm(casts_back=False)
+    config = Observation(n=0, step=1, call=1, phase="forward", kind="model-config", fqn="",
+                         values={"root": 0, "dtype": HALF, "keep_in_fp32": ["orm"]})  # fmt: skip
+    (finding,) = detect_mismatch(replace(trace, records=(config, *trace.records)))
+    assert "'orm'" in finding.cause
+
+
+def test_a_contradicting_region_comes_before_the_bypass_that_it_leads_to() -> None:
+    """bfloat16 weights in a float16 region: the region is the root, the op in place the place where it shows."""
+    story = Story().body(HALF)
+    x, a = story.given(HALF), story.parameter("side.a", HALF)
+    casts = [story.run("aten._to_copy.default", "side", [t], "float16", autocast="float16") for t in (x, a)]
+    product = story.run("aten.mm.default", "side", casts, "float16", autocast="float16")
+    story.refuse("aten.addmm_.default", "side", [product, product, a], IN_PLACE, inplace=True, autocast="float16")
+    root, consequence = detect_mismatch(story.ended())
+    assert (root.id, consequence.id) == ("autocast-contradicts-model", "autocast-bypass")
+    assert root.severity is consequence.severity is Severity.ERROR
+    assert root.confidence is consequence.confidence is Confidence.PROVEN
+
+
+def test_a_quantisation_state_is_to_blame_where_autocast_has_hidden_it_until_an_op_in_place() -> None:
+    """The odd operand of the in-place sum goes back to a dequantisation, so the region is not the reason."""
+    story = Story().body()
+    _, dense = packed(story, "up.weight", "float16", state="float16")
+    gradient = story.tensor(HALF)
+    story.refuse("aten.addmm_.default", "mlp", [gradient, gradient, dense], IN_PLACE, inplace=True, autocast=HALF,
+                 phase="backward", function="Fused")  # fmt: skip
+    (finding,) = detect_mismatch(story.ended())
+    assert (finding.id, finding.fqn, finding.phase) == ("quant-state-dtype", "up", "backward")
+    assert "hides" in finding.cause
+
+
+def test_float32_weights_in_any_region_are_ordinary_mixed_precision() -> None:
+    """A bypass with float32 weights has no contradicting region behind it."""
+    assert [finding.id for finding in detect_mismatch(bypass(inside="float16"))] == ["autocast-bypass"]
+
+
+def test_a_region_re_entered_by_the_backward_is_told_from_one_that_was_lost() -> None:
+    """custom_bwd restores float16, and the gradient is summed in place into float32 memory."""
+    story = Story().body(F32)
+    buffer = story.run("aten.empty_like.default", "down", [story.tensor(F32)], F32, phase="backward", function="Fused")
+    product = story.tensor("float16")
+    story.saw(
+        "custom-function", "down", function="Fused", decorated=True, fwd_used_autocast=True, forward_autocast="float16"
+    )
+    story.refuse("aten.addmm_.default", "down", [buffer, product, product], IN_PLACE, inplace=True, autocast="float16",
+                 phase="backward", function="Fused")  # fmt: skip
+    (finding,) = detect_mismatch(story.ended())
+    assert finding.id == "custom-function-autocast"
+    assert "re-enters" in finding.cause
+
+
+def unnoticed(*, state: str, memory: str, error: float) -> list[tuple[str, str | None]]:
+    """Findings about a product that ran with a weight from memory typed as ``memory``."""
+    story = Story().body(HALF)
+    _, dense = packed(story, "wide.weight", "float16", state=state)
+    scratch = story.tensor(memory)
+    seen = story.run("aten.view.dtype", "fused", [scratch], "float16", like=scratch)
+    story.op("aten.copy_.default", "fused", [seen, dense], [story.tensor("float16", like=scratch)], inplace=True)
+    cast = story.run(
+        "aten._to_copy.default", "fused", [story.tensor(memory, like=scratch)], "float16", autocast="float16"
+    )
+    product = story.op(
+        "aten.mm.default", "fused", [story.tensor("float16"), cast], [story.tensor("float16")], autocast="float16"
+    )
+    story.saw("packed-weight", "wide", of=product.n, operand=1, weight="wide.weight", dtype="float16", quant_dtype=state,
+              relative_error=error)  # fmt: skip
+    return [(finding.id, finding.fqn) for finding in detect_mismatch(story.build())]
+
+
+def test_garbage_weights_are_found_although_nothing_raised() -> None:
+    """A cast by autocast lies between the memory and the product; the comparison of values tells."""
+    assert unnoticed(state="float16", memory=HALF, error=1.0) == [("stale-dequant-buffer", "wide")]
+
+
+def test_a_kernel_of_another_format_than_the_state_is_the_states_fault() -> None:
+    """The memory is float32 as the state says, and float16 patterns were written into it."""
+    assert unnoticed(state="float32", memory="float32", error=1.23) == [("quant-state-dtype", "wide")]
+
+
+def test_a_weight_that_is_right_within_rounding_is_silent() -> None:
+    """Rounding to bfloat16 costs 0.002."""
+    assert unnoticed(state="float16", memory="float16", error=0.002) == []
+
+
+def test_an_activation_of_the_weights_shape_is_no_wrong_weight() -> None:
+    """It comes out of a computation, not out of a dequantisation or memory that nobody wrote to."""
+    story = Story().body(HALF)
+    packed(story, "wide.weight", HALF, state=HALF)
+    x = story.run("aten.add.Tensor", "fused", [story.tensor(HALF), story.tensor(HALF)], HALF)
+    product = story.op("aten.mm.default", "fused", [x, story.tensor(HALF)], [story.tensor(HALF)])
+    story.saw(
+        "packed-weight",
+        "wide",
+        of=product.n,
+        operand=0,
+        weight="wide.weight",
+        dtype=HALF,
+        quant_dtype=HALF,
+        relative_error=1.4,
+    )
+    assert list(detect_mismatch(story.build())) == []
+
+
+def test_a_weight_filled_by_a_kernel_that_nobody_sees_is_known_by_its_values() -> None:
+    """New memory without a visible writer that holds what the state says is the dequantised weight."""
+    story = Story().body(HALF)
+    story.parameter("wide.weight", "uint8", shape=[8, 1], quant={"kind": "nf4", "dtype": "float16", "shape": [4, 4]})
+    dense = story.run("aten.empty.memory_format", "fused", [], "float16")
+    refused = story.refuse("aten.mm.default", "fused", [story.given(HALF), dense], PRODUCT)
+    story.saw("packed-weight", "wide", of=refused.n, operand=1, weight="wide.weight", dtype="float16", quant_dtype="float16",
+              relative_error=0.0002)  # fmt: skip
+    assert next(detect_mismatch(story.ended())).id == "quant-state-dtype"
+
+
+def test_a_stale_buffer_is_not_taken_for_a_wrong_state_and_the_other_way_round() -> None:
+    """Both refuse in a product, and only in one are the values wrong."""
+    assert [f.id for f in detect_mismatch(stale_buffer(memory=HALF))] == ["stale-dequant-buffer"]
+    assert [f.id for f in detect_mismatch(quant_state(state="float16"))] == ["quant-state-dtype"]
+
+
+def test_without_an_op_trace_the_message_alone_makes_it_possible_and_no_more() -> None:
+    """Module and line come from the exception."""
+    trace = Story().body().raised(BIASED, modules=["", "encoder", "encoder.query"]).ended()
+    (finding,) = detect_mismatch(trace)
+    assert (finding.id, finding.confidence, finding.fqn) == (
+        "operand-dtype-mismatch",
+        Confidence.POSSIBLE,
+        "encoder.query",
+    )
+
+
+@pytest.mark.parametrize("message", ["list index out of range", "Object of type dtype is not JSON serializable", ""])
+def test_an_exception_about_something_else_is_not_explained(message: str) -> None:
+    """An error that merely mentions dtypes is nobody's mismatch."""
+    assert list(detect_mismatch(Story().body().raised(message, kind="TypeError").ended())) == []
+
+
+def test_an_op_that_refuses_shapes_of_one_dtype_is_not_explained() -> None:
+    """Dense operands of wrong shapes in a model with packed weights elsewhere."""
+    story = Story().body()
+    packed(story, "wide.weight", HALF, state=HALF)
+    operands = [story.given(HALF), story.parameter("body.weight", HALF, note=False)]
+    story.refuse("aten.mm.default", "body", operands, "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x4)")
+    assert list(detect_mismatch(story.ended())) == []
+
+
+def test_a_failed_comparison_of_a_recomputation_names_the_op_that_differs() -> None:
+    """The saved and the recomputed dtype come from torch's own message, the op from the two passes."""
+    message = (
+        "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than during the forward "
+        "pass.\ntensor at position 1:\nsaved metadata: {'shape': torch.Size([4]), 'dtype': torch.bfloat16, 'device': 'cpu'}\n"
+        "recomputed metadata: {'shape': torch.Size([4]), 'dtype': torch.float32, 'device': 'cpu'}\n"
+    )
+    story = Story().body()
+    story.op("aten.linspace.default", "stage", [], [story.tensor(HALF)])
+    story.op("aten.linspace.default", "stage", [], [story.tensor(F32)], phase="recompute")
+    (finding,) = detect_mismatch(
+        story.raised(message, kind="CheckpointError", phase="backward", modules=["stage"]).ended()
+    )
+    assert (finding.id, finding.fqn, finding.op) == ("recompute-dtype-mismatch", "stage", "aten.linspace.default")
+    assert finding.confidence is Confidence.PROVEN
+
+
+def test_a_region_for_a_device_that_nothing_runs_on_is_information_only() -> None:
+    """Nothing failed: float32 throughout, as without the region."""
+    story = (
+        Story().body(F32).saw("autocast-region", device="cuda", wanted="float16", enabled=False, source="train.py:3")
+    )
+    story.sample("body", 1.0, dtype=F32, device="cpu")
+    (finding,) = detect_mismatch(story.build())
+    assert (finding.id, finding.severity) == ("autocast-wrong-device", Severity.INFO)
+
+
+def test_a_region_that_is_entered_around_float32_layers_of_a_half_precision_model_is_no_contradiction() -> None:
+    """Only layers in the model's own dtype count."""
+    story = Story().body(HALF).saw("autocast-region", device="cpu", wanted="float16", enabled=True, source="train.py:3")
+    story.add(Flow(n=story.n(), step=1, call=1, phase="forward", root=0, fqn="router", cls="Linear", inputs=[F32],
+                   outputs=["float16"], weights=[F32], autocast="float16"))  # fmt: skip
+    assert list(detect_mismatch(story.build())) == []
+
+
+MESSAGES = [
+    (
+        "expected mat1 and mat2 to have the same dtype, but got: c10::Half != c10::BFloat16",
+        "product",
+        ("float16", "bfloat16"),
+    ),
+    (IN_PLACE, "accumulation", ("float16", "bfloat16")),
+    (BIASED, "biased-product", ("float32", "bfloat16")),
+    ("expected scalar type Half but found Float", "batched-product", ("float16", "float32")),
+    ("Input type (float) and bias type (c10::Half) should be the same", "convolution", ("float32", "float16")),
+    (
+        "index_add_(): self (Half) and source (Float) must have the same scalar type",
+        "index-add",
+        ("float16", "float32"),
+    ),
+    ("Expected out tensor to have dtype float, but got c10::BFloat16 instead", "out", ("float32", "bfloat16")),
+    (
+        "RNN input dtype (torch.float32) does not match weight dtype (torch.bfloat16).",
+        "recurrent",
+        ("float32", "bfloat16"),
+    ),
+    ("FlashAttention only support fp16 and bf16 data type", "flash-attention", ()),
+    ("Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32", "shards", ()),
+]
+
+
+@pytest.mark.parametrize(("message", "family", "dtypes"), MESSAGES, ids=[m[1] for m in MESSAGES])
+def test_a_message_gives_the_family_of_the_op_and_the_dtypes(
+    message: str, family: str, dtypes: tuple[str, ...]
+) -> None:
+    """However they are spelt, and whichever version of torch said it."""
+    complaint = complaint_of(message)
+    assert complaint is not None
+    assert (complaint.family, complaint.dtypes) == (family, dtypes)
+
+
+@pytest.mark.parametrize(
+    ("word", "name"), [("Half", "float16"), ("c10::Half", "float16"), ("torch.float32", "float32"), ("Byte", "uint8")]
+)
+def test_a_dtype_has_one_name(word: str, name: str) -> None:
+    """As in C++, as in Python, as in messages."""
+    assert dtype_named(word) == name
+
+
+def test_what_is_frozen_decides_the_dtype_of_a_model_and_packed_weights_do_not() -> None:
+    """Adapters may outnumber the rest; packed storage says nothing about activations."""
+    story = Story()
+    story.parameter("words.weight", HALF, shape=[4, 4])
+    story.parameter("adapter.weight", F32, shape=[64, 64], requires_grad=True)
+    packed(story, "wide.weight", "float16", state="float16")
+    assert Census(story.build()).dtype_of(0) == HALF
+
+
+def test_an_adapter_is_known_by_its_shape_and_not_by_its_name() -> None:
+    """Trainable, of low rank, beside a larger frozen matrix with which it shares a dimension."""
+    census = Census(adapter(cast=True))
+    assert census.is_adapter(0, "wrapped.down.weight")
+    assert not census.is_adapter(0, "wrapped.base.weight")
+    assert not census.is_adapter(0, "body.weight")

@@ -1,0 +1,167 @@
+"""Where inf and NaN come from, told from traces built by hand."""
+
+import pytest
+from nonfinite_examples import (
+    EXAMPLES,
+    given,
+    gradient,
+    masked,
+    optimizer_step,
+    overflow,
+    refused_sampling,
+    replayed,
+    scores,
+    squares,
+)
+from traces import TraceBuilder, tensor
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.ids import FAMILIES
+from dtypedoctor.diagnosis.incidents import incidents
+from dtypedoctor.diagnosis.window import suspicious_windows
+from dtypedoctor.scenario.request import Window
+
+
+def only(trace: TraceBuilder) -> Finding:
+    """The one finding in a trace."""
+    (finding,) = diagnose(trace.build())
+    return finding
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_finding_is_found_in_its_example_and_not_in_the_healthy_one(name: str) -> None:
+    """The first finding of the one has the id, no finding of the other does."""
+    firing, silent = EXAMPLES[name]
+    assert diagnose(firing().build())[0].id == name
+    assert name not in {finding.id for finding in diagnose(silent().build())}
+
+
+def test_every_finding_of_the_family_has_an_example() -> None:
+    """A detector without one could fire on anything."""
+    assert set(FAMILIES["non-finite"]) <= set(EXAMPLES)
+
+
+def test_the_op_that_made_the_inf_is_blamed_although_a_norm_made_the_first_nan() -> None:
+    """inf counts before NaN: module, op and line are those of the product."""
+    finding = only(overflow())
+    assert (finding.fqn, finding.op, finding.source, finding.confidence) == (
+        "mlp",
+        "aten.mul.Tensor",
+        "model.py:7",
+        Confidence.PROVEN,
+    )
+
+
+def test_a_value_that_float32_cannot_hold_either_is_no_precision_problem() -> None:
+    """exp(400) is finite in float64 and beyond float32."""
+    assert only(overflow(dtype="float32", float32=5.2e173)).id == "domain-error"
+
+
+def test_a_replay_that_fits_the_dtype_proves_nothing() -> None:
+    """The op overflowed inside; what it would have been is only likely."""
+    assert only(overflow(float32=60000.0)).confidence is Confidence.LIKELY
+
+
+def test_a_product_with_a_weight_is_no_attention_score() -> None:
+    """A linear layer in front of a softmax overflows as any other."""
+    finding = only(scores(product="aten.addmm.default", query="parameter"))
+    assert finding.id == "float16-overflow"
+
+
+def test_squares_that_no_root_follows_are_an_ordinary_overflow() -> None:
+    """Squaring is not a norm by itself."""
+    assert only(squares("aten.tanh.default")).id == "float16-overflow"
+
+
+def test_positive_infinities_before_a_softmax_are_not_called_a_mask() -> None:
+    """They were asked for by nobody, so what made NaN of them is to blame."""
+    assert only(masked(posinf=1)).id == "domain-error"
+
+
+def test_a_masked_row_outside_of_all_modules_is_found_where_the_sampler_refuses_it() -> None:
+    """No module returned anything bad; the softmax is blamed and not the sampler."""
+    finding = only(refused_sampling())
+    assert (finding.id, finding.fqn, finding.op) == ("fully-masked-row", None, "aten._softmax.default")
+
+
+def test_a_scaler_that_halves_its_scale_until_steps_are_taken_is_healthy() -> None:
+    """Its skipped first steps are what it is for."""
+    assert diagnose(gradient(scale=2.0**22, later_taken=True).build()) == ()
+
+
+def test_a_gradient_that_would_fit_at_scale_one_is_the_scales_doing() -> None:
+    """The run ended before the scaler had come down: nothing is wrong with the model."""
+    assert diagnose(gradient(scale=2.0**22).build()) == ()
+
+
+def test_a_gradient_that_does_not_fit_at_scale_one_is_found_although_there_is_a_scaler() -> None:
+    """2**40 over a scale of 65536 is still more than 65504."""
+    finding = only(gradient(scale=65536.0, float32=2.0**40))
+    assert finding.id == "backward-overflow"
+    assert any("at scale 1" in line for line in finding.evidence)
+
+
+def test_a_vanished_epsilon_is_quoted() -> None:
+    """1e-8 is zero in float16 and proves it; 1e-4 is not, and something else made the zero."""
+    assert only(optimizer_step()).confidence is Confidence.PROVEN
+    finding = only(optimizer_step(epsilon="0.0001"))
+    assert (finding.fqn, finding.confidence) == ("emb", Confidence.LIKELY)
+
+
+def test_a_nonfinite_parameter_names_its_module_and_an_input_the_outermost_one() -> None:
+    """The first op that used it is evidence, not the culprit."""
+    assert only(given("parameter", "mid.1.bias")).fqn == "mid.1"
+    assert only(given("input", "args.0")).fqn == ""
+    assert only(given("", None)).id == "nonfinite-input"
+
+
+def test_a_mask_buffer_of_minus_inf_is_no_damaged_parameter() -> None:
+    """What made NaN of it is looked at instead."""
+    assert only(given("buffer", "mask", nan=0, neginf=4)).id == "domain-error"
+
+
+def test_of_several_gradients_the_earliest_op_is_blamed() -> None:
+    """Each gradient is used by itself, so the last bad one is not where the others came from."""
+    trace = TraceBuilder().sample("", 2.0, kind="loss")
+    first = trace.op("aten.mm.default", "out", [tensor(1), tensor(2)], [tensor(3, inf=1)], phase="backward")
+    replayed(trace, first.n, 1e6)
+    second = trace.op("aten.sum.dim_IntList", "moon", [tensor(4)], [tensor(5, inf=1)], phase="backward")
+    replayed(trace, second.n, 1e6)
+    trace.sample("out.weight", 1.0, inf=1, kind="grad", phase="backward")
+    assert only(trace).fqn == "out"
+
+
+def test_a_bad_value_matters_where_it_gets_to_a_loss_a_gradient_a_result_or_a_sampler() -> None:
+    """And nowhere else."""
+    mask = TraceBuilder().sample("mask", 1.0, inf=4).sample("", 3.0)
+    assert incidents(mask.build()) == ()
+    returned = TraceBuilder().sample("mask", 1.0, inf=4).sample("", 3.0, inf=1)
+    assert [i.n for i in incidents(returned.build())] == [1]
+    trained = TraceBuilder().sample("mask", 1.0, inf=4).sample("", 3.0, inf=1).sample("", 2.0, kind="loss")
+    assert incidents(trained.build()) == ()
+    lost = TraceBuilder().sample("mlp", 1.0, inf=4).sample("", 2.0, kind="loss", nan=1)
+    assert len(incidents(lost.build())) == 1
+
+
+def test_the_second_look_goes_on_where_the_first_one_shows_that_nothing_went_wrong() -> None:
+    """Call 1 returns a mask that was asked for; call 4 has not been looked at."""
+    trace = TraceBuilder()
+    trace.op("aten.masked_fill.Scalar", "", [tensor(1)], [tensor(2, num_neginf=4)], scalars=["-inf"])
+    trace.sample("", 1.0, inf=4)
+    assert suspicious_windows(trace.build()) == ()
+    trace.sample("", 1.0, nan=4, call=4)
+    assert suspicious_windows(trace.build()) == (Window(call=4),)
+
+
+def test_a_bad_loss_of_finite_outputs_is_looked_for_outside_of_the_modules() -> None:
+    """The window opens before the call, when the batch is made."""
+    trace = TraceBuilder().sample("", 1.0, call=3).sample("", 1.0, nan=1, kind="loss", call=3)
+    assert suspicious_windows(trace.build()) == (Window(call=3, early=True),)
+
+
+def test_a_sampler_that_refuses_is_looked_at_although_every_output_is_finite() -> None:
+    """Logits may be spoiled between the model and the sampler."""
+    bare = TraceBuilder().sample("", 3.0, call=2)
+    bare.add(*[r for r in refused_sampling().build().records if type(r).__name__ == "Raised"])
+    assert suspicious_windows(bare.build()) == (Window(call=2),)

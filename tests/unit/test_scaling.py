@@ -1,0 +1,126 @@
+"""Gradient scalers: each finding fires on one trace built by hand and is silent on its twin."""
+
+from typing import Any
+
+import pytest
+from refusals import Story
+
+from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.scaling import detect_scaling
+from dtypedoctor.trace.events import ScalerState
+
+
+def unscaling(message: str = "", **values: Any) -> list[Finding]:
+    """The findings of a run in which a scaler unscaled once and that may have ended with ``message``."""
+    known = {"scale": 1024.0, "params": {"float32": 4}, "gradients": {"float32": 4}, "names": {}, "frozen": 0, "strangers": 0,
+             "optimizer": "AdamW"}  # fmt: skip
+    story = Story().saw("unscale", **(known | values))
+    if message:
+        story.raised(message, kind="ValueError", phase="optimizer")
+    return list(detect_scaling(story.ended()))
+
+
+def scales(*steps: tuple[float, bool]) -> Story:
+    """A run whose scaler had these scales and skipped these steps."""
+    story = Story()
+    for number, (scale, skipped) in enumerate(steps, start=1):
+        story.add(ScalerState(n=story.n(), step=number, scale=scale, found_inf=skipped, skipped=skipped))
+    return story
+
+
+def test_float16_trainables_are_named_and_blamed_where_they_are_few() -> None:
+    """A copy of the output layer among float32 adapters."""
+    (finding,) = unscaling("Attempting to unscale FP16 gradients.", params={"float32": 4, "float16": 1},
+                           names={"float16": ["model.head.copy.weight"]})  # fmt: skip
+    assert (finding.id, finding.fqn, finding.phase) == ("unscale-float16-gradients", "model.head.copy", "optimizer")
+    assert "model.head.copy.weight" in finding.summary
+    assert finding.source == "train.py:12"
+
+
+def test_a_model_that_is_float16_throughout_is_blamed_as_a_whole() -> None:
+    """No single module is the odd one."""
+    (finding,) = unscaling(
+        "Attempting to unscale FP16 gradients.", params={"float16": 2}, names={"float16": ["a.weight", "b.weight"]}
+    )
+    assert finding.fqn == ""
+
+
+def test_float32_trainables_with_a_scaler_are_silent() -> None:
+    """That is what scalers are for."""
+    assert unscaling() == []
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"strangers": 2}, "no module that was called"),
+        ({"frozen": 4}, "frozen"),
+        ({}, "does not depend|do not depend|loss does not"),
+    ],
+    ids=["strangers", "frozen", "disconnected"],
+)
+def test_why_no_gradient_was_found_is_told_apart(values: dict[str, Any], word: str) -> None:
+    """Parameters of another model, frozen ones, and ones that the loss does not depend on."""
+    (finding,) = unscaling("No inf checks were recorded for this optimizer.", gradients={}, **values)
+    assert finding.id == "no-inf-checks"
+    assert any(part in finding.cause for part in word.split("|"))
+
+
+def test_bfloat16_trainables_are_a_warning_and_an_error_once_the_kernel_is_missing() -> None:
+    """A CPU goes along, CUDA raises."""
+    (warning,) = unscaling(params={"bfloat16": 4}, gradients={"bfloat16": 4}, names={"bfloat16": ["a.weight"]})
+    assert (warning.id, warning.severity, warning.phase, warning.step) == (
+        "scaler-bfloat16",
+        Severity.WARNING,
+        "static",
+        None,
+    )
+    message = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
+    (error,) = unscaling(message, params={"bfloat16": 4}, gradients={"bfloat16": 4})
+    assert (error.severity, error.phase) == (Severity.ERROR, "optimizer")
+
+
+def test_the_first_skipped_steps_of_a_healthy_run_are_silent() -> None:
+    """The scale comes down from 65536 to where the gradients fit, and stays."""
+    healthy = scales(*[(2.0 ** (16 - i), True) for i in range(9)], *[(128.0, False)] * 3)
+    assert list(detect_scaling(healthy.build())) == []
+
+
+def test_a_run_that_ends_while_the_scale_still_comes_down_is_silent() -> None:
+    """Ten halvings are no failure yet."""
+    assert list(detect_scaling(scales(*[(2.0 ** (16 - i), True) for i in range(10)]).build())) == []
+
+
+def test_one_skipped_step_now_and_then_is_silent() -> None:
+    """A scaler tries a larger scale every so often."""
+    assert list(detect_scaling(scales((1024.0, False), (2048.0, True), (1024.0, False)).build())) == []
+
+
+EXHAUSTED = {
+    "floor": [(65536.0, True)] * 8,
+    "slow backoff": [(2.0**24 * 0.95**i, True) for i in range(10)],
+    "scale one": [(2.0 ** (4 - i), True) for i in range(5)],
+    "endless": [(2.0 ** (30 - i), True) for i in range(21)],
+}
+
+
+@pytest.mark.parametrize("steps", EXHAUSTED.values(), ids=list(EXHAUSTED))
+def test_a_scale_that_never_fits_is_exhausted(steps: list[tuple[float, bool]]) -> None:
+    """Held up, coming down too slowly, at its end, or too often skipped; the first skipped step is given."""
+    (finding,) = detect_scaling(scales((8.0, False), *steps).build())
+    assert (finding.id, finding.step, finding.severity) == ("loss-scale-exhausted", 2, Severity.ERROR)
+
+
+def test_where_the_forward_pass_is_not_finite_the_scale_is_only_a_consequence() -> None:
+    """The finding about the forward pass comes first."""
+    story = scales(*EXHAUSTED["floor"]).sample("body", 1.0, inf=2)
+    (finding,) = detect_scaling(story.build())
+    assert finding.severity is Severity.WARNING
+
+
+def test_deepspeeds_message_says_the_same() -> None:
+    """It raises when it would have to go below its minimum."""
+    story = Story().raised(
+        "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.", phase="optimizer"
+    )
+    assert [finding.id for finding in detect_scaling(story.ended())] == ["loss-scale-exhausted"]

@@ -1,0 +1,161 @@
+"""Findings about what goes wrong in silence, from observations made by hand."""
+
+import pytest
+from silent_examples import (
+    EXAMPLES,
+    absorbed,
+    correction,
+    pretrained,
+    rotary,
+    router,
+    scaled,
+    seen,
+    state_loaded,
+    twins,
+    updates,
+)
+from traces import TraceBuilder
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.ids import FAMILIES
+from dtypedoctor.diagnosis.window import suspicious_windows
+from dtypedoctor.scenario.request import Window
+from dtypedoctor.trace.events import Metric, ScalerState
+
+
+def only(trace: TraceBuilder) -> Finding:
+    """The one finding in a trace."""
+    (finding,) = diagnose(trace.build())
+    return finding
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_finding_is_found_in_its_example_and_not_in_the_healthy_one(name: str) -> None:
+    """The first finding of the one has the id, no finding of the other does."""
+    firing, silent = EXAMPLES[name]
+    assert diagnose(firing().build())[0].id == name
+    assert name not in {finding.id for finding in diagnose(silent().build())}
+
+
+def test_every_finding_of_the_family_has_an_example() -> None:
+    """A detector without one could fire on anything."""
+    assert set(FAMILIES["silent"]) <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("trace", "severity"),
+    [
+        (absorbed("aten.clamp.default", "-65504", "65504", error=0.0), Severity.WARNING),
+        (absorbed("aten.where.self", by_mask=True), Severity.WARNING),
+    ],
+)
+def test_a_clamp_at_the_edge_of_the_range_is_a_rescue_whatever_it_returns(
+    trace: TraceBuilder, severity: Severity
+) -> None:
+    """So is a `where` whose condition asks for finite values."""
+    finding = only(trace)
+    assert (finding.id, finding.severity) == ("silent-rescue", severity)
+
+
+def test_an_overflow_that_leaves_the_right_values_behind_is_information() -> None:
+    """`tanh(inf)` is 1, and so is the tanh of a hundred thousand."""
+    finding = only(absorbed("aten.tanh.default", error=0.0))
+    assert (finding.id, finding.severity, finding.fqn, finding.op) == (
+        "float16-overflow",
+        Severity.INFO,
+        "ff",
+        "aten.mul.Tensor",
+    )
+
+
+def test_an_overflow_that_leaves_wrong_values_behind_is_an_error() -> None:
+    """Inside a norm it has a name of its own."""
+    assert only(absorbed("aten.reciprocal.default")).severity is Severity.ERROR
+    norm = only(absorbed("aten.rsqrt.default", squares=True, through=("aten.mean.dim",)))
+    assert (norm.id, norm.severity) == ("norm-square-overflow", Severity.ERROR)
+    length = only(absorbed("aten.div.Tensor", squares=True, by="aten.linalg_vector_norm.default"))
+    assert length.id == "norm-square-overflow"
+
+
+def test_minus_inf_of_an_added_mask_is_silent() -> None:
+    """To a softmax it is as good as any very negative number."""
+    assert diagnose(absorbed("aten._softmax.default", error=0.3, negative=True).build()) == ()
+
+
+def test_a_scaler_in_the_run_speaks_against_underflow() -> None:
+    """It has lifted the gradients that the check has computed without it."""
+    assert diagnose(scaled(2, scaler=True).build()) == ()
+
+
+def test_few_updates_say_nothing() -> None:
+    """Three lost updates may be chance."""
+    assert diagnose(updates(wanted=3, lost=3).build()) == ()
+
+
+def test_a_parameter_that_moves_now_and_then_does_not_stall() -> None:
+    """The bound is 95 % over all checked steps."""
+    assert diagnose(updates(wanted=100, lost=94).build()) == ()
+    assert only(updates(wanted=100, lost=95)).fqn == "norm"
+
+
+def test_a_table_that_is_float32_again_is_told_apart() -> None:
+    """The dtype was restored and the bits were not."""
+    assert "has the dtype float32 again" in only(rotary("float32")).cause
+    assert "is bfloat16, so it" in only(rotary()).cause
+
+
+def test_one_flipped_token_of_many_is_rounding() -> None:
+    """0.5 % is the bound, and a single token says nothing."""
+    assert diagnose(router(1).build()) == ()
+    assert only(router(3)).fqn == "moe.gate"
+
+
+def test_rounding_of_float32_is_no_gap() -> None:
+    """Two ways of computing differ by 1e-6 in float32 too."""
+    assert diagnose(twins(1e-6).build()) == ()
+
+
+def test_a_trainer_that_reports_a_ratio_other_than_one_in_its_first_step_is_believed_possible() -> None:
+    """Later steps compare two policies that really differ."""
+    name = "sampling/importance_sampling_ratio/mean"
+    trace = TraceBuilder()
+    trace.add(Metric(n=trace.n(), step=2, values={name: 0.9}))
+    assert diagnose(trace.build()) == ()
+    trace.add(Metric(n=trace.n(), step=1, values={name: 0.97}))
+    assert (only(trace).id, only(trace).confidence) == ("logprob-gap", "possible")
+
+
+def test_a_correction_that_is_not_installed_or_never_called_is_not_applied() -> None:
+    """One that rescues hides something."""
+    assert only(correction(hits=0)).id == "patch-not-applied"
+    assert "the signature has changed" in diagnose(correction(hits=0, installed=False).build())[0].summary
+    assert only(correction(hits=5, rescued=7)).id == "silent-rescue"
+
+
+@pytest.mark.parametrize(
+    ("trace", "found"),
+    [
+        (pretrained("float32", "bfloat16", "float16"), True),
+        (pretrained("bfloat16", "float16", "float16"), True),
+        (pretrained("bfloat16", "bfloat16", None), False),
+        (pretrained("float32", "float16", "float16"), False),
+        (state_loaded(512), True),
+        (state_loaded(0), False),
+        (
+            seen("state-loaded", casts={"float32->bfloat16": 9}, became_inf=0, became_zero=0, elements=9, names=[]),
+            False,
+        ),
+    ],
+)
+def test_loading_is_reported_where_it_loses_something_or_does_not_do_as_asked(trace: TraceBuilder, found: bool) -> None:
+    """A cast that was asked for and that the range survives is no finding."""
+    assert bool(diagnose(trace.build())) is found
+
+
+def test_many_zeros_in_float16_gradients_are_looked_at_with_a_scaled_loss() -> None:
+    """Once, and not where a scaler is at work."""
+    zeros = seen("gradient-zeros", parameters={"enc.weight": {"zeros": 40, "elements": 40}})
+    assert suspicious_windows(zeros.build()) == (Window(call=1, until="backward", scaled=True),)
+    zeros.add(ScalerState(n=zeros.n(), step=1, scale=2.0, found_inf=False, skipped=False))
+    assert suspicious_windows(zeros.build()) == ()
