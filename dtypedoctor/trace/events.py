@@ -313,6 +313,10 @@ class NotWatched:
     why: str
 
 
+NOTHING_WATCHED = "the whole script"
+"""What is not watched where the watch itself has failed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """What the run took: ``peak_memory`` bytes over the baseline before the model was built, ``seconds`` of wall clock."""

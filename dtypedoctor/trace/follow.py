@@ -4,7 +4,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtypedoctor.trace.writer import CURSOR, CURSOR_FORMAT, CURSOR_MAGIC, EVENTS
+from dtypedoctor.trace.cursor import CURSOR, read_mark
+from dtypedoctor.trace.loader import DAMAGED
+from dtypedoctor.trace.writer import EVENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +32,13 @@ class Follower:
             data = (self._directory / CURSOR).read_bytes()
         except OSError:
             return None
-        if len(data) < CURSOR_FORMAT.size:
+        mark = read_mark(data)
+        if mark is None:
             return None
-        _, step, _, site, magic = CURSOR_FORMAT.unpack(data[: CURSOR_FORMAT.size])
-        if magic != CURSOR_MAGIC:
-            return None
-        if site not in self._sites:
+        if mark.site not in self._sites:
             self._read_on()
-        phase, fqn = self._sites.get(site, ("", ""))
-        return Where(step=step, phase=phase, module=fqn)
+        phase, fqn = self._sites.get(mark.site, ("", ""))
+        return Where(step=mark.step, phase=phase, module=fqn)
 
     def _read_on(self) -> None:
         try:
@@ -51,5 +51,8 @@ class Follower:
         self._offset += len(whole) + 1 if whole else 0
         for line in whole.split(b"\n"):
             if line.startswith(b'{"e":"site"'):
-                site = json.loads(line)
-                self._sites[site["id"]] = (site.get("phase", ""), site.get("fqn", ""))
+                try:
+                    site = json.loads(line)
+                    self._sites[site["id"]] = (site.get("phase", ""), site.get("fqn", ""))
+                except DAMAGED:  # somebody else writes here: what is going on is shown without it
+                    continue

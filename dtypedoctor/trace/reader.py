@@ -1,11 +1,8 @@
 """Reads a trace back, whole or torn."""
 
-import gc
-import json
-import struct
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -13,9 +10,13 @@ from typing import Any, TypeVar, cast
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.trace.canonical import CanonicalNames
-from dtypedoctor.trace.events import KINDS, SCHEMA, End, Environment, Header, Op, Root, Sample, Site, TensorNote
-from dtypedoctor.trace.samples import BATCH, SAMPLES_PREFIX, parse_line, parse_lines
-from dtypedoctor.trace.writer import CURSOR, CURSOR_FORMAT, CURSOR_MAGIC, EVENTS
+from dtypedoctor.trace.cursor import CURSOR, Stopped, read_mark, read_stopped
+from dtypedoctor.trace.details import FOLDED, PATTERN, detail_number
+from dtypedoctor.trace.events import End, Environment, Header, Metric, Root, Sample, Site
+from dtypedoctor.trace.folding import Folded, from_json
+from dtypedoctor.trace.loader import DAMAGED, Loader
+from dtypedoctor.trace.seal import open_lines
+from dtypedoctor.trace.writer import EVENTS
 
 Record = TypeVar("Record")
 
@@ -40,6 +41,8 @@ class Trace:
         sites: the places where samples were taken, by id.
         damage: a sentence for each part of the file that could not be read.
         cursor: the module entered last, where the worker got that far.
+        stopped: why the recording ended before the process did; None where it did not.
+        folded: totals of the steps of a long run of which no single measurement is kept; None where all are.
     """
 
     records: tuple[Any, ...]
@@ -47,6 +50,8 @@ class Trace:
     sites: dict[int, Site]
     damage: tuple[str, ...] = ()
     cursor: Cursor | None = None
+    stopped: Stopped | None = None
+    folded: Folded | None = None
 
     def all(self, kind: type[Record]) -> tuple[Record, ...]:
         """All records of one kind, in file order."""
@@ -81,6 +86,14 @@ class Trace:
         return dict(found.values) if found else {}
 
     @property
+    def steps_done(self) -> int:
+        """Training steps: as the end record says, else as far as there are numbers of them."""
+        if self.end is not None:
+            return self.end.steps_completed
+        metrics = self.all(Metric)
+        return len(metrics) if self.folded is None or not metrics else metrics[-1].step
+
+    @property
     def usable(self) -> bool:
         """Whether anything can be said about the run at all."""
         return self.header is not None
@@ -90,128 +103,97 @@ def read_trace(directory: Path) -> Trace:
     """Reads every whole record of the trace in ``directory``.
 
     A torn last line is normal after a kill and not reported as damage. Lines in the middle that cannot be read, records
-    of unknown kind, and missing fields are counted in ``damage`` and skipped.
+    of unknown kind, missing fields, and samples of places whose description is lost are counted in ``damage`` and skipped.
+    Of a step that was folded in part, the other part is left out too: a step is there as a whole or in the totals only.
 
     Raises:
         UsageError: there is no trace, or it was written by a newer version of the format.
     """
-    path = directory / EVENTS
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(
-            f"{directory}: no trace here ({error.strerror})", "Give a directory that a run has left."
-        ) from error
-    loader = _Loader()
-    whole, _, _torn = data.rpartition(b"\n")
-    with _without_collector():  # nothing here is garbage, and looking for it takes a third of the time
-        for number, line in enumerate(whole.split(b"\n") if whole else (), start=1):
-            loader.line(number, line)
-        loader.flush()
-    loader.samples.sort(key=attrgetter("n"))
+    loader = Loader()
+    damage = loader.file(_bytes(directory, EVENTS))
+    page = _bytes_or_nothing(directory / CURSOR)
+    folded = _read_details(directory, loader, damage)
     names = CanonicalNames([record for record in loader.records if isinstance(record, Root)])
     records = tuple(map(names.of, loader.records)) if names else tuple(loader.records)
     sites = {number: names.of(site) for number, site in loader.sites.items()} if names else loader.sites
     return Trace(
         records=records,
-        samples=tuple(loader.samples),
+        samples=tuple(_described(_unfolded(loader.samples, folded), sites, damage)),
         sites=sites,
-        damage=tuple(loader.damage()),
-        cursor=_read_cursor(directory / CURSOR, sites),
+        damage=(*damage, *_recording_stopped(page)),
+        stopped=read_stopped(page),
+        cursor=_cursor(page, sites),
+        folded=folded,
     )
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
+def _bytes(directory: Path, name: str) -> bytes:
     try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+        return (directory / name).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{directory}: no trace here ({error.strerror})", "Give a directory that a run has left."
+        ) from error
 
 
-class _Loader:
-    def __init__(self) -> None:
-        self.records: list[Any] = []
-        self.samples: list[Sample] = []
-        self.sites: dict[int, Site] = {}
-        self._bad: list[int] = []
-        self._unknown: dict[str, int] = {}
-        self._waiting: list[tuple[int, bytes]] = []
-
-    def line(self, number: int, line: bytes) -> None:
-        if not line.startswith(SAMPLES_PREFIX):
-            self._one(number, line)
-            return
-        self._waiting.append((number, line))
-        if len(self._waiting) == BATCH:
-            self.flush()
-
-    def flush(self) -> None:
-        """Parses the lines of samples that wait to be parsed together."""
-        waiting, self._waiting = self._waiting, []
-        try:
-            self.samples += parse_lines([line for _, line in waiting])
-        except (ValueError, TypeError, RecursionError):
-            for number, line in waiting:
-                self._one(number, line)
-
-    def _one(self, number: int, line: bytes) -> None:
-        try:
-            value = json.loads(line)
-            if isinstance(value, list):
-                self.samples.extend(list(parse_line(value)))
-            else:
-                self._object(value)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-            self._bad.append(number)
-
-    def _object(self, value: dict[str, Any]) -> None:
-        name = value.pop("e")
-        kind = KINDS.get(name)
-        if kind is None:
-            self._unknown[str(name)] = self._unknown.get(str(name), 0) + 1
-            return
-        record = _decode(kind, value)
-        if kind is Header and record.schema > SCHEMA:
-            raise UsageError(
-                f"this trace has schema {record.schema}, newer than {SCHEMA}", "Update dtypedoctor to read it."
-            )
-        if kind is Site:
-            self.sites[record.id] = record
-        self.records.append(record)
-
-    def damage(self) -> Iterator[str]:
-        if self._bad:
-            shown = ", ".join(map(str, sorted(self._bad)[:5])) + (", …" if len(self._bad) > 5 else "")
-            yield f"{len(self._bad)} unreadable line(s): {shown}"
-        for name, count in self._unknown.items():
-            yield f"{count} record(s) of unknown kind {name[:40]!r}"
-
-
-def _decode(kind: type[Any], value: dict[str, Any]) -> Any:
-    known = {f.name: f for f in fields(kind)}
-    arguments = {key: item for key, item in value.items() if key in known}
-    if kind is Op:
-        arguments["inputs"] = [_decode(TensorNote, v) for v in arguments.get("inputs", [])]
-        arguments["outputs"] = [_decode(TensorNote, v) for v in arguments.get("outputs", [])]
-    for name, f in known.items():
-        if name not in arguments and f.type in _EMPTY:
-            arguments[name] = _EMPTY[f.type]()
-    return kind(**arguments)
-
-
-# The writer leaves out empty values; these are put back for fields without a default of their own.
-_EMPTY: dict[Any, Any] = {list[int]: list, list[str]: list, str: str, bool: bool}
-
-
-def _read_cursor(path: Path, sites: dict[int, Site]) -> Cursor | None:
+def _bytes_or_nothing(path: Path) -> bytes:
     try:
-        n, step, call, site, magic = CURSOR_FORMAT.unpack(path.read_bytes()[: CURSOR_FORMAT.size])
-    except (OSError, struct.error):  # a missing or short cursor file only means that no module was entered
+        return path.read_bytes()
+    except OSError:  # a missing cursor only means that no module was entered, missing totals that nothing was folded
+        return b""
+
+
+def _read_details(directory: Path, loader: Loader, damage: list[str]) -> Folded | None:
+    """Reads the files of a long run; what they lack is added to ``damage``."""
+    folded = _read_folded(_bytes_or_nothing(directory / FOLDED), damage)
+    done = set(folded.segments) if folded is not None else set()
+    found = {number: path for path in directory.glob(PATTERN) if (number := detail_number(path)) is not None}
+    for number, path in sorted(found.items()):
+        if number not in done:  # else the process was killed before it could remove the file
+            damage += (f"{path.name}: {sentence}" for sentence in loader.file(_bytes_or_nothing(path)))
+    lost = set(range(1, max((*found, *done), default=0) + 1)) - done - set(found)
+    if lost:
+        damage.append(f"{len(lost)} file(s) of details are missing")
+    return folded
+
+
+def _read_folded(data: bytes, damage: list[str]) -> Folded | None:
+    if not data:
         return None
-    if magic != CURSOR_MAGIC:
-        return None
-    return Cursor(n=n, step=step, call=call, site=sites.get(site))
+    opened = open_lines(data)
+    try:
+        if opened.sealed and opened.lines:
+            return from_json(opened.lines[0][1])
+    except DAMAGED:
+        pass
+    damage.append(f"the totals of folded steps cannot be read ({FOLDED})")
+    return None
+
+
+def _unfolded(samples: list[Sample], folded: Folded | None) -> list[Sample]:
+    if folded is not None and folded.spans:
+        samples = [sample for sample in samples if not folded.holds((sample.step, sample.call))]
+    samples.sort(key=attrgetter("n"))
+    return samples
+
+
+def _described(samples: list[Sample], sites: dict[int, Site], damage: list[str]) -> list[Sample]:
+    """The samples whose place is known."""
+    used = {sample.site for sample in samples}
+    unknown = used - sites.keys()
+    if not unknown:
+        return samples
+    kept = [sample for sample in samples if sample.site not in unknown]
+    damage.append(f"{len(samples) - len(kept)} measurement(s) of {len(unknown)} place(s) that are described nowhere")
+    return kept
+
+
+def _recording_stopped(page: bytes) -> Iterator[str]:
+    stopped = read_stopped(page)
+    if stopped is not None:
+        yield f"the watch stopped before the program did: {os.strerror(stopped.errno)}; {stopped.lost} record(s) were not written"
+
+
+def _cursor(page: bytes, sites: dict[int, Site]) -> Cursor | None:
+    mark = read_mark(page)
+    return Cursor(n=mark.n, step=mark.step, call=mark.call, site=sites.get(mark.site)) if mark is not None else None

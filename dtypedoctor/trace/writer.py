@@ -1,61 +1,84 @@
 """Writes a trace: one line per record, each handed to the kernel as a whole, so that nothing but a power cut loses it."""
 
+import errno
 import json
-import mmap
-import struct
+import sys
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.trace.events import NAMES
+from dtypedoctor.trace.cursor import CURSOR, CursorPage
+from dtypedoctor.trace.details import DetailFiles
+from dtypedoctor.trace.events import NAMES, Metric, ProbeLogProbs, ScalerState
+from dtypedoctor.trace.lines import Lines
+from dtypedoctor.trace.loader import Loader
 
 EVENTS = "events.jsonl"
-CURSOR = "cursor.bin"
-CURSOR_FORMAT = struct.Struct("<QIIII")
-"""Sequence number, step, call, site, magic: where the process is at this moment."""
-CURSOR_MAGIC = 0xD7D0C708
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""Trouble of a disk, as against a wrong place."""
 
 SampleRow = tuple[int, float, int, int]
 """site id, absmax over finite elements, number of NaN, number of inf."""
 
+_OF_A_STEP = (Metric, ScalerState, ProbeLogProbs)
+"""Records that every step leaves; like samples they are folded in a long run."""
+
 
 def encode(record: Any) -> dict[str, Any]:
-    """The JSON object of a record; fields at their default (empty, False, None) are left out of nested notes."""
+    """The JSON object of a record; empty fields (None, False, an empty list or text) are left out where a reader puts the same back."""
     return {"e": NAMES[type(record)], **_plain(record)}
 
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        return {f.name: _plain(v) for f in fields(value) if not _omitted(v := getattr(value, f.name))}
+        return {f.name: _plain(v) for f in fields(value) if not _omitted(v := getattr(value, f.name), f.default)}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value
 
 
-def _omitted(value: Any) -> bool:
-    return value is None or value is False or value == [] or value == ""
+def _omitted(value: Any, default: Any) -> bool:
+    empty = value is None or value is False or value == [] or value == ""
+    return empty and (default is MISSING or default == value)
 
 
 class TraceWriter:
-    """Appends records to ``DIRECTORY/events.jsonl``.
+    """Appends records to ``DIRECTORY/events.jsonl``, and in a long run to the files beside it (:mod:`dtypedoctor.trace.details`).
 
-    The file is opened without a buffer and each record is written by one system call, so a process that is killed at
+    The files are opened without a buffer and each record is written by one system call, so a process that is killed at
     any moment leaves whole records and at most one torn line at the end.
+
+    Trouble with the disk never reaches the caller: the first record that cannot be written ends the recording, which is said
+    on standard error and in the cursor's page; what comes later is counted there.
 
     Args:
         directory: an existing, writable directory.
 
     Raises:
         FileExistsError: the directory already holds a trace; a trace is never overwritten.
-        OSError: the directory cannot be written.
+        OSError: the directory is not there or not writable. That it is full is no error: nothing is recorded then.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._file = (directory / EVENTS).open("xb", buffering=0)
+        self._directory = directory
+        self._nonfinite: set[int] = set()
         self._next = 0
-        self._cursor = _open_cursor(directory / CURSOR)
         self._disowned = False
+        self._stopped = 0
+        self._lost = 0
+        self._cursor = CursorPage.memory_only()
+        try:
+            self._events = Lines(directory / EVENTS)
+            self._cursor = CursorPage(directory / CURSOR)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._events = Lines(None)
+            self._stop(error)
+        self._details = DetailFiles(directory, self._events, _read_details)
 
     def next_n(self, count: int = 1) -> int:
         """Reserves ``count`` sequence numbers and returns the first."""
@@ -69,19 +92,30 @@ class TraceWriter:
         Raises:
             ValueError: the record holds NaN or inf, which JSON cannot.
         """
-        self._line(encode(record))
+        if isinstance(record, _OF_A_STEP):
+            if self._details.number and _is_event(record):
+                self._details.event()
+            self._line(encode(record), (record.step, 0))
+        else:
+            self._line(encode(record))
 
     def write_samples(self, n: int, step: int, call: int, rows: Sequence[SampleRow]) -> None:
-        """Appends one line of samples; row i has the sequence number ``n + i`` (reserve them with :meth:`next_n`)."""
-        compact = [
-            [s, float(f"{a:.7g}"), nan, inf] if nan or inf else [s, float(f"{a:.7g}")] for s, a, nan, inf in rows
-        ]
-        self._line(["s", n, step, call, compact])
+        """Appends one line of samples; row i has the sequence number ``n + i`` (reserve them with :meth:`next_n`).
+
+        Raises:
+            ValueError: a magnitude is NaN or inf.
+        """
+        compact = ",".join(
+            [f"[{s},{_decimal(a)},{nan},{inf}]" if nan or inf else f"[{s},{_decimal(a)}]" for s, a, nan, inf in rows]
+        )
+        self._append(f'["s",{n},{step},{call},[{compact}]]', (step, call))
+        if self._details.number:
+            self._look_for_news(rows)
 
     def mark(self, step: int, call: int, site: int) -> None:
         """Notes, in memory shared with the file system, the module that is being entered (no system call)."""
         if not self._disowned:
-            CURSOR_FORMAT.pack_into(self._cursor, 0, self._next, step, call, site, CURSOR_MAGIC)
+            self._cursor.mark(self._next, step, call, site)
 
     def disown(self) -> None:
         """Writes nothing more. For a forked child, whose parent goes on writing the same file."""
@@ -89,17 +123,68 @@ class TraceWriter:
 
     def close(self) -> None:
         """Closes the files; the End record has to be written before."""
-        self._file.close()
+        self._details.close()
+        self._events.close()
         self._cursor.close()
+        self._disowned = True
 
-    def _line(self, value: Any) -> None:
+    def _look_for_news(self, rows: Sequence[SampleRow]) -> None:
+        """The first time that a place is not finite is worth keeping in detail."""
+        bad = {site for site, _, nan, inf in rows if nan or inf} - self._nonfinite
+        if bad:
+            self._nonfinite |= bad
+            self._details.event()
+
+    def _line(self, value: Any, moment: tuple[int, int] | None = None) -> None:
+        self._append(json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True), moment)
+
+    def _append(self, text: str, moment: tuple[int, int] | None) -> None:
         if self._disowned:
             return
-        line = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
-        self._file.write(line.encode("ascii") + b"\n")
+        if self._stopped:
+            self._lost += 1
+            self._cursor.stopped(self._stopped, self._lost)
+            return
+        line = text.encode("ascii")
+        try:
+            if moment is None:
+                self._events.append(line)
+            else:
+                self._details.at(*moment)
+                self._details.current.append(line)
+        except OSError as error:
+            self._stop(error)
+
+    def _stop(self, error: OSError) -> None:
+        self._stopped = error.errno or 5
+        self._lost = 1
+        self._cursor.stopped(self._stopped, self._lost)
+        message = f"dtypedoctor: the watch has stopped, the program goes on: {error.strerror} ({self._directory})"
+        try:
+            print(message, file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # nobody can be told now; the cursor's page tells the reader
+            return
 
 
-def _open_cursor(path: Path) -> mmap.mmap:
-    with path.open("xb+") as file:
-        file.truncate(CURSOR_FORMAT.size)
-        return mmap.mmap(file.fileno(), CURSOR_FORMAT.size)
+def _decimal(value: float) -> str:
+    """A magnitude as a JSON number with a fraction or an exponent, to seven digits. A tenth of the time of ``json``.
+
+    Raises:
+        ValueError: it is NaN or inf.
+    """
+    text = f"{value:.7g}"
+    if text.isdigit():
+        return text + ".0"
+    if not isfinite(value):
+        raise ValueError(f"not a magnitude: {value}")
+    return text
+
+
+def _is_event(record: Any) -> bool:
+    return bool(record.skipped) if isinstance(record, ScalerState) else bool(getattr(record, "nonfinite", None))
+
+
+def _read_details(path: Path) -> tuple[list[Any], list[Any]]:
+    loader = Loader()
+    loader.file(path.read_bytes())
+    return loader.samples, loader.records

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sealed import sealed
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.trace.events import (
@@ -55,6 +56,15 @@ def site(number: int, fqn: str) -> Site:
     return Site(
         id=number, root=0, fqn=fqn, cls="MLP", phase="forward", kind="output", index="", dtype="float16", shape=[2]
     )
+
+
+def test_an_empty_value_that_is_not_the_default_is_read_back(tmp_path: Path) -> None:
+    """A run without a watch does not read back as a watched one."""
+    with contextlib.closing(TraceWriter(tmp_path)) as writer:
+        writer.write(Header(created=1.0, pid=1, watched=False))
+    header = read_trace(tmp_path).header
+    assert header is not None
+    assert header.watched is False
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -116,7 +126,7 @@ def test_unknown_records_and_fields_are_passed_over(tmp_path: Path) -> None:
     """Additions of a later minor version do not make a trace unreadable; unknown kinds are counted."""
     lines = [{"e": "header", "schema": 1, "colour": "green"}, {"e": "aura", "n": 1}, {"e": "end", "n": 2, "outcome": "completed",
              "steps_completed": 3}]  # fmt: skip
-    (tmp_path / EVENTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / EVENTS).write_bytes(sealed(*lines))
     trace = read_trace(tmp_path)
     assert trace.end is not None
     assert trace.damage == ("1 record(s) of unknown kind 'aura'",)

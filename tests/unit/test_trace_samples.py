@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.samples import BATCH, parse_line, parse_lines
+from dtypedoctor.trace.seal import seal
 from dtypedoctor.trace.writer import EVENTS
 
 ROW = st.one_of(
@@ -51,9 +52,12 @@ def test_one_damaged_line_among_thousands_costs_only_itself(
     tmp_path_factory: pytest.TempPathFactory, bad: set[int]
 ) -> None:
     """The other lines of its batch are read, and the damage is reported by line number in order."""
-    lines = [encode(["s", i, 1, 1, [[0, 1.5]]]) for i in range(1, 3 * BATCH + 1)]
+    lines = [seal(encode(["s", i, 1, 1, [[0, 1.5]]]), i) for i in range(1, 3 * BATCH + 1)]
     for number in bad:
         lines[number - 1] = b'["s",1,2'
+    place = {"e": "site", "id": 0, "root": 0, "fqn": "a", "cls": "A", "phase": "forward", "kind": "output", "index": "",
+             "dtype": "float32", "shape": [1]}  # fmt: skip
+    lines.append(seal(encode(place), len(lines) + 1))
     directory = tmp_path_factory.mktemp("damaged")
     (directory / EVENTS).write_bytes(b"\n".join(lines) + b"\n")
     trace = read_trace(directory)
@@ -62,10 +66,11 @@ def test_one_damaged_line_among_thousands_costs_only_itself(
 
 
 def test_lines_that_are_no_object_are_damage(tmp_path: Path) -> None:
-    """A number, a text or a list where a record should be is counted and passed over."""
+    """A number, a text or a list where a record should be is counted and passed over, in a file without seals too."""
     (tmp_path / EVENTS).write_text(
         '{"e":"header"}\n5\n"text"\n[1]\nnull\n{"e":"end","n":1,"outcome":"completed","steps_completed":1}\n'
     )
     trace = read_trace(tmp_path)
-    assert trace.damage == ("4 unreadable line(s): 2, 3, 4, 5",)
+    assert trace.damage[1:] == ("4 unreadable line(s): 2, 3, 4, 5",)
+    assert "no checksums" in trace.damage[0]
     assert trace.end is not None

@@ -22,13 +22,21 @@ class TraceBuilder:
     def sample(self, fqn: str, absmax: float, *, dtype: str = "float16", nan: int = 0, inf: int = 0, cls: str = "Linear",
                kind: str = "output", phase: str = "forward", step: int = 1, call: int = 1,
                **site: Any) -> "TraceBuilder":  # fmt: skip
-        number = len(self._sites) + 1
         known = {"root": 0, "index": "", "shape": [2, 8]} | site
-        self._sites[number] = Site(id=number, fqn=fqn, cls=cls, phase=phase, kind=kind, dtype=dtype, **known)
+        number = self._site(fqn=fqn, cls=cls, phase=phase, kind=kind, dtype=dtype, **known)
         self._samples.append(
             Sample(n=self.n(), step=step, call=call, site=number, absmax=absmax, num_nan=nan, num_inf=inf)
         )
         return self
+
+    def _site(self, **described: Any) -> int:
+        """The number of the site of this description, which is written once."""
+        for number in self._sites:
+            if self._sites[number] == Site(id=number, **described):
+                return number
+        number = len(self._sites) + 1
+        self._sites[number] = Site(id=number, **described)
+        return number
 
     def op(self, op: str, fqn: str, inputs: list[TensorNote], outputs: list[TensorNote], **more: Any) -> Op:
         record = Op(

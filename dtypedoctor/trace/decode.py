@@ -1,0 +1,111 @@
+"""Makes records of decoded JSON, and refuses values of a type that the record does not have."""
+
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, NoReturn, Union, get_args, get_origin
+
+from dtypedoctor.trace.events import Op, TensorNote
+
+__all__ = ["LARGEST", "decode", "refuse_constant"]
+
+LARGEST = 2**63
+"""No count, number or size in a trace reaches this."""
+
+_Check = Callable[[Any], bool]
+_Plan = tuple[tuple[str, _Check, Callable[[], Any] | None], ...]
+_PLANS: dict[type[Any], _Plan] = {}
+"""For each field of a class its name, whether a value fits, and what stands for a value that is not there."""
+_EMPTY: dict[Any, Callable[[], Any]] = {str: str, bool: bool}
+"""The writer leaves out empty values; these are put back for fields without a default of their own."""
+
+
+def decode(kind: type[Any], value: Mapping[str, Any]) -> Any:
+    """The record of class ``kind`` with these values; fields that the class does not know are passed over.
+
+    Raises:
+        ValueError, TypeError: a field is missing, or its value has the wrong type.
+    """
+    arguments = {}
+    for name, fits, empty in _plan(kind):
+        if name in value:
+            arguments[name] = _nested(value[name]) if kind is Op and name in ("inputs", "outputs") else value[name]
+            if not fits(arguments[name]):
+                raise ValueError(f"{name} has the wrong type")
+        elif empty is not None:
+            arguments[name] = empty()
+    return kind(**arguments)
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """Refuses ``NaN`` and ``Infinity``, which Python's JSON reads and the format does not have.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(name)
+
+
+def _nested(notes: Any) -> list[Any]:
+    return [decode(TensorNote, note) for note in notes]
+
+
+def _plan(kind: type[Any]) -> _Plan:
+    found = _PLANS.get(kind)
+    if found is None:
+        hints = typing.get_type_hints(kind)
+        found = _PLANS[kind] = tuple((f.name, _check(hints[f.name]), _empty_of(f, hints[f.name])) for f in fields(kind))
+    return found
+
+
+def _empty_of(field: Any, hint: Any) -> Callable[[], Any] | None:
+    if field.default is not MISSING or field.default_factory is not MISSING:
+        return None
+    if type(None) in get_args(hint):
+        return lambda: None
+    return list if get_origin(hint) is list else _EMPTY.get(hint)
+
+
+def _check(hint: Any) -> _Check:
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        checks = [_check(part) for part in inner]
+        return lambda value: any(check(value) for check in checks)
+    if origin is list:
+        item = _check(inner[0])
+        return lambda value: type(value) is list and all(map(item, value))
+    if origin is not None and issubclass(origin, Mapping):
+        of = _check(inner[1])
+        return lambda value: type(value) is dict and all(map(of, value.values()))
+    return lambda value: isinstance(value, hint)
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and -LARGEST < value < LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (type(value) is float and math.isfinite(value))
+
+
+def _is_json(value: Any) -> bool:
+    """Any JSON but numbers that are too large, at any depth."""
+    if isinstance(value, dict):
+        return all(map(_is_json, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return _is_number(value) if type(value) in (int, float) else True
+
+
+_PLAIN: dict[Any, _Check] = {
+    Any: _is_json,
+    int: _is_int,
+    float: _is_number,
+    str: lambda value: type(value) is str,
+    bool: lambda value: type(value) is bool,
+    type(None): lambda value: value is None,
+}

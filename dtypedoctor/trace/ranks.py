@@ -1,0 +1,75 @@
+"""Where the processes of a distributed program leave their traces: ``rank-0``, ``rank-1``, … in the directory of the run."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtypedoctor.trace.events import Header
+
+__all__ = ["LEADING", "Member", "header", "lead", "leading_directory", "member", "rank_directories", "rank_directory"]
+
+LEADING = "leading"
+"""Link to the directory of the rank that the run's report is about."""
+
+_NAME = "rank-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process of several, as torchrun tells it by environment variables.
+
+    Attributes:
+        rank: its number among all processes, from 0.
+        world_size: how many there are.
+        local_rank: its number among those of this machine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def member(environment: Mapping[str, str] = os.environ) -> Member | None:
+    """Which process of a distributed program this is; None where it is not one."""
+    try:
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local = int(environment.get("LOCAL_RANK", rank))
+    except (KeyError, ValueError):
+        return None
+    return Member(rank=rank, world_size=size, local_rank=local) if 0 <= rank < size else None
+
+
+def header(*, watched: bool = True) -> Header:
+    """The first record of this process's trace."""
+    here = member()
+    rank, world_size = (here.rank, here.world_size) if here is not None else (0, 1)
+    return Header(created=time.time(), pid=os.getpid(), rank=rank, world_size=world_size, watched=watched)
+
+
+def rank_directory(directory: Path, rank: int) -> Path:
+    """Where a rank records in the directory of a run."""
+    return directory / f"{_NAME}{rank}"
+
+
+def rank_directories(directory: Path) -> dict[int, Path]:
+    """The directories of the ranks that a run has had, in order; empty for a run of one process."""
+    found = {path.name.removeprefix(_NAME): path for path in directory.glob(f"{_NAME}*")}
+    return {int(number): found[number] for number in sorted(filter(str.isdecimal, found), key=int)}
+
+
+def lead(directory: Path, rank: int) -> None:
+    """Makes ``rank`` the one that the run's report is about."""
+    link = directory / LEADING
+    link.unlink(missing_ok=True)
+    link.symlink_to(rank_directory(directory, rank).name)
+
+
+def leading_directory(directory: Path) -> Path:
+    """The trace directory of a run: that of its leading rank, or ``directory`` itself for a run of one process."""
+    ranks = rank_directories(directory)
+    if not ranks:
+        return directory
+    link = directory / LEADING
+    return link.resolve() if link.exists() else next(iter(ranks.values()))

@@ -1,0 +1,113 @@
+"""Whatever happens to the files of a run, reading, diagnosing and reporting it ends soon, with a report or with a UsageError."""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trace_mutations import healthy, mutated, overflowing
+
+from dtypedoctor.cli.treating import exit_code
+from dtypedoctor.diagnosis.finding import Confidence, Severity
+from dtypedoctor.errors import EmptyTraceError, ExitCode, UsageError
+from dtypedoctor.report.gallery import with_pictures
+from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.renderers import RENDERERS
+from dtypedoctor.report.saved import report_of
+from dtypedoctor.trace.reader import read_trace
+
+SOME, MANY = 200, 2700
+SECONDS = 5.0
+SEEDS = st.integers(0, 2**48)
+
+Make = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An intact run of each kind."""
+    found = {}
+    for make in (healthy, overflowing):
+        found[make.__name__] = tmp_path_factory.mktemp(make.__name__)
+        make(found[make.__name__])
+    return found
+
+
+def reported(intact: Path, seed: int) -> tuple[str, Report | UsageError]:
+    """The report of a mutated copy of a run in every format, or why there is none; in a moment."""
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / "run"
+        shutil.copytree(intact, copy)
+        how = mutated(copy, seed)
+        began = time.process_time()
+        try:
+            report: Report | UsageError = with_pictures(report_of(copy), copy.parent)
+        except UsageError as refused:
+            report = refused
+        if isinstance(report, Report):
+            assert all(render(report) for render in RENDERERS.values())
+        assert time.process_time() - began < SECONDS
+        return how, report
+
+
+def ends_well(intact: Path, seed: int, *, was_healthy: bool) -> None:
+    """The report is no worse than the truth: what is lost is said, and nothing is proven that was not there."""
+    how, report = reported(intact, seed)
+    if isinstance(report, UsageError):
+        assert report.exit_code is (ExitCode.NO_TRACE if isinstance(report, EmptyTraceError) else ExitCode.USAGE)
+        return
+    serious = [f for f in report.findings if f.severity is not Severity.INFO]
+    if was_healthy:
+        assert not [f for f in serious if f.confidence is Confidence.PROVEN], how
+    assert exit_code(report) in (ExitCode.OK, ExitCode.FINDINGS, ExitCode.NO_TRACE)
+    if report.status is Status.HEALTHY:
+        assert was_healthy, f"{how}: an overflow became a healthy run"
+        assert not [line for line in report.coverage if line.startswith("trace:")], how
+
+
+def test_the_intact_runs_are_what_they_are_called(runs: dict[str, Path]) -> None:
+    """Without mutations one is healthy and the other has an overflow."""
+    assert report_of(runs["healthy"]).status is Status.HEALTHY
+    assert report_of(runs["overflowing"]).status is Status.FINDINGS
+
+
+@settings(max_examples=SOME, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=SEEDS)
+def test_a_mutated_trace_of_a_healthy_run_proves_nothing(runs: dict[str, Path], seed: int) -> None:
+    """Bytes flipped, cut and put in; records lost, doubled and moved; values of other types; other schemas."""
+    ends_well(runs["healthy"], seed, was_healthy=True)
+
+
+@settings(max_examples=SOME, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=SEEDS)
+def test_a_mutated_trace_of_an_overflow_is_never_called_healthy(runs: dict[str, Path], seed: int) -> None:
+    """What is left of it may not show the overflow any more; then the report says that a part is missing."""
+    ends_well(runs["overflowing"], seed, was_healthy=False)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", ["healthy", "overflowing"])
+def test_thousands_of_mutated_traces(runs: dict[str, Path], name: str) -> None:
+    """5,400 traces in all, with consecutive seeds."""
+    for seed in range(MANY):
+        ends_well(runs[name], seed, was_healthy=name == "healthy")
+
+
+def test_every_whole_record_of_a_flipped_trace_is_read(runs: dict[str, Path], tmp_path: Path) -> None:
+    """A damaged line costs itself: all others are there, unchanged, and the damage is counted."""
+    whole = read_trace(runs["healthy"])
+    data = (runs["healthy"] / "events.jsonl").read_bytes()
+    for place in range(0, len(data), 97):
+        if data[place : place + 1] == b"\n":
+            continue
+        (tmp_path / "events.jsonl").write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        trace = read_trace(tmp_path)
+        lost = len(whole.records) + len(whole.samples) - len(trace.records) - len(trace.samples)
+        assert lost in (0, 1) or any("described nowhere" in sentence for sentence in trace.damage)
+        assert set(trace.samples) <= set(whole.samples)
+        assert trace.damage or not lost  # a quotation mark of a seal may be anything
