@@ -86,7 +86,7 @@ def _rms_norm(original: Forward, counters: Counters) -> Forward:
 
 def _embedding(original: Forward, counters: Counters) -> Forward:
     def forward(self: Any, input_ids: Tensor) -> Tensor:
-        return scaled_embedding_float32(input_ids, self.weight, self.embed_scale, counters)
+        return scaled_embedding_float32(input_ids, self.weight, self.embed_scale, self.padding_idx, counters)
 
     return forward
 
@@ -127,7 +127,11 @@ SCALED_EMBEDDING_FLOAT32 = Correction(
     id="gemma4-scaled-embedding-float32",
     summary="Multiplies Gemma-4's token embeddings by their scale in float32 and holds the result within ±65280.",
     install=_replacing(
-        _Target(name="Gemma4TextScaledWordEmbedding", signature=("self", "input_ids"), parts=("weight", "embed_scale")),
+        _Target(
+            name="Gemma4TextScaledWordEmbedding",
+            signature=("self", "input_ids"),
+            parts=("weight", "embed_scale", "padding_idx"),
+        ),
         _embedding,
     ),
 )

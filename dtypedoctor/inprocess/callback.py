@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from dtypedoctor.inprocess.context import announce
-from dtypedoctor.inprocess.recording import Recording
+from dtypedoctor.inprocess.recording import Recording, watched_for
 from dtypedoctor.report.model import Report
 
 __all__ = ["DtypeDoctorCallback"]
@@ -22,25 +22,36 @@ class DtypeDoctorCallback(TrainerCallback):
 
     Works with gradient accumulation, gradient checkpointing, generation and evaluation. A trainer does not tell its
     callbacks of an exception: such a training is written up by :meth:`finish`, at the latest when the process ends. Of
-    several processes only the first one is watched.
+    several processes only the first one is watched. A training that runs while the process is being watched already is
+    part of that report and gets none of its own.
 
     Args:
         out: run directory to create; ``runs/NAME-TIME`` if left out. Later trainings go to ``OUT-2``, ``OUT-3``, …
+        every: every module is measured in each ``every``-th training step, the first included; in the others, and always
+            with 0, only the residual stream and the loss.
 
     Attributes:
         report: what was said at the end of the last training; None before.
     """
 
-    def __init__(self, out: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, out: str | os.PathLike[str] | None = None, *, every: int = 1) -> None:
         self._out = Path(out) if out is not None else None
+        self._every = every
         self._trainings = 0
         self._recording: Recording | None = None
         self.report: Report | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begins to watch."""
+        """Begins to watch.
+
+        Raises:
+            dtypedoctor.errors.UsageError: the run directory exists, or cannot be created.
+        """
         self.finish()
         if not state.is_world_process_zero:
+            return
+        if (other := watched_for()) is not None:
+            print(f"dtypedoctor: this training is part of what is watched for {other}", file=sys.stderr)
             return
         self._trainings += 1
         if self._trainings == 1:
@@ -48,7 +59,7 @@ class DtypeDoctorCallback(TrainerCallback):
         out = self._out
         if out is not None and self._trainings > 1:
             out = out.with_name(f"{out.name}-{self._trainings}")
-        self._recording = Recording(out)
+        self._recording = Recording(out, every=self._every)
         self._recording.begin(kwargs.get("model"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

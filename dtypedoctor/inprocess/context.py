@@ -22,18 +22,23 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
     Args:
         model: named first, so that dotted names in the report begin at it; may be left out.
         out: run directory to create; ``runs/NAME-TIME`` if left out.
+        every: every module is measured in each ``every``-th training step, the first included; in the others, and always
+            with 0, only the residual stream and the loss.
 
     Attributes:
         directory: the run directory.
         report: the finished report; None inside of the block.
 
     Raises:
-        dtypedoctor.errors.UsageError: on entering, where the directory exists or the process is being watched already.
+        dtypedoctor.errors.UsageError: on entering, where ``model`` is no module, the directory exists, or the process is
+            being watched already.
     """
 
-    def __init__(self, model: nn.Module | None = None, *, out: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module | None = None, *, out: str | os.PathLike[str] | None = None, every: int = 1
+    ) -> None:
         self._model = model
-        self._recording = Recording(Path(out) if out is not None else None)
+        self._recording = Recording(Path(out) if out is not None else None, every=every)
 
     @property
     def directory(self) -> Path:

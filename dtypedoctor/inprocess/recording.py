@@ -12,13 +12,16 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
 from dtypedoctor.report.model import Report
-from dtypedoctor.runner.directories import default_directory, scenario_name
+from dtypedoctor.runner.directories import default_directory, job_directory, scenario_name
 from dtypedoctor.runner.launch import WorkerExit, collect, make_directory
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
-from dtypedoctor.trace.events import End, Header, NotWatched, Resources, Stage
+from dtypedoctor.trace.events import End, NotWatched, Resources, Stage
+from dtypedoctor.trace.ranks import header, member, rank_directory
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.trials.treatment import examine
+from dtypedoctor.worker.elsewhere import Elsewhere
 from dtypedoctor.worker.process_watch import ProcessWatch
+from dtypedoctor.worker.tracebacks import hide_own_frames
 
 TRACE = "before"
 """Where the trace lies in the run directory; the same as after ``dtypedoctor exec``."""
@@ -26,24 +29,40 @@ TRACE = "before"
 _current: "Recording | None" = None
 
 
+def watched_for() -> Path | None:
+    """The run directory of the recording that this process is being watched for; None where it is not."""
+    return _current.directory if _current is not None and _current.active else None
+
+
+def _directory(out: Path | None, name: str) -> Path:
+    """Where this process records: under ``out``, in a directory of its own where it is one of several."""
+    here = member()
+    if here is None:
+        return out if out is not None else default_directory(name)
+    return rank_directory(out if out is not None else job_directory(name), here.rank)
+
+
 class Recording:
     """Watches this process from :meth:`begin` to :meth:`end`, which leaves ``report.json`` and ``report.md``.
 
     Args:
         out: the run directory to create; ``runs/NAME-TIME`` if left out.
+        every: everything is measured in each ``every``-th training step, see :class:`ProcessWatch`.
 
     Attributes:
         directory: the run directory.
         report: what is said at the end; None before.
     """
 
-    def __init__(self, out: Path | None) -> None:
+    def __init__(self, out: Path | None, *, every: int = 1) -> None:
+        self._every = every
         self._name = scenario_name(sys.argv[0])
-        self.directory = out if out is not None else default_directory(self._name)
+        self.directory = _directory(out, self._name)
         self.report: Report | None = None
         self._watch: ProcessWatch | None = None
         self._writer: TraceWriter | None = None
         self._owner = os.getpid()
+        self._elsewhere = Elsewhere()
         self._began = time.perf_counter()
 
     @property
@@ -55,20 +74,21 @@ class Recording:
         """Begins to watch; ``model`` gets its name before it is first called.
 
         Raises:
-            UsageError: the directory cannot be used, or this process is being watched already.
+            UsageError: ``model`` is no module, the directory cannot be used, or this process is being watched already.
         """
         global _current
-        if _current is not None and _current.active:
-            raise UsageError(
-                f"this process is being watched already, for {_current.directory}", "End that watch first."
-            )
+        _check_module(model)
+        if (other := watched_for()) is not None:
+            raise UsageError(f"this process is being watched already, for {other}", "End that watch first.")
+        make_directory(self.directory)
         trace = self.directory / TRACE
-        make_directory(trace)
+        trace.mkdir()
         writer = self._writer = TraceWriter(trace)
-        writer.write(Header(created=time.time(), pid=self._owner))
+        writer.write(header())
         writer.write(Stage(n=writer.next_n(), index=0, name="watched", workload="script"))
         os.register_at_fork(after_in_child=writer.disown)
-        self._watch = ProcessWatch(writer)
+        self._elsewhere.begin()
+        self._watch = ProcessWatch(writer, every=self._every)
         self._watch.start()
         if model is not None:
             self._watch.instruments.attach(model)
@@ -83,21 +103,31 @@ class Recording:
         """
         if not self.active or self._watch is None or self._writer is None:
             return self.report
-        watch, writer = self._watch, self._writer
-        self._watch = None
-        steps = watch.finish(error)
+        watch, self._watch = self._watch, None
+        try:
+            self.report = self._concluded(watch, self._writer, error, note)
+        except Exception as failure:  # noqa: BLE001  (no space left, a defect of ours: the program goes on, or its error)
+            print(f"dtypedoctor: no report: {type(failure).__name__}: {failure}", file=sys.stderr)
+        return self.report
+
+    def _concluded(self, watch: ProcessWatch, writer: TraceWriter, error: BaseException | None, note: str) -> Report:
+        self._elsewhere.end()
+        if error is not None:
+            hide_own_frames(error)
+        raised = error if not isinstance(error, SystemExit) else None
+        steps = watch.finish(raised, self._elsewhere.libraries)
+        for what, why in self._elsewhere.processes():
+            writer.write(NotWatched(what=what, why=why))
         if note:
             writer.write(NotWatched(what="the end", why=note))
         seconds = time.perf_counter() - self._began
         writer.write(Resources(seconds=seconds, peak_memory=watch.peak_memory(), device=watch.device))
-        outcome = "completed" if error is None else "raised"
+        outcome = "completed" if raised is None else "raised"
         writer.write(End(n=writer.next_n(), outcome=outcome, steps_completed=steps))
         writer.close()
-        self.report = self._written(seconds)
-        return self.report
+        return self._written(WorkerExit(code=_status(error), timed_out=False, seconds=seconds))
 
-    def _written(self, seconds: float) -> Report:
-        ended = WorkerExit(code=0, timed_out=False, seconds=seconds)
+    def _written(self, ended: WorkerExit) -> Report:
         run = collect(self.directory / TRACE, ended, foreign=True)
         report = build_report(
             examine(self._scenario(), run),
@@ -115,3 +145,17 @@ class Recording:
             deterministic=False,
             steps=[ScenarioStep(workload=Script(kind="script", path=sys.argv[0] or "-", args=sys.argv[1:]))],
         )
+
+
+def _check_module(model: object) -> None:
+    if model is not None and not isinstance(model, nn.Module):
+        what = f"{type(model).__module__}.{type(model).__qualname__}"
+        hint = "Give the model, or nothing: every module that is called is watched."
+        raise UsageError(f"{what} is not a torch.nn.Module", hint)
+
+
+def _status(error: BaseException | None) -> int:
+    """The exit status that the program is about to leave with, as far as ``sys.exit`` says it; 0 else."""
+    if not isinstance(error, SystemExit) or error.code is None:
+        return 0
+    return error.code if isinstance(error.code, int) else 1

@@ -34,14 +34,16 @@ def rms_norm_float32(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return normed if weight is None else normed * weight.float()
 
 
-def scaled_embedding_float32(tokens: Tensor, weight: Tensor, scale: Tensor, counters: Counters) -> Tensor:
+def scaled_embedding_float32(
+    tokens: Tensor, weight: Tensor, scale: Tensor, padding: int | None, counters: Counters
+) -> Tensor:
     """Looks up token ids (...) in ``weight`` (vocabulary, hidden) and multiplies by ``scale`` (a scalar) in float32.
 
-    The gradient goes to every row that is looked up, a padding row included: a padded position has none.
+    The row of the token ``padding`` gets no gradient, as in ``torch.nn.Embedding``.
 
     Returns:
         (..., hidden) in the dtype of ``weight``.
     """
     counters.hit()
-    wide = torch.nn.functional.embedding(tokens, weight).float() * scale.float()
+    wide = torch.nn.functional.embedding(tokens, weight, padding).float() * scale.float()
     return held(wide, weight.dtype, counters)

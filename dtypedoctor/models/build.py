@@ -53,6 +53,7 @@ def build(spec: Model, device: torch.device, seed: int) -> Built:
         set_seed(seed)
         model = _adapt(model, spec.lora)
     if spec.gradient_checkpointing:
+        _require(model, "gradient_checkpointing_enable", "gradient_checkpointing")
         enable: Any = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.float32_twin:
@@ -113,12 +114,25 @@ def _prepare(model: nn.Module, tokenizer: Any, spec: Model, dtype: torch.dtype, 
         _scale(model, outlier)
     _cast(model, dtype)
     model = model.to(device)
-    if spec.attention is not None and hasattr(model, "set_attn_implementation"):
+    if spec.attention is not None:
+        _require(model, "set_attn_implementation", "attention")
         choose: Any = model.set_attn_implementation
         choose(spec.attention)
     if spec.quantization is not None:
         quantize_linears(model, spec.quantization, dtype)
     return Built(model=model, tokenizer=tokenizer)
+
+
+def _require(model: nn.Module, method: str, key: str) -> None:
+    """Refuses what would change nothing, so that no run is mistaken for one in another mode.
+
+    Raises:
+        UsageError: the model has no such method.
+    """
+    if not hasattr(model, method):
+        raise UsageError(
+            f"{type(model).__name__} has no {method}, so `{key}` cannot be chosen", f"Remove `{key}` from the scenario."
+        )
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

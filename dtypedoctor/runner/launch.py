@@ -39,14 +39,18 @@ class WorkerExit:
         code: exit status, or minus the signal that ended it.
         timed_out: whether the doctor stopped it at its time limit.
         seconds: wall-clock time from start to end.
+        unknown: whether nobody was there to see it.
     """
 
     code: int
     timed_out: bool
     seconds: float
+    unknown: bool = False
 
     def describe(self) -> str:
         """How it ended, in words."""
+        if self.unknown:
+            return "ended in a way that nobody has recorded"
         if self.timed_out:
             return f"was stopped at its time limit after {self.seconds:.0f} s"
         if self.code >= 0:
@@ -65,17 +69,21 @@ class Run:
 
     Attributes:
         foreign: whether it ran a user's script, which may leave with any status, or without a word by ``os._exit``.
+        rank: which process of several it is; None where there is one only.
+        ranks: all of them, this one included, in order.
     """
 
     trace: Trace
     exit: WorkerExit
     directory: Path
     foreign: bool = False
+    rank: int | None = None
+    ranks: "tuple[Run, ...]" = ()
 
     @property
     def died(self) -> bool:
         """Whether the worker ended without finishing its trace, and not because a script wanted it so."""
-        wanted = self.foreign and self.exit.code >= 0
+        wanted = self.foreign and self.exit.code >= 0 and not self.exit.unknown
         return self.exit.timed_out or (self.trace.end is None and not wanted)
 
     def last_words(self) -> str:
@@ -143,7 +151,7 @@ class Launcher:
             UsageError: the directory cannot be written.
         """
         make_directory(directory)
-        (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
+        write_request(directory, request)
         process = self._context.Process(target=begin, args=(str(directory), dict(environment or {})), daemon=False)
         process.start()
         return StartedWorker(process, directory, request.scenario.time_limit)
@@ -155,7 +163,7 @@ class Launcher:
             UsageError: the directory cannot be written.
         """
         make_directory(directory)
-        (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
+        write_request(directory, request)
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=begin_warm, args=(str(directory), theirs), daemon=False)
         process.start()
@@ -210,13 +218,26 @@ def make_directory(directory: Path) -> None:
         raise UsageError(f"{directory}: cannot be created ({error.strerror})", "Give a writable --out.") from error
 
 
+def write_request(directory: Path, request: Request) -> None:
+    """Writes down what the worker of ``directory`` is to do.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{directory}: cannot be written ({error.strerror})", "Give another --out.") from error
+
+
 def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run:
     """The run that a worker has left in ``directory``; how it ended is written down beside it.
 
     Raises:
         UsageError: the worker says that what it was asked for cannot be run at all.
     """
-    (directory / EXIT).write_text(json.dumps(asdict(ended)), encoding="utf-8")
+    with contextlib.suppress(OSError):  # a full disk, or the directory is gone: what is known is told all the same
+        (directory / EXIT).write_text(json.dumps(asdict(ended)), encoding="utf-8")
     trace = _trace(directory)
     run = Run(trace=steps_by_call(trace) if foreign else trace, exit=ended, directory=directory, foreign=foreign)
     refused = run.trace.last(Refused)
@@ -227,7 +248,7 @@ def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run
 
 def _trace(directory: Path) -> Trace:
     if not (directory / EVENTS).exists():
-        return Trace(records=(), samples=(), sites={})
+        return Trace(records=(), samples=(), sites={}, damage=(f"there is none in {directory}",))
     return read_trace(directory)
 
 

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.errors import UsageError
+from dtypedoctor.errors import EmptyTraceError, UsageError
+from dtypedoctor.runner.child import STDERR
 from dtypedoctor.runner.launch import EXIT, Run, WorkerExit
 from dtypedoctor.scenario.request import REQUEST
+from dtypedoctor.trace.events import Stage
+from dtypedoctor.trace.ranks import leading_directory
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import EVENTS
 
@@ -39,24 +42,34 @@ def open_run(place: Path) -> SavedRun:
     """Reads the run in ``place``: a run directory (of which its ``before`` is taken), one of its parts, or a trace.
 
     Raises:
-        UsageError: there is no trace, it holds no whole record, or it cannot be read.
+        UsageError: no run was left there, or its trace cannot be read.
+        EmptyTraceError: the run died before it wrote a whole record.
     """
     directory = _trace_directory(place)
     trace = read_trace(directory)
     if not trace.usable:
-        raise UsageError(
-            f"{directory}: an empty trace", "The run died before it had begun; its stderr.txt may say why."
-        )
+        raise _died_at_once(directory)
     request = _json(directory / REQUEST)
     scenario = request.get("scenario")
-    run = Run(trace=trace, exit=_exit(directory), directory=directory, foreign=_is_script(scenario))
+    foreign = _is_script(scenario) or any(stage.workload == "script" for stage in trace.all(Stage))
+    run = Run(trace=trace, exit=_exit(directory), directory=directory, foreign=foreign)
     return SavedRun(label=str(directory), run=run, request=request)
 
 
+def _died_at_once(directory: Path) -> EmptyTraceError:
+    printed = directory / STDERR
+    return EmptyTraceError(
+        f"{directory}: an empty trace: the run died before it wrote anything, so there is nothing to compare",
+        f"What it printed last may say why: {printed}" if printed.is_file() else "Run it again.",
+    )
+
+
 def _trace_directory(place: Path) -> Path:
-    for directory in (place, place / BEFORE):
+    for directory in map(leading_directory, (place, place / BEFORE)):
         if (directory / EVENTS).is_file():
             return directory
+        if (directory / REQUEST).is_file():
+            raise _died_at_once(directory)
     if not place.exists():
         raise UsageError(f"{place}: no such directory", "Give a directory that a run has left.")
     parts = list(_parts(place)) if place.is_dir() else []
@@ -71,12 +84,12 @@ def _parts(place: Path) -> Iterator[str]:
 
 
 def _exit(directory: Path) -> WorkerExit:
-    """How the worker ended; a trace that came without that is taken at its own word."""
+    """How the worker ended; a trace that came without that and has an end is taken at its own word."""
     found = _json(directory / EXIT)
     try:
         return WorkerExit(code=int(found["code"]), timed_out=bool(found["timed_out"]), seconds=float(found["seconds"]))
-    except (KeyError, TypeError, ValueError):
-        return WorkerExit(code=0, timed_out=False, seconds=0.0)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return WorkerExit(code=0, timed_out=False, seconds=0.0, unknown=True)
 
 
 def _is_script(scenario: Any) -> bool:

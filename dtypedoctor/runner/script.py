@@ -11,15 +11,15 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
-from dtypedoctor.runner.launch import Run, WorkerExit, collect, make_directory
+from dtypedoctor.runner.launch import Run, WorkerExit, collect, make_directory, write_request
 from dtypedoctor.runner.streams import Streams
 from dtypedoctor.runner.terminal import Foreground
-from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.scenario.request import Request
 
 BOOT = Path(__file__).resolve().parents[1] / "worker" / "boot.py"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,22 +37,29 @@ def run_script(request: Request, directory: Path, *, live: bool) -> Run:
         UsageError: the directory cannot be written, or there is no such script.
     """
     make_directory(directory)
-    (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
+    write_request(directory, request)
+    command = [sys.executable, str(BOOT), str(directory.resolve())]
+    ended = run_process(command, directory, live=live, time_limit=request.scenario.time_limit)
+    return collect(directory, ended, foreign=True)
+
+
+def run_process(command: Sequence[str], directory: Path, *, live: bool, time_limit: float) -> WorkerExit:
+    """Runs a command in a process group of its own until it ends or its time limit is over.
+
+    Args:
+        command: the program and its arguments.
+        directory: where what it writes is kept.
+        live: see :func:`run_script`.
+        time_limit: seconds.
+    """
     began = time.monotonic()
     with Streams(directory, live=live) as streams:
         with streams.ends() as (out, err), _standard_input(live) as given:
-            process = subprocess.Popen(
-                [sys.executable, str(BOOT), str(directory.resolve())],
-                stdin=given,
-                stdout=out,
-                stderr=err,
-                process_group=0,
-            )
+            process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, process_group=0)
         with _forwarding(process), Foreground(process) if live else nullcontext() as foreground:
-            timed_out = not _wait(process, streams, began + request.scenario.time_limit, foreground)
+            timed_out = not _wait(process, streams, began + time_limit, foreground)
         streams.show_rest()
-    seconds = time.monotonic() - began
-    return collect(directory, WorkerExit(code=process.wait(), timed_out=timed_out, seconds=seconds), foreign=True)
+    return WorkerExit(code=process.wait(), timed_out=timed_out, seconds=time.monotonic() - began)
 
 
 @contextlib.contextmanager

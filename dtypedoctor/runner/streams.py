@@ -3,6 +3,7 @@
 import contextlib
 import os
 import selectors
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ class Streams:
         self._kept = [(directory / name).open("xb", buffering=0) for name in (STDOUT, STDERR)]
         self._pipes = [_pipe(kept, shown) for shown, kept in enumerate(self._kept, start=1)] if live else []
         self._selector = selectors.DefaultSelector()
+        self._full = False
 
     def __enter__(self) -> Self:
         return self
@@ -91,13 +93,23 @@ class Streams:
         if not chunk:
             self._close(pipe)
             return False
-        pipe.kept.write(chunk)
+        self._keep(pipe, chunk)
         try:
             _write_all(pipe.shown, chunk)
         except OSError:  # our reader has gone, so the script's has: it learns that the same way
             self._close(pipe)
             return False
         return True
+
+    def _keep(self, pipe: _Pipe, chunk: bytes) -> None:
+        """Writes a chunk to its file. Where there is no room, the program goes on and is shown, and is kept no longer."""
+        if self._full:
+            return
+        try:
+            pipe.kept.write(chunk)
+        except OSError as error:
+            self._full = True
+            print(f"dtypedoctor: what is printed is no longer kept: {error.strerror}", file=sys.stderr, flush=True)
 
     def _close(self, pipe: _Pipe) -> None:
         self._selector.unregister(pipe.source)

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dtypedoctor.runner.launch import Launcher, Run, StartedWorker, WorkerExit, collect, make_directory
-from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.runner.launch import Launcher, Run, StartedWorker, WorkerExit, collect, make_directory, write_request
+from dtypedoctor.scenario.request import Request
 
 NO_ANSWER = 1
 """Exit status of a worker whose server has died with it."""
@@ -72,7 +72,7 @@ class WarmServer:
         if not self.is_warm:
             return self._launcher.start(request, directory, environment)
         make_directory(directory)
-        (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
+        write_request(directory, request)
         self._send("run", directory)
         return WarmWorker(self, directory, request.scenario.time_limit)
 

@@ -210,11 +210,29 @@ class ScenarioStep(Strict):
     )
 
 
+class Distributed(Strict):
+    """Several processes on this machine, started by torchrun, each with a batch of its own."""
+
+    processes: int = Field(default=2, ge=1, le=64, description="Number of processes; on CUDA each needs a GPU.")
+    strategy: Literal["ddp", "fsdp"] = Field(
+        default="ddp",
+        description="`DistributedDataParallel`, or FSDP2 with a unit for each layer. A script decides for itself.",
+    )
+    param_dtype: DTypeName | None = Field(default=None, description="Computation dtype of the policy (FSDP2 only).")
+    reduce_dtype: DTypeName | None = Field(
+        default=None, description="dtype in which gradients are reduced (FSDP2 only)."
+    )
+    output_dtype: DTypeName | None = Field(
+        default=None, description="dtype to which each unit casts its output (FSDP2 only)."
+    )
+
+
 class Reference(Strict):
     """The healthy run to compare with: the same scenario with these changes."""
 
     dtype: DTypeName = Field(default="bfloat16", description="dtype of every model.")
     autocast: bool = Field(default=False, description="Keep the autocast regions of the scenario.")
+    compile: bool = Field(default=True, description="Compile the models that the scenario compiles.")
 
 
 class Expectation(Strict):
@@ -241,6 +259,14 @@ class Scenario(Strict):
         default=600, ge=1, le=604_800, description="Seconds after which the worker is stopped; at most a week."
     )
     deterministic: bool = Field(default=True, description="Ask torch for deterministic algorithms.")
+    watch_every: int = Field(
+        default=1, ge=0,
+        description="Every module is measured in each so-many-th training step, the first included; in the others, and always "
+        "with `0`, only the residual stream and the loss. A closer look at a failure measures all.",
+    )  # fmt: skip
+    distributed: Distributed | None = Field(
+        default=None, description="Run it in several processes; only `train`, `forward` and scripts can be."
+    )
     corrections: list[CorrectionSpec] = Field(default_factory=list, description="Corrections switched on in this run.")
     remedies: list[Name] = Field(
         default_factory=list, description="Remedies to try beside those that the findings propose."
@@ -254,6 +280,15 @@ class Scenario(Strict):
         if steps[0].model is None and not isinstance(steps[0].workload, Script):
             raise ValueError("the first step needs a model")
         return steps
+
+    @model_validator(mode="after")
+    def _can_be_distributed(self) -> Self:
+        for step in self.steps if self.distributed is not None else ():
+            if step.workload.kind not in ("train", "forward", "script"):
+                raise ValueError(f"a step of kind {step.workload.kind} runs in one process only")
+            if step.compile is not None:
+                raise ValueError("a compiled model runs in one process only")
+        return self
 
     def with_changes(self, **changes: Any) -> "Scenario":
         """A copy with the given fields replaced, validated again (``model_copy`` alone would not validate)."""

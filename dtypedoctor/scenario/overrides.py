@@ -18,6 +18,8 @@ def override(
     dtype: str | None = None,
     device: str | None = None,
     seed: int | None = None,
+    processes: int | None = None,
+    watch_every: int | None = None,
 ) -> Scenario:
     """The scenario with other values where one is given; ``model`` and ``dtype`` go to every model in it.
 
@@ -26,7 +28,10 @@ def override(
     Raises:
         UsageError: a value is not one that the scenario's file could hold.
     """
-    changes: dict[str, Any] = {key: value for key, value in (("device", device), ("seed", seed)) if value is not None}
+    given = {"device": device, "seed": seed, "watch_every": watch_every}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if processes is not None:
+        changes["distributed"] = _distributed(scenario) | {"processes": processes}
     changes["steps"] = [
         step.model_dump() | ({"model": _changed(step.model, model, dtype)} if step.model else {})
         for step in scenario.steps
@@ -35,7 +40,11 @@ def override(
         return scenario.with_changes(**changes)
     except ValidationError as refused:
         error = refused.errors(include_url=False)[0]
-        raise UsageError(f"--{error['loc'][-1]}: {in_words(error)}") from refused
+        raise UsageError(f"--{error['loc'][-1] if error['loc'] else 'nproc'}: {in_words(error)}") from refused
+
+
+def _distributed(scenario: Scenario) -> dict[str, Any]:
+    return scenario.distributed.model_dump() if scenario.distributed is not None else {}
 
 
 def _changed(model: Model, name: str | None, dtype: str | None) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.models.build import BUILTIN
 from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Scenario, ScenarioStep
 from dtypedoctor.scenario.request import REQUEST, Request
-from dtypedoctor.trace.events import Correction, End, Environment, Header, Refused, Resources, Stage
+from dtypedoctor.trace.events import Correction, End, Environment, Refused, Resources, Stage
+from dtypedoctor.trace.ranks import header
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.capturing import capturing
 from dtypedoctor.worker.compiling import compiling
 from dtypedoctor.worker.environment import describe_environment
+from dtypedoctor.worker.parallel import parallel, take_device
 from dtypedoctor.worker.resources import MemoryMeter, checksum
 from dtypedoctor.worker.stock import Stock
 from dtypedoctor.worker.streaming import streaming
@@ -43,11 +45,12 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
     """
     request = Request.model_validate_json((directory / REQUEST).read_bytes())
     writer = TraceWriter(directory)
-    writer.write(Header(created=time.time(), pid=os.getpid(), watched=request.watch))
+    writer.write(header(watched=request.watch))
     instruments = Instruments(
         writer,
         watch=request.watch,
         windows=[OpWindow(**window.model_dump()) for window in request.windows],
+        every=1 if request.windows else request.scenario.watch_every,
     )
     run = _Run(request, instruments, directory, stock or Stock())
     outcome = "completed"
@@ -86,6 +89,7 @@ class _Run:
     def all_stages(self) -> None:
         """Runs every step of the scenario in order."""
         self._device = choose_device(self._scenario.device)
+        take_device(self._device)
         self._writer.write(Environment(values=describe_environment(self._device)))
         prepare_process(self._scenario)
         if self._device.type == "cpu" and all(_is_builtin(stage) for stage in self._scenario.steps):
@@ -111,7 +115,12 @@ class _Run:
             context.probe_untrained()
         set_seed(self._scenario.seed)
         try:
-            with capturing(context, self._capture, self._directory), streaming(context), compiling(context):
+            with (
+                capturing(context, self._capture, self._directory),
+                streaming(context),
+                compiling(context),
+                parallel(context),
+            ):
                 WORKLOADS[kind](context)
         finally:
             self._steps += context.steps_completed

@@ -9,15 +9,20 @@ from types import ModuleType
 Listener = Callable[[], None]
 
 
-def after_import(name: str, listener: Listener) -> None:
+def after_import(name: str, listener: Listener) -> Callable[[], None]:
     """Calls ``listener`` once, right after the module ``name`` has been executed; at once if it has been already.
 
     The module's spec and loader are what they would be without this.
+
+    Returns:
+        What stops the waiting, if there still is any.
     """
     if name in sys.modules:
         listener()
-    else:
-        sys.meta_path.insert(0, _Finder(name, listener))
+        return lambda: None
+    finder = _Finder(name, listener)
+    sys.meta_path.insert(0, finder)
+    return finder.leave
 
 
 class _Finder(MetaPathFinder):
@@ -30,9 +35,10 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or self not in sys.meta_path:
             return None
-        for finder in [f for f in sys.meta_path if f is not self]:
+        # Only those behind: the ones before have been asked already, and two that wait for one module would ask each other.
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(fullname, path, target) if find is not None else None
             if spec is not None:
@@ -41,9 +47,13 @@ class _Finder(MetaPathFinder):
                 return spec
         return None
 
-    def _done(self) -> None:
+    def leave(self) -> None:
+        """Waits no longer."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
+
+    def _done(self) -> None:
+        self.leave()
         self._listener()
 
 

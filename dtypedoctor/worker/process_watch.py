@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 
 import torch
@@ -11,11 +11,15 @@ from torch.optim import Optimizer
 
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.operator_mode import COMPILER as DYNAMO
+from dtypedoctor.instrument.operator_mode import keep_compiler_out
 from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.sharding import SHARDING
 from dtypedoctor.trace.events import Environment, Metric, NotWatched, Observation
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.environment import describe_environment
 from dtypedoctor.worker.on_import import after_import
+from dtypedoctor.worker.own_kernels import own_kernels
 from dtypedoctor.worker.resources import peak_resident, resident
 
 COMPILER = "torch._dynamo.convert_frame"
@@ -31,11 +35,14 @@ class ProcessWatch:
         writer: where the records go.
         watch: False records no more than losses, steps and what ended the process.
         windows: where the op trace is on.
+        every: everything is measured in each ``every``-th step, see :class:`Instruments`.
     """
 
-    def __init__(self, writer: TraceWriter, *, watch: bool = True, windows: Sequence[OpWindow] = ()) -> None:
+    def __init__(
+        self, writer: TraceWriter, *, watch: bool = True, windows: Sequence[OpWindow] = (), every: int = 1
+    ) -> None:
         self._writer = writer
-        self.instruments = Instruments(writer, watch=watch, windows=windows)
+        self.instruments = Instruments(writer, watch=watch, windows=windows, every=every)
         self._compiler = CompileWatch()
         self._compiling = False
         self._loss: float | None = None
@@ -44,6 +51,7 @@ class ProcessWatch:
         self._described = False
         self._owner = os.getpid()
         self._running = False
+        self._waiting: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Begins to watch."""
@@ -53,26 +61,35 @@ class ProcessWatch:
         instruments.phases.after_step.append(self._note_step)
         self._running = True
         instruments.start()
-        after_import(COMPILER, self._compiler_is_there)
-        after_import(PRETRAINED, instruments.silent.follow_pretrained)
+        self._waiting = [
+            after_import(COMPILER, self._compiler_is_there),
+            after_import(DYNAMO, self._keep_compiler_out),
+            after_import(PRETRAINED, instruments.silent.follow_pretrained),
+            after_import(SHARDING, instruments.sharding.follow),
+        ]
         os.register_at_fork(after_in_child=self._be_quiet)
 
-    def finish(self, error: BaseException | None) -> int:
+    def finish(self, error: BaseException | None, libraries: Sequence[str] = ()) -> int:
         """Stops watching, and writes what only the end knows.
 
         Args:
             error: what ended the program or the part of it that was watched, if anything did.
+            libraries: names of the C libraries that it has loaded by ctypes.
 
         Returns:
             Optimizer steps done.
         """
         self._running = False
+        for stop_waiting in self._waiting:
+            stop_waiting()
         self.instruments.stop()
         if error is not None:
             self.instruments.note_exception(error)
         self._writer.write(Environment(values=describe_environment(torch.device(self.device))))
         if not self.instruments.names.count:
             self._writer.write(NotWatched(what="modules", why="no torch.nn.Module was called"))
+        for what, why in own_kernels(libraries):
+            self._writer.write(NotWatched(what=what, why=why))
         self._note_compiled()
         return self.instruments.position.step - 1
 
@@ -99,19 +116,29 @@ class ProcessWatch:
 
     def _note_loss(self, tensors: list[Tensor]) -> None:
         if len(tensors) == 1 and tensors[0].numel() == 1:
-            self._loss = float(tensors[0].detach())
+            self.instruments.arrivals.ask(tensors[0], self._take_loss)
+
+    def _take_loss(self, loss: float) -> None:
+        self._loss = loss
 
     def _note_step(self, optimizer: Optimizer) -> None:
         now = time.perf_counter()
-        values = {"step_time": now - self._step_began}
-        self._step_began = now
+        seconds, self._step_began = now - self._step_began, now
+        n, step = self._writer.next_n(), self.instruments.position.step
+        self.instruments.arrivals.afterwards(lambda: self._write_step(n, step, seconds))
+
+    def _write_step(self, n: int, step: int, seconds: float) -> None:
+        values = {"step_time": seconds}
         nonfinite = []
         if self._loss is not None and isfinite(self._loss):
             values["loss"] = self._loss
         elif self._loss is not None:
             nonfinite = ["loss"]
-        step = self.instruments.position.step
-        self._writer.write(Metric(n=self._writer.next_n(), step=step, values=values, nonfinite=nonfinite))
+        self._writer.write(Metric(n=n, step=step, values=values, nonfinite=nonfinite))
+
+    def _keep_compiler_out(self) -> None:
+        keep_compiler_out()
+        self.instruments.collectives.keep_compiler_out()
 
     def _compiler_is_there(self) -> None:
         if self._running and self.instruments.watching and os.getpid() == self._owner:

@@ -4,13 +4,13 @@ Python's and numpy's generators begin with entropy of the system. Their first st
 run and set in the later ones. torch's begins with the same seed in every process anyway.
 """
 
-import pickle
+import json
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
-STATES = "random_states.pickle"
+STATES = "random_states.json"
 
 
 class RandomStates:
@@ -25,12 +25,13 @@ class RandomStates:
         self._kept = directory / STATES
         self._states: dict[str, Any] = {}
         if repeats is not None and (repeats / STATES).exists():
-            self._states = pickle.loads((repeats / STATES).read_bytes())
+            self._states = json.loads((repeats / STATES).read_bytes())
 
     def begin(self) -> None:
         """The script is about to start."""
         if "python" in self._states:
-            random.setstate(self._states["python"])
+            version, internal, gauss = self._states["python"]
+            random.setstate((version, tuple(internal), gauss))
         else:
             self._keep("python", random.getstate())
 
@@ -38,10 +39,14 @@ class RandomStates:
         """numpy's random module has been imported."""
         numpy_random: Any = sys.modules["numpy.random"]
         if "numpy" in self._states:
-            numpy_random.set_state(self._states["numpy"])
+            numpy_random.set_state(tuple(self._states["numpy"]))
         else:
-            self._keep("numpy", numpy_random.get_state())
+            name, keys, *rest = numpy_random.get_state()
+            self._keep("numpy", (name, keys.tolist(), *rest))
 
     def _keep(self, name: str, state: Any) -> None:
         self._states[name] = state
-        self._kept.write_bytes(pickle.dumps(self._states))
+        try:
+            self._kept.write_text(json.dumps(self._states), encoding="ascii")
+        except OSError:  # a full disk: the script goes on, and a second look at it may draw other numbers
+            return

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dtypedoctor.instrument.statistics import local_part
+
 
 class MemoryMeter:
     """Peak memory over what was in use when the meter was made.
@@ -69,7 +71,7 @@ def checksum(model: nn.Module) -> str:
 
 
 class StepDigest:
-    """SHA-256 over the bytes of the parameters of each optimizer after each of its steps."""
+    """SHA-256 over the bytes of the parameters of each optimizer, and of their gradients, after each of its steps."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -81,6 +83,8 @@ class StepDigest:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._digest.update(_bytes(parameter))
+                if parameter.grad is not None:
+                    self._digest.update(_bytes(parameter.grad))
 
     @property
     def value(self) -> str | None:
@@ -88,6 +92,7 @@ class StepDigest:
         return self._digest.hexdigest() if self._steps else None
 
 
-def _bytes(parameter: Tensor) -> bytes:
-    found: bytes = parameter.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
+def _bytes(tensor: Tensor) -> bytes:
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    found: bytes = local_part(dense).contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
     return found

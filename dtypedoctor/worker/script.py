@@ -7,16 +7,17 @@ that it sets before that are heeded, and a script without torch pays nothing.
 import json
 import os
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtypedoctor.trace.events import End, Header, NotWatched, Raised, Refused, Resources, Stage
+from dtypedoctor.trace.events import NOTHING_WATCHED, End, NotWatched, Raised, Refused, Resources, Stage
+from dtypedoctor.trace.ranks import header
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker import main_module
+from dtypedoctor.worker.elsewhere import Elsewhere
 from dtypedoctor.worker.on_import import after_import
 from dtypedoctor.worker.randomness import RandomStates
 from dtypedoctor.worker.tracebacks import hide_in_excepthook, hide_own_frames
@@ -64,21 +65,19 @@ class _Recording:
         self._owner = os.getpid()
         repeats = request["repeats"]
         self._randomness = RandomStates(directory, directory.parent / repeats if repeats else None)
-        self._forks = 0
+        self._elsewhere = Elsewhere()
         self._began = time.perf_counter()
 
     def begin(self) -> None:
         """Writes the header and waits for torch."""
         writer = self._writer
-        writer.write(Header(created=time.time(), pid=self._owner, watched=self._request["watch"]))
+        writer.write(header(watched=self._request["watch"]))
         writer.write(Stage(n=writer.next_n(), index=0, name="script", workload="script"))
-        os.register_at_fork(after_in_child=writer.disown, after_in_parent=self._forked)
+        os.register_at_fork(after_in_child=writer.disown)
         after_import("torch", self._torch_is_there)
         after_import("numpy.random", self._randomness.numpy_is_there)
         self._randomness.begin()
-
-    def _forked(self) -> None:
-        self._forks += 1
+        self._elsewhere.begin()
 
     def _torch_is_there(self) -> None:
         try:
@@ -87,7 +86,7 @@ class _Recording:
             self._watch = ScriptWatch(self._writer, self._request)
             self._watch.start()
         except Exception as error:  # noqa: BLE001  (a defect of ours must not end the script)
-            self._writer.write(NotWatched(what="the whole script", why=f"{type(error).__name__}: {error}"))
+            self._writer.write(NotWatched(what=NOTHING_WATCHED, why=f"{type(error).__name__}: {error}"))
 
     def refuse(self, message: str) -> None:
         """There is nothing to run."""
@@ -111,14 +110,15 @@ class _Recording:
 
     def _conclude(self, error: BaseException | None) -> int:
         watch, writer = self._watch, self._writer
-        for what, why in self._elsewhere():
+        self._elsewhere.end()
+        for what, why in (*self._elsewhere.processes(), *self._elsewhere.threads()):
             writer.write(NotWatched(what=what, why=why))
         if watch is None:
             writer.write(NotWatched(what="tensors and modules", why="the script has not imported torch"))
             if error is not None:
                 _without_torch(writer, error)
             return 0
-        steps = watch.finish(error)
+        steps = watch.finish(error, self._elsewhere.libraries)
         writer.write(
             Resources(
                 seconds=time.perf_counter() - self._began,
@@ -128,14 +128,6 @@ class _Recording:
             )
         )
         return steps
-
-    def _elsewhere(self) -> Iterator[tuple[str, str]]:
-        """Where else the script may have been at work."""
-        if self._forks:
-            yield f"{self._forks} forked process(es)", "only the process that runs the script is watched"
-        others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
-        if others:
-            yield f"{len(others)} thread(s) that outlive the script's last line", "the watch ends with it"
 
     def _finish(self, outcome: str, steps: int = 0) -> None:
         self._writer.write(End(n=self._writer.next_n(), outcome=outcome, steps_completed=steps))

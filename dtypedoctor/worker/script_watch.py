@@ -1,6 +1,6 @@
 """What is around a user's script from the moment at which it has imported torch: the instruments, and what was asked for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -24,9 +24,9 @@ class ScriptWatch:
 
     def __init__(self, writer: TraceWriter, request: Mapping[str, Any]) -> None:
         self._writer = writer
-        self.process = ProcessWatch(
-            writer, watch=request["watch"], windows=[OpWindow(**window) for window in request["windows"]]
-        )
+        windows = [OpWindow(**window) for window in request["windows"]]
+        every = 1 if windows else request["scenario"]["watch_every"]
+        self.process = ProcessWatch(writer, watch=request["watch"], windows=windows, every=every)
         self._corrections: Any = request["scenario"]["corrections"]
         self._outside: OutsideCorrections | None = None
         self._digest = StepDigest() if request["witness"] else None
@@ -40,9 +40,9 @@ class ScriptWatch:
             instruments.phases.after_step.append(self._digest.add)
         self.process.start()
 
-    def finish(self, error: BaseException | None) -> int:
-        """Stops watching, and writes what only the end knows; the number of optimizer steps done."""
-        steps = self.process.finish(error)
+    def finish(self, error: BaseException | None, libraries: Sequence[str]) -> int:
+        """Stops watching, and writes what only the end knows; see :meth:`ProcessWatch.finish`."""
+        steps = self.process.finish(error, libraries)
         if self._outside is not None:
             self._outside.conclude()
         return steps

@@ -15,19 +15,20 @@ from dtypedoctor.workloads.context import Context
 
 @contextmanager
 def streaming(context: Context) -> Iterator[None]:
-    """Around a workload; streams exist on CUDA only, and elsewhere it is recorded that they were not looked at.
+    """Around a workload; streams exist on CUDA only. Where they are not looked at, that is recorded.
 
     For each kind of launch an :class:`Observation` ``cuda-stream`` is written: ``device``, ``used`` and ``current``
     (handles), ``count`` and ``stale``.
     """
     launches = _has_fast_path(context)
+    why_not = _why_not_watched(context)
+    if why_not and (launches or context.stage.side_stream):
+        context.instruments.writer.write(NotWatched(what="CUDA streams", why=why_not))
     if context.device.type != "cuda":
-        if launches or context.stage.side_stream:
-            context.instruments.writer.write(NotWatched(what="CUDA streams", why="there is no CUDA device here"))
         yield
         return
     watch = StreamWatch(nf4_ctypes, "launch_stream")
-    with watch if launches and context.instruments.watching else nullcontext():
+    with watch if launches and not why_not and context.instruments.watching else nullcontext():
         if context.stage.side_stream:
             torch.cuda.synchronize(context.device)  # what the default stream has prepared must be there
             with torch.cuda.stream(torch.cuda.Stream(context.device)):
@@ -36,6 +37,15 @@ def streaming(context: Context) -> Iterator[None]:
         else:
             yield
     _write(context, watch)
+
+
+def _why_not_watched(context: Context) -> str:
+    """Why launches are not listened to; empty if they are."""
+    if context.device.type != "cuda":
+        return "there is no CUDA device here"
+    if context.stage.compile is not None:
+        return "the model is compiled, and whoever listens would be compiled with it"
+    return ""
 
 
 def _has_fast_path(context: Context) -> bool:

@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -95,9 +96,11 @@ class _Workers:
             self._channel.close()
             torch.set_num_threads(self._threads)
             status = serve(directory, self._stock)
+        except BaseException:  # noqa: BLE001  (a child that returned would go on as a second server)
+            traceback.print_exc()
+        finally:
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:
             os._exit(status)
 
 

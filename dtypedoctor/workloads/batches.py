@@ -4,12 +4,16 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.instrument.statistics import is_spread
 from dtypedoctor.workloads.context import Context
 from dtypedoctor.workloads.probe import random_tokens, vocabulary_of
 
+RANK_STRIDE = 1_000_003
+"""Distance of the seeds of two ranks: more than a run has batches."""
+
 
 def training_tokens(context: Context, shape: tuple[int, int], number: int) -> Tensor:
-    """Token ids of ``shape`` (batch, tokens): batch ``number`` (from 1) of the scenario's seed.
+    """Token ids of ``shape`` (batch, tokens): batch ``number`` (from 1) of the scenario's seed, for each rank another.
 
     Raises:
         UsageError: the model does not say how many tokens it knows.
@@ -21,7 +25,14 @@ def training_tokens(context: Context, shape: tuple[int, int], number: int) -> Te
             f"{type(model).__name__} has no config.vocab_size, so there are no tokens to give it",
             "Give it one, or use the script workload.",
         )
-    return random_tokens(vocabulary, shape, context.scenario.seed + number, context.device)
+    seed = context.scenario.seed + number + RANK_STRIDE * context.rank
+    return random_tokens(vocabulary, shape, seed, context.device)
+
+
+def value_of(norm: Tensor) -> float:
+    """A norm over gradients, of which after FSDP each rank holds a part only; every rank has to ask for it."""
+    whole = norm.full_tensor() if is_spread(norm) else norm  # type: ignore[attr-defined]  # that of a DTensor
+    return float(whole.item())
 
 
 def language_model_loss(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ class Context:
         scratch: a directory for files that libraries insist on writing.
         pause: what must hold still while the probe runs (correction counters).
         compiled: the model as ``torch.compile`` gave it back, where the stage asks for that.
+        wrapped: the model as it is called in one of several processes, where the scenario asks for that.
+        rank: number of this process, whose batches are its own.
         steps_before: training steps that earlier stages have done.
         steps_completed: training steps done in this stage, kept by the workload.
     """
@@ -48,6 +50,8 @@ class Context:
     scratch: Path
     pause: list[Any] = field(default_factory=list)
     compiled: nn.Module | None = None
+    wrapped: nn.Module | None = None
+    rank: int = 0
     steps_before: int = 0
     steps_completed: int = 0
 
@@ -66,8 +70,8 @@ class Context:
 
     @property
     def model(self) -> nn.Module:
-        """What a workload calls: the model, compiled if the stage asks for that."""
-        return self.compiled if self.compiled is not None else self.built.model
+        """What a workload calls: the model, compiled or wrapped if the scenario asks for that."""
+        return next(model for model in (self.compiled, self.wrapped, self.built.model) if model is not None)
 
     def begin_step(self) -> None:
         """Says that the next step begins, for workloads without an optimizer, whose steps nobody else counts."""

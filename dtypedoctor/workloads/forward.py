@@ -6,7 +6,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from dtypedoctor.scenario.model import Forward
-from dtypedoctor.workloads.batches import language_model_loss, training_tokens
+from dtypedoctor.workloads.batches import language_model_loss, training_tokens, value_of
 from dtypedoctor.workloads.context import Context
 
 
@@ -39,4 +39,4 @@ def _take_gradient_norm(context: Context) -> float:
     norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
     for parameter in parameters:
         parameter.grad = None
-    return norm.item()
+    return value_of(norm)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from dtypedoctor.scenario.model import Train
-from dtypedoctor.workloads.batches import language_model_loss, training_tokens
+from dtypedoctor.workloads.batches import language_model_loss, training_tokens, value_of
 from dtypedoctor.workloads.context import Context
 
 
@@ -50,7 +50,7 @@ class _Loop:
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
-        values = {"loss": sum(losses) / len(losses), "grad_norm": norm.item()}
+        values = {"loss": sum(losses) / len(losses), "grad_norm": value_of(norm)}
         return values | ({"scale": self._scaler.get_scale()} if self._scaler.is_enabled() else {})
 
     def _batches(self, number: int) -> Iterator[torch.Tensor]:

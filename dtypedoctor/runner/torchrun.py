@@ -1,0 +1,116 @@
+"""Runs a request in several processes, which torchrun starts, and collects what each of them left."""
+
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dtypedoctor.runner.child import STDERR, STDOUT
+from dtypedoctor.runner.launch import Run, WorkerExit, collect, make_directory
+from dtypedoctor.runner.script import BOOT, run_process
+from dtypedoctor.scenario.model import Script
+from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.trace.ranks import lead, rank_directory
+
+__all__ = ["led_by", "run_ranks"]
+
+ELASTIC = BOOT.with_name("elastic.py")
+FAILURES = "failures.json"
+LOGS = "torchrun"
+"""Folder of torchrun's own logs."""
+
+_KEPT, _SHOWN = "--redirects", "--tee"
+_BOTH_STREAMS = "3"
+
+
+def run_ranks(request: Request, directory: Path, *, live: bool) -> Run:
+    """Runs ``request`` in as many processes as its scenario says, on this machine.
+
+    Args:
+        request: what each of them is to do.
+        directory: holds afterwards a directory for each rank, and what torchrun itself printed; must not exist yet.
+        live: show what the processes write, each line with the rank that wrote it.
+
+    Returns:
+        The run of the rank that failed first, or of rank 0; its ``ranks`` are those of all.
+
+    Raises:
+        UsageError: the directory cannot be written, or the scenario cannot be run at all.
+    """
+    assert request.scenario.distributed is not None  # whoever asks for ranks says how many
+    count = request.scenario.distributed.processes
+    make_directory(directory)
+    for rank in range(count):
+        place = rank_directory(directory, rank)
+        place.mkdir()
+        (place / REQUEST).write_text(_for_rank(request, rank).model_dump_json(), encoding="utf-8")
+    command = [sys.executable, "-P", *_torchrun(directory.resolve(), count, live=live)]
+    ended = run_process(command, directory, live=live, time_limit=request.scenario.time_limit)
+    _sort_streams(directory, count)
+    failures = _failures(directory)
+    foreign = isinstance(request.scenario.steps[0].workload, Script)
+    runs = [_collect(directory, rank, ended, failures, foreign=foreign) for rank in range(count)]
+    first = min(failures, key=lambda rank: float(failures[rank]["time"]), default=0)
+    return led_by(tuple(runs), first)
+
+
+def led_by(ranks: tuple[Run, ...], rank: int) -> Run:
+    """The run of one rank, which stands for that of all; it is also noted where they lie."""
+    lead(ranks[rank].directory.parent, rank)
+    return replace(ranks[rank], ranks=ranks)
+
+
+def _torchrun(directory: Path, count: int, *, live: bool) -> list[str]:
+    return [
+        str(ELASTIC),
+        str(directory / FAILURES),
+        "--standalone",
+        f"--nproc-per-node={count}",
+        f"--log-dir={directory / LOGS}",
+        f"{_SHOWN if live else _KEPT}={_BOTH_STREAMS}",
+        str(BOOT),
+        "--rank",
+        str(directory),
+    ]
+
+
+def _for_rank(request: Request, rank: int) -> Request:
+    """The request as one rank gets it: what it repeats is what the same rank did before."""
+    if request.repeats is None:
+        return request
+    return request.model_copy(update={"repeats": str(rank_directory(Path("..") / request.repeats, rank))})
+
+
+def _sort_streams(directory: Path, count: int) -> None:
+    """Puts what torchrun kept of each process's output beside its trace."""
+    for rank in range(count):
+        for name, kept in ((STDOUT, "stdout.log"), (STDERR, "stderr.log")):
+            found = sorted((directory / LOGS).glob(f"*/attempt_0/{rank}/{kept}"))
+            if found:
+                found[0].replace(rank_directory(directory, rank) / name)
+
+
+def _failures(directory: Path) -> dict[int, dict[str, Any]]:
+    try:
+        found = json.loads((directory / FAILURES).read_text(encoding="utf-8"))
+    except OSError:  # none has failed, or torchrun itself was ended
+        return {}
+    return {int(rank): failure for rank, failure in found.items()}
+
+
+def _collect(
+    directory: Path, rank: int, ended: WorkerExit, failures: dict[int, dict[str, Any]], *, foreign: bool
+) -> Run:
+    """One rank's run.
+
+    When a rank fails, torchrun stops the others. Those whose traces had an end by then are taken at the word of these.
+    """
+    place = rank_directory(directory, rank)
+    code = int(failures[rank]["code"]) if rank in failures else -signal.SIGTERM if failures else ended.code
+    run = collect(place, ended if ended.timed_out else replace(ended, code=code), foreign=foreign)
+    end = run.trace.end
+    if end is not None and run.exit.code == -signal.SIGTERM:
+        run = collect(place, replace(run.exit, code=int(end.outcome != "completed")), foreign=foreign)
+    return replace(run, rank=rank)
