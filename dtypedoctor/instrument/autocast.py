@@ -102,6 +102,8 @@ class AutocastLog:
 
     def dtype(self, device: str) -> str | None:
         """The autocast dtype in force for ``device`` (``cpu``, ``cuda``), or None."""
+        if not self._regions:
+            return None
         return next((region.dtype for region in reversed(self._regions) if region.device == device), None)
 
     @property

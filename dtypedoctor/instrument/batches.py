@@ -2,6 +2,10 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -13,26 +17,37 @@ KEPT_BYTES = 192 << 20
 """Memory of tensors kept alive for a batch: a fraction of what one layer of a large model keeps for its backward pass."""
 
 
+AHEAD = 4
+"""Batches that a device has to be behind for the host to have time for something else."""
+
+MOST_UNREAD = 64
+"""Batches that are left unread where the host has no time: an eighth of those for which there is room."""
+
+
 class Row:
     """One tensor, measured once, however many places it is found at.
 
     Attributes:
         tensor: the tensor until it is launched, then None.
         version: its version when it was handed over.
+        held: the tensor as long as it lives.
         gate: a row that must not be finite for this one to be measured.
         entries: sequence number, step, call and site of each sample that it is.
+        doubts: what to look at if it is not finite.
         counts: the result.
         lost: there will be no result.
         index: where later batches find it as a gate.
     """
 
-    __slots__ = ("counts", "entries", "gate", "index", "lost", "tensor", "version")
+    __slots__ = ("counts", "doubts", "entries", "gate", "held", "index", "lost", "tensor", "version")
 
     def __init__(self, tensor: Tensor | None, version: int, gate: "Row | None" = None) -> None:
         self.tensor = tensor
         self.version = version
+        self.held = ref(tensor) if tensor is not None else None
         self.gate = gate
         self.entries: list[tuple[int, int, int, int]] = []
+        self.doubts: tuple[Any, ...] = ()
         self.counts: Counts | None = None
         self.lost = False
         self.index = -1
@@ -62,12 +77,19 @@ class Batches:
         self._open: list[Row] = []
         self._gated: list[Row] = []
         self._kept = 0
+        self._current_stream = _stream_getter(device)
         self._stream = self._current_stream()
         self._flying: deque[tuple[int, list[Row]]] = deque()
         self.dead = False
         """Whether the device has stopped to answer."""
         self.dropped = 0
         """Rows that were given up: no room, or the device was dead."""
+
+    @property
+    def worth_reading(self) -> bool:
+        """Whether the host has time for results, as the device is several batches behind; or has left too many unread."""
+        flying = self._flying
+        return len(flying) > MOST_UNREAD or (len(flying) > AHEAD and self._rows.arrived(flying[-AHEAD][0], 1) is None)
 
     def add(self, tensor: Tensor, gate: Row | None = None) -> Row:
         """Hands over a tensor; it goes with the next batch, behind a gate with the first batch after that of its gate."""
@@ -104,7 +126,8 @@ class Batches:
             if row.tensor is not None and version_of(row.tensor) != row.version:
                 changed.append(row)
                 row.lost = True
-        self._send([row for row in batch if not row.lost])
+        # The newest first: what has just been written is still in the device's cache, until older tensors push it out.
+        self._send([row for row in reversed(batch) if not row.lost])
         for row in batch:
             row.tensor = None
         self._let_gated_in()
@@ -146,9 +169,6 @@ class Batches:
         with torch.cuda.stream(torch.cuda.ExternalStream(self._stream, device=self._device)):
             return self._rows.launch(_asked(batch))
 
-    def _current_stream(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self._device.index) if self._device.type == "cuda" else 0
-
     def drain(self) -> list[Row]:
         """The rows whose results have arrived since the last time, in the order of their launches."""
         found: list[Row] = []
@@ -187,6 +207,13 @@ class Batches:
         except RuntimeError:
             self.dead = True
         return not self.dead
+
+
+def _stream_getter(device: torch.device) -> Callable[[], int]:
+    """What tells the handle of the stream that is current on ``device``."""
+    if device.type != "cuda":
+        return lambda: 0
+    return partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
 def _asked(batch: list[Row]) -> list[Asked]:

@@ -1,6 +1,5 @@
 """What models say about their own dtypes: configurations, lists of modules to keep in float32, shard units."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import nn
 
 from dtypedoctor.instrument.naming import Names, dtype_name, quantization_of
 from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.sharding import shard_units
 from dtypedoctor.instrument.weights import packed_attributes
 from dtypedoctor.trace.events import Observation, ParameterNote
 from dtypedoctor.trace.writer import TraceWriter
@@ -23,8 +23,8 @@ class ModelFacts:
     """Writes, when an outermost module is first called, observations of these kinds about it and the modules inside it.
 
     * ``model-config``: ``root``, ``dtype`` (of the configuration, or None), ``keep_in_fp32`` (entries of its keep lists).
-    * ``shard-unit`` (FSDP2): ``root``, ``dtypes`` (parameter names by dtype, those of inner units aside), ``param_dtype``,
-      ``reduce_dtype``, ``output_dtype`` of its mixed-precision policy.
+    * ``shard-unit`` (FSDP2): ``root``, ``dtypes`` (parameter names by dtype, those of inner units aside), ``trainable`` (the same
+      of those that get gradients), ``param_dtype``, ``reduce_dtype``, ``output_dtype`` of its mixed-precision policy.
     """
 
     def __init__(self, writer: TraceWriter, position: Position, names: Names) -> None:
@@ -42,7 +42,7 @@ class ModelFacts:
         self._told.add(root)
         self._note_packed(module, root)
         position = self._position
-        for kind, name, values in (*_configurations(module), *_shard_units(module)):
+        for kind, name, values in (*_configurations(module), *_units(module)):
             fqn = ".".join(part for part in (prefix, name) if part)
             self._writer.write(
                 Observation(
@@ -91,23 +91,6 @@ def _configured_dtype(module: nn.Module) -> str | None:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else None
 
 
-def _shard_units(module: nn.Module) -> Iterator[Fact]:
-    sharding = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(sharding, "FSDPModule", None)
-    if kind is None:
-        return
-    units = {name: child for name, child in module.named_modules() if isinstance(child, kind)}
-    for name, unit in units.items():
-        inner = [other for other in units if other != name and other.startswith(f"{name}." if name else "")]
-        dtypes: dict[str, list[str]] = {}
-        for parameter_name, parameter in unit.named_parameters(prefix=name):
-            if not any(parameter_name.startswith(f"{other}.") for other in inner):
-                dtypes.setdefault(dtype_name(parameter), []).append(parameter_name)
-        yield "shard-unit", name, {"dtypes": dtypes, **_policy(unit)}
-
-
-def _policy(unit: Any) -> dict[str, str | None]:
-    state = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
-    policy = getattr(state, "_mp_policy", None)
-    found = {key: getattr(policy, key, None) for key in ("param_dtype", "reduce_dtype", "output_dtype")}
-    return {key: str(dtype).removeprefix("torch.") if dtype is not None else None for key, dtype in found.items()}
+def _units(module: nn.Module) -> Iterator[Fact]:
+    for name, values in shard_units(module):
+        yield "shard-unit", name, values

@@ -8,13 +8,23 @@ _NOT_THE_USERS = ("torch.", "dtypedoctor.instrument", "dtypedoctor.worker")
 
 
 def source_of(frame: FrameType | None) -> str | None:
-    """``file.py:line`` of the innermost frame that is neither torch's nor the doctor's; None where there is none."""
+    """``package/file.py:line`` of the innermost frame that is neither torch's nor the doctor's; None where there is none.
+
+    The path begins at the top of the package that the code belongs to; of a script it is the file's name.
+    """
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module != "torch" and not module.startswith(_NOT_THE_USERS):
-            return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+            return f"{_from_package(frame.f_code.co_filename, module)}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def _from_package(path: str, module: str) -> str:
+    """The end of ``path`` that stands for the dotted name ``module``: one part each, one more for a package's ``__init__``."""
+    parts = path.split("/")
+    depth = len(module.split(".")) + (parts[-1] == "__init__.py")
+    return "/".join(part for part in parts[-depth:] if part)
 
 
 def function_context(frame: FrameType | None) -> FunctionCtx | None:

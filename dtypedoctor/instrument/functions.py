@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+GETTER = "__get__"
+"""Name of what reads an attribute of a tensor. It computes nothing, and some attributes are refused to tensors of inference mode."""
+
 Listener = Callable[[str, Any, tuple[Any, ...], dict[str, Any], Exception], None]
 
 
@@ -44,7 +47,8 @@ class FunctionErrors(TorchFunctionMode):
         try:
             return func(*args, **arguments)
         except Exception as error:
-            self._listener(op_name(func), func, args, arguments, error)
+            if getattr(func, "__name__", "") != GETTER:
+                self._listener(op_name(func), func, args, arguments, error)
             raise
 
 

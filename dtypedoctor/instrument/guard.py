@@ -40,10 +40,14 @@ class Guard:
             try:
                 callback(*args)
             except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
-                self.tell(what, f"dtypedoctor failed there with {type(error).__name__}: {str(error)[:200]}")
+                self.failed(what, error)
 
         hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch warns of other hooks when it pickles a tensor
         return hook
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Records that ``what`` is not watched because of a defect of ours."""
+        self.tell(what, f"dtypedoctor failed there with {type(error).__name__}: {str(error)[:200]}")
 
     def tell(self, what: str, why: str) -> None:
         """Records that ``what`` is not watched."""

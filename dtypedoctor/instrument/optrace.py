@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
+from dtypedoctor.instrument.attention_replay import AttentionReplay, Ran
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.functions import FunctionErrors
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.identity import TensorIds
 from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.operator_mode import OperatorMode, is_whole
 from dtypedoctor.instrument.origins import KnownTensors
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.refusals import replay_promotion, replay_refused
@@ -27,12 +29,13 @@ from dtypedoctor.instrument.schema import (
     Arguments,
     has_out,
     is_inplace,
+    is_unfinished,
     keep_written,
     scalars,
     tensors_of,
     written,
 )  # fmt: skip
-from dtypedoctor.instrument.statistics import Extent, measurable, measure
+from dtypedoctor.instrument.statistics import Extent, is_spread, local_part, measurable, measure
 from dtypedoctor.instrument.weights import WeightCheck
 from dtypedoctor.instrument.whereabouts import OpPlace, Whereabouts
 from dtypedoctor.trace.events import Observation, Op, TensorNote
@@ -46,7 +49,7 @@ MAX_PROMOTIONS = 500
 _SKIPPED = frozenset({"aten.detach.default", "aten.alias.default", "aten._local_scalar_dense.default"})
 
 
-class OpTrace(TorchDispatchMode):
+class OpTrace(OperatorMode):
     """Records ops while it is entered. Use :meth:`open` and :meth:`close`; both may be called more than once.
 
     For an op that raises, an :class:`Observation` of kind ``autocast-regions`` follows: ``of`` (number of the op) and
@@ -66,6 +69,7 @@ class OpTrace(TorchDispatchMode):
         self._known = KnownTensors(names, self._ids)
         self._whereabouts = Whereabouts(writer, position, names, autocast)
         self._weights = WeightCheck(writer, position)
+        self._attention = AttentionReplay(writer, position)
         self._functions = FunctionErrors(self._refused_by_function)
         self._ops = 0
         self._promotions = 0
@@ -85,6 +89,7 @@ class OpTrace(TorchDispatchMode):
             self.is_open = False
             self.__exit__(None, None, None)
             self.leave_root()
+            self._attention.forget()
 
     def enter_root(self, args: Any, kwargs: Any) -> None:
         """An outermost module is called with these arguments; :meth:`leave_root` has to follow when the call ends."""
@@ -116,8 +121,10 @@ class OpTrace(TorchDispatchMode):
     ) -> Any:
         """Runs ``func`` as it is and records it."""
         kwargs = dict(kwargs or {})
-        if self._position.muted or str(func) in _SKIPPED or self._ops >= MAX_OPS:
+        if self._position.muted or str(func) in _SKIPPED or is_unfinished(func) or self._ops >= MAX_OPS:
             return func(*args, **kwargs)
+        if is_whole(func, types):
+            return self._taken_apart(func, (args, kwargs))
         self._ops += 1
         kept = arguments = (args, kwargs)
         inputs: list[TensorNote] = []
@@ -132,10 +139,21 @@ class OpTrace(TorchDispatchMode):
                 self._refused(n, func, arguments, inputs, error)
             raise
         with self._aside():
-            for tensor in written(func, arguments):
+            changed = written(func, arguments)
+            for tensor in changed:
                 self._ids.wrote(tensor)
-            self._done(n, func, kept, inputs, tensors_of(result))
+            self._done(n, func, kept, inputs, tensors_of(result) or (changed if has_out(func) else []))
         return result
+
+    def _taken_apart(self, func: Any, arguments: Arguments) -> Any:
+        try:
+            return self.taken_apart(func, *arguments)
+        except Exception as error:
+            if str(error) != self._last_error:  # none of the operators that it is made of has refused
+                with self._aside():
+                    inputs = self._notes(tensors_of(arguments))
+                    self._refused(self._writer.next_n(), func, arguments, inputs, error)
+            raise
 
     def _done(self, n: int, func: Any, kept: Arguments, inputs: list[TensorNote], results: list[Tensor]) -> None:
         outputs = self._notes(results)
@@ -143,10 +161,13 @@ class OpTrace(TorchDispatchMode):
         place = self._whereabouts.here(sys._getframe(), _device(operands + results))
         self._write(n, str(func), place, (inputs, outputs), schema=func, scalars=scalars(kept))
         self._weights.check(n, str(func), operands, place.root, place.fqn)
+        if any(map(is_spread, operands)):
+            return  # an operator on shards may communicate, and what one rank repeats alone would wait for ever
         if _born(inputs, outputs):
             replay_wider(self._writer, n, func, *kept)
         if self._promotions < MAX_PROMOTIONS:
             self._promotions += replay_promotion(self._writer, n, func, kept, results)
+        self._attention.saw(Ran(n, func, kept, inputs, results, outputs))
 
     def _refused(self, n: int, func: Any, arguments: Arguments, inputs: list[TensorNote], error: Exception) -> None:
         self._last_error = str(error)
@@ -155,7 +176,8 @@ class OpTrace(TorchDispatchMode):
         self._write(n, str(func), place, (inputs, []), schema=func, scalars=scalars(arguments), error=_line(error))
         self._note_regions(n)
         self._weights.check(n, str(func), operands, place.root, place.fqn)
-        replay_refused(self._writer, n, func, arguments)
+        if not any(map(is_spread, operands)):
+            replay_refused(self._writer, n, func, arguments)
 
     def _refused_by_function(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
                              error: Exception) -> None:  # fmt: skip
@@ -183,7 +205,8 @@ class OpTrace(TorchDispatchMode):
             self._note_regions(n)
 
     def _notes(self, tensors: list[Tensor]) -> list[TensorNote]:
-        return [self._note(t, measure([t])[0] if measurable(t) else None) for t in tensors]
+        held = [(tensor, local_part(tensor)) for tensor in tensors]
+        return [self._note(tensor, measure([part])[0] if measurable(part) else None) for tensor, part in held]
 
     def _note(self, tensor: Tensor, extent: Extent | None) -> TensorNote:
         number, storage = self._ids.of(tensor)

@@ -19,9 +19,11 @@ class Place:
         sites: numbers of the sites described here so far; kept by ``Sites``.
         flows: combinations of dtypes seen so far; kept by the module watch.
         residual: whether what it returns is the residual stream.
+        usual: what the last call of the module looked like; kept by what records outputs.
+        gradients: what the last gradient of each output looked like, by its path; kept by the same.
     """
 
-    __slots__ = ("__weakref__", "cls", "flows", "fqn", "residual", "root", "sites")
+    __slots__ = ("__weakref__", "cls", "flows", "fqn", "gradients", "residual", "root", "sites", "usual")
 
     def __init__(self, root: int, fqn: str, cls: str) -> None:
         self.root = root
@@ -30,6 +32,8 @@ class Place:
         self.sites: dict[Any, int] = {}
         self.flows: set[Any] = set()
         self.residual = False
+        self.usual: Any = None
+        self.gradients: dict[str, Any] = {}
 
 
 class Places:
@@ -62,9 +66,9 @@ class Places:
             return held[1]
         return self._learn(module)
 
-    def named(self, fqn: str) -> Place:
+    def named(self, root: int, fqn: str) -> Place:
         """The place of something that no module returned."""
-        return self._place(0, fqn, "")
+        return self._place(root, fqn, "")
 
     def _refresh(self) -> None:
         self._of.clear()

@@ -28,13 +28,12 @@ class When(NamedTuple):
     call: int
 
 
-class Given(NamedTuple):
-    """What went into a module. Its sites are described only where they are needed."""
+class Source(NamedTuple):
+    """The call of a module that tensors went into. Their sites are described only where they are needed."""
 
     place: Place
     phase: str
     autocast: str | None
-    tensors: Sequence[Named]
 
     def looks(self, path: str, tensor: Tensor) -> Looks:
         """How one of the tensors looks as a sample."""
@@ -50,14 +49,26 @@ class Recorder(Protocol):
 
     suspicious: bool
 
-    def record(self, rows: Rows, when: When, given: Given | None = None) -> None:
-        """Measures ``rows`` and, only if one of them is not finite, also ``given``."""
+    def record(
+        self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
+    ) -> None:
+        """Measures ``rows`` and, only if one of them is not finite, also what was ``given`` to ``source``.
+
+        Args:
+            rows: what is measured.
+            when: the same as :class:`When`, which takes a third of a microsecond to make.
+            source: the call that has returned ``rows``.
+            given: what went into it.
+        """
 
     def begin_call(self) -> None:
         """An outermost module call begins."""
 
+    def end_call(self) -> None:
+        """An outermost module call has ended: sends off what has been put together so far. Never waits."""
+
     def flush(self) -> None:
-        """A natural pause: sends off what has been put together so far. Never waits."""
+        """A pass has ended: sends off what has been put together and writes down what is known. Never waits."""
 
     def finish(self) -> None:
         """The run is over: everything measured gets into the trace as far as it can still be had. Never raises."""
@@ -65,7 +76,10 @@ class Recorder(Protocol):
 
 def version_of(tensor: Tensor) -> int:
     """How often the tensor was written to in place, -1 where torch does not count."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode
+        return -1
 
 
 class ImmediateRecorder:
@@ -84,18 +98,24 @@ class ImmediateRecorder:
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
         self.suspicious = False
 
-    def record(self, rows: Rows, when: When, given: Given | None = None) -> None:
-        """Measures ``rows`` and, only if one of them is not finite, also ``given``."""
+    def record(
+        self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
+    ) -> None:
+        """Measures ``rows`` and, only if one of them is not finite, also what was ``given`` to ``source``."""
         if self._write(rows, when):
             return
         self.suspicious = True
-        if given is not None and given.tensors:  # whether it came in from outside decides who is to blame
-            found = [(self._sites.id_of(given.place, given.looks(path, t)), t) for path, t in given.tensors]
-            self._write(found, When(self._writer.next_n(len(found)), when.step, when.call))
+        if source is not None and given:  # whether it came in from outside decides who is to blame
+            found = [(self._sites.id_of(source.place, source.looks(path, t)), t) for path, t in given]
+            _, step, call = when
+            self._write(found, (self._writer.next_n(len(found)), step, call))
 
     def begin_call(self) -> None:
         """Forgets what was measured: from here on it is another call's."""
         self._known.clear()
+
+    def end_call(self) -> None:
+        """Does nothing: everything has been written."""
 
     def flush(self) -> None:
         """Does nothing: everything has been written."""
@@ -103,14 +123,14 @@ class ImmediateRecorder:
     def finish(self) -> None:
         """Does nothing: everything has been written."""
 
-    def _write(self, rows: Rows, when: When) -> bool:
+    def _write(self, rows: Rows, when: tuple[int, int, int]) -> bool:
         lines: list[SampleRow] = []
         finite = True
         for site, tensor in rows:
             extent = self._extent(tensor)
             finite = finite and extent.finite
             lines.append((site, extent.absmax, extent.num_nan, extent.num_posinf + extent.num_neginf))
-        self._writer.write_samples(when.n, when.step, when.call, lines)
+        self._writer.write_samples(*when, lines)
         return finite
 
     def _extent(self, tensor: Tensor) -> Extent:

@@ -1,11 +1,14 @@
 """The recorder of each device."""
 
+from collections.abc import Sequence
+
 import torch
 
 from dtypedoctor.instrument.device_rows import device_rows
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.recorder import Given, ImmediateRecorder, Recorder, Rows, When
+from dtypedoctor.instrument.recorder import ImmediateRecorder, Recorder, Rows, Source
 from dtypedoctor.instrument.sites import Sites
+from dtypedoctor.instrument.statistics import Named
 from dtypedoctor.instrument.stream_recorder import StreamRecorder
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -28,16 +31,21 @@ class Recorders:
         self._immediate = ImmediateRecorder(writer, position, sites)
         self._of: dict[torch.device, Recorder] = {}
 
-    def record(self, rows: Rows, when: When, given: Given | None = None) -> None:
-        """Measures ``rows`` and, only if one of them is not finite, also ``given``."""
+    def record(
+        self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
+    ) -> None:
+        """Measures ``rows`` and, only if one of them is not finite, also what was ``given`` to ``source``."""
         first = rows[0][1].device
-        recorder = self._of.get(first) or self._begin(first)
         if len(rows) == 1 or all(tensor.device == first for _, tensor in rows):
-            recorder.record(rows, when, given)
+            self.of(first).record(rows, when, source, given)
             return
+        n, step, call = when
         for i, row in enumerate(rows):
-            recorder = self._of.get(row[1].device) or self._begin(row[1].device)
-            recorder.record([row], When(when.n + i, when.step, when.call), given)
+            self.of(row[1].device).record([row], (n + i, step, call), source, given)
+
+    def of(self, device: torch.device) -> Recorder:
+        """The recorder of ``device``, always the same one."""
+        return self._of.get(device) or self._begin(device)
 
     def suspicious(self) -> bool:
         """Whether something that was not finite has become known since this was asked last."""
@@ -51,8 +59,13 @@ class Recorders:
         for recorder in self._all():
             recorder.begin_call()
 
+    def end_call(self) -> None:
+        """An outermost module call has ended: sends off what has been put together so far. Never waits."""
+        for recorder in self._all():
+            recorder.end_call()
+
     def flush(self) -> None:
-        """A natural pause: sends off what has been put together so far. Never waits."""
+        """A pass has ended: sends off what has been put together and writes down what is known. Never waits."""
         for recorder in self._all():
             recorder.flush()
 

@@ -3,15 +3,47 @@
 from collections import Counter
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from dtypedoctor.instrument.arrivals import Arrivals
 from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.events import Observation, ScalerState
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_NAMES = 8
 """Parameters named per dtype."""
+
+
+def scale_of(scaler: Any) -> Tensor | float:
+    """The loss scale of a gradient scaler where it lies; ``scaler.get_scale()`` would wait for the device."""
+    held = getattr(scaler, "_scale", None)
+    return held if isinstance(held, Tensor) else float(scaler.get_scale())
+
+
+class ScalerLog:
+    """Writes a :class:`ScalerState` for each step of a gradient scaler, when the scale has arrived.
+
+    Args:
+        writer: where the records go.
+        position: shared coordinates.
+        arrivals: brings the scale.
+    """
+
+    def __init__(self, writer: TraceWriter, position: Position, arrivals: Arrivals) -> None:
+        self._writer = writer
+        self._position = position
+        self._arrivals = arrivals
+
+    def tell(self, scaler: Any, skipped: bool) -> None:
+        """``scaler`` has finished a step."""
+        n, step = self._writer.next_n(), self._position.step
+
+        def write(scale: float) -> None:
+            self._writer.write(ScalerState(n=n, step=step, scale=scale, found_inf=skipped, skipped=skipped))
+
+        self._arrivals.ask(scale_of(scaler), write)
 
 
 class UnscaleLog:
@@ -22,10 +54,11 @@ class UnscaleLog:
     belong to no module that was called; ``optimizer``: its class.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position, names: Names) -> None:
+    def __init__(self, writer: TraceWriter, position: Position, names: Names, arrivals: Arrivals) -> None:
         self._writer = writer
         self._position = position
         self._names = names
+        self._arrivals = arrivals
         self._last: dict[int, dict[str, Any]] = {}
 
     def tell(self, scaler: Any, optimizer: Optimizer) -> None:
@@ -38,12 +71,22 @@ class UnscaleLog:
             return
         self._last[id(inner)] = values
         position = self._position
-        self._writer.write(
-            Observation(
-                n=self._writer.next_n(), step=position.step, call=position.call, phase="optimizer", kind="unscale", fqn=None,
-                values={"scale": float(scaler.get_scale()), **values},
+        n, step, call = self._writer.next_n(), position.step, position.call
+
+        def write(scale: float) -> None:
+            self._writer.write(
+                Observation(
+                    n=n,
+                    step=step,
+                    call=call,
+                    phase="optimizer",
+                    kind="unscale",
+                    fqn=None,
+                    values={"scale": scale, **values},
+                )
             )
-        )  # fmt: skip
+
+        self._arrivals.ask(scale_of(scaler), write)
 
     def _describe(self, optimizer: Optimizer) -> dict[str, Any]:
         known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}

@@ -10,6 +10,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 
 
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+_BEFORE_A_COLLECTIVE = frozenset({"fsdp.all_gather_copy_in.default"})
+
+
 def flat(value: Any) -> Iterator[Any]:
     """Everything inside nested lists, tuples and dicts, in order."""
     if isinstance(value, (list, tuple)):
@@ -26,14 +30,26 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [item for item in flat(value) if isinstance(item, Tensor)]
 
 
+def is_unfinished(func: Any) -> bool:
+    """Whether the results of an operator hold nothing yet when it returns: a collective at work, or what it is to fill.
+
+    Such an operator is neither measured nor ever run again: one rank that repeats a collective alone breaks those of all.
+    """
+    return func.namespace in _COLLECTIVES or str(func) in _BEFORE_A_COLLECTIVE
+
+
 def is_inplace(func: Any) -> bool:
     """Whether the operator writes to its first argument, as ``add_`` does."""
     return bool(func._schema.name.split("::")[-1].endswith("_")) and func._schema.is_mutable
 
 
 def has_out(func: Any) -> bool:
-    """Whether the operator has an ``out=`` argument."""
-    return any(argument.is_out for argument in func._schema.arguments)
+    """Whether the operator fills memory that it is given: an ``out=`` argument, or a tensor where it returns nothing."""
+    schema = func._schema
+    if any(argument.is_out for argument in schema.arguments):
+        return True
+    given = {argument.name for argument in schema.arguments if str(argument.type) == "Tensor"}
+    return not schema.returns and bool(given & set(_written_names(func)))
 
 
 def written(func: Any, arguments: Arguments) -> list[Tensor]:

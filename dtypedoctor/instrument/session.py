@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dtypedoctor.instrument.arrivals import Arrivals
 from dtypedoctor.instrument.autocast import AutocastLog, RegionLog
 from dtypedoctor.instrument.code_places import CodePlaces
+from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.facts import ModelFacts
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
@@ -18,11 +20,12 @@ from dtypedoctor.instrument.optimizer_samples import OptimizerSamples
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.phases import Phases
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.scaling import UnscaleLog
+from dtypedoctor.instrument.scaling import ScalerLog, UnscaleLog
+from dtypedoctor.instrument.sharding import ShardCalls
 from dtypedoctor.instrument.silent.checks import SilentChecks
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.watch import ModuleWatch
-from dtypedoctor.trace.events import Raised, ScalerState
+from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_FRAMES = 40
@@ -54,11 +57,15 @@ class Instruments:
         self._modules.every = every
         self._samples = OptimizerSamples(writer, self.position, self.names, self._modules.sample_now)
         self._ops = OpTrace(writer, self.position, self.names, self._autocast, self.guard)
+        self.collectives = Collectives(writer, self.position, self.names, self.guard, self._sample_collective)
+        self.sharding = ShardCalls(writer, self.position, self.guard)
         self._again = [window.call for window in windows if window.eager]
         self._windows = OpWindows(self._ops, self.position, windows)
         self.silent = SilentChecks(writer, self.position, self.names, self._autocast, self.guard)
         self._facts = ModelFacts(writer, self.position, self.names)
-        self._unscale = UnscaleLog(writer, self.position, self.names)
+        self.arrivals = Arrivals()
+        self._unscale = UnscaleLog(writer, self.position, self.names, self.arrivals)
+        self._scaler = ScalerLog(writer, self.position, self.arrivals)
         self._regions = RegionLog(writer, self.position)
         self._listen()
 
@@ -87,6 +94,8 @@ class Instruments:
         self._phases.follow_generate()
         if self._watch:
             self._modules.start()
+            self.collectives.start()
+            self.sharding.start()
             self.silent.start()
         self._windows.start()
 
@@ -94,11 +103,14 @@ class Instruments:
         """Stops watching and puts back everything that was replaced."""
         if self._watch:
             self.silent.stop()
+            self.collectives.stop()
+            self.sharding.stop()
         self._ops.close()
         self._samples.look_closer()
         self._modules.stop()
         self._phases.stop()
         self._autocast.stop()
+        self.arrivals.finish()
 
     @property
     def phases(self) -> Phases:
@@ -138,7 +150,16 @@ class Instruments:
         """Forgets ``model``, so that its memory can be freed; its number is not given to another."""
         self.names.remove_root(model)
 
+    def _sample_collective(self, rows: Sequence[Row]) -> None:
+        if not self._modules.whole:
+            return
+        self._modules.sample_rows(rows)
+        self._modules.flush()  # in the order of the stream: what comes next overwrites the operands
+
     def _before_call(self, module: nn.Module) -> None:
+        if self._watch:
+            self.collectives.start()
+            self.collectives.settle()
         self._phases.follow_generate()
         self._windows.before_call(module)
 
@@ -149,13 +170,14 @@ class Instruments:
     def _before_backward(self, tensors: list[Tensor]) -> None:
         self._windows.before_backward(tensors)
         if self._watch:
-            found = [(str(i), t) for i, t in enumerate(tensors) if measurable(t)]
+            found = [(0, str(i), t) for i, t in enumerate(tensors) if measurable(t)]
             self._modules.sample_now("loss", found, "forward")
             self._look_closer()
 
     def _after_backward(self) -> None:
         self._windows.after_backward()
         if self._watch:
+            self.collectives.settle(backward_is_over=True)
             self._modules.flush()
             self._look_closer()
 
@@ -165,6 +187,7 @@ class Instruments:
             self._samples.look_closer()
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        self.collectives.settle()
         if self._watch and self._modules.whole:
             self._samples.before_step(optimizer)
             self._modules.flush()
@@ -179,15 +202,7 @@ class Instruments:
 
     def _after_scaler(self, scaler: Any, optimizer: Optimizer, skipped: bool) -> None:
         if self._watch:
-            self.writer.write(
-                ScalerState(
-                    n=self.writer.next_n(),
-                    step=self.position.step,
-                    scale=float(scaler.get_scale()),
-                    found_inf=skipped,
-                    skipped=skipped,
-                )
-            )
+            self._scaler.tell(scaler, skipped)
 
     def _recomputed_for(self, error: BaseException) -> list[str]:
         """The module whose recomputation torch compares with its forward pass, after leaving it, and finds different."""

@@ -1,9 +1,11 @@
 """Measures tensors: largest finite magnitude, and how many elements are NaN or inf."""
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 Named = tuple[str, Tensor]
 """A tensor and its path in the structure that it was found in."""
+
+Rooted = tuple[int, str, Tensor]
+"""The number of the outermost module that a tensor belongs to, its name, and the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,17 @@ def measurable(value: object) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
         and not (value.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+def local_part(value: Any) -> Any:
+    """What this process holds of a tensor that is spread over several; anything else as it is. Never communicates."""
+    return value._local_tensor if is_spread(value) else value
+
+
+def is_spread(value: object) -> bool:
+    """Whether ``value`` is a DTensor, on which any operator may have to communicate."""
+    sharded = sys.modules.get("torch.distributed.tensor")
+    return sharded is not None and isinstance(value, sharded.DTensor)
 
 
 def measure(tensors: Sequence[Tensor]) -> list[Extent]:
@@ -120,7 +136,8 @@ def tensors_in(value: object, path: str = "", depth: int = 0) -> list[Named]:
     if measurable(value):
         return [(path, value)]  # type: ignore[list-item]  # measurable() has seen that it is a tensor
     if value is None or depth == 3 or isinstance(value, Tensor):
-        return []
+        part = local_part(value)
+        return [(path, part)] if part is not value and measurable(part) else []
     if isinstance(value, (list, tuple)):
         items: Iterable[tuple[object, object]] = enumerate(value)
     elif isinstance(value, Mapping):
@@ -142,7 +159,10 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 def tensors_given(args: Sequence[object], kwargs: Mapping[str, object]) -> list[Named]:
     """The measurable tensors among the arguments of a call, with their paths as :func:`tensors_in` gives them."""
     found: list[Named] = []
-    for key, value in (*enumerate(args), *kwargs.items()):
+    for place, value in enumerate(args):
         if type(value) not in _PLAIN:
-            found += tensors_in(value, str(key), 1)
+            found += tensors_in(value, str(place), 1)
+    for name, value in kwargs.items():
+        if type(value) not in _PLAIN:
+            found += tensors_in(value, name, 1)
     return found

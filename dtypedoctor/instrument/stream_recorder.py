@@ -1,7 +1,8 @@
 """Records what a GPU computes without ever waiting for it.
 
 Tensors are put together and measured by one launch behind the work of their stream; the results are written to the trace
-when they are found in the host's memory, at a later hook. A sample gets its number when its tensor is handed over, so the
+when they are found in the host's memory: at a later hook if the device is behind, else by a thread that looks now and then, so
+that a device which waits for the host does not wait for that too. A sample gets its number when its tensor is handed over, so the
 order of events in the trace is that of execution, whenever a sample reaches the disk.
 
 What is changed in place between being handed over and being launched would be measured wrongly. torch's version counter
@@ -10,7 +11,7 @@ tells: that sample is left out, and from then on tensors of its site are launche
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from weakref import ref
 
@@ -18,10 +19,10 @@ import torch
 from torch import Tensor
 
 from dtypedoctor.instrument.batches import Batches, Row
-from dtypedoctor.instrument.device_rows import DeviceRows
-from dtypedoctor.instrument.recorder import Given, Rows, When, version_of
+from dtypedoctor.instrument.device_rows import Counts, DeviceRows
+from dtypedoctor.instrument.recorder import Rows, Source, version_of
 from dtypedoctor.instrument.sites import Looks, Sites
-from dtypedoctor.instrument.statistics import modes_are_on, out_of_their_sight
+from dtypedoctor.instrument.statistics import Named, modes_are_on, out_of_their_sight
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.writer import SampleRow, TraceWriter
 
@@ -32,13 +33,16 @@ READ_SECONDS = 0.05
 """How often results are looked for while the program calls no module."""
 
 
+_Sample = tuple[int, int, int, int, Counts]
+"""Sequence number, step, call, site and what was measured."""
+
+
 class _Doubt(NamedTuple):
     """What went into a module, to be recorded only if something not finite came out."""
 
-    returned: list[Row]
-    source: Given
+    source: Source
     given: list[tuple[str, torch.dtype, torch.Size, Row]]
-    when: When
+    when: tuple[int, int, int]
 
 
 class StreamRecorder:
@@ -56,10 +60,11 @@ class StreamRecorder:
         self._sites = sites
         self._device = device
         self._batches = Batches(rows, device)
-        self._known: dict[int, tuple[ref[Tensor], Row]] = {}
-        self._doubts: deque[_Doubt] = deque()
-        self._seen: set[int] = set()
-        self._at_once: set[int] = set()
+        self._known: dict[int, Row] = {}
+        self._forgotten: list[dict[int, Row]] = []
+        self._confirmed: deque[_Doubt] = deque()
+        self._calm: set[int] = set()
+        self._restless: set[int] = set()
         self._new: list[tuple[ref[Tensor], int, int]] = []
         self._changed = 0
         self._lock = threading.RLock()
@@ -67,31 +72,36 @@ class StreamRecorder:
         self._reader: threading.Thread | None = None
         self.suspicious = False
 
-    def record(self, rows: Rows, when: When, given: Given | None = None) -> None:
-        """Measures ``rows`` and, only if one of them is not finite, also ``given``."""
+    def record(
+        self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
+    ) -> None:
+        """Measures ``rows`` and, only if one of them is not finite, also what was ``given`` to ``source``."""
         if modes_are_on():
             with out_of_their_sight():
-                self.record(rows, when, given)
+                self.record(rows, when, source, given)
             return
         with self._lock:
             returned = self._hand_over(rows, when)
-            if given is not None and given.tensors:
-                self._doubt(returned, given, when)
+            if source is not None and given:
+                self._doubt(returned, source, given, when)
         if self._reader is None:
             self._read_in_background()
 
-    def _hand_over(self, rows: Rows, when: When) -> list[Row]:
+    def _hand_over(self, rows: Rows, when: tuple[int, int, int]) -> list[Row]:
         n, step, call = when
         returned = []
-        for i, (site, tensor) in enumerate(rows):
-            row = self._row(tensor)
+        for site, tensor in rows:
+            row = self._known_row(tensor)
+            if row is None:
+                row = self._known[id(tensor)] = self._batches.add(tensor)
             returned.append(row)
             if row.counts is not None:
-                self._write([(n + i, step, call, site, row)])
-                continue
-            row.entries.append((n + i, step, call, site))
-            if site not in self._seen or site in self._at_once or row.version < 0:
-                self._measure_now(site, tensor, row)
+                self._write([(n, step, call, site, row.counts)])
+            else:
+                row.entries.append((n, step, call, site))
+                if site not in self._calm or row.version < 0:
+                    self._measure_now(site, tensor, row)
+            n += 1
         return returned
 
     def _read_in_background(self) -> None:
@@ -101,33 +111,39 @@ class StreamRecorder:
         def read() -> None:
             while not self._ended.wait(READ_SECONDS):
                 with self._lock:
-                    self._write_settled(self._batches.drain())
+                    self._settle()
 
         self._reader = threading.Thread(target=read, daemon=True, name="dtypedoctor-reader")
         self._reader.start()
 
     def begin_call(self) -> None:
         """Forgets what was measured: from here on it is another call's."""
-        self._known.clear()
+        self._forgotten.append(self._known)  # letting go of its rows takes a while that the device may not have
+        self._known = {}
+
+    def end_call(self) -> None:
+        """Launches everything; writes only if the device is busy, which is about to be given a backward pass."""
+        self._send_all()
 
     def flush(self) -> None:
         """Launches everything, and writes what has arrived."""
+        self._send_all()
+        with self._lock:
+            self._settle()
+
+    def _send_all(self) -> None:
         if modes_are_on():
             with out_of_their_sight():
-                self.flush()
+                self._send_all()
             return
         with self._lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._launch()
-        self._launch()  # what was waiting for gates in the first
-        for tensor, version, site in self._new:
-            held = tensor()
-            if held is not None and version_of(held) != version:
-                self._at_once.add(site)
-        self._new.clear()
-        self._write_settled(self._batches.drain())
+            self._launch()
+            self._launch()  # what was waiting for gates in the first
+            for tensor, version, site in self._new:
+                held = tensor()
+                if held is not None and version_of(held) != version:
+                    self._set_apart((site,))
+            self._new.clear()
 
     def finish(self) -> None:
         """Waits a little for what is on its way, and writes down how much is missing."""
@@ -137,76 +153,92 @@ class StreamRecorder:
             self._reader = None
         self.flush()
         self._write_settled(self._batches.wait(PATIENCE))
-        self._doubts.clear()
+        self._confirmed.clear()
         self._known.clear()
         self._tell_what_is_missing()
 
-    def _row(self, tensor: Tensor, gate: Row | None = None) -> Row:
-        """The row of a tensor; each distinct tensor is measured once, as a container returns what its last child returned."""
-        held = self._known.get(id(tensor))
-        if held is not None and held[0]() is tensor and held[1].version == version_of(tensor):
-            return held[1]
-        row = self._batches.add(tensor, gate)
-        if gate is None:
-            self._known[id(tensor)] = (ref(tensor), row)
+    def _known_row(self, tensor: Tensor) -> Row | None:
+        """The row of a tensor that was handed over before: a container usually returns what its last child returned."""
+        row = self._known.get(id(tensor))
+        if row is None or row.held is None or row.held() is not tensor or row.version != version_of(tensor):
+            return None
         return row
 
     def _measure_now(self, site: int, tensor: Tensor, row: Row) -> None:
-        if site not in self._seen:
-            self._seen.add(site)
+        """Launches a tensor of a new site, and of one whose tensors are changed in place, without waiting for others."""
+        if site not in self._restless and row.version >= 0:
+            self._calm.add(site)
             self._new.append((ref(tensor), row.version, site))
         self._launch()
 
-    def _doubt(self, returned: list[Row], source: Given, when: When) -> None:
+    def _set_apart(self, sites: Iterable[int]) -> None:
+        self._restless.update(sites)
+        self._calm -= self._restless
+
+    def _doubt(self, returned: list[Row], source: Source, given: Sequence[Named], when: tuple[int, int, int]) -> None:
         gate = returned[0]
         if gate.counts is not None and not gate.suspicious:
             return
         found = []
-        for path, tensor in source.tensors:
+        for path, tensor in given:
             if tensor.device == self._device:
-                found.append((path, tensor.dtype, tensor.shape, self._row(tensor, gate)))
-        first = self._writer.next_n(len(found))
-        self._doubts.append(_Doubt(returned, source._replace(tensors=()), found, When(first, when.step, when.call)))
+                row = self._known_row(tensor) or self._batches.add(tensor, gate)
+                found.append((path, tensor.dtype, tensor.shape, row))
+        _, step, call = when
+        doubt = _Doubt(source, found, (self._writer.next_n(len(found)), step, call))
+        for row in returned:
+            row.doubts = (*row.doubts, doubt)
+        if any(row.suspicious for row in returned):
+            self._confirm(returned)
 
     def _launch(self) -> None:
         for row in self._batches.launch():
             self._changed += 1
-            self._at_once.update(site for _, _, _, site in row.entries)
+            self._set_apart(site for _, _, _, site in row.entries)
+        if self._batches.worth_reading:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Writes what has arrived. Takes a microsecond or two for each sample, so it is done when the host has the time."""
+        self._forgotten.clear()
         self._write_settled(self._batches.drain())
 
     def _write_settled(self, rows: list[Row]) -> None:
         if not rows:
             return
-        self._write((*entry, row) for row in rows for entry in row.entries)
-        self.suspicious = self.suspicious or any(row.suspicious for row in rows)
-        while self._doubts:
-            returned, source, given, when = self._doubts[0]
-            if not all(row.settled for row in returned):
-                return
-            if any(row.suspicious for row in returned):
-                if not all(row.settled for *_, row in given):
-                    return
-                self._write_given(source, given, when)
-            self._doubts.popleft()
+        self._write([(*entry, row.counts) for row in rows if row.counts is not None for entry in row.entries])
+        self._confirm(row for row in rows if row.suspicious)
+        while self._confirmed and all(row.settled for *_, row in self._confirmed[0].given):
+            self._write_given(self._confirmed.popleft())
 
-    def _write_given(self, source: Given, given: list[tuple[str, torch.dtype, torch.Size, Row]], when: When) -> None:
-        for i, (path, dtype, shape, row) in enumerate(given):
-            if row.counts is not None:
+    def _confirm(self, rows: Iterable[Row]) -> None:
+        """Some rows are not finite: what went into the modules that returned them is to be recorded."""
+        for row in rows:
+            self.suspicious = True
+            self._confirmed += [doubt for doubt in row.doubts if doubt not in self._confirmed]
+            row.doubts = ()
+
+    def _write_given(self, doubt: _Doubt) -> None:
+        n, step, call = doubt.when
+        source = doubt.source
+        for i, (path, dtype, shape, row) in enumerate(doubt.given):
+            read = row.gate is None or row.gate.suspicious
+            if row.counts is not None and read:
                 looks = Looks(source.phase, "input", path, dtype, shape, source.autocast, self._device)
-                self._write([(when.n + i, when.step, when.call, self._sites.id_of(source.place, looks), row)])
+                self._write([(n + i, step, call, self._sites.id_of(source.place, looks), row.counts)])
 
-    def _write(self, found: Iterable[tuple[int, int, int, int, Row]]) -> None:
+    def _write(self, found: list[_Sample]) -> None:
         """Writes samples, those that follow each other in one line."""
         line: list[SampleRow] = []
-        start = (0, 0, 0)
-        for n, step, call, site, row in sorted(found, key=_number):
-            if line and (n, step, call) != (start[0] + len(line), start[1], start[2]):
-                self._writer.write_samples(*start, line)
+        following = start = (0, 0, 0)
+        for n, step, call, site, (absmax, nan, inf) in sorted(found):
+            if (n, step, call) != following:
+                if line:
+                    self._writer.write_samples(*start, line)
                 line = []
-            if not line:
                 start = (n, step, call)
-            assert row.counts is not None
-            line.append((site, *row.counts))
+            following = (n + 1, step, call)
+            line.append((site, absmax, nan, inf))
         if line:
             self._writer.write_samples(*start, line)
 
@@ -221,7 +253,3 @@ class StreamRecorder:
         if changed:
             why = "the tensors were changed in place before they could be measured"
             self._writer.write(NotWatched(what=f"{changed} measurements on the device", why=why))
-
-
-def _number(entry: tuple[int, int, int, int, Row]) -> int:
-    return entry[0]

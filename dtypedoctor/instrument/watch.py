@@ -5,29 +5,33 @@ copies and compiles as before. Inside a compiled region the hooks do nothing (an
 """
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules import module as hooks
 
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.naming import Names, dtype_name
-from dtypedoctor.instrument.opaque import being_recorded, why_opaque
+from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.opaque import being_recorded
 from dtypedoctor.instrument.own_hooks import hide_from_compiler, remove_hooks
 from dtypedoctor.instrument.places import Place, Places
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.recorder import Given, When
+from dtypedoctor.instrument.recorder import When
 from dtypedoctor.instrument.recorders import Recorders
+from dtypedoctor.instrument.returned import Returned
 from dtypedoctor.instrument.sites import Looks, Sites, looks_of
-from dtypedoctor.instrument.statistics import Named, measurable, tensors_given, tensors_in
-from dtypedoctor.trace.events import Flow
+from dtypedoctor.instrument.statistics import Rooted
 from dtypedoctor.trace.writer import TraceWriter
 
 CallListener = Callable[[nn.Module], None]
+
+_RAISED = object()
+"""Stands for what a module has returned whose call an exception has left."""
 
 
 class ModuleWatch:
@@ -52,11 +56,11 @@ class ModuleWatch:
         self._writer = writer
         self._position = position
         self._names = names
-        self._autocast = autocast
         self._guard = guard
         self._sites = Sites(writer)
         self._places = Places(names)
         self._recorders = Recorders(writer, position, self._sites)
+        self._returned = Returned(writer, position, autocast, guard, self._sites, self._recorders)
         self._handles: list[Any] = []
         self._reveal: Callable[[], None] | None = None
         self._thread = 0
@@ -76,10 +80,8 @@ class ModuleWatch:
     def start(self) -> None:
         """Begins to watch every module call of the process."""
         self._handles = [
-            hooks.register_module_forward_pre_hook(self._guard.shield(self._enter, "some module calls")),
-            hooks.register_module_forward_hook(
-                self._guard.shield(self._leave, "what some modules returned"), with_kwargs=True, always_call=True
-            ),
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
         self._reveal = hide_from_compiler(self._handles)
 
@@ -102,7 +104,11 @@ class ModuleWatch:
             handle.remove()
 
     def _mark(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        place = None if being_recorded() else self._places.of(module)
+        if not being_recorded():
+            self._note_entry(module)
+
+    def _note_entry(self, module: nn.Module) -> None:
+        place = self._places.of(module)
         if place is not None:
             position = self._position
             self._writer.mark(position.step, position.call, self._sites.entry(place, position.phase))
@@ -117,14 +123,22 @@ class ModuleWatch:
         return self.every == 1 or (self.every > 1 and self._position.step % self.every == 1)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if being_recorded() or self._in_another_thread():
+        if is_compiling() or self._position.muted:
             return
-        position = self._position
-        if not position.stack:
-            self._thread = threading.get_ident()
+        try:
+            self._entered(module)
+        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
+            self._guard.failed("some module calls", error)
+
+    def _entered(self, module: nn.Module) -> None:
+        stack = self._position.stack
+        if being_recorded() or (stack and self._thread != get_ident() and self._in_another_thread()):
+            return
+        if not stack:
+            self._thread = get_ident()
             self._enter_root(module)
-        position.stack.append(module)
-        self._mark(module, args)
+        stack.append(module)
+        self._note_entry(module)
 
     def _enter_root(self, module: nn.Module) -> None:
         if self._names.find(module) is None:
@@ -143,16 +157,26 @@ class ModuleWatch:
 
         Blocks that are recomputed in the backward pass of CUDA run in a thread of autograd's own, while the program waits.
         """
-        if not self._position.stack or self._position.backward_depth or self._thread == threading.get_ident():
+        if self._position.backward_depth:
             return False
         self._guard.tell("modules in several threads at once", "only one thread's calls can be told apart")
         return True
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        if being_recorded() or self._in_another_thread():
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _RAISED) -> None:
+        if is_compiling() or self._position.muted:
             return
-        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])  # torch drops kwargs where forward has raised
+        try:
+            if output is _RAISED:  # torch leaves the keyword arguments out where forward has raised
+                self._left(module, args, {}, kwargs)
+            else:
+                self._left(module, args, kwargs, output)
+        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
+            self._guard.failed("what some modules returned", error)
+
+    def _left(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         stack = self._position.stack
+        if being_recorded() or (stack and self._thread != get_ident() and self._in_another_thread()):
+            return
         if not stack or stack[-1] is not module:
             if not any(open_module is module for open_module in stack):
                 return  # entered while muted, or before the watch began
@@ -164,7 +188,7 @@ class ModuleWatch:
             else:
                 place = self._places.of(module)
                 if place is not None and (place.residual or self.whole):
-                    self._record(module, place, (args, kwargs), output)
+                    self._returned.record(module, place, args, kwargs, output)
                 if len(stack) == 1:
                     for listener in self.on_return:
                         listener(module, args, kwargs, output)
@@ -174,7 +198,7 @@ class ModuleWatch:
                 self._leave_root(module)
 
     def _leave_root(self, module: nn.Module) -> None:
-        self._recorders.flush()
+        self._recorders.end_call()
         for listener in self.after_root:
             listener(module)
 
@@ -189,75 +213,22 @@ class ModuleWatch:
         found = (self._names.find(module) for module in self._position.stack)
         return [name for _, name in (place for place in found if place is not None)]
 
-    def _record(self, module: nn.Module, place: Place, given: tuple[Any, Any], output: Any) -> None:
-        phase = self._position.phase
-        outputs = tensors_in(output)
-        inputs = tensors_given(*given)
-        autocast = self._autocast.dtype(outputs[0][1].device.type if outputs else "cpu")
-        key = (phase, autocast, *[t.dtype for _, t in inputs], None, *[t.dtype for _, t in outputs])
-        if key not in place.flows:
-            place.flows.add(key)
-            self._note_flow(module, place, (inputs, outputs), autocast)
-        if not outputs:
-            return
-        sites = place.sites
-        rows = []
-        for index, t in outputs:
-            looks = (phase, "output", index, t.dtype, t.shape, autocast, t.device)
-            rows.append((sites.get(looks) or self._sites.id_of(place, Looks(*looks)), t))
-        position = self._position
-        when = When(self._writer.next_n(len(rows)), position.step, position.call)
-        self._recorders.record(rows, when, Given(place, phase, autocast, inputs))
-        for index, tensor in outputs:
-            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter the hook would stay
-                tensor.register_hook(self._gradient_hook(place, index))
-
-    def _gradient_hook(self, place: Place, index: str) -> Callable[..., None]:
-        position, writer, recorders, sites = self._position, self._writer, self._recorders, self._sites
-        call = position.call
-
-        def hook(gradient: Tensor) -> None:
-            if measurable(gradient):
-                key = ("backward", "grad_output", index, gradient.dtype, gradient.shape, None, gradient.device)
-                site = place.sites.get(key) or sites.id_of(place, Looks(*key))
-                recorders.record([(site, gradient)], When(writer.next_n(), position.step, call))
-
-        return self._guard.shield(hook, "some gradients of module outputs")
-
-    def _note_flow(self, module: nn.Module, place: Place, tensors: tuple[list[Named], list[Named]],
-                   autocast: str | None) -> None:  # fmt: skip
-        position = self._position
-        why = why_opaque(module)
-        if why:
-            self._guard.tell(f"the inside of {place.fqn or place.cls}", why)
-        self._writer.write(
-            Flow(
-                n=self._writer.next_n(),
-                step=position.step,
-                call=position.call,
-                phase=position.phase,
-                root=place.root,
-                fqn=place.fqn,
-                cls=place.cls,
-                inputs=[dtype_name(t) for _, t in tensors[0]],
-                outputs=[dtype_name(t) for _, t in tensors[1]],
-                weights=sorted({dtype_name(p) for p in module.parameters(recurse=False)}),
-                autocast=autocast,
-            )
-        )
-
-    def sample_now(self, kind: str, found: Sequence[Named], phase: str, when: When | None = None) -> None:
+    def sample_now(self, kind: str, found: Sequence[Rooted], phase: str, when: When | None = None) -> None:
         """Measures tensors that no module returned (a loss, gradients of parameters, parameters).
 
         Args:
             kind: the site's kind.
-            found: name of each tensor and the tensor.
+            found: number of the outermost module that each tensor belongs to (0 where to none), its name, and the tensor.
             phase: the phase they belong to.
             when: coordinates of the samples; those of the moment if left out.
         """
+        self.sample_rows([(self._places.named(r, name), looks_of(t, phase, kind), t) for r, name, t in found], when)
+
+    def sample_rows(self, found: Sequence[tuple[Place, Looks, Tensor]], when: When | None = None) -> None:
+        """Measures tensors, each at a place and as what it looks like there."""
         if not found:
             return
-        rows = [(self._sites.id_of(self._places.named(name), looks_of(t, phase, kind)), t) for name, t in found]
+        rows = [(self._sites.id_of(place, looks), tensor) for place, looks, tensor in found]
         position = self._position
         self._recorders.record(rows, when or When(self._writer.next_n(len(rows)), position.step, position.call))
 

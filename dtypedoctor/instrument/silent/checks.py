@@ -20,6 +20,7 @@ from dtypedoctor.instrument.silent.loading import LoadingCheck
 from dtypedoctor.instrument.silent.look import RoutineLook
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.silent.patches import PatchCheck
+from dtypedoctor.instrument.silent.positions import RoundedPositions
 from dtypedoctor.instrument.silent.rotary import RotaryTables
 from dtypedoctor.instrument.silent.routers import RouterFlips
 from dtypedoctor.instrument.silent.twins import TwinCheck
@@ -48,6 +49,7 @@ class SilentChecks:
             AbsorbedOverflows(notes, whereabouts),
             IntegerCasts(notes, whereabouts),
             RouterFlips(notes, whereabouts),
+            RoundedPositions(notes, whereabouts),
             self._rotary,
         )
         self._look = RoutineLook(seeing, position, guard)

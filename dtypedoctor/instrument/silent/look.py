@@ -24,8 +24,10 @@ from torch.utils._python_dispatch import (
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.identity import TensorIds
 from dtypedoctor.instrument.opaque import being_recorded, why_opaque
+from dtypedoctor.instrument.operator_mode import OperatorMode, is_whole
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.schema import Arguments, keep_written, tensors_of, written
+from dtypedoctor.instrument.schema import Arguments, is_unfinished, keep_written, tensors_of, written
+from dtypedoctor.instrument.statistics import is_spread
 
 FIRST_LOOKS = 2
 EACH_LATER = 8
@@ -118,7 +120,7 @@ class RoutineLook:
                 check.end()
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(OperatorMode):
     supports_higher_order_operators = True
 
     def __init__(self, checks: Sequence[Check], position: Position, guard: Guard) -> None:
@@ -155,6 +157,10 @@ class _Mode(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if self._position.muted or not isinstance(func, torch._ops.OpOverload) or str(func) in _SKIPPED:
             return func(*args, **kwargs)
+        if is_unfinished(func) or any(map(is_spread, tensors_of((args, kwargs)))):
+            return func(*args, **kwargs)
+        if is_whole(func, types):
+            return self.taken_apart(func, args, kwargs)
         kept = (args, kwargs)
         before: dict[int, int] = {}
         with self.aside():

@@ -6,11 +6,12 @@ that went through ``model.to(bfloat16)`` does, also after ``float()``.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,10 @@ USUAL = 0.6
 EXACT = 1e-6
 POSITION = 4096
 """Where the angle error is given."""
+
+
+_Held = tuple[ref[nn.Module], str, torch.dtype]
+"""The owner of a buffer, its name there, and the dtype that it had when it was looked at."""
 
 
 @dataclass(slots=True)
@@ -53,18 +58,20 @@ class RotaryTables:
     notes: Notes
     names: Names
     position: Position
-    _known: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
+    _known: WeakKeyDictionary[nn.Module, list[_Held]] = field(default_factory=WeakKeyDictionary)
     _waiting: list[_Table] = field(default_factory=list)
     _read: set[int] = field(default_factory=set)
     _looked: bool = False
 
     def before_call(self, module: nn.Module) -> None:
-        """An outermost call begins; at the first one of a module its buffers are looked through."""
-        if module in self._known or self.position.backward_depth:
+        """An outermost call begins; at the first one of a module, and when it was cast since, its buffers are looked through."""
+        held = self._known.get(module)
+        if self.position.backward_depth or (held is not None and not any(map(_was_cast, held))):
             return
-        self._known[module] = 1
         with self.position.mute(), torch.no_grad():
-            self._waiting = [t for t in (_rounded(name, b) for name, b in self._buffers(module)) if t is not None]
+            found = list(self._buffers(module))
+            self._known[module] = [(ref(owner), name.rpartition(".")[2], b.dtype) for name, b, owner in found]
+            self._waiting = [t for t in (_rounded(name, b) for name, b, _ in found) if t is not None]
 
     def after_call(self) -> None:
         """The outermost call has ended: tells of tables that were read, or of all where nobody looked."""
@@ -86,14 +93,23 @@ class RotaryTables:
     def end(self) -> None:
         """What was read is judged in :meth:`after_call`."""
 
-    def _buffers(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+    def _buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
+        """Name, buffer and owner of everything in ``module`` that may be a table by its shape."""
         inside = {id(child) for child in module.modules()}
-        return [(name, b) for _, name, b, owner, is_buffer in self.names.tensors() if is_buffer and id(owner) in inside]
+        for _, name, tensor, owner, is_buffer in self.names.tensors():
+            may_be = measurable(tensor) and tensor.dim() == 1 and SHORTEST <= len(tensor) <= LONGEST
+            if is_buffer and may_be and id(owner) in inside:
+                yield name, tensor, owner
+
+
+def _was_cast(held: _Held) -> bool:
+    owner, name, dtype = held
+    module = owner()
+    buffer = module._buffers.get(name) if module is not None else None
+    return buffer is not None and buffer.dtype is not dtype
 
 
 def _rounded(name: str, buffer: Tensor) -> _Table | None:
-    if not measurable(buffer) or buffer.dim() != 1 or not SHORTEST <= len(buffer) <= LONGEST:
-        return None
     rounded_to = next(
         (d for d in (torch.bfloat16, torch.float16) if torch.equal(buffer, buffer.to(d).to(buffer.dtype))), None
     )

@@ -44,7 +44,8 @@ class _Product:
 
 @dataclass(slots=True)
 class RouterFlips:
-    """Writes an :class:`Observation` of kind ``router`` for each selection among half-precision scores.
+    """Writes an :class:`Observation` of kind ``router`` for each selection among half-precision scores that something is looked up
+    with in the same call. Who only wants the largest scores, to cut off the others, chooses nobody.
 
     ``fqn`` is the module that computes the scores. Values: ``op`` and ``source`` of the selection, ``scores_op`` and
     ``scores_source`` of the product, ``dtype`` (of the product), ``experts``, ``chosen`` (experts per token), ``tokens``,
@@ -55,14 +56,21 @@ class RouterFlips:
     notes: Notes
     whereabouts: Whereabouts
     _recent: deque[_Product] = field(default_factory=lambda: deque(maxlen=2))
+    _judged: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What is to be told of a selection once its indices are used, by their number."""
 
     def end(self) -> None:
         """Forgets the call."""
         self._recent.clear()
+        self._judged.clear()
 
     def saw(self, seen: Seen) -> None:
         """Keeps the last products, follows what is made of them, and judges a selection."""
         numbers = [seen.number(t) for t in seen.operands]
+        for number in self._judged.keys() & set(numbers):
+            values = self._judged.pop(number)
+            key = (values["fqn"], values["scores_source"], values["source"])
+            self.notes.once("router", key, values["fqn"], values)
         fed = [product for product in self._recent if not product.derived.isdisjoint(numbers)]
         if fed and seen.name == _SELECTION:
             self._judge(seen, fed[-1])
@@ -85,7 +93,8 @@ class RouterFlips:
         flipped = (chosen.sort(-1).values != exact.sort(-1).values).any(-1)
         source = self.whereabouts.here(seen.frame, "cpu").source
         fqn = product.place.fqn if product.place.root != OUTSIDE else None
-        values = {
+        self._judged[seen.number(chosen)] = {
+            "fqn": fqn,
             "op": seen.name,
             "source": source,
             "scores_op": product.seen.name,
@@ -97,7 +106,6 @@ class RouterFlips:
             "flipped": int(flipped.sum()),
             "tied": _ties(scores, chosen.shape[-1]),
         }
-        self.notes.once("router", (fqn, product.place.source, source), fqn, values)
 
 
 def _may_be_scores(seen: Seen) -> bool:

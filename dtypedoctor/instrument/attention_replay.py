@@ -1,0 +1,199 @@
+"""A counterfactual on attention that is written out in steps: the same queries, keys, values and mask in one fused kernel.
+
+Where a softmax makes NaN, two causes look alike from behind: scores that left their dtype's range, and rows in which the mask
+leaves nothing. The experiment tells them apart. What the program did to the scores between their product and the softmax
+(scale, masks, casts) is an affine function of the scores; it is found out by doing the same to scores of 0, 1 and 1024.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map
+
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.schema import Arguments, tensors_of
+from dtypedoctor.instrument.statistics import is_spread, measurable, measure
+from dtypedoctor.trace.events import Observation, TensorNote
+from dtypedoctor.trace.writer import TraceWriter
+
+__all__ = ["AttentionReplay", "Ran"]
+
+MAX_BETWEEN = 24
+"""Ops from the product of queries and keys to that with the values."""
+MAX_REPLAYS = 4
+"""Experiments of one window: each needs a few matrices of the size of the scores."""
+MASKING = 1e4
+"""Magnitude from which on what is added to a score is a mask and no bias."""
+FAR = 1024.0
+"""A score at which a soft cap would have bent the line."""
+AFFINE = 1e-2
+"""Relative difference of the slopes up to 1 and up to :data:`FAR`, and between entries, that is rounding."""
+
+_PRODUCTS = frozenset({"aten.bmm.default", "aten.mm.default"})
+_SOFTMAX = frozenset({"aten._softmax.default", "aten._safe_softmax.default"})
+_FLOATS = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """An operator that has run: its number in the trace, its arguments as they were, its results, and the notes about both."""
+
+    n: int
+    func: Any
+    arguments: Arguments
+    inputs: Sequence[TensorNote]
+    results: Sequence[Tensor]
+    outputs: Sequence[TensorNote]
+
+
+@dataclass(slots=True)
+class _Scores:
+    """A product of two activations and what was made of it so far; ``derived`` holds the numbers of all that."""
+
+    product: Ran
+    before_softmax: list[Ran] = field(default_factory=list)
+    softmax: Ran | None = None
+    derived: set[int] = field(default_factory=set)
+    length: int = 0
+
+
+class AttentionReplay:
+    """Writes an :class:`Observation` of kind ``attention-replay`` where the softmax of attention scores made NaN.
+
+    Values: ``scores`` and ``softmax`` (numbers of these ops), ``scale`` (by which the program multiplied the scores),
+    ``nan_rows`` (rows of the softmax that are NaN), ``unattended`` (those of them in which the mask leaves nothing),
+    ``exact_finite`` (whether the same with scores in float32 is finite), ``unmasked_finite`` (that without the mask),
+    ``sdpa_finite`` and ``sdpa_absmax`` (of ``scaled_dot_product_attention`` on the same operands).
+
+    Args:
+        writer: where the observations go.
+        position: tells step, call and phase.
+    """
+
+    def __init__(self, writer: TraceWriter, position: Position) -> None:
+        self._writer = writer
+        self._position = position
+        self._open: deque[_Scores] = deque(maxlen=2)
+        self._replays = 0
+
+    def forget(self) -> None:
+        """The window has closed."""
+        self._open.clear()
+        self._replays = 0
+
+    def saw(self, ran: Ran) -> None:
+        """Follows products of activations to a softmax, and from one that made NaN to the product with the values."""
+        if self._replays >= MAX_REPLAYS or any(map(is_spread, ran.results)):
+            return
+        given = {note.id for note in ran.inputs}
+        for scores in [s for s in self._open if not s.derived.isdisjoint(given)]:
+            if scores.softmax is not None and str(ran.func) in _PRODUCTS:
+                self._open.remove(scores)
+                self._replay(scores, scores.softmax, ran)
+            elif not _follow(scores, ran):
+                self._open.remove(scores)
+        if str(ran.func) in _PRODUCTS and all(note.origin != "parameter" for note in ran.inputs):
+            self._open.append(_Scores(ran, derived={note.id for note in ran.outputs}))
+
+    def _replay(self, scores: _Scores, softmax: Ran, values: Ran) -> None:
+        try:
+            with torch.no_grad(), torch._C._DisableAutocast():
+                found = _experiment(scores, softmax, tensors_of(values.arguments)[-1])
+        except Exception:  # noqa: BLE001  (what cannot be computed again is not judged)
+            return
+        if found is None:
+            return
+        self._replays += 1
+        position = self._position
+        self._writer.write(
+            Observation(
+                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
+                kind="attention-replay", fqn=None, values={"scores": scores.product.n, "softmax": softmax.n, **found},
+            )
+        )  # fmt: skip
+
+
+def _follow(scores: _Scores, ran: Ran) -> bool:
+    """Adds an op to what became of the scores; whether there is still something to be found out."""
+    scores.length += 1
+    scores.derived.update(note.id for note in ran.outputs)
+    if scores.softmax is None and str(ran.func) in _SOFTMAX:
+        scores.softmax = ran
+        return any(note.num_nan for note in ran.outputs)
+    if scores.softmax is None:
+        scores.before_softmax.append(ran)
+    return scores.length < MAX_BETWEEN
+
+
+def _experiment(scores: _Scores, softmax: Ran, value: Tensor) -> dict[str, Any] | None:
+    """What is to be told; None where the program does something else to its scores than scaling and masking them."""
+    query, key = tensors_of(scores.product.arguments)
+    exact = query.float() @ key.float()
+    zero, one, far = (_until_softmax(scores, softmax, torch.full_like(exact, c)) for c in (0.0, 1.0, FAR))
+    scale = _slope(zero, one, far)
+    if scale is None or softmax.arguments[0][1] not in (-1, zero.dim() - 1) or value.dtype is not query.dtype:
+        return None
+    wrong = softmax.results[0].isnan().any(-1)
+    least = torch.finfo(query.dtype).min
+    fused = scaled_dot_product_attention(
+        query, key.transpose(-1, -2), value, attn_mask=zero.reshape(exact.shape).to(query.dtype), scale=scale
+    )
+    (extent,) = measure([fused])
+    return {
+        "scale": scale,
+        "nan_rows": int(wrong.sum()),
+        "unattended": int((wrong & (zero <= least).all(-1)).sum()),
+        "exact_finite": _is_finite(_until_softmax(scores, softmax, exact).softmax(-1)),
+        "unmasked_finite": _is_finite((exact * scale).softmax(-1)),
+        "sdpa_finite": extent.finite,
+        "sdpa_absmax": extent.absmax,
+    }
+
+
+def _until_softmax(scores: _Scores, softmax: Ran, start: Tensor) -> Tensor:
+    """What the softmax would have been given for these float32 scores."""
+    values = {scores.product.outputs[0].id: start}
+    for ran in scores.before_softmax:
+        args, kwargs = _with(values, ran)
+        results = tensors_of(ran.func(*args, **kwargs))
+        values.update({note.id: result for note, result in zip(ran.outputs, results, strict=True)})
+    return values[softmax.inputs[0].id]
+
+
+def _with(values: dict[int, Tensor], ran: Ran) -> Arguments:
+    """The arguments of an op, float32 stand-ins in place of what was made of the scores; what it writes to is a copy."""
+    real = tensors_of(ran.arguments)
+    stand_ins = {id(t): values[note.id].clone() for t, note in zip(real, ran.inputs, strict=True) if note.id in values}
+    changed: Arguments = tree_map(partial(_stand_in, stand_ins), ran.arguments)
+    return changed
+
+
+def _stand_in(stand_ins: dict[int, Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor) and id(value) in stand_ins:
+        return stand_ins[id(value)]
+    if measurable(value):
+        return value.float()
+    return torch.float32 if isinstance(value, torch.dtype) and value in _FLOATS else value
+
+
+def _slope(zero: Tensor, one: Tensor, far: Tensor) -> float | None:
+    """The factor between scores and softmax, where there is one: the same for all entries and all scores; else None."""
+    free = zero.abs() < MASKING
+    slopes = (one - zero)[free]
+    if not slopes.numel():
+        return None
+    scale = float(slopes.median())
+    rounding = AFFINE * abs(scale)
+    even = bool((slopes - scale).abs().max() <= rounding)
+    straight = bool(((far - zero)[free] / FAR - slopes).abs().max() <= rounding)
+    return scale if scale > 0 and even and straight else None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(extent.finite for extent in measure([tensor]))

@@ -1,0 +1,260 @@
+"""The collectives of ``torch.distributed``: what each rank put in, and what came back.
+
+A kernel of the dispatcher is put above the backends' own ones, so that collectives are seen whoever calls them: Python code,
+FSDP, or the C++ reducer of ``DistributedDataParallel``. Operands are measured where the tensors of modules are, before the
+collective is queued; results once it is known to have been waited for, or to be over. Nothing is waited for here.
+
+Each tensor is a sample of a site whose ``kind`` is ``sent`` or ``received``, whose ``cls`` is the collective, whose ``fqn`` is the
+module (the shard unit, for FSDP) and whose ``index`` is ``GROUP:NUMBER``, the name of the process group and the tensor's number.
+A rank issues the collectives of a group in the same order as the others, so that those of several traces can be matched.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from dtypedoctor.instrument.c10d_operators import (
+    FOLLOWED,
+    Followed,
+    called_from_python,
+    flat,
+    is_over,
+    root_of,
+    work_of,
+)
+from dtypedoctor.instrument.guard import Guard
+from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.operator_mode import COMPILER
+from dtypedoctor.instrument.places import Place
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.recorder import version_of
+from dtypedoctor.instrument.sites import Looks
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.writer import TraceWriter
+
+SENT, RECEIVED = "sent", "received"
+
+MAX_PENDING = 64
+"""Collectives whose results are waited for at a time; their tensors are kept alive until then."""
+
+UNIT_FILE = "_fsdp_param_group.py"
+"""Where FSDP2 issues the collectives of a shard unit, outside of every module call in the backward pass."""
+_UNIT_DEPTH = 12
+
+Row = tuple[Place, Looks, Tensor]
+"""A tensor, where it is measured, and as what."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A collective that has been issued.
+
+    Attributes:
+        work: tells when it is over; None for one that runs in the order of the current stream.
+        rows: its results.
+        versions: of the results when it was issued; another one later means that somebody has written to them since.
+        ends_with_backward: whether the reducer of DDP waits for it before the backward pass returns.
+    """
+
+    work: Any
+    rows: list[Row]
+    versions: list[int]
+    ends_with_backward: bool
+
+    def unchanged(self) -> list[Row]:
+        """The results that nobody has written to since."""
+        return [row for row, version in zip(self.rows, self.versions, strict=True) if version_of(row[2]) == version]
+
+
+class Collectives:
+    """Watches the collectives of this process from the moment at which it belongs to a group.
+
+    For each process group an :class:`Observation` of kind ``process-group`` is written: ``name``, ``ranks``, ``backend``.
+
+    Args:
+        writer: where groups are described.
+        position: shared coordinates.
+        names: knows the modules that are open.
+        guard: keeps this watch's own errors from the program.
+        sample: measures rows now.
+    """
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        position: Position,
+        names: Names,
+        guard: Guard,
+        sample: Callable[[Sequence[Row]], None],
+    ) -> None:
+        self._writer = writer
+        self._position = position
+        self._names = names
+        self._guard = guard
+        self._sample = sample
+        self._library: torch.library.Library | None = None
+        self._undo: Callable[[], None] = lambda: None
+        self._pending: list[_Pending] = []
+        self._places: dict[tuple[int, str, str], Place] = {}
+        self._groups: set[str] = set()
+        self._inside = False
+
+    def start(self) -> None:
+        """Begins to watch if the process belongs to a group, or has been started to; cheap to call again."""
+        if self._library is None and dist.is_available() and ("WORLD_SIZE" in os.environ or dist.is_initialized()):
+            self._install()
+
+    def stop(self) -> None:
+        """Stops watching; results that have not been waited for stay unknown."""
+        self.settle()
+        self._pending.clear()
+        self._remove()
+
+    def keep_compiler_out(self) -> None:
+        """Dynamo has been imported: the kernels are wrapped so that it leaves them alone."""
+        if self._library is not None:
+            self._remove()
+            self._install()
+
+    def _remove(self) -> None:
+        if self._library is None:
+            return
+        self._undo()
+        self._library._destroy()
+        self._library = None
+
+    def settle(self, *, backward_is_over: bool = False) -> None:
+        """Measures the results of collectives that are known to be over."""
+        if not self._pending or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        waiting, self._pending = self._pending, []
+        for one in waiting:
+            if backward_is_over and one.ends_with_backward:
+                self._measure(one.rows)
+            elif is_over(one.work):
+                self._measure(one.unchanged())
+            else:
+                self._pending.append(one)
+
+    def _install(self) -> None:
+        library = self._library = torch.library.Library("c10d", "IMPL")
+        for name, followed in FOLLOWED.items():
+            packet = getattr(torch.ops.c10d, name, None)
+            if packet is not None:
+                library.impl(name, self._kernel(packet.default, followed), "ADInplaceOrView", with_keyset=True)
+        original = dist.Work.wait
+        waited = self._guard.shield(self._waited, "what some collectives returned")
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(work, *args, **kwargs)
+            waited(work)
+            return result
+
+        def undo() -> None:
+            dist.Work.wait = original  # type: ignore[method-assign]
+
+        dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+        self._undo = undo
+
+    def _kernel(self, operator: Any, followed: Followed) -> Callable[..., Any]:
+        issued = self._guard.shield(self._issued, "what went into some collectives")
+        returned = self._guard.shield(self._returned, "what some collectives returned")
+        following = torch._C._after_ADInplaceOrView_keyset
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # a torch mode has seen the operator, and calls it anew
+                return operator.redispatch(keyset & following, *args, **kwargs)
+            results: list[Row] = []
+            self._inside = True
+            try:
+                issued(followed, args, results)
+                answer = operator.redispatch(keyset & following, *args, **kwargs)
+                returned(answer, results)
+            finally:
+                self._inside = False
+            return answer
+
+        disable: Any = getattr(sys.modules.get(COMPILER), "disable", None)
+        return disable(kernel, recursive=True) if disable is not None else kernel
+
+    def _issued(self, followed: Followed, args: tuple[Any, ...], results: list[Row]) -> None:
+        """Measures the operands and says where the results will be."""
+        self.settle()
+        place = next(i for i, one in enumerate(args) if isinstance(one, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(args[place])
+        self._describe(group)
+        root = root_of(followed.name, args, place)
+        if root is None or followed.name != "broadcast" or root == group.rank():
+            self._measure(list(self._rows(followed, SENT, group, args[followed.operands])))
+        if root is None or followed.name != "reduce" or root == group.rank():
+            results += self._rows(followed, RECEIVED, group, args[followed.results])
+
+    def _returned(self, answer: Any, rows: list[Row]) -> None:
+        if not rows:
+            return
+        work = work_of(answer)
+        by_reducer = not called_from_python()
+        pending = _Pending(work, rows, [version_of(tensor) for _, _, tensor in rows], by_reducer)
+        if work is None:
+            self._measure(rows)
+        else:
+            self._pending = [*self._pending[1 - MAX_PENDING :], pending]
+
+    def _waited(self, work: Any) -> None:
+        """Somebody has waited: what comes next on the current stream sees the result."""
+        ready = [one for one in self._pending if one.work is work]
+        self._pending = [one for one in self._pending if one.work is not work]
+        for one in ready:
+            self._measure(one.rows)
+
+    def _measure(self, rows: list[Row]) -> None:
+        if rows:
+            self._sample(rows)
+
+    def _rows(self, followed: Followed, kind: str, group: Any, value: Any) -> Iterator[Row]:
+        root, fqn = self._unit()
+        place = self._places.setdefault((root, fqn, followed.name), Place(root, fqn, followed.name))
+        phase = self._position.phase
+        for number, tensor in enumerate(flat(value)):
+            if measurable(tensor):
+                looks = Looks(
+                    phase, kind, f"{group.group_name}:{number}", tensor.dtype, tensor.shape, None, tensor.device
+                )
+                yield place, looks, tensor.detach()  # backends write without counting, so the object must be a new one
+
+    def _unit(self) -> tuple[int, str]:
+        """The module that a collective belongs to: that of FSDP that issues it, else the innermost that is open."""
+        frame = sys._getframe()
+        for _ in range(_UNIT_DEPTH):
+            following = frame.f_back
+            if following is None:
+                break
+            frame = following
+            if frame.f_code.co_filename.endswith(UNIT_FILE):
+                return 0, str(getattr(frame.f_locals.get("self"), "_module_fqn", None) or "")
+        stack = self._position.stack
+        return (self._names.find(stack[-1]) if stack else None) or (0, "")
+
+    def _describe(self, group: Any) -> None:
+        if group.group_name in self._groups:
+            return
+        self._groups.add(group.group_name)
+        position = self._position
+        values = {
+            "name": group.group_name,
+            "ranks": dist.get_process_group_ranks(group),
+            "backend": dist.get_backend(group),
+        }
+        self._writer.write(
+            Observation(
+                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
+                kind="process-group", values=values,
+            )
+        )  # fmt: skip

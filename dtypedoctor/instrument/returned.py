@@ -1,0 +1,239 @@
+"""Records what modules returned and the gradients of it.
+
+Nearly all calls look like the call of the same module before: one tensor in, one tensor out, of the same dtypes and shape. For
+these everything but the tensor is known, and a call costs a few microseconds.
+"""
+
+from collections import OrderedDict
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.compiler import is_compiling
+from torch.cuda import is_current_stream_capturing
+
+from dtypedoctor.instrument.autocast import AutocastLog
+from dtypedoctor.instrument.guard import Guard
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.opaque import why_opaque
+from dtypedoctor.instrument.places import Place
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.recorder import Recorder, Source
+from dtypedoctor.instrument.recorders import Recorders
+from dtypedoctor.instrument.sites import Looks, Sites
+from dtypedoctor.instrument.statistics import Named, measurable, tensors_given, tensors_in
+from dtypedoctor.trace.events import Flow
+from dtypedoctor.trace.writer import TraceWriter
+
+
+class _Usual(NamedTuple):
+    """What the last call of a module looked like: one positional tensor in, one tensor out."""
+
+    phase: str
+    autocast: str | None
+    device_type: str
+    given: torch.dtype
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    site: int
+    recorder: Recorder
+    source: Source
+
+
+class _Gradient(NamedTuple):
+    """What the last gradient of an output looked like."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    site: int
+    recorder: Recorder
+
+
+class Returned:
+    """Hands module outputs and their gradients to the recorders.
+
+    Args:
+        writer: where new combinations of dtypes go.
+        position: shared coordinates.
+        autocast: tells the autocast dtype in force.
+        guard: keeps errors from the program.
+        sites: numbers the places.
+        recorders: measure.
+    """
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        position: Position,
+        autocast: AutocastLog,
+        guard: Guard,
+        sites: Sites,
+        recorders: Recorders,
+    ) -> None:
+        self._writer = writer
+        self._position = position
+        self._autocast = autocast
+        self._guard = guard
+        self._sites = sites
+        self._recorders = recorders
+
+    def record(self, module: nn.Module, place: Place, args: Any, kwargs: Any, output: Any) -> None:
+        """Records what ``module`` returned, and sees to it that its gradients are.
+
+        Args:
+            module: has just been called.
+            place: its place.
+            args, kwargs: what it was called with.
+            output: what it returned.
+        """
+        usual: _Usual | None = place.usual
+        if usual is None or kwargs or len(args) != 1 or not self._is_usual(usual, args[0], output):
+            self._record_any(module, place, (args, kwargs), output)
+            return
+        position = self._position
+        when = (self._writer.next_n(), position.step, position.call)
+        usual.recorder.record(((usual.site, output),), when, usual.source, (("0", args[0]),))
+        if output.requires_grad and not output.is_leaf:
+            _hook_gradient(output, partial(self._gradient, place, "", position.call))
+
+    def _is_usual(self, usual: _Usual, given: Any, output: Any) -> bool:
+        return (
+            type(output) is Tensor
+            and type(given) is Tensor
+            and output.dtype is usual.dtype
+            and given.dtype is usual.given
+            and _lies_there(output)
+            and _lies_there(given)
+            and output.shape == usual.shape
+            and output.device == usual.device
+            and given.device == usual.device
+            and self._position.phase == usual.phase
+            and self._autocast.dtype(usual.device_type) == usual.autocast
+            and not (usual.device_type == "cuda" and is_current_stream_capturing())
+        )
+
+    def _record_any(self, module: nn.Module, place: Place, given: tuple[Any, Any], output: Any) -> None:
+        position = self._position
+        phase = position.phase
+        outputs = tensors_in(output)
+        inputs = tensors_given(*given)
+        autocast = self._autocast.dtype(outputs[0][1].device.type if outputs else "cpu")
+        flow = (phase, autocast, *[t.dtype for _, t in inputs], None, *[t.dtype for _, t in outputs])
+        if flow not in place.flows:
+            place.flows.add(flow)
+            self._note_flow(module, place, (inputs, outputs), autocast)
+        if not outputs:
+            return
+        rows = []
+        for path, t in outputs:
+            looks = (phase, "output", path, t.dtype, t.shape, autocast, t.device)
+            rows.append((place.sites.get(looks) or self._sites.id_of(place, Looks(*looks)), t))
+        source = Source(place, phase, autocast)
+        when = (self._writer.next_n(len(rows)), position.step, position.call)
+        self._recorders.record(rows, when, source, inputs)
+        for path, tensor in outputs:
+            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter the hook would stay
+                _hook_gradient(tensor, partial(self._gradient, place, path, position.call))
+        self._learn(place, given, output, source)
+
+    def _learn(self, place: Place, given: tuple[Any, Any], output: Any, source: Source) -> None:
+        """Keeps what this call looked like, where it has one tensor in and one out."""
+        args, kwargs = given
+        place.usual = None
+        if kwargs or len(args) != 1 or type(args[0]) is not Tensor or type(output) is not Tensor:
+            return
+        if not measurable(args[0]) or args[0].device != output.device:
+            return
+        looks = (source.phase, "output", "", output.dtype, output.shape, source.autocast, output.device)
+        site = place.sites.get(looks)
+        if site is not None:
+            place.usual = _Usual(
+                phase=source.phase,
+                autocast=source.autocast,
+                device_type=output.device.type,
+                given=args[0].dtype,
+                dtype=output.dtype,
+                shape=output.shape,
+                device=output.device,
+                site=site,
+                recorder=self._recorders.of(output.device),
+                source=source,
+            )
+
+    def _gradient(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
+        """Records the gradient of an output that was returned in the outermost call ``call``."""
+        if is_compiling() or self._position.muted:
+            return
+        try:
+            usual: _Gradient | None = place.gradients.get(path)
+            if (
+                usual is None
+                or type(gradient) is not Tensor
+                or gradient.dtype is not usual.dtype
+                or not _lies_there(gradient)
+                or gradient.shape != usual.shape
+                or gradient.device != usual.device
+            ):
+                usual = self._learn_gradient(place, path, gradient)
+            if usual is not None and not (gradient.is_cuda and is_current_stream_capturing()):
+                when = (self._writer.next_n(), self._position.step, call)
+                usual.recorder.record(((usual.site, gradient),), when)
+        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
+            self._guard.failed("some gradients of module outputs", error)
+
+    def _learn_gradient(self, place: Place, path: str, gradient: Tensor) -> _Gradient | None:
+        if not measurable(gradient):
+            return None
+        looks = ("backward", "grad_output", path, gradient.dtype, gradient.shape, None, gradient.device)
+        site = place.sites.get(looks) or self._sites.id_of(place, Looks(*looks))
+        usual = _Gradient(gradient.dtype, gradient.shape, gradient.device, site, self._recorders.of(gradient.device))
+        place.gradients[path] = usual
+        return usual
+
+    def _note_flow(self, module: nn.Module, place: Place, tensors: tuple[list[Named], list[Named]],
+                   autocast: str | None) -> None:  # fmt: skip
+        position = self._position
+        why = why_opaque(module)
+        if why:
+            self._guard.tell(f"the inside of {place.fqn or place.cls}", why)
+        self._writer.write(
+            Flow(
+                n=self._writer.next_n(),
+                step=position.step,
+                call=position.call,
+                phase=position.phase,
+                root=place.root,
+                fqn=place.fqn,
+                cls=place.cls,
+                inputs=[dtype_name(t) for _, t in tensors[0]],
+                outputs=[dtype_name(t) for _, t in tensors[1]],
+                weights=sorted({dtype_name(p) for p in module.parameters(recurse=False)}),
+                autocast=autocast,
+            )
+        )
+
+
+def _lies_there(tensor: Tensor) -> bool:
+    """Whether a tensor of a floating-point dtype on a real device is dense, has its data, and is in no transformation."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_functorch_wrapped_tensor(tensor)
+
+
+def _hook_gradient(tensor: Tensor, hook: Any) -> None:
+    """Has ``hook`` called with the gradient of ``tensor``, which is no leaf.
+
+    The same as ``tensor.register_hook(hook)`` without a handle to remove it by, which takes two thirds of the time: the hooks
+    of a tensor are a dictionary, and any key does that is not the number of a handle.
+    """
+    hook.__torch_unserializable__ = True  # torch warns of other hooks when it pickles a tensor
+    hooks = tensor._backward_hooks
+    if hooks is None and tensor.grad_fn is not None:
+        hooks = tensor._backward_hooks = OrderedDict()
+        tensor.grad_fn._register_hook_dict(tensor)
+    if hooks is None:
+        tensor.register_hook(hook)
+    else:
+        hooks[hook] = hook
