@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from dtypedoctor.diagnosis.compilation import detect_compilation
+from dtypedoctor.diagnosis.damaged import doubted, findings_of
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.loading import detect_loading
 from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
@@ -10,12 +11,8 @@ from dtypedoctor.diagnosis.nonfinite import detect_nonfinite
 from dtypedoctor.diagnosis.scaling import detect_scaling
 from dtypedoctor.diagnosis.silent.absorbed import detect_rescues
 from dtypedoctor.diagnosis.silent.agreement import detect_gap, detect_missing_patches
-from dtypedoctor.diagnosis.silent.forward import (
-    detect_integer_casts,
-    detect_rotary_tables,
-    detect_router_flips,
-    detect_stale_cache,
-)
+from dtypedoctor.diagnosis.silent.forward import detect_integer_casts, detect_router_flips, detect_stale_cache
+from dtypedoctor.diagnosis.silent.positional import detect_rotary_tables, detect_rounded_positions
 from dtypedoctor.diagnosis.silent.training import detect_stall, detect_underflow
 from dtypedoctor.diagnosis.streams import detect_stale_streams
 from dtypedoctor.trace.reader import Trace
@@ -37,6 +34,7 @@ DETECTORS: dict[str, Detector] = {
     "router-flips": detect_router_flips,
     "logprob-gap": detect_gap,
     "rotary-tables": detect_rotary_tables,
+    "rounded-positions": detect_rounded_positions,
     "loading": detect_loading,
 }
 """Every detector by the name of its family; of two findings of the same severity the one of the earlier family comes first."""
@@ -46,5 +44,6 @@ _RANK = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
 
 def diagnose(trace: Trace) -> tuple[Finding, ...]:
     """Everything that the detectors see in ``trace``, the root cause before its consequences."""
-    found = [finding for detector in DETECTORS.values() for finding in detector(trace)]
-    return tuple(sorted(found, key=lambda f: _RANK[f.severity]))
+    found = [finding for detector in DETECTORS.values() for finding in findings_of(detector, trace)]
+    ordered = sorted(found, key=lambda f: _RANK[f.severity])
+    return tuple(map(doubted, ordered)) if trace.damage else tuple(ordered)

@@ -1,13 +1,12 @@
 """``attention-score-overflow`` and ``fully-masked-row``: what goes wrong between queries, keys, mask and softmax."""
 
 from dtypedoctor.diagnosis.births import has_inf
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.modules import class_of
+from dtypedoctor.diagnosis.experiments import attention_experiment
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.origin import PRODUCTS, SOFTMAX, Origin
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, place, short
 
 TO_SOFTMAX = 12
@@ -19,25 +18,19 @@ def judge_attention_scores(origin: Origin) -> Finding | None:
     if not origin.leaves_a_narrow_range or not _is_score(origin):
         return None
     op, dtype = origin.op, origin.result.dtype
-    return Finding(
+    tried = attention_experiment(origin.trace, op)
+    settled = origin.is_proven or (tried is not None and tried.is_of_the_scores)
+    said = Statement(
         id="attention-score-overflow",
-        severity=Severity.ERROR,
-        confidence=Confidence.PROVEN if origin.is_proven else Confidence.LIKELY,
-        fqn=place(op),
-        op=op.op,
-        phase=op.phase,
-        step=op.step,
-        dtype=dtype,
-        source=op.source,
+        confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
         summary=f"The attention scores of {short(place(op))} overflow {dtype} in step {op.step}: {needs(origin)}.",
         cause=(
             f"Queries and keys are multiplied in {dtype} and scaled afterwards, so the product has to fit below "
             f"{limit_of(dtype):.6g} unscaled. Softmax makes NaN of the inf. Fused attention keeps the scores in float32."
         ),
-        evidence=tuple(overflow_evidence(origin)),
-        remedies=remedies_for("attention-score-overflow", class_of(origin.trace, op.fqn)),
-        references=references_of("attention-score-overflow"),
+        evidence=(*overflow_evidence(origin), *(tried.evidence if tried is not None else ())),
     )
+    return found_at(origin, said)
 
 
 def _is_score(origin: Origin) -> bool:
@@ -54,16 +47,9 @@ def judge_masked_row(origin: Origin) -> Finding | None:
         return None
     op = origin.op
     scores = next(t for t in op.inputs if has_inf(t))
-    return Finding(
+    tried = attention_experiment(origin.trace, op)
+    said = Statement(
         id="fully-masked-row",
-        severity=Severity.ERROR,
-        confidence=Confidence.PROVEN,
-        fqn=place(op),
-        op=op.op,
-        phase=op.phase,
-        step=op.step,
-        dtype=origin.result.dtype,
-        source=op.source,
         summary=f"{short(place(op))} takes a softmax over rows in which every position is masked, in step {op.step}.",
         cause=(
             "Softmax subtracts the largest entry of a row. Where every entry is -inf that is -inf - (-inf), which is NaN "
@@ -72,7 +58,8 @@ def judge_masked_row(origin: Origin) -> Finding | None:
         evidence=(
             f"The scores that {op.op} got hold {scores.num_neginf} times -inf, no +inf and no NaN.",
             f"{bad_elements(origin.result)} of its result are NaN.",
+            *(tried.evidence if tried is not None else ()),
             *how_the_run_ended(origin.trace),
         ),
-        references=references_of("fully-masked-row"),
     )
+    return found_at(origin, said)

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.modules import class_of
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import limit_of, place, short
 from dtypedoctor.trace.events import ScalerState
 from dtypedoctor.trace.reader import Trace
@@ -18,25 +16,17 @@ def judge_backward(origin: Origin) -> Finding | None:
     op, dtype = origin.op, origin.result.dtype
     if op.phase != "backward" or not origin.leaves_a_narrow_range:
         return None
-    return Finding(
+    said = Statement(
         id="backward-overflow",
-        severity=Severity.ERROR,
         confidence=Confidence.PROVEN if origin.is_proven else Confidence.LIKELY,
-        fqn=place(op),
-        op=op.op,
-        phase=op.phase,
-        step=op.step,
-        dtype=dtype,
-        source=op.source,
         summary=f"The gradients overflow {dtype} in the backward of {short(place(op))}, in step {op.step}: {needs(origin)}.",
         cause=(
             "Gradients have their own magnitudes: the product of all slopes between the loss and a tensor. The values of the "
             f"forward pass are finite, this gradient is not: {dtype} ends at {limit_of(dtype):.6g} here too."
         ),
         evidence=(*overflow_evidence(origin), *_about_the_scale(origin)),
-        remedies=remedies_for("backward-overflow", class_of(origin.trace, op.fqn)),
-        references=references_of("backward-overflow"),
     )
+    return found_at(origin, said)
 
 
 def is_of_the_loss_scale(origin: Origin) -> bool:

@@ -31,6 +31,8 @@ _OF_PRECISION = re.compile(r"dtype|autocast|quant|bitsandbytes", re.IGNORECASE)
 """What a break that has to do with number formats speaks of."""
 _EXPLANATION = re.compile(r"^ +Explanation: (?P<text>.+)$", re.MULTILINE)
 _USER_LINE = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/|.*/(?=dtypedoctor/)")
+"""What stands before the package that a file belongs to."""
 _TORCH = re.compile(r"/torch/(nn|_dynamo|_compile|utils)/")
 
 
@@ -182,11 +184,13 @@ def _times(count: int) -> str:
 
 
 def _file_and_line(frame: str) -> str:
-    """``file.py:line`` of ``/path/file.py:line function``."""
-    return frame.split(" ", 1)[0].rsplit("/", 1)[-1]
+    """``package/file.py:line`` of ``/path/package/file.py:line function``; of a script, its name."""
+    place = frame.partition(" ")[0]
+    packaged = _PACKAGES.match(place)
+    return place[packaged.end() :] if packaged else place.rsplit("/", 1)[-1]
 
 
 def _short(frame: str) -> str:
     """``file.py:line`` with the function where the frame has one."""
-    place, _, function = frame.partition(" ")
-    return f"{place.rsplit('/', 1)[-1]}{f' ({function})' if function else ''}"
+    function = frame.partition(" ")[2]
+    return f"{_file_and_line(frame)}{f' ({function})' if function else ''}"

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.origin import FLOAT32_MAX, Origin
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, magnitudes, place, short
 
 
@@ -12,24 +12,17 @@ def judge_domain(origin: Origin) -> Finding | None:
     """What no wider dtype would have helped; also the verdict of last resort on an op that could not be replayed."""
     op, replay = origin.op, origin.replay
     settled = replay is not None and not replay.note
-    return Finding(
+    said = Statement(
         id="domain-error",
-        severity=Severity.ERROR,
         confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
-        fqn=place(op),
-        op=op.op,
-        phase=op.phase,
-        step=op.step,
-        dtype=origin.result.dtype,
-        source=op.source,
         summary=f"{op.op} in {short(place(op))} has no finite float32 result for its operands, in step {op.step} ({op.phase}).",
         cause=(
             "The operation is not defined for these operands (a division by zero, the logarithm of a negative number …) "
             "or its result is larger than float32 can hold. This is not a mixed-precision problem."
         ),
         evidence=tuple(_evidence(origin)),
-        references=references_of("domain-error"),
     )
+    return found_at(origin, said)
 
 
 def _evidence(origin: Origin) -> Iterator[str]:

@@ -49,6 +49,8 @@ class Finding:
         evidence: measurements, one sentence each.
         remedies: ids of remedies to try, best first.
         references: public tickets of the same failure.
+        rank: the process that it was seen on first; None where there is one process only.
+        consequence_of: id of the finding that this one is the surfacing of; None where it stands for itself.
     """
 
     id: str
@@ -66,3 +68,5 @@ class Finding:
     provenance: tuple[Link, ...] = ()
     remedies: tuple[str, ...] = ()
     references: tuple[str, ...] = ()
+    rank: int | None = None
+    consequence_of: str | None = None

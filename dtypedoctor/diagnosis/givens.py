@@ -1,8 +1,10 @@
 """``nonfinite-parameters`` and ``nonfinite-input``: what was not finite before the model computed anything."""
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.origin import Origin
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, module_of, place, short
 from dtypedoctor.trace.events import Op, TensorNote
 
@@ -19,14 +21,9 @@ def judge_given(origin: Origin) -> Finding | None:
 def _of_model(origin: Origin, tensor: TensorNote) -> Finding:
     op = origin.op
     name = tensor.name or "a tensor of the model"
-    return Finding(
+    said = Statement(
         id="nonfinite-parameters",
-        severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
-        fqn=module_of(name),
-        phase="static",
-        step=op.step,
-        dtype=tensor.dtype,
         summary=f"The {tensor.origin} {name} is not finite before step {op.step} uses it.",
         cause=(
             f"{bad_elements(tensor).capitalize()} of {name} were NaN or inf when {op.op} at {op.source} read it. An earlier "
@@ -37,22 +34,16 @@ def _of_model(origin: Origin, tensor: TensorNote) -> Finding:
             f"{op.op} at {op.source} is the first that uses it; no op that was watched has written it.",
             *how_the_run_ended(origin.trace),
         ),
-        references=references_of("nonfinite-parameters"),
     )
+    return replace(found_at(origin, said), fqn=module_of(name), op=None, phase="static", source=None)
 
 
 def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
     op = origin.op
     what = f"The input {tensor.name} of {short(_outermost(origin))}" if tensor.origin == "input" else "A tensor"
-    return Finding(
+    said = Statement(
         id="nonfinite-input",
-        severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
-        fqn=_outermost(origin) if tensor.origin == "input" else place(op),
-        phase=_phase(op),
-        step=op.step,
-        dtype=tensor.dtype,
-        source=op.source,
         summary=f"{what} that {op.op} at {op.source} uses is not finite already, in step {op.step}.",
         cause="The data holds NaN or inf before the model computes anything, so no dtype of the model can help.",
         evidence=(
@@ -60,8 +51,9 @@ def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
             f"{op.op} at {op.source} is the first that uses it; no op that was watched has made it.",
             *how_the_run_ended(origin.trace),
         ),
-        references=references_of("nonfinite-input"),
     )
+    fqn = _outermost(origin) if tensor.origin == "input" else place(op)
+    return replace(found_at(origin, said), fqn=fqn, op=None, phase=_phase(op))
 
 
 def _phase(op: Op) -> str:

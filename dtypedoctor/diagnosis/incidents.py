@@ -19,7 +19,10 @@ GRADIENTS = frozenset({"grad_output", "grad"})
 MEASURED = GRADIENTS | {"output", "loss", "param"}
 """Kinds of sites that tell a story of their own; inputs of modules only decide who is to blame."""
 
-REFUSED = re.compile(r"\b(nan|inf|infinit\w+)\b|device-side assert", re.IGNORECASE)
+ASSERTED = "device-side assert triggered"
+"""What CUDA says of a sampler that refuses a value, and of an index out of range; other errors only advise such asserts."""
+
+REFUSED = re.compile(rf"\b(nan|inf|infinit\w+)\b|{ASSERTED}", re.IGNORECASE)
 """What the messages speak of with which samplers and checks refuse a value; on CUDA a sampler only asserts."""
 
 
@@ -37,6 +40,11 @@ class Incident:
     site: Site | None = None
     following: tuple[Sample, ...] = ()
     raised: Raised | None = None
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Everything bad that was measured of it, in order."""
+        return (self.sample, *self.following) if self.sample is not None else ()
 
     @property
     def n(self) -> int:
@@ -92,7 +100,12 @@ def incidents(trace: Trace) -> tuple[Incident, ...]:
     raised = trace.last(Raised)
     refused = raised if raised is not None and REFUSED.search(raised.message) else None
     found = tuple(_Consequences(trace, bad, refused).that_matter()) if bad else ()
-    return found if found or refused is None else (Incident(raised=refused),)
+    return found if found or refused is None or not _is_of_a_value(refused) else (Incident(raised=refused),)
+
+
+def _is_of_a_value(refused: Raised) -> bool:
+    """Whether the exception alone, without a bad value, says that there was one: an index may be asserted anywhere but in a sampler."""
+    return ASSERTED not in refused.message or refused.phase == "generate"
 
 
 class _Consequences:

@@ -9,11 +9,10 @@ from dtypedoctor.diagnosis.compile_only import judge_compiled
 from dtypedoctor.diagnosis.domain import judge_domain
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.givens import judge_given
-from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.norm_square import judge_norm_square
 from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.diagnosis.optimizer_step import judge_optimizer_step
-from dtypedoctor.diagnosis.origin import Origin, search
+from dtypedoctor.diagnosis.origin import Origin, searched
 from dtypedoctor.diagnosis.overflow import judge_overflow
 from dtypedoctor.diagnosis.silent.absorbed import swallowed_overflows
 from dtypedoctor.trace.reader import Trace
@@ -41,13 +40,11 @@ def detect_nonfinite(trace: Trace) -> Iterator[Finding]:
 
 def _first_that_matters(trace: Trace) -> Iterator[Finding]:
     """The verdict on the first incident that the op trace does not show to be harmless; all later ones follow from it."""
-    graph = OpGraph(trace)
-    for incident in incidents(trace):
+    for incident, found in searched(OpGraph(trace)):
         compiled = judge_compiled(trace, incident)
         if compiled is not None:
             yield compiled
             return
-        found = search(graph, incident)
         if found.harmless or (found.origin is not None and is_of_the_loss_scale(found.origin)):
             continue
         if found.origin is None:

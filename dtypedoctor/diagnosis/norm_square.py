@@ -1,12 +1,10 @@
 """``norm-square-overflow``: a norm whose squares leave the range, so that it returns zeros or NaN."""
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.modules import class_of
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
 from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import place, short
 from dtypedoctor.trace.events import Op
 
@@ -29,22 +27,14 @@ def judge_norm_square(origin: Origin) -> Finding | None:
     op = origin.op
     if not origin.leaves_a_narrow_range or not is_in_norm(origin.graph, op):
         return None
-    return Finding(
+    said = Statement(
         id="norm-square-overflow",
-        severity=Severity.ERROR,
         confidence=Confidence.PROVEN if origin.is_proven else Confidence.LIKELY,
-        fqn=place(op),
-        op=op.op,
-        phase=op.phase,
-        step=op.step,
-        dtype=origin.result.dtype,
-        source=op.source,
         summary=f"The squares inside {short(place(op))} overflow in step {op.step}: {needs(origin)}.",
         cause=CAUSE,
         evidence=tuple(overflow_evidence(origin)),
-        remedies=remedies_for("norm-square-overflow", class_of(origin.trace, op.fqn)),
-        references=references_of("norm-square-overflow"),
     )
+    return found_at(origin, said)
 
 
 def is_in_norm(graph: OpGraph, op: Op) -> bool:

@@ -1,12 +1,12 @@
 """``optimizer-epsilon-underflow``: an optimizer step that divides by a number which float16 has rounded to zero."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.origin import NARROW, Origin
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import bad_elements, module_of, place, short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op
@@ -25,25 +25,17 @@ def judge_optimizer_step(origin: Origin) -> Finding | None:
     seen = origin.incident.site
     fqn = module_of(seen.fqn) if seen is not None else place(op)
     vanished = _vanished_epsilon(origin)
-    return Finding(
+    said = Statement(
         id="optimizer-epsilon-underflow",
-        severity=Severity.ERROR,
         confidence=Confidence.PROVEN if vanished is not None else Confidence.LIKELY,
-        fqn=fqn,
-        op=op.op,
-        phase=op.phase,
-        step=op.step,
-        dtype=dtype,
-        source=op.source,
         summary=f"The optimizer divides by zero in {dtype} in step {op.step} and writes NaN or inf into {short(fqn)}.",
         cause=(
             f"The optimizer keeps its state in the parameters' dtype. The smallest positive {dtype} is "
             f"{DTYPES[dtype].smallest:.3g}: the epsilon that guards the division and small second moments are zero in it."
         ),
         evidence=tuple(_evidence(origin, vanished)),
-        remedies=remedies_for("optimizer-epsilon-underflow"),
-        references=references_of("optimizer-epsilon-underflow"),
     )
+    return replace(found_at(origin, said), fqn=fqn)
 
 
 def _vanished_epsilon(origin: Origin) -> str | None:

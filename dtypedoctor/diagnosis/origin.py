@@ -1,16 +1,18 @@
 """The op at which a non-finite value came into being, with everything that was measured about it."""
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from dtypedoctor.diagnosis.births import ancestry, bad_ends, has_nan, last_bad_before, only_negative_inf
-from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident
+from dtypedoctor.diagnosis.experiments import attention_experiment
+from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, incidents
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
 from dtypedoctor.diagnosis.wording import limit_of
-from dtypedoctor.trace.events import Op, Replay, TensorNote
+from dtypedoctor.trace.events import Op, Replay, Sample, TensorNote
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["NARROW", "SOFTMAX", "Origin", "Search", "search"]
+__all__ = ["NARROW", "SOFTMAX", "Origin", "Search", "search", "searched"]
 
 NARROW = frozenset({"float16", "float8_e5m2", "float8_e4m3fn"})
 """Dtypes whose range is smaller than float32's. A value that float32 cannot hold either is no precision problem."""
@@ -18,6 +20,8 @@ NARROW = frozenset({"float16", "float8_e5m2", "float8_e4m3fn"})
 SOFTMAX = frozenset({"_softmax", "softmax", "_safe_softmax", "_log_softmax", "log_softmax"})
 PRODUCTS = frozenset({"mm", "bmm", "baddbmm", "addmm", "matmul", "addbmm"})
 FLOAT32_MAX = limit_of("float32")
+NEAR_THE_LIMIT = 0.25
+"""Share of a dtype's range; where finite elements are beyond it, infinite ones beside them may be an overflow."""
 MAX_TRIED = 20
 """Bad values of one call whose origin is looked for, the last first."""
 
@@ -56,6 +60,11 @@ class Origin:
         return next((t for t in self.op.outputs if not t.finite), self.op.outputs[0])
 
     @property
+    def dtype(self) -> str:
+        """The dtype of what is not finite: of the operand that was given, else of the result."""
+        return self.given.dtype if self.given is not None else self.result.dtype
+
+    @property
     def leaves_a_narrow_range(self) -> bool:
         """Whether float32 holds the result and the op's own dtype does not."""
         replay = self.replay
@@ -85,6 +94,39 @@ class Search:
     harmless: bool = False
 
 
+def searched(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
+    """Every incident with what is known of it, the earliest first, without those that only repeat a harmless one.
+
+    A model that masks its own logits returns ``-inf`` at each call. Where the op trace has shown that of one call, the same
+    modules may return infinities in the others too, as long as nothing there is NaN or close to the end of its range.
+    """
+    masking: set[tuple[int, str, str]] = set()
+    for incident in incidents(graph.trace):
+        if _only_repeats(incident, masking, graph.trace):
+            continue
+        found = search(graph, incident)
+        if found.harmless:
+            masking.update(_where(graph.trace, sample) for sample in incident.samples)
+        yield incident, found
+
+
+def _where(trace: Trace, sample: Sample) -> tuple[int, str, str]:
+    """The module that returned it, and the dtype; not the shape, which grows while a text is generated."""
+    site = trace.sites[sample.site]
+    return site.root, site.fqn, site.dtype
+
+
+def _only_repeats(incident: Incident, masking: Collection[tuple[int, str, str]], trace: Trace) -> bool:
+    if incident.kind != "output":
+        return False
+    return all(
+        _where(trace, sample) in masking
+        and not sample.num_nan
+        and sample.absmax < NEAR_THE_LIMIT * limit_of(trace.sites[sample.site].dtype)
+        for sample in incident.samples
+    )
+
+
 def search(graph: OpGraph, incident: Incident) -> Search:
     """Looks for the origin of an incident, going back from the last of its bad values, which is where they got to."""
 
@@ -110,7 +152,7 @@ def search(graph: OpGraph, incident: Incident) -> Search:
 def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
     found = ancestry(graph, last)
     maker = found.nan_makers[0] if found.nan_makers else None
-    if maker is not None and _masks_everything(maker, found.computed):
+    if maker is not None and _masks_everything(graph.trace, maker, found.computed):
         return Origin(graph, maker, incident, masked=True)
     computed = next((op for op in found.computed), None)
     given = [(op, t) for op, t in found.given if _counts(t)]
@@ -124,8 +166,14 @@ def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
     return Origin(graph, maker, incident) if maker is not None else None
 
 
-def _masks_everything(maker: Op, computed: tuple[Op, ...]) -> bool:
-    """Whether a softmax made NaN of rows of ``-inf`` that come from a mask and not from a product that overflowed."""
+def _masks_everything(trace: Trace, maker: Op, computed: tuple[Op, ...]) -> bool:
+    """Whether a softmax made NaN of rows of ``-inf`` that come from a mask and not from a product that overflowed.
+
+    Both may have happened at once; the experiment on the same attention says which of them the rows that are NaN come from.
+    """
+    tried = attention_experiment(trace, maker)
+    if tried is not None:
+        return tried.is_of_the_mask
     bad = [t for t in maker.inputs if not t.finite]
     if overload_free(maker.op) not in SOFTMAX or not bad or not only_negative_inf(bad):
         return False

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.modules import class_of
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.origin import Origin
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, magnitudes, place, short
 from dtypedoctor.dtypes import short_name
 
@@ -17,25 +15,17 @@ def judge_overflow(origin: Origin) -> Finding | None:
         return None
     op, dtype = origin.op, origin.result.dtype
     limit = limit_of(dtype)
-    return Finding(
+    said = Statement(
         id="float16-overflow",
-        severity=Severity.ERROR,
         confidence=Confidence.PROVEN if origin.is_proven else Confidence.LIKELY,
-        fqn=place(op),
-        op=op.op,
-        phase=op.phase,
-        step=op.step,
-        dtype=dtype,
-        source=op.source,
         summary=f"{short(place(op))} overflows {dtype} in step {op.step} ({op.phase}): {needs(origin)}.",
         cause=(
             f"{op.op} at {op.source} has finite operands and a result larger than the largest finite {dtype} value, "
             f"{limit:.6g}, which becomes inf. Modules after it only pass the inf on."
         ),
         evidence=tuple(overflow_evidence(origin)),
-        remedies=remedies_for("float16-overflow", class_of(origin.trace, op.fqn)),
-        references=references_of("float16-overflow"),
     )
+    return found_at(origin, said)
 
 
 def needs(origin: Origin) -> str:

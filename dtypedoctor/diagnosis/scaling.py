@@ -6,7 +6,7 @@ from typing import Any
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
-from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of
+from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line
 from dtypedoctor.trace.events import Observation, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
 
@@ -53,7 +53,7 @@ def _float16_gradients(trace: Trace, raised: Raised, seen: list[Observation]) ->
         phase="optimizer",
         step=raised.step,
         dtype="float16",
-        source=_source(raised),
+        source=raising_line(raised),
         summary=f"The gradient scaler is to unscale gradients of float16 parameters ({listed(names) or 'names unknown'}).",
         cause=(
             "A scaler multiplies the loss so that float16 gradients do not vanish, and divides float32 gradients by the same "
@@ -90,7 +90,7 @@ def _nothing_checked(trace: Trace, raised: Raised, seen: list[Observation]) -> F
         confidence=Confidence.LIKELY,
         phase="optimizer",
         step=raised.step,
-        source=_source(raised),
+        source=raising_line(raised),
         summary="The scaler steps an optimizer none of whose parameters has a gradient.",
         cause=f"The scaler looks for inf in the gradients of the optimizer's parameters and found no gradient at all. {why}",
         evidence=(
@@ -114,7 +114,7 @@ def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Observation 
         phase="optimizer" if refused is not None else "static",
         step=refused.step if refused is not None else None,
         dtype="bfloat16",
-        source=_source(refused) if refused is not None else None,
+        source=raising_line(refused) if refused is not None else None,
         summary="A gradient scaler serves bfloat16 parameters, which need none and on CUDA cannot be served.",
         cause=(
             "bfloat16 has the range of float32, so its gradients do not vanish for want of range and scaling the loss gains "
@@ -145,7 +145,7 @@ def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
         confidence=Confidence.LIKELY,
         phase="optimizer",
         step=first if first is not None else (refused.step if refused is not None else None),
-        source=_source(refused) if refused is not None else None,
+        source=raising_line(refused) if refused is not None else None,
         summary=f"{len(skipped) or 'All'} steps in a row are skipped while the loss scale goes {scales}: nothing is learnt.",
         cause=(
             "A scaler skips a step whose gradients are not finite and lowers its scale until they are. "
@@ -185,9 +185,3 @@ def _forward_is_not_finite(trace: Trace, step: int | None) -> bool:
 
 def _counted(params: dict[str, int]) -> str:
     return " and ".join(f"{number} {dtype}" for dtype, number in sorted(params.items(), key=lambda item: -item[1]))
-
-
-def _source(raised: Raised) -> str | None:
-    """``file.py:line`` of the innermost frame outside of torch."""
-    outside = [frame for frame in raised.frames if "/torch/" not in frame and "/dtypedoctor/" not in frame]
-    return outside[-1].rsplit("/", 1)[-1].split(" ")[0] if outside else None

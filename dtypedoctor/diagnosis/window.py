@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.doubts import doubtful_weights
-from dtypedoctor.diagnosis.incidents import Incident, incidents
+from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.ops import OpGraph
-from dtypedoctor.diagnosis.origin import search
+from dtypedoctor.diagnosis.origin import searched
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import Observation, ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
@@ -36,9 +36,8 @@ def suspicious_windows(trace: Trace) -> tuple[Window, ...]:
     raised = trace.last(Raised)
     if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
         return (_window(raised.phase, raised.call, raised.step),) if OpGraph(trace).failed() is None else ()
-    found = incidents(trace)
-    if found:
-        return tuple(_unsettled(trace, found))
+    if incidents(trace):
+        return tuple(_unsettled(trace))
     doubt = doubtful_weights(trace)
     return (doubt,) if doubt is not None else tuple(_of_zeros(trace))
 
@@ -56,10 +55,8 @@ def _may_be_packed(trace: Trace, raised: Raised) -> bool:
     return "shapes cannot be multiplied" in raised.message and any(note.quant for note in trace.all(ParameterNote))
 
 
-def _unsettled(trace: Trace, found: tuple[Incident, ...]) -> Iterator[Window]:
-    graph = OpGraph(trace)
-    for incident in found:
-        seen = search(graph, incident)
+def _unsettled(trace: Trace) -> Iterator[Window]:
+    for incident, seen in searched(OpGraph(trace)):
         if seen.covered and not seen.harmless:
             return
         if not seen.covered:

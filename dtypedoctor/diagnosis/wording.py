@@ -7,7 +7,8 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["bad_elements", "how_the_run_ended", "limit_of", "listed", "magnitudes", "module_of", "place", "short"]
+__all__ = ["bad_elements", "failing_line", "how_the_run_ended", "limit_of", "listed", "magnitudes", "module_of", "place", "raising_line",
+           "short"]  # fmt: skip
 
 OUTSIDE = -1
 """``Op.root`` of an op that ran outside of every module call."""
@@ -60,3 +61,16 @@ def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
         return ()
     first_line = raised.message.splitlines()[0] if raised.message else ""
     return (f"The run ended in step {raised.step} ({raised.phase}) with {raised.type}: {first_line[:200]}",)
+
+
+def failing_line(raised: Raised) -> str | None:
+    """``file.py:line`` of the innermost frame that computes: neither torch's nor one that watches or counts its calls."""
+    between = ("/torch/", "/dtypedoctor/instrument/", "/dtypedoctor/corrections/")
+    computing = [frame for frame in raised.frames if not any(part in frame for part in between)]
+    return computing[-1].rsplit("/", 1)[-1].split(" ")[0] if computing else None
+
+
+def raising_line(raised: Raised) -> str | None:
+    """``file.py:line`` of the innermost frame outside of torch and of the doctor; None where there is none."""
+    outside = [frame for frame in raised.frames if "/torch/" not in frame and "/dtypedoctor/" not in frame]
+    return outside[-1].rsplit("/", 1)[-1].split(" ")[0] if outside else None

@@ -67,6 +67,16 @@ class Census:
             return None
         return ranked[0][0]
 
+    def weights_in_words(self, root: int) -> str:
+        """How many elements of a model's weights are in which dtype: frozen, trainable, and packed ones by what they unpack to."""
+        elements: Counter[str] = Counter()
+        for note in self.notes(root):
+            if note.quant is not None:
+                elements[f"packed ({note.quant.get('dtype') or note.dtype} when unpacked)"] += prod(_shape(note))
+            elif not note.buffer and note.dtype in DTYPES:
+                elements[f"{'trainable' if note.requires_grad else 'frozen'} {note.dtype}"] += prod(note.shape)
+        return ", ".join(f"{count:,} {words}" for words, count in elements.most_common())
+
     def is_head(self, root: int, fqn: str) -> bool:
         """Whether a module holds the model's last weight matrix."""
         owners = [owner_of(note.name) for note in self.notes(root) if _is_matrix(note)]

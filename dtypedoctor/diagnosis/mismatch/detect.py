@@ -1,9 +1,11 @@
 """The family's detector: the first rule that explains a refusal has the word."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.mismatch.case import Case, case_of
+from dtypedoctor.diagnosis.mismatch.contexts import context_without_region
 from dtypedoctor.diagnosis.mismatch.destinations import attention_operands, cache_of_another_dtype, merged_features
 from dtypedoctor.diagnosis.mismatch.messages import Complaint, complaint_of
 from dtypedoctor.diagnosis.mismatch.operands import by_origin
@@ -58,6 +60,7 @@ def detect_mismatch(trace: Trace) -> Iterator[Finding]:
     """Everything about dtypes that do not go together, the root before its consequences."""
     explained = tuple(_refusal(trace))
     yield from explained
+    yield from context_without_region(trace)
     yield from recomputed_with_other_dtypes(trace)
     yield from mixed_shard_units(trace)
     if not any(f.id in ("stale-dequant-buffer", "quant-state-dtype") for f in explained):
@@ -77,9 +80,8 @@ def _refusal(trace: Trace) -> Iterator[Finding]:
     verdict = _verdict(case) if case is not None else None
     if case is not None and verdict is not None:
         root = contradicted_by(case) if verdict.id in OF_A_REGION else None
-        if root is not None:
-            yield root
-        yield finding(case, verdict)
+        found = finding(case, verdict)
+        yield from (found,) if root is None else (root, replace(found, consequence_of=root.id))
     elif complaint is not None and case is None:
         yield _by_message(trace, raised, complaint)
 

@@ -1,11 +1,13 @@
 """Autocast regions: ops they do not reach, functions that lose or re-enter them, regions for another device or model."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.mismatch.arguments import who_is_what
 from dtypedoctor.diagnosis.mismatch.birth import Reason
-from dtypedoctor.diagnosis.mismatch.case import Case
+from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.mismatch.census import HALF, Census
 from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CONVOLUTIONS, PRODUCTS, writes
 from dtypedoctor.diagnosis.mismatch.report import Verdict, described, said
@@ -23,6 +25,9 @@ __all__ = [
     "region_without_effect",
     "wrong_device",
 ]
+
+OWN_WORKLOADS = "dtypedoctor/workloads/"
+"""Where the source lines begin that do what a scenario asks for."""
 
 CAST_BY_AUTOCAST = PRODUCTS | CONVOLUTIONS | {"scaled_dot_product_attention"}
 """Ops that an autocast region makes agree, where it is one for their device."""
@@ -90,32 +95,48 @@ def autocast_bypass(case: Case) -> Verdict | None:
         fqn=place(case.op),
         summary=f"{said(case)} in {short(place(case.op))} is not cast by the {region} autocast region around it.",
         cause=(
-            f"Autocast replaces the operands of the ops on its list. {_why_not_cast(case)} So results in {region} of the ops "
-            f"before it meet {_the_rest(case)}."
+            f"{who_is_what(case)}: {_why_not_cast(case)} The {region} ones come from {_cast_ones(case, region)}; "
+            f"the other comes from {_the_rest(case)}."
         ),
+        blamed=_before_casts(case),
         confidence=Confidence.PROVEN if case.ran(f"all-as-{region}") else Confidence.LIKELY,
         reason=f"{Reason.INPLACE if writes(case.op) else Reason.AUTOCAST_LIST}: {said(case)} is not cast",
-        evidence=(
-            (f"With all operands in {region}, as autocast would have cast them, the same op runs.",)
-            if case.ran(f"all-as-{region}")
-            else ()
-        ),
     )
 
 
 def _why_not_cast(case: Case) -> str:
     op = said(case)
     if case.op.inplace:
-        return (
-            f"{op} works in place: its result has the dtype of memory that exists already, so autocast leaves it alone."
-        )
+        return f"autocast leaves in-place ops such as {op} alone, because their result has the dtype of memory that exists already."
     if case.op.out_variant:
-        return f"{op} has an out= argument: its result has the dtype of memory that exists already, so autocast leaves it alone."
-    return f"{op} is not on that list."
+        return (
+            f"autocast leaves ops with an out= argument such as {op} alone, because that memory has its dtype already."
+        )
+    return f"{op} is not on the list of ops whose operands autocast casts."
+
+
+def _cast_ones(case: Case, region: str) -> str:
+    """Where the operands in the dtype of the region come from: ops that autocast has cast for, or elsewhere."""
+    births = [operand.birth for operand in case.operands if operand.dtype == region]
+    cast = [b.chain[0] for b in births if b.reason is Reason.AUTOCAST_LIST and len(b.chain) > 1]
+    others = [described(b) for b in births if b.reason is not Reason.AUTOCAST_LIST or len(b.chain) == 1]
+    ops = list(dict.fromkeys(f"{link.op} at {link.source}" for link in cast))
+    by_autocast = [f"{' and '.join(ops)}, whose operands autocast casts"] if ops else []
+    return " and ".join([*by_autocast, *dict.fromkeys(others)])
 
 
 def _the_rest(case: Case) -> str:
-    return described(case.odd.birth) if case.odd is not None else "operands in another dtype"
+    before = _before_casts(case)
+    if case.odd is None or before is None:
+        return "operands in another dtype"
+    known = before.birth is not case.odd.birth and before.birth.reason is not Reason.ELSEWHERE
+    return described(case.odd.birth) + (f" of {described(before.birth)}" if known else "")
+
+
+def _before_casts(case: Case) -> Operand | None:
+    """The odd operand, followed to the tensor behind the casts that gave it its dtype."""
+    odd = case.odd
+    return None if odd is None else replace(odd, birth=case.provenance.before_casts(odd.birth))
 
 
 def wrong_device(case: Case) -> Verdict | None:
@@ -162,7 +183,8 @@ def contradicted_by(case: Case) -> Finding | None:
         dtypes=(str(model), str(region)),
         where=(case.op.phase, case.op.step, inner[0]["source"] if inner else None),
         settled=case.ran(f"all-as-{model}"),
-        consequence=f"{said(case)} at {case.op.source} refuses the two ({case.raised.message.splitlines()[0][:120]}).",
+        consequence=f"{said(case)} at {case.op.source} gets {' and '.join(case.dtypes)}, and refuses.",
+        weights=case.census.weights_in_words(case.op.root),
     )
 
 
@@ -182,14 +204,15 @@ def contradicting_region(trace: Trace) -> Iterator[Finding]:
                 where=("static", None, source),
                 settled=False,
                 consequence=None,
+                weights=census.weights_in_words(flow.root),
             )
 
 
 def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int | None, str | None], settled: bool,
-                   consequence: str | None) -> Finding:  # fmt: skip
+                   consequence: str | None, weights: str) -> Finding:  # fmt: skip
     model, region = dtypes
     phase, step, source = where
-    danger = "its range ends at 65504" if region == "float16" else "it keeps 3 bits less of each number"
+    entered = f", entered at {source}{_by_whom(source)}" if source else ""
     return Finding(
         id="autocast-contradicts-model",
         severity=Severity.ERROR if consequence else Severity.WARNING,
@@ -199,19 +222,41 @@ def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int 
         dtype=region,
         source=source,
         summary=f"A {region} autocast region is around a {model} model.",
-        cause=(
-            f"The weights are {model}, and every product inside the region is computed in {region}: {danger}. A model in half "
-            "precision needs no autocast region. Where a library opens one, its dtype often comes from a setting that is missing "
-            "(ACCELERATE_MIXED_PRECISION unset, read with the default fp16)."
-        ),
+        cause=_why_it_matters(model, region, met=consequence is not None),
         evidence=(
-            f"Most frozen weights of model {root} are {model}; the region is {region}{f', entered at {source}' if source else ''}.",
+            f"The weights of {_model(root)}, in elements: {weights}. The region is {region}{entered}.",
             *((consequence,) if consequence else ()),
-            *((f"With all operands in {model}, as without the region, the same op runs.",) if settled else ()),
+            *((f"Replayed alone, with all operands in {model}, the same op runs.",) if settled else ()),
         ),
         remedies=remedies_for("autocast-contradicts-model"),
         references=references_of("autocast-contradicts-model"),
     )
+
+
+def _why_it_matters(model: str, region: str, *, met: bool) -> str:
+    casts = f"The model is in {model}, and autocast casts the operands of most products to {region}"
+    if met:
+        cause = f"{casts}; operations that it leaves alone still get {model} tensors, and the two meet."
+    else:
+        danger = "a range that ends at 65504" if region == "float16" else "3 bits less of each number"
+        cause = f"{casts}, which means {danger}."
+    return f"{cause} {_UNSET}" if region == "float16" else cause
+
+
+_UNSET = (
+    "Where to look in your code (not tested here): where a library opens the region, its dtype often comes from a setting that "
+    "is missing, such as ACCELERATE_MIXED_PRECISION, read with the default fp16."
+)
+
+
+def _by_whom(source: str) -> str:
+    """A region that the doctor's own workload enters is one that the scenario asks for."""
+    return ", where the workload opens what the scenario asks for" if source.startswith(OWN_WORKLOADS) else ""
+
+
+def _model(root: int) -> str:
+    """The first model needs no number: most runs have no other."""
+    return f"model {root + 1}" if root > 0 else "the model"
 
 
 def region_without_effect(trace: Trace) -> Iterator[Finding]:

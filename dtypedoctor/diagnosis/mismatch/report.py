@@ -1,5 +1,6 @@
 """Puts what is known of a refused operation into a finding."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
@@ -95,7 +96,7 @@ def described(birth: Birth) -> str:
         Reason.ADAPTER: f"the {birth.dtype} adapter {name}",
         Reason.MODULES_TO_SAVE: f"{name}, peft's trained copy, in {birth.dtype}",
         Reason.KEEP_IN_FP32: f"{name}, which the model's keep list leaves in {birth.dtype}",
-        Reason.FSDP_OUTPUT: f"the output dtype of the shard unit {where}",
+        Reason.FSDP_OUTPUT: f"the FSDP output dtype of the shard unit {where}",
         Reason.ATTRIBUTE: f"the tensor {name}, a plain attribute in {birth.dtype}",
         Reason.CACHE: f"memory in {birth.dtype} that outlives the call{f' ({name})' if name else ''}",
         Reason.MODEL_INPUT: f"the model's input in {birth.dtype} ({name})",
@@ -121,11 +122,8 @@ def is_settled(case: Case, operand: Operand | None) -> bool:
 
 
 def _experiments(case: Case, odd: Operand | None) -> tuple[str, ...]:
-    found = []
-    if case.ran("equal-dtypes"):
-        found.append("The same op on the same operands runs when they all have one dtype.")
-    if odd is not None and case.ran(f"operand-{odd.index}-as-{case.rule}"):
-        found.append(f"It also runs when operand {odd.index} alone is cast to {case.rule}.")
+    ways = tuple(_ways_that_ran(case, odd))
+    found = [f"Replayed alone on the same operands, the op runs {' or '.join(ways)}."] if ways else []
     promoted = odd.birth.promoted if odd is not None else None
     narrow = case.graph.replay(promoted, "narrowest-dtype") if promoted is not None else None
     if promoted is not None and narrow is not None and narrow.dtype and odd is not None and narrow.dtype != odd.dtype:
@@ -134,6 +132,19 @@ def _experiments(case: Case, odd: Operand | None) -> tuple[str, ...]:
             f"{narrow.dtype}."
         )
     return tuple(found)
+
+
+def _ways_that_ran(case: Case, odd: Operand | None) -> Iterator[str]:
+    """Which dtypes the refused op would have taken, each told once: casting the only odd operand makes all of them agree."""
+    alone = odd is not None and case.ran(f"operand-{odd.index}-as-{case.rule}")
+    for dtype in case.dtypes:
+        if case.ran(f"all-as-{dtype}"):
+            only = f" (only operand {odd.index} changes)" if odd is not None and alone and dtype == case.rule else ""
+            yield f"with all operands in {dtype}{only}"
+    if alone and odd is not None and not case.ran(f"all-as-{case.rule}"):
+        yield f"with operand {odd.index} alone cast to {case.rule}"
+    if case.ran("equal-dtypes") and not any(case.ran(f"all-as-{dtype}") for dtype in case.dtypes):
+        yield "with all operands in one wider dtype"
 
 
 def _chain(case: Case, odd: Operand | None, verdict: Verdict) -> tuple[Link, ...]:

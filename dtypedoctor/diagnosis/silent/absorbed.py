@@ -1,6 +1,7 @@
 """Overflows that end in finite values: ``silent-rescue``, and those that a norm or an activation has swallowed."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
@@ -10,6 +11,7 @@ from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found_in
 from dtypedoctor.diagnosis.wording import limit_of, short
 from dtypedoctor.trace.events import Correction, Observation
 from dtypedoctor.trace.reader import Trace
@@ -61,16 +63,9 @@ def _is_edge(text: str, dtype: str) -> bool:
 
 def _rescue(seen: Observation) -> Finding:
     values, born = seen.values, seen.values["born"]
-    return Finding(
+    said = Statement(
         id="silent-rescue",
         severity=Severity.WARNING,
-        confidence=Confidence.PROVEN,
-        fqn=values["fqn"],
-        op=values["op"],
-        phase=seen.phase,
-        step=seen.step,
-        dtype=born["dtype"],
-        source=values["source"],
         summary=(
             f"{values['op']} in {short(values['fqn'])} replaces {values['rescued']} elements that are not finite, "
             f"in step {seen.step}."
@@ -81,9 +76,8 @@ def _rescue(seen: Observation) -> Finding:
             "caused it get no gradient."
         ),
         evidence=tuple(_evidence(seen)),
-        remedies=remedies_for("silent-rescue"),
-        references=references_of("silent-rescue"),
     )
+    return found_in(seen, said, dtype=born["dtype"], op=values["op"], source=values["source"])
 
 
 def _evidence(seen: Observation) -> Iterator[str]:
@@ -129,25 +123,19 @@ def _swallowed(trace: Trace, seen: Observation) -> Iterator[Finding]:
         if harmful
         else f"and {values['op']} makes of it what it makes of the float32 value as well"
     )
-    yield Finding(
+    said = Statement(
         id=name,
         severity=Severity.ERROR if harmful else Severity.INFO,
-        confidence=Confidence.PROVEN,
-        fqn=born["fqn"],
-        op=born["op"],
-        phase=seen.phase,
-        step=seen.step,
-        dtype=born["dtype"],
-        source=born["source"],
         summary=(
             f"{born['op']} in {short(born['fqn'])} overflows {born['dtype']} in step {seen.step}, leaves nothing but finite "
             f"values behind, {ends}."
         ),
         cause=NORM_CAUSE if norm else _cause(values, born),
         evidence=tuple(_evidence(seen)),
-        remedies=remedies_for(name, class_of(trace, born["fqn"] or "")) if harmful else (),
-        references=references_of(name),
     )
+    found = found_in(seen, said, dtype=born["dtype"], op=born["op"], source=born["source"])
+    remedies = remedies_for(name, class_of(trace, born["fqn"] or "")) if harmful else ()
+    yield replace(found, fqn=born["fqn"], remedies=remedies)
 
 
 def _takes_root(born: dict[str, Any], values: Any) -> bool:

@@ -1,11 +1,10 @@
-"""What a forward pass computes with the wrong numbers: stale copies, cut-off activations, rounded tables, other experts."""
+"""What a forward pass computes with the wrong numbers: stale copies, cut-off activations, other experts."""
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.observations import observed
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found_in
 from dtypedoctor.diagnosis.wording import listed, short
 from dtypedoctor.trace.reader import Trace
 
@@ -21,15 +20,8 @@ def detect_stale_cache(trace: Trace) -> Iterator[Finding]:
         return
     first = seen[0]
     values = first.values
-    yield Finding(
+    said = Statement(
         id="stale-autocast-cache",
-        severity=Severity.ERROR,
-        confidence=Confidence.PROVEN,
-        fqn=values["fqn"],
-        phase=first.phase,
-        step=first.step,
-        dtype=values["dtype"],
-        source=values["region"],
         summary=(
             f"{short(values['fqn'])} computes with an old {values['dtype']} copy of its weight in step {first.step}: the weight "
             "has changed inside one autocast region."
@@ -45,25 +37,16 @@ def detect_stale_cache(trace: Trace) -> Iterator[Finding]:
             ),
             f"Layers seen so: {listed([o.values['fqn'] or '(the outermost module)' for o in seen])}.",
         ),
-        remedies=remedies_for("stale-autocast-cache"),
-        references=references_of("stale-autocast-cache"),
     )
+    yield found_in(first, said, dtype=values["dtype"], source=values["region"])
 
 
 def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
     """Activations that went through an integer dtype and came back as numbers."""
     for seen in observed(trace, "float-to-int"):
         values = seen.values
-        yield Finding(
+        said = Statement(
             id="float-to-int-cast",
-            severity=Severity.ERROR,
-            confidence=Confidence.PROVEN,
-            fqn=values["fqn"],
-            op=values["op"],
-            phase=seen.phase,
-            step=seen.step,
-            dtype=values["to"],
-            source=values["source"],
             summary=f"{short(values['fqn'])} casts an activation from {values['from']} to {values['to']} in step {seen.step}.",
             cause=(
                 f"A cast to {values['to']} cuts fractions off, and what lies outside of its range has no defined result. The "
@@ -77,45 +60,8 @@ def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
                 ),
                 "They are never used to look something up.",
             ),
-            remedies=remedies_for("float-to-int-cast"),
-            references=references_of("float-to-int-cast"),
         )
-
-
-def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
-    """Rotary frequencies that equal their own rounding."""
-    for seen in observed(trace, "rotary-table"):
-        values = seen.values
-        restored = values["dtype"] != values["rounded_to"]
-        was = f"has the dtype {values['dtype']} again and still" if restored else f"is {values['dtype']}, so it"
-        yield Finding(
-            id="rounded-rotary-buffer",
-            severity=Severity.WARNING,
-            confidence=Confidence.PROVEN if values["read"] else Confidence.LIKELY,
-            fqn=values["fqn"],
-            phase="static",
-            dtype=values["dtype"],
-            summary=(
-                f"The frequencies {short(values['name'])} are rounded to {values['rounded_to']}: at position 4096 an angle is off "
-                f"by {values['angle_error']:.2g} rad."
-            ),
-            cause=(
-                f"{values['name']} {was} holds {values['rounded_to']} values. Casting a whole model casts its buffers too. The error "
-                "of a frequency is multiplied by the position; casting back does not bring the bits back."
-            ),
-            evidence=(
-                (
-                    f"{values['length']} values from {values['first']:.6g} to {values['last']:.6g}, all equal to their own "
-                    f"rounding to {values['rounded_to']}."
-                ),
-                (
-                    f"They are up to {100 * values['deviation']:.2g} % off the geometric progression through the first and the "
-                    "last, which a table in float32 follows."
-                ),
-            ),
-            remedies=remedies_for("rounded-rotary-buffer"),
-            references=references_of("rounded-rotary-buffer"),
-        )
+        yield found_in(seen, said, dtype=values["to"], op=values["op"], source=values["source"])
 
 
 def detect_router_flips(trace: Trace) -> Iterator[Finding]:
@@ -129,16 +75,9 @@ def detect_router_flips(trace: Trace) -> Iterator[Finding]:
         return
     seen = max(flipping, key=lambda o: o.values["flipped"] / o.values["tokens"])
     values = seen.values
-    yield Finding(
+    said = Statement(
         id="router-flip",
         severity=Severity.WARNING,
-        confidence=Confidence.PROVEN,
-        fqn=values["fqn"],
-        op=values["scores_op"],
-        phase=seen.phase,
-        step=seen.step,
-        dtype=values["dtype"],
-        source=values["scores_source"],
         summary=(
             f"{short(values['fqn'])} routes {100 * values['flipped'] / values['tokens']:.2g} % of the tokens to other experts than "
             f"in float32: its scores are {values['dtype']}."
@@ -155,6 +94,5 @@ def detect_router_flips(trace: Trace) -> Iterator[Finding]:
             f"For {values['tied']} tokens the scores on both sides of the border are equal.",
             f"Routers seen so: {listed([o.values['fqn'] or '(the outermost module)' for o in flipping])}.",
         ),
-        remedies=remedies_for("router-flip"),
-        references=references_of("router-flip"),
     )
+    yield found_in(seen, said, dtype=values["dtype"], op=values["scores_op"], source=values["scores_source"])

@@ -1,12 +1,12 @@
 """``gradient-underflow`` and ``update-stall``: training that goes through the motions."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.observations import last_observed, observed
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found_in
 from dtypedoctor.diagnosis.wording import listed, module_of, short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Observation, ScalerState
@@ -39,14 +39,9 @@ def _underflow(trace: Trace, seen: Observation, revived: dict[str, Any]) -> Find
     name, worst = next(iter(revived.items()))
     first = next(observed(trace, "gradient-zeros"), seen)
     smallest = DTYPES["float16"].smallest
-    return Finding(
+    said = Statement(
         id="gradient-underflow",
         severity=Severity.WARNING,
-        confidence=Confidence.PROVEN,
-        fqn=module_of(name),
-        phase="backward",
-        step=first.step,
-        dtype="float16",
         summary=(
             f"{100 * worst['zeros'] / worst['elements']:.0f} % of the gradient of {short(name)} is flushed to zero in float16: "
             "there is no loss scaler."
@@ -63,9 +58,8 @@ def _underflow(trace: Trace, seen: Observation, revived: dict[str, Any]) -> Find
             ),
             f"Parameters with lost gradients: {listed(list(revived))}.",
         ),
-        remedies=remedies_for("gradient-underflow"),
-        references=references_of("gradient-underflow"),
     )
+    return replace(found_in(first, said, dtype="float16"), fqn=module_of(name), phase="backward")
 
 
 def detect_stall(trace: Trace) -> Iterator[Finding]:
@@ -85,14 +79,9 @@ def _stall(seen: Observation, stalled: dict[str, Any]) -> Finding:
     values = seen.values
     name, worst = next(iter(stalled.items()))
     epsilon = DTYPES[worst["dtype"]].epsilon
-    return Finding(
+    said = Statement(
         id="update-stall",
         severity=Severity.WARNING,
-        confidence=Confidence.PROVEN,
-        fqn=module_of(name),
-        phase="optimizer",
-        step=values["first_step"],
-        dtype=worst["dtype"],
         summary=(
             f"{short(name)} does not move: {worst['dtype']} rounds {100 * worst['lost'] / worst['wanted']:.0f} % of its "
             f"updates away ({len(stalled)} parameters are so)."
@@ -113,6 +102,6 @@ def _stall(seen: Observation, stalled: dict[str, Any]) -> Finding:
             ),
             f"Parameters that stall: {listed(list(stalled))}.",
         ),
-        remedies=remedies_for("update-stall"),
-        references=references_of("update-stall"),
     )
+    found = found_in(seen, said, dtype=worst["dtype"])
+    return replace(found, fqn=module_of(name), phase="optimizer", step=values["first_step"])

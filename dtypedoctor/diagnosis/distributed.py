@@ -1,0 +1,221 @@
+"""What the traces of several ranks say together: where a failure began, and which collective carried it to the others."""
+
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.incidents import Incident, incidents
+from dtypedoctor.diagnosis.observations import observed
+from dtypedoctor.diagnosis.wording import short
+from dtypedoctor.trace.events import Raised, Sample, Site
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["Carried", "Rank", "across_ranks", "carrier", "coverage_of", "leading_rank"]
+
+SENT, RECEIVED = "sent", "received"
+ONE_SIDED = frozenset({"broadcast", "scatter"})
+"""Collectives to which one rank alone sends something."""
+
+OF_ANOTHER_RANK = re.compile(
+    r"closed by peer|reset by peer|remote process exited|broken pipe|NCCL (watchdog|operation|communicator)|heartbeat",
+    re.IGNORECASE,
+)
+"""What collectives say on the ranks that are left when another one has died."""
+
+Key = tuple[str, int, str, int]
+"""Process group and tensor, step, collective, number among those of the step: equal for what ranks do together."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of several.
+
+    Attributes:
+        number: its rank.
+        trace: what it left.
+        code: its exit status, or minus the signal that ended it.
+        ended: how it ended, in words.
+        stopped: whether the doctor stopped it, with all others, at the time limit.
+    """
+
+    number: int
+    trace: Trace
+    code: int
+    ended: str
+    stopped: bool = False
+
+    @cached_property
+    def first(self) -> Incident | None:
+        """The first value on it that is not finite and matters."""
+        return next(iter(incidents(self.trace)), None)
+
+    @cached_property
+    def began(self) -> float:
+        """When it had something of its own that is not finite: that value, or what it put into a collective of that step.
+
+        A gradient that no module returns is seen first when it is reduced.
+        """
+        first = self.first
+        if first is None:
+            return inf
+        sent = (s.n for s in self.collectives[SENT].values() if s.step == first.step and not s.finite)
+        return min(first.n, min(sent, default=inf))
+
+    @cached_property
+    def collectives(self) -> dict[str, dict[Key, Sample]]:
+        """What it sent and received, by collective, in order."""
+        return {kind: dict(_numbered(self.trace, kind)) for kind in (SENT, RECEIVED)}
+
+    def entered(self, before: float = inf) -> int:
+        """How many collectives to which every rank sends something it had entered before an event: a clock that all share."""
+        return sum(sample.n < before and key[2] not in ONE_SIDED for key, sample in self.collectives[SENT].items())
+
+    @property
+    def last_module(self) -> str:
+        """The module that it entered last, in words."""
+        cursor = self.trace.cursor
+        if cursor is None or cursor.site is None:
+            return "before any module was entered"
+        return f"last in {cursor.site.fqn or cursor.site.cls} (step {cursor.step}, {cursor.site.phase})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """A collective that brought something not finite from one rank to others.
+
+    Attributes:
+        sent: what the source put in, and ``site`` where and as what.
+        victims: ranks whose own part was finite (or who had none) and whose result is not.
+        group: the ranks that took part.
+    """
+
+    sent: Sample
+    site: Site
+    victims: tuple[int, ...]
+    group: tuple[int, ...]
+
+
+def leading_rank(ranks: Sequence[Rank]) -> int:
+    """The rank that the report is about: where something was not finite first, else the one that died first.
+
+    The number of collectives entered is the clock; of ranks that were equally far the one that died or raised comes first.
+    """
+    bad = [rank for rank in ranks if rank.first is not None]
+    if bad:
+        return min(bad, key=lambda r: (r.entered(r.began), _was_carried(r), r.number)).number
+    stopped = [rank for rank in ranks if rank.stopped]
+    if stopped:
+        return min(stopped, key=lambda r: (r.entered(), r.number)).number
+    return min(ranks, key=lambda r: (_blame(r), r.number)).number
+
+
+def carrier(ranks: Sequence[Rank], source: int) -> Carried | None:
+    """The first collective after the failure began that brought it from rank ``source`` to others."""
+    origin = next(rank for rank in ranks if rank.number == source)
+    if origin.first is None:
+        return None
+    for key, sample in origin.collectives[SENT].items():
+        if sample.finite or sample.n < origin.began:
+            continue
+        others = [rank for rank in ranks if rank.number != source]
+        victims = tuple(rank.number for rank in others if _is_victim(rank, key))
+        if victims:
+            site = origin.trace.sites[sample.site]
+            return Carried(sent=sample, site=site, victims=victims, group=_members(origin.trace, site))
+    return None
+
+
+def across_ranks(findings: Sequence[Finding], ranks: Sequence[Rank], source: int) -> tuple[Finding, ...]:
+    """The findings of rank ``source``, the first of them with what the other ranks add."""
+    if not findings or not ranks:
+        return tuple(findings)
+    first, *others = (replace(finding, rank=source) for finding in findings)
+    return (replace(first, evidence=(*_told(ranks, source), *first.evidence)), *others)
+
+
+def coverage_of(ranks: Sequence[Rank]) -> Iterator[str]:
+    """A line for each rank: how it ended, and how far it came."""
+    furthest = max((rank.entered() for rank in ranks), default=0)
+    for rank in ranks:
+        count = rank.entered()
+        behind = " and never entered the next one, in which others wait" if rank.stopped and count < furthest else ""
+        where = "" if rank.trace.end is not None and rank.code == 0 else f", {rank.last_module}"
+        yield f"rank {rank.number}: {rank.ended}{where}; it entered {count} collective(s){behind}"
+
+
+def _told(ranks: Sequence[Rank], source: int) -> Iterator[str]:
+    origin = next(rank for rank in ranks if rank.number == source)
+    if origin.first is None:
+        yield f"Seen on rank {source} of {len(ranks)}."
+        return
+    yield (
+        f"Rank {source} of {len(ranks)} was the first with something that is not finite: step {origin.first.step}, "
+        f"{origin.first.phase}, {_first_place(origin, origin.first)}."
+    )
+    carried = carrier(ranks, source)
+    if carried is not None:
+        yield _in_words(carried, source)
+    elif len(ranks) > 1:
+        yield "No collective that was watched carried it to another rank."
+
+
+def _first_place(origin: Rank, first: Incident) -> str:
+    if origin.began < first.n:
+        return "in what it put into a collective"
+    return short(first.site.fqn if first.site is not None else None)
+
+
+def _in_words(carried: Carried, source: int) -> str:
+    site, sent = carried.site, carried.sent
+    victims = ", ".join(map(str, carried.victims))
+    unit = f" of {short(site.fqn)}" if site.fqn else ""
+    return (
+        f"The {site.cls}{unit} in the {site.phase} pass of step {sent.step} ({site.dtype}, {site.shape}, among ranks "
+        f"{', '.join(map(str, carried.group)) or 'unknown'}) carried it to rank {victims}: rank {source} put in {sent.num_nan} NaN "
+        f"and {sent.num_inf} inf; what rank {victims} put in was finite, and what came back is not."
+    )
+
+
+def _numbered(trace: Trace, kind: str) -> Iterator[tuple[Key, Sample]]:
+    passed: Counter[tuple[str, int, str]] = Counter()
+    for sample in trace.samples:
+        site = trace.sites.get(sample.site)
+        if site is not None and site.kind == kind:
+            place = (site.index, sample.step, site.cls)
+            yield (*place, passed[place]), sample
+            passed[place] += 1
+
+
+def _is_victim(rank: Rank, key: Key) -> bool:
+    group = key[0].partition(":")[0]
+    sent = rank.collectives[SENT].get(key)
+    received = [
+        s for k, s in rank.collectives[RECEIVED].items() if (k[0].partition(":")[0], *k[1:]) == (group, *key[1:])
+    ]
+    return (sent is None or sent.finite) and any(not sample.finite for sample in received)
+
+
+def _was_carried(rank: Rank) -> bool:
+    """Whether the rank got something that is not finite before it had anything of its own."""
+    return any(not sample.finite and sample.n < rank.began for sample in rank.collectives[RECEIVED].values())
+
+
+def _blame(rank: Rank) -> int:
+    """How likely the rank has brought the others down: killed, raised, raised because of another, stopped, or well."""
+    raised = rank.trace.last(Raised)
+    if rank.code < 0 and rank.code != -signal.SIGTERM:
+        return 0
+    if raised is not None:
+        return 2 if OF_ANOTHER_RANK.search(raised.message) else 1
+    return 3 if rank.code else 4
+
+
+def _members(trace: Trace, site: Site) -> tuple[int, ...]:
+    name = site.index.partition(":")[0]
+    group = next((o for o in observed(trace, "process-group") if o.values["name"] == name), None)
+    return tuple(group.values["ranks"]) if group is not None else ()

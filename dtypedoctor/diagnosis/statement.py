@@ -1,0 +1,68 @@
+"""What a detector has to say by itself; the rest of a finding follows from where the failure was seen."""
+
+from dataclasses import dataclass
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.modules import class_of
+from dtypedoctor.diagnosis.origin import Origin
+from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.wording import place
+from dtypedoctor.trace.events import Observation
+
+__all__ = ["Statement", "found_at", "found_in"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """A verdict without its coordinates; see :class:`~dtypedoctor.diagnosis.finding.Finding`."""
+
+    id: str
+    summary: str
+    cause: str
+    evidence: tuple[str, ...]
+    confidence: Confidence = Confidence.PROVEN
+    severity: Severity = Severity.ERROR
+
+
+def found_at(origin: Origin, said: Statement) -> Finding:
+    """The statement about the op at which a non-finite value came into being."""
+    op = origin.op
+    return Finding(
+        id=said.id,
+        severity=said.severity,
+        confidence=said.confidence,
+        fqn=place(op),
+        op=op.op,
+        phase=op.phase,
+        step=op.step,
+        dtype=origin.dtype,
+        source=op.source,
+        summary=said.summary,
+        cause=said.cause,
+        evidence=said.evidence,
+        remedies=remedies_for(said.id, class_of(origin.trace, op.fqn)),
+        references=references_of(said.id),
+    )
+
+
+def found_in(
+    seen: Observation, said: Statement, *, dtype: str | None, op: str | None = None, source: str | None = None
+) -> Finding:
+    """The statement about what an instrument observed; the module is the one that the observation names in its values."""
+    return Finding(
+        id=said.id,
+        severity=said.severity,
+        confidence=said.confidence,
+        fqn=seen.values.get("fqn"),
+        op=op,
+        phase=seen.phase,
+        step=seen.step,
+        dtype=dtype,
+        source=source,
+        summary=said.summary,
+        cause=said.cause,
+        evidence=said.evidence,
+        remedies=remedies_for(said.id),
+        references=references_of(said.id),
+    )
