@@ -22,7 +22,9 @@ def is_met(expect: Expectation, findings: Sequence[Finding], trials: Sequence[Tr
         return False, "Not as the scenario says: " + "; ".join(wrong) + "."
     if not expect.findings:
         return True, "As the scenario says: healthy."
-    return True, "As the scenario says: it fails, and " + ", ".join(expect.cured_by or ["nothing"]) + " cures it."
+    cures = expect.cured_by or ["nothing"]
+    verb = "cures" if len(cures) == 1 else "each cure"
+    return True, f"As the scenario says: it fails, and {' and '.join(cures)} {verb} it."
 
 
 def _about_findings(expect: Expectation, findings: Sequence[Finding]) -> Iterator[str]:

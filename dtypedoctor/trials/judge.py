@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.modules import first_nonfinite
+from dtypedoctor.diagnosis.silent.agreement import never_called
+from dtypedoctor.diagnosis.wording import failing_line
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Correction, Metric, Raised
@@ -22,6 +24,9 @@ WRONG_OUTPUT = 0.25
 """Outputs with a larger relative error are wrong, not rounded: float16 and bfloat16 stay below 0.02 on the builtin models,
 weights that were read in another format than they were written in give 0.7 and more."""
 
+MISMATCH = "TargetMismatchError"
+"""How the reason begins for which a correction does not fit the model that it was to be installed in."""
+
 STRICT_ERROR = "MixedDtypesError"
 """What the strict forms of the kernels raise."""
 
@@ -35,21 +40,23 @@ class Yardstick:
         findings: what was found in it.
         reference: summary and trace of the healthy run, where there is one.
         twin: trace of the float32 twin, where there is one.
+        raised: what the untreated run raised, where it did.
     """
 
     before: RunSummary
     findings: tuple[Finding, ...]
     reference: tuple[RunSummary, Trace] | None = None
     twin: Trace | None = None
+    raised: Raised | None = None
 
 
 def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) -> Trial:
     """The trial of ``remedy``: ``run`` is the run of the changed scenario, ``scenario``."""
     refused = next((c for c in run.trace.all(Correction) if not c.installed), None)
     if refused is not None:
-        return not_tried(remedy, f"the correction could not be installed: {refused.reason}")
+        return not_tried(remedy, _why_not_installed(refused))
     after = summarise(remedy.id, run, scenario, yardstick.twin)
-    reason = next(_objections(remedy, run, after, yardstick.findings), "")
+    reason = next(_objections(remedy, run, after, yardstick), "")
     base = _ratio_base(yardstick)
     last = {c.id: c for c in run.trace.all(Correction)}
     return Trial(
@@ -66,7 +73,38 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) ->
         peak_memory_ratio=_ratio(after.peak_memory, base.peak_memory if base else None),
         ratio_base=base.label if base else None,
         output_error=after.output_error,
+        as_intended=_as_intended(remedy, run),
+        never_reached=_never_reached(run, yardstick.raised),
     )
+
+
+def _why_not_installed(refused: Correction) -> str:
+    """A correction that finds nothing to correct does not apply; any other reason is trouble with installing it."""
+    kind, _, why = refused.reason.partition(": ")
+    return (
+        f"it does not apply here: {why}"
+        if kind == MISMATCH
+        else f"the correction could not be installed: {refused.reason}"
+    )
+
+
+def _never_reached(run: Run, before: Raised | None) -> bool:
+    """Whether the run failed exactly as the untreated one, and nothing had called any of its corrections until then."""
+    installed = {c.id for c in run.trace.all(Correction)}
+    uncalled = {c.id for c in never_called(run.trace)}
+    raised = run.trace.last(Raised)
+    same = before is not None and raised is not None and _error(raised) == _error(before)
+    return bool(installed) and installed == uncalled and same
+
+
+def _error(raised: Raised) -> tuple[str, str, str | None]:
+    return raised.type, raised.message, failing_line(raised)
+
+
+def _as_intended(remedy: Remedy, run: Run) -> bool:
+    """Whether a strict remedy has raised what strict kernels raise."""
+    raised = run.trace.last(Raised)
+    return remedy.strict and raised is not None and raised.type == STRICT_ERROR
 
 
 def not_tried(remedy: Remedy, reason: str) -> Trial:
@@ -74,16 +112,15 @@ def not_tried(remedy: Remedy, reason: str) -> Trial:
     return Trial(remedy=remedy.id, summary=remedy.summary, outcome=Outcome.NOT_TRIED, reason=reason, safe=remedy.safe)
 
 
-def _objections(remedy: Remedy, run: Run, after: RunSummary, findings: tuple[Finding, ...]) -> Iterator[str]:
+def _objections(remedy: Remedy, run: Run, after: RunSummary, yardstick: Yardstick) -> Iterator[str]:
     """What speaks against calling the run cured, the plainest first."""
     ended = how_it_ended(run)
     if ended != "completed":
-        raised = run.trace.last(Raised)
-        strict = remedy.strict and raised is not None and raised.type == STRICT_ERROR
-        yield f"raises as it should, where a cast would have hidden it: {ended}" if strict else ended
+        strict = _as_intended(remedy, run)
+        yield f"{ended}. A cast would have hidden it" if strict else _beside_before(ended, run, yardstick.raised)
     if after.steps_completed < after.steps_planned:
         yield f"only {after.steps_completed} of {after.steps_planned} steps done"
-    errors = {f.id for f in findings if f.severity is not Severity.INFO}
+    errors = {f.id for f in yardstick.findings if f.severity is not Severity.INFO}
     for finding in diagnose(run.trace):
         if finding.id in errors or finding.severity is Severity.ERROR:
             yield f"{finding.id} is still there"
@@ -95,6 +132,22 @@ def _objections(remedy: Remedy, run: Run, after: RunSummary, findings: tuple[Fin
             yield f"{', '.join(metric.nonfinite)} not finite in step {metric.step}"
     if after.output_error is not None and after.output_error > WRONG_OUTPUT:
         yield f"runs, but computes something else: relative output error {after.output_error:.2g} against float32"
+
+
+def _beside_before(ended: str, run: Run, before: Raised | None) -> str:
+    """How a run ended, in words, beside what the untreated run raised: the same or another error, at the same or another line."""
+    raised = run.trace.last(Raised)
+    if before is None or raised is None or run.died:
+        return ended
+    uncalled = "".join(f"; nothing had called {c.id} by then" for c in never_called(run.trace))
+    _, message, line = _error(raised)
+    if (raised.type, message) == (before.type, before.message):
+        where = "at the same line" if line == failing_line(before) else f"at another line, {line},"
+        moved = (raised.step, raised.phase) != (before.step, before.phase)
+        when = f", now in step {raised.step} ({raised.phase})" if moved else ""
+        return f"fails {where} with the same error{when}{uncalled}"
+    where = f"at {'the same' if line == failing_line(before) else 'another'} line, {line}, " if line else ""
+    return f"fails {where}with another error: {ended}{uncalled}"
 
 
 def _ratio_base(yardstick: Yardstick) -> RunSummary | None:

@@ -1,45 +1,82 @@
 """The observer certificate: did watching change the run?"""
 
 import re
+from dataclasses import replace
 
 from dtypedoctor.runner.child import STDOUT
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.trace.events import Metric, Raised, Resources
 from dtypedoctor.trials.results import Observer
 
+_SET = re.compile(r"\{([^{}:]*)\}")
+"""How Python prints a set, in an order of its own in each process."""
+
 COMPARED = ("loss", "grad_norm", "reward")
 
 
 def compare_unwatched(watched: Run, unwatched: Run) -> Observer:
-    """Compares losses, gradient norms and the trained parameters of a watched run and an unwatched one, bit for bit."""
+    """Compares losses, gradient norms and the trained parameters of a watched run and an unwatched one, bit for bit.
+
+    Of several ranks each is compared with itself, and the worst of them counts.
+    """
+    if len(watched.ranks) == len(unwatched.ranks) > 0:
+        each = [_compare(one, other) for one, other in zip(watched.ranks, unwatched.ranks, strict=True)]
+        rank = min(range(len(each)), key=lambda number: _WORST_FIRST.index(each[number].bitwise_equal))
+        everywhere = f"on each of {len(each)} ranks" if each[rank].bitwise_equal else f"on rank {rank}"
+        return replace(each[rank], reason=f"{everywhere}, {each[rank].reason}")
+    return _compare(watched, unwatched)
+
+
+_WORST_FIRST = (False, None, True)
+
+
+def _compare(watched: Run, unwatched: Run) -> Observer:
     if watched.died or unwatched.died:
         return Observer(bitwise_equal=None, reason="a worker died, so there is nothing to compare")
     end, end_unwatched = watched.trace.end, unwatched.trace.end
     if end is None or end_unwatched is None:
         return Observer(bitwise_equal=None, reason="a trace has no end")
     if end.outcome != end_unwatched.outcome:
-        return Observer(
-            bitwise_equal=False,
-            reason=f"the run {_words(end.outcome)} when watched and {_words(end_unwatched.outcome)} when not",
-        )
+        ours, theirs = _ending(watched, end.outcome), _ending(unwatched, end_unwatched.outcome)
+        return Observer(bitwise_equal=False, reason=f"the run {ours} when watched, and {theirs} when not")
+    if watched.trace.folded is not None or unwatched.trace.folded is not None:
+        return _by_parameters(watched, unwatched)
     difference = _difference(watched, unwatched)
     if difference:
         return Observer(bitwise_equal=False, reason=difference)
     steps = len(watched.trace.all(Metric))
     if not steps:
-        reason = f"no step was finished, so there is nothing to compare{_as_far_as_seen(watched, unwatched)}"
-        return Observer(bitwise_equal=None, reason=reason)
+        reason = f"{_nothing_to_compare(end.outcome)}{_as_far_as_seen(watched, unwatched)}"
+        return Observer(bitwise_equal=None, reason=reason, same_error=end.outcome == "raised")
+    trained = "the gradients and parameters after each of them" if watched.foreign else "the trained parameters"
     return Observer(
         bitwise_equal=True,
-        reason=f"{_compared(watched)} of {steps} step(s) and the trained parameters are equal with and without the watch",
+        reason=f"{_compared(watched)} of {steps} step(s) and {trained} are equal with and without the watch",
+        same_error=end.outcome == "raised",
     )
 
 
+def _nothing_to_compare(outcome: str) -> str:
+    if outcome == "raised":
+        return "with and without the watch the run raises the same error, before a finished step has given numbers to compare"
+    return "no step was finished, so there is nothing to compare"
+
+
+def _by_parameters(watched: Run, unwatched: Run) -> Observer:
+    """Long runs, of which not every step is kept: the trained parameters tell."""
+    ours, theirs = watched.trace.last(Resources), unwatched.trace.last(Resources)
+    if ours is None or theirs is None or ours.checksum is None or theirs.checksum is None:
+        return Observer(bitwise_equal=None, reason="not every step of so long a run is kept to be compared")
+    equal = ours.checksum == theirs.checksum
+    verdict = "are equal with and without the watch" if equal else "differ"
+    return Observer(bitwise_equal=equal, reason=f"the trained parameters {verdict}")
+
+
 def _compared(run: Run) -> str:
-    """What was there to compare, e.g. ``loss and grad_norm``."""
+    """What was there to compare, e.g. ``loss, grad_norm``."""
     metrics = run.trace.all(Metric)
     names = [name for name in COMPARED if any(name in m.values or name in m.nonfinite for m in metrics)]
-    return " and ".join(names) or "the number"
+    return ", ".join(names) or "the number"
 
 
 def _as_far_as_seen(watched: Run, unwatched: Run) -> str:
@@ -50,14 +87,21 @@ def _as_far_as_seen(watched: Run, unwatched: Run) -> str:
     return f"; the script ended in the same way and printed {'the same' if ours == theirs else 'something else'}"
 
 
-def _words(outcome: str) -> str:
+def _ending(run: Run, outcome: str) -> str:
+    raised = run.trace.last(Raised)
+    if outcome == "raised" and raised is not None:
+        return f"raises {raised.type} ({(raised.message.splitlines() or [''])[0][:160]})"
     return {"completed": "completes", "raised": "raises"}.get(outcome, outcome)
 
 
 def _text(raised: Raised) -> str:
     """What was raised; addresses of objects differ from process to process."""
     said = raised.message.split("from user code:", 1)[0]  # Dynamo quotes torch's own lines there, which hooks change
-    return f"{raised.type}: {re.sub('0x[0-9a-f]+', '0x', said)}"
+    return f"{raised.type}: {_SET.sub(_sorted, re.sub('0x[0-9a-f]+', '0x', said))}"
+
+
+def _sorted(printed: re.Match[str]) -> str:
+    return ", ".join(sorted(printed[1].split(", ")))
 
 
 def _difference(watched: Run, unwatched: Run) -> str:

@@ -10,7 +10,8 @@ _ONE_PASS = {"kind": "forward", "steps": 1, "batch_size": 1, "sequence_length": 
 def healthy_reference(scenario: Scenario) -> Scenario | None:
     """The scenario with the changes under its ``reference``; None where it has none.
 
-    Every model gets the reference's dtype, quantisation states included, and autocast regions go unless they are kept.
+    Every model gets the reference's dtype, quantisation states included; autocast regions go unless they are kept,
+    compilation stays unless it is taken away.
     """
     if scenario.reference is None:
         return None
@@ -22,6 +23,8 @@ def healthy_reference(scenario: Scenario) -> Scenario | None:
                 step["model"]["quantization"] |= {"quant_state_dtype": None, "compute_dtype": None}
         if not scenario.reference.autocast:
             step["autocast"] = None
+        if not scenario.reference.compile:
+            step["compile"] = None
     return scenario.with_changes(steps=steps)
 
 

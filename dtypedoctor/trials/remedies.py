@@ -109,7 +109,7 @@ _FUSED_LORA = (
     ),
     Remedy(
         id="out-of-place-addmm",
-        summary="add the LoRA products out of place, where autocast casts them; its dtype stays as it is",
+        summary="add the LoRA products out of place, where autocast casts them; the autocast dtype stays as it is",
         safe=False,
         change=with_corrections("out-of-place-addmm"),
     ),

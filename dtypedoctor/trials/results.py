@@ -69,6 +69,10 @@ class Trial:
     """Label of the run that the ratios are against."""
     output_error: float | None = None
     """That of the run."""
+    as_intended: bool = False
+    """Whether a remedy that is there to raise, and not to cure, has raised."""
+    never_reached: bool = False
+    """Whether the run failed as before without having called any of the remedy's corrections, so that it says nothing of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +81,5 @@ class Observer:
 
     bitwise_equal: bool | None
     reason: str
+    same_error: bool = False
+    """Whether both raised the same error."""

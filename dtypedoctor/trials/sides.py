@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtypedoctor.runner.saved import SavedRun
-from dtypedoctor.trace.events import Metric, Raised
+from dtypedoctor.trace.events import Raised
 from dtypedoctor.trials.alignment import ALIGNED
 from dtypedoctor.trials.comparison import Setting, Side
 from dtypedoctor.trials.summary import how_it_ended
 
 __all__ = ["describe", "differing", "end_of", "settings_of"]
 
-_ABOUT = frozenset({"name", "summary", "references", "expect", "remedies", "reference", "time_limit"})
+_ABOUT = frozenset({"name", "summary", "references", "expect", "remedies", "reference", "time_limit", "watch_every"})
 """What a scenario says about itself and its treatment; none of it changes the run."""
 
 
@@ -28,11 +28,11 @@ def describe(saved: SavedRun) -> Side:
         complete=trace.end is not None,
         tensors=sum(sample.site in known for sample in trace.samples),
         modules=len({(site.root, site.fqn) for site in outputs}),
-        steps_completed=trace.end.steps_completed if trace.end else len(trace.all(Metric)),
+        steps_completed=trace.steps_done,
         ended=how_it_ended(saved.run),
         device="+".join(sorted({site.device for site in sites})),
         dtypes=tuple(name for name, _ in Counter(site.dtype for site in outputs).most_common()),
-        damage=trace.damage,
+        damage=(*trace.damage, *([trace.folded.describe()] if trace.folded is not None else ())),
     )
 
 

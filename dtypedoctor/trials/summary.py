@@ -32,7 +32,7 @@ def summarise(label: str, run: Run, scenario: Scenario, twin: Trace | None = Non
     times = [m.values["step_time"] for m in metrics if "step_time" in m.values]
     return RunSummary(
         label=label,
-        steps_completed=trace.end.steps_completed if trace.end else len(metrics),
+        steps_completed=trace.steps_done,
         steps_planned=planned_steps(scenario),
         loss=_series("loss", metrics),
         grad_norm=_series("grad_norm", metrics),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.compile_only import eager_window
+from dtypedoctor.diagnosis.distributed import across_ranks
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.window import shows_failure, suspicious_windows
@@ -13,10 +14,12 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request, Window
+from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.judge import Yardstick, judge, not_tried
 from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.preflight import check_checkpoints, joined
+from dtypedoctor.trials.ranks import led, rank_of, ranks_of
 from dtypedoctor.trials.references import float32_twin, healthy_reference, is_script
 from dtypedoctor.trials.remedies import REMEDIES, Remedy
 from dtypedoctor.trials.results import Observer, RunSummary, Trial
@@ -28,6 +31,7 @@ RunRequest = Callable[[str, Request], Run]
 
 
 WATCHED_LIVE = "the program was watched while it ran, and is not run again from here (`dtypedoctor exec` does that)"
+STOPPED = "the second run was stopped before its end"
 NOT_SEEN_AGAIN = "the failure did not come back in a second run, so no op trace shows it"
 MAX_CLOSER_LOOKS = 2
 """Runs with the op trace on; each costs about as much as the first run."""
@@ -86,12 +90,14 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         plan: how far to go; everything if left out.
     """
     plan = plan or Plan()
+    run = led(run)
     remedies = plan.remedies
     static = check_checkpoints(scenario)
     before = run("before", Request(scenario=scenario, witness=plan.certify))
     closer, no_closer = _look_closer(scenario, before, run, plan)
     diagnosed = closer.trace if closer is not None else before.trace
-    findings = joined(diagnose(diagnosed), static)
+    seen = closer if closer is not None else before
+    findings = across_ranks(joined(diagnose(diagnosed), static), ranks_of(seen), rank_of(seen))
     observer = _certificate(scenario, before, run) if plan.certify else NOT_COMPARED
     hung = before.exit.timed_out  # so would every other run of it
     failed = bool(findings) or (how_it_ended(before) != "completed" and not hung)
@@ -107,6 +113,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
             findings=findings,
             reference=(reference_summary, reference.trace) if reference and reference_summary else None,
             twin=exact,
+            raised=before.trace.last(Raised),
         )
         trials = tuple(_try(r, scenario, run, yardstick, plan) for r in _proposed(scenario, findings, failed=failed))
     return Treatment(
@@ -139,7 +146,7 @@ def examine(scenario: Scenario, run: Run) -> Treatment:
         scenario: stands for the program that was watched.
         run: what was watched of it.
     """
-    findings = diagnose(run.trace)
+    findings = across_ranks(diagnose(run.trace), ranks_of(run), rank_of(run))
     return Treatment(
         scenario=scenario,
         before=run,
@@ -163,7 +170,7 @@ def _look_closer(scenario: Scenario, before: Run, run: RunRequest, plan: Plan) -
     """
     if not plan.closer:
         return None, "a second run was not wanted"
-    if before.exit.timed_out or -before.exit.code in (signal.SIGINT, signal.SIGTERM):
+    if _was_stopped(before):
         return None, "a run that was stopped is not repeated"
     windows: list[Window] = []
     closer = before
@@ -171,12 +178,19 @@ def _look_closer(scenario: Scenario, before: Run, run: RunRequest, plan: Plan) -
         windows.append(unsettled[0])
         label = "closer" if closer is before else f"closer-{len(windows)}"
         closer = run(label, Request(scenario=scenario, windows=windows, repeats="before"))
+        if _was_stopped(closer):
+            return None, STOPPED
         if not shows_failure(closer.trace):
             compiled = _look_at_compiled(scenario, before, run) if len(windows) < MAX_CLOSER_LOOKS else None
             return compiled, "" if compiled is not None else NOT_SEEN_AGAIN
     if closer is before:
         return None, "nothing pointed to a moment at which to look closer"
     return closer, ""
+
+
+def _was_stopped(run: Run) -> bool:
+    """Whether somebody, or the time limit, has ended it from outside."""
+    return run.exit.timed_out or -run.exit.code in (signal.SIGINT, signal.SIGTERM)
 
 
 def _look_at_compiled(scenario: Scenario, before: Run, run: RunRequest) -> Run | None:

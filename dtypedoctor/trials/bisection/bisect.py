@@ -1,9 +1,10 @@
 """The whole bisection: the case, a workload to probe with, modules, corrections, modes, cost, reproduction."""
 
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dtypedoctor.errors import UsageError
+from dtypedoctor.errors import UsageError, WorkerDiedError
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.request import Request
@@ -12,17 +13,18 @@ from dtypedoctor.trials.bisection.bench import Bench, set_up
 from dtypedoctor.trials.bisection.cost import measure_cost
 from dtypedoctor.trials.bisection.forest import Forest, called_modules, plant, suspicion
 from dtypedoctor.trials.bisection.laboratory import Laboratory
-from dtypedoctor.trials.bisection.modes import measure, modes
+from dtypedoctor.trials.bisection.modes import modes
 from dtypedoctor.trials.bisection.offers import offered_corrections, with_offers
 from dtypedoctor.trials.bisection.probes import KEEP, Workload, cheaper, describe, with_kept
 from dtypedoctor.trials.bisection.questions import Answer, Question, Watch, ask
 from dtypedoctor.trials.bisection.reproduction import reproduce
 from dtypedoctor.trials.bisection.results import Bisection, End
 from dtypedoctor.trials.bisection.symptoms import Kind, Symptom, symptom_of
+from dtypedoctor.trials.bisection.verdicts import measure
 from dtypedoctor.trials.candidates import Node
 from dtypedoctor.trials.judge import Yardstick, judge
 from dtypedoctor.trials.reduction import Outcome
-from dtypedoctor.trials.remedies import Remedy
+from dtypedoctor.trials.remedies import REMEDIES, Remedy
 from dtypedoctor.trials.results import Trial
 from dtypedoctor.trials.summary import how_it_ended
 from dtypedoctor.trials.treatment import Plan, Treatment, treat
@@ -57,10 +59,12 @@ def bisect(scenario: Scenario, lab: Laboratory, told: Told, tolerance: float | N
 
     Raises:
         UsageError: the scenario cannot be run at all.
+        WorkerDiedError: the worker died before there was a model.
     """
     if any(isinstance(step.workload, Script) for step in scenario.steps):
         raise UsageError("a script cannot be bisected", "Bisect its model: --model package.module:factory.")
-    return _Bisecting(scenario, lab, told, tolerance).whole()
+    found = _Bisecting(scenario, lab, told, tolerance).whole()
+    return replace(found, runs=lab.runs)
 
 
 class _Bisecting:
@@ -121,13 +125,17 @@ class _Bisecting:
         self._told.forest(forest)
         self._told.stage(f"which modules, by {bench.workload.words}")
         answer = ask(self._lab, bench, _about_modules(forest, bench, found.failure), self._told.probe)
-        found = replace(found, end=End.FOUND, modules=answer)
+        found = replace(found, end=End.FOUND, modules=answer, candidates=len(forest.leaves))
         if answer.interrupted:
             return replace(found, end=End.INTERRUPTED)
         if answer.result is None:
             return self._refused(found, answer)
-        trial = self._try(found, KEEP, with_kept(self._scenario, forest.names(frozenset(answer.culprits))), bench)
-        return replace(found, trials=(trial[0],), confirmed=trial[1])
+        kept = with_kept(self._scenario, forest.names(frozenset(answer.culprits)))
+        try:
+            trial, confirmed = self._try(found, KEEP, kept, bench)
+        except KeyboardInterrupt:
+            return replace(found, end=End.INTERRUPTED, note="the whole scenario was not tried with them")
+        return replace(found, trials=(trial,), confirmed=confirmed)
 
     def _forest(self, bench: Bench, found: Bisection) -> Forest:
         before = found.treatment.before.trace
@@ -149,11 +157,14 @@ class _Bisecting:
 
     def _try(self, found: Bisection, label: str, changed: Scenario, bench: Bench) -> tuple[Trial, bool]:
         """The whole scenario, changed: the trial, and whether it is healthy."""
-        self._told.stage(f"the whole scenario with {label}")
+        self._told.stage(f"{describe(self._scenario)} with {label}")
         run = self._lab.run(Request(scenario=changed), f"remedy-{label}")
         yardstick = Yardstick(before=found.treatment.before_summary, findings=found.treatment.findings)
         remedy = Remedy(
-            id=label, summary=_SUMMARIES.get(label, "the corrections found"), safe=True, change=lambda _: changed
+            id=label,
+            summary=_SUMMARIES.get(label, "switch on the corrections that are needed"),
+            safe=all(REMEDIES[name].safe for name in label.split("+") if name in REMEDIES),
+            change=lambda _: changed,
         )
         return judge(remedy, changed, run, yardstick), symptom_of(run, bench.tolerance.of_first_outputs()).healthy
 
@@ -164,19 +175,21 @@ class _Bisecting:
         try:
             found = self._corrected(found, bench, offered_corrections(self._scenario, found.treatment.findings))
             self._told.stage("the verdict table")
-            found = replace(found, verdicts=measure(self._lab, modes(bench.workload, ladder), found.failure))
+            found = replace(
+                found, verdicts=measure(self._lab, bench, modes(bench.workload, ladder, found.culprits), found.failure)
+            )
             self._told.stage("the cost")
             found = replace(found, cost=measure_cost(self._lab, bench.workload, found.culprits))
             self._told.stage("a minimal reproduction")
             return replace(found, reproduction=reproduce(self._lab, bench, found.culprits))
         except KeyboardInterrupt:
-            return replace(found, end=End.INTERRUPTED, note="interrupted after the modules were found")
+            return replace(found, end=End.INTERRUPTED, note="the modules are known, what comes after them is not")
 
     def _corrected(self, found: Bisection, bench: Bench, offered: tuple[str, ...]) -> Bisection:
         """Which of the offered corrections are needed; those that do not fit this model are left out."""
         if not offered:
             return found
-        self._told.stage(f"which of {len(offered)} corrections")
+        self._told.stage(f"which corrections, of {len(offered)}")
         answer = ask(self._lab, bench, _about_corrections(offered, bench, found.failure), self._told.probe)
         unfit = _not_installed(answer)
         if unfit is not None:
@@ -187,7 +200,7 @@ class _Bisecting:
             raise KeyboardInterrupt
         if answer.result is None:
             return found
-        trial, _ = self._try(found, "corrections", with_offers(self._scenario, answer.culprits), bench)
+        trial, _ = self._try(found, "+".join(answer.culprits), with_offers(self._scenario, answer.culprits), bench)
         return replace(found, trials=(*found.trials, trial))
 
 
@@ -198,13 +211,21 @@ def _require_built(before: Run) -> None:
     """A run that ended before its model was there says nothing about dtypes.
 
     Raises:
-        UsageError: it ended so.
+        UsageError: building it raised, or the kernel killed it (which is how it says that memory is short).
+        WorkerDiedError: the process died otherwise.
     """
-    if not before.trace.all(Root) and how_it_ended(before) != "completed":
+    if before.trace.all(Root) or how_it_ended(before) == "completed":
+        return
+    if before.exit.code < 0 and -before.exit.code != signal.SIGKILL:
+        raise WorkerDiedError(
+            f"the worker {before.last_words()} before the model was built", f"See {before.directory}."
+        )
+    if not before.exit.timed_out:
         raise UsageError(
             f"the model cannot be built: {how_it_ended(before)}",
-            f"{before.directory / 'stderr.txt'} may say more; a smaller model or another --dtype may fit.",
+            "If it does not fit into memory, a smaller model or a narrower --dtype may.",
         )
+    raise UsageError(f"the model {before.exit.describe()} while it was built", "Give a larger --time-limit.")
 
 
 def _not_installed(answer: Answer) -> str | None:

@@ -27,11 +27,13 @@ class Cost:
     Attributes:
         parameter_bytes: how much more the parameters and buffers take.
         memory_bytes: how much more the run took at its peak.
-        step_time_ratio: median step time over the untreated one's.
+        step_time: median seconds of a step with the modules in float32.
+        step_time_ratio: that over the untreated run's.
     """
 
     parameter_bytes: int
     memory_bytes: int | None
+    step_time: float | None
     step_time_ratio: float | None
 
 
@@ -48,6 +50,7 @@ def measure_cost(lab: Laboratory, workload: Workload, modules: Sequence[str]) ->
     return Cost(
         parameter_bytes=_parameter_bytes(kept) - _parameter_bytes(plain),
         memory_bytes=peaks[1].peak_memory - peaks[0].peak_memory if peaks[0] and peaks[1] else None,
+        step_time=times[1],
         step_time_ratio=times[1] / times[0] if times[0] and times[1] else None,
     )
 

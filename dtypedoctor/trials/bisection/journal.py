@@ -24,12 +24,10 @@ class Asked:
     Attributes:
         scenario: the scenario under bisection.
         tolerance: the accepted difference, where it was given.
-        time_limit: seconds for one probe.
     """
 
     scenario: Scenario
     tolerance: float | None
-    time_limit: int
 
 
 class Journal:
@@ -53,7 +51,6 @@ class Journal:
                 "schema": SCHEMA,
                 "scenario": asked.scenario.model_dump(mode="json", exclude_defaults=True),
                 "tolerance": asked.tolerance,
-                "time_limit": asked.time_limit,
             }))  # fmt: skip
 
     def note(self, event: str, **values: Any) -> None:
@@ -75,7 +72,6 @@ class Journal:
             return Asked(
                 scenario=Scenario.model_validate(first["scenario"]),
                 tolerance=first["tolerance"],
-                time_limit=first["time_limit"],
             )
         except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
             raise UsageError(

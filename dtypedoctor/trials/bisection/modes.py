@@ -1,18 +1,13 @@
-"""The verdict table: the same model and batch in other modes, each of them run."""
+"""The modes that a verdict table compares: the same model and batch, run in another way."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.model import Generate, Scenario, Train
-from dtypedoctor.scenario.request import Request
-from dtypedoctor.trials.bisection.laboratory import Laboratory
-from dtypedoctor.trials.bisection.probes import Workload, describe, reference
-from dtypedoctor.trials.bisection.symptoms import Kind, Symptom, refused, symptom_of
-from dtypedoctor.trials.reduction import Outcome
+from dtypedoctor.scenario.model import Forward, Generate, Scenario, Train
+from dtypedoctor.trials.bisection.probes import Workload, describe, reference, with_kept
 
-__all__ = ["Mode", "Verdict", "measure", "modes"]
+__all__ = ["Mode", "modes"]
 
 _OTHER = {"float16": "bfloat16", "bfloat16": "float16"}
 
@@ -30,52 +25,23 @@ class Mode:
     scenario: Scenario
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A row of the table: a mode and what it came to.
-
-    Attributes:
-        workload: what was run, in a few words.
-        outcome: relative to the failure under bisection.
-    """
-
-    mode: str
-    workload: str
-    outcome: Outcome
-    symptom: Symptom
-
-
-def modes(base: Workload, ladder: Sequence[Workload]) -> tuple[Mode, ...]:
+def modes(base: Workload, ladder: Sequence[Workload], culprits: Sequence[str] = ()) -> tuple[Mode, ...]:
     """The modes that are worth running for a scenario.
 
     Args:
         base: the workload that shows the failure; attention, autocast, dtype and compiler are changed on it.
         ladder: the workloads from cheap to whole, which separate forward, backward and optimizer.
+        culprits: what must be kept in float32. With these kept, a backward pass that fails fails for a reason of its own.
     """
-    found = [Mode(name=w.words, scenario=w.scenario) for w in ladder]
+    both = _forward_and_backward(ladder)
+    passes = ladder if both is None else sorted((*ladder, both), key=_rank)
+    found = [Mode(name=w.words, scenario=w.scenario) for w in passes]
     stage = base.scenario.steps[-1]
     if len(base.scenario.steps) == 1 and stage.model is not None:
-        found += _changed_modes(base.scenario, ladder)
+        found += _changed_modes(base.scenario, passes)
+        found += _modes_with_culprits(both or base, culprits) if culprits else ()
+        found += _compiled_modes(base.scenario, both or base, culprits)
     return tuple(m for i, m in enumerate(found) if m.scenario not in [earlier.scenario for earlier in found[:i]])
-
-
-def measure(lab: Laboratory, wanted: Sequence[Mode], failure: Symptom) -> tuple[Verdict, ...]:
-    """Runs every mode. Finiteness and exceptions decide: how exact a mode is, is not asked here."""
-    order = sorted(range(len(wanted)), key=lambda index: not _compiles(wanted[index]))  # the slowest first
-    rows: dict[int, Symptom] = {}
-    for done in lab.run_all([Request(scenario=wanted[index].scenario) for index in order]):
-        run = done.run
-        rows[order[done.index]] = refused(run.message) if isinstance(run, UsageError) else symptom_of(run)
-    return tuple(
-        Verdict(
-            mode=mode.name,
-            workload=describe(mode.scenario),
-            outcome=rows[index].outcome(failure),
-            symptom=rows[index],
-        )
-        for index, mode in enumerate(wanted)
-        if rows[index].kind is not Kind.REFUSED  # what the model cannot do is no verdict about it
-    )
 
 
 def _changed_modes(scenario: Scenario, ladder: Sequence[Workload]) -> Iterator[Mode]:
@@ -94,14 +60,50 @@ def _changed_modes(scenario: Scenario, ladder: Sequence[Workload]) -> Iterator[M
         if stage.autocast is None or stage.autocast.dtype != dtype:
             yield Mode(name=f"{dtype} autocast", scenario=_with(scenario, autocast={"dtype": dtype}))
     yield from _training_modes(ladder)
+
+
+def _modes_with_culprits(workload: Workload, culprits: Sequence[str]) -> Iterator[Mode]:
+    yield Mode(name="culprits in float32", scenario=with_kept(workload.scenario, culprits))
+
+
+def _compiled_modes(scenario: Scenario, both: Workload, culprits: Sequence[str]) -> Iterator[Mode]:
+    """Inductor's code for the failing pass; and whether a compiled backward pass fails where the culprits cannot.
+
+    The second needs no generated code: ``aot_eager`` traces and splits the backward pass as inductor does, and runs it with
+    torch's own kernels, in a sixth of the time.
+    """
+    stage = scenario.steps[0]
     if stage.compile is not None:
         yield Mode(name="not compiled", scenario=_with(scenario, compile=None))
     elif not isinstance(stage.workload, Generate):
         yield Mode(name="compiled (inductor)", scenario=_with(scenario, compile={"backend": "inductor"}))
+        if culprits:
+            kept = with_kept(both.scenario, culprits)
+            name = "compiled (aot_eager), culprits in float32"
+            yield Mode(name=name, scenario=_with(kept, compile={"backend": "aot_eager"}))
+
+
+def _forward_and_backward(ladder: Sequence[Workload]) -> Workload | None:
+    """The plain pass of a ladder with its backward pass; None for a scenario that only generates, or that has no plain pass."""
+    if isinstance(ladder[-1].scenario.steps[-1].workload, Generate):
+        return None
+    for workload in ladder:
+        work = workload.scenario.steps[0].workload
+        if isinstance(work, Forward) and len(workload.scenario.steps) == 1:
+            changed = _with(workload.scenario, workload=work.model_dump() | {"backward": True})
+            return Workload(words=describe(changed), scenario=changed)
+    return None
+
+
+def _rank(workload: Workload) -> int:
+    """Forward passes, then those with a backward pass, then everything else as it was."""
+    if not isinstance(workload.scenario.steps[0].workload, Forward):
+        return 2
+    return int(_has_backward(workload.scenario))
 
 
 def _training_modes(ladder: Sequence[Workload]) -> Iterator[Mode]:
-    """Modes that need gradients, on the cheapest workload that has them."""
+    """Modes that need gradients, each on the cheapest workload that can have it."""
     training = next((w.scenario for w in ladder if _has_backward(w.scenario)), None)
     if training is not None and (model := training.steps[0].model) is not None:
         name = "without gradient checkpointing" if model.gradient_checkpointing else "gradient checkpointing"
@@ -111,10 +113,6 @@ def _training_modes(ladder: Sequence[Workload]) -> Iterator[Mode]:
     if loop is not None:
         scaled = loop.steps[0].grad_scaler
         yield Mode(name="without loss scale" if scaled else "loss scale", scenario=_with(loop, grad_scaler=not scaled))
-
-
-def _compiles(mode: Mode) -> bool:
-    return any(step.compile is not None for step in mode.scenario.steps)
 
 
 def _has_backward(scenario: Scenario) -> bool:

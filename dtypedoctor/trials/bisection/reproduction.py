@@ -64,8 +64,12 @@ def reproduce(lab: Laboratory, bench: Bench, culprits: Sequence[str]) -> Reprodu
         return Reproduction(module=culprits[0], reason="it fails outside of the modules' own calls")
     order = sorted(culprits, key=lambda culprit: culprit != failure.fqn)
     versions = untreated.trace.environment.get("versions", {})
-    tried = [_attempt(lab, bench, culprit, failure, _made_with(versions)) for culprit in order[:MOST_TRIED]]
-    return next((one for one in tried if one.script), tried[0])
+    tried: list[Reproduction] = []
+    for culprit in order[:MOST_TRIED]:
+        tried.append(_attempt(lab, bench, culprit, failure, _made_with(versions)))
+        if tried[-1].script:  # another attempt would write over its files
+            return tried[-1]
+    return tried[0]
 
 
 def _attempt(lab: Laboratory, bench: Bench, culprit: str, failure: Symptom, made_with: str) -> Reproduction:

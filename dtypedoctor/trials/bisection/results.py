@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dtypedoctor.trials.bisection.cost import Cost
-from dtypedoctor.trials.bisection.modes import Verdict
 from dtypedoctor.trials.bisection.questions import Answer
 from dtypedoctor.trials.bisection.reproduction import Reproduction
 from dtypedoctor.trials.bisection.symptoms import Symptom
+from dtypedoctor.trials.bisection.verdicts import Verdict
 from dtypedoctor.trials.results import Trial
 from dtypedoctor.trials.treatment import Treatment
 
@@ -37,6 +37,7 @@ class Bisection:
         treatment: the untreated run with its diagnosis.
         failure: what it came to.
         workload: what the probes ran, in a few words; empty where there were none.
+        candidates: how many modules, and modules' own arithmetics, there were to choose from.
         modules, corrections: the two answers; None where the question was not put.
         trials: the whole scenario with the culprits in float32, and with the corrections.
         confirmed: whether the whole scenario is healthy with the culprits in float32.
@@ -50,6 +51,7 @@ class Bisection:
     treatment: Treatment
     failure: Symptom
     workload: str = ""
+    candidates: int = 0
     modules: Answer | None = None
     corrections: Answer | None = None
     trials: tuple[Trial, ...] = ()

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from dtypedoctor.diagnosis.incidents import Incident, incidents
 from dtypedoctor.diagnosis.window import is_dtype_error
+from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.trace.events import Correction, Metric, ProbeLogProbs, Raised, Sample, Site
@@ -66,6 +67,12 @@ class Symptom:
             return Outcome.PASS
         same = self.kind is failure.kind and self.detail == failure.detail
         return Outcome.FAIL if same else Outcome.UNRESOLVED
+
+
+def part_in_words(name: str) -> str:
+    """A candidate as a person would say it: a module whole, or only its own arithmetic."""
+    module = short(name.removesuffix(OWN))
+    return f"the own arithmetic of {module}" if name.endswith(OWN) else module
 
 
 def symptom_of(run: Run, tolerance: Tolerance | None = None) -> Symptom:
@@ -148,10 +155,10 @@ def _raised(raised: Raised) -> Symptom:
 def _not_finite(trace: Trace, incident: Incident) -> Symptom:
     sample, site = incident.sample, incident.site
     fqn = _origin(trace, sample, site) if sample is not None and site is not None else None
-    where = fqn if fqn is not None else "the code outside of any module"
+    where = part_in_words(fqn) if fqn is not None else "the code outside of any module"
     return Symptom(
         kind=Kind.NOT_FINITE,
-        reason=f"inf or NaN from {where or 'the model'} on, step {incident.step} ({incident.phase})",
+        reason=f"inf or NaN, first in {where}, step {incident.step} ({incident.phase})",
         phase=incident.phase,
         step=incident.step,
         call=incident.call,
