@@ -2,11 +2,17 @@
 
 from collections.abc import Iterator
 
+from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.report.model import Outcome, Report, Status
+from dtypedoctor.report.last_moments import last_module, missing_end
+from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.origin_strip import origin_strip
-from dtypedoctor.trace.events import NotWatched, Root
+from dtypedoctor.report.remedy_lines import cured_sentence
+from dtypedoctor.runner.launch import Run
+from dtypedoctor.trace.events import NOTHING_WATCHED, NotWatched, Root
+from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.expectation import expectation_on, is_met
+from dtypedoctor.trials.ranks import ranks_of
 from dtypedoctor.trials.summary import INTERRUPTED
 from dtypedoctor.trials.treatment import Treatment
 
@@ -35,7 +41,7 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         reference=treatment.reference_summary,
         strip=origin_strip(treatment.diagnosed, primary),
         observer=treatment.observer,
-        coverage=tuple(_coverage(treatment)),
+        coverage=tuple(dict.fromkeys(_coverage(treatment))),
         environment=treatment.before.trace.environment,
         scenario=scenario.model_dump(mode="json", exclude_defaults=True),
         files=files,
@@ -51,24 +57,46 @@ def _status(treatment: Treatment) -> Status:
         return Status.WORKER_DIED
     if any(f.severity is not Severity.INFO for f in treatment.findings):
         return Status.FINDINGS
-    return Status.HEALTHY if treatment.before_summary.ended == "completed" else Status.ERROR
+    trace = treatment.before.trace  # a run of which a part is not known cannot be called healthy
+    whole = not trace.damage and not _why_blind(trace)
+    return Status.HEALTHY if whole and treatment.before_summary.ended == "completed" else Status.ERROR
 
 
 def _headline(treatment: Treatment, primary: Finding | None) -> str:
     if primary is not None:
-        cures = [t.remedy for t in treatment.trials if t.outcome is Outcome.FIXED]
-        if cures:
-            return f"{primary.summary} Cured by {' or '.join(cures)}."
-        return primary.summary
+        return f"{primary.summary}{cured_sentence(treatment.trials)}"
     before = treatment.before_summary
     if treatment.before.died:
-        who = "script" if treatment.before.foreign else "worker"
-        return f"The {who} {treatment.before.last_words()}{_last_module(treatment)}."
+        return f"{_who(treatment.before)} {treatment.before.last_words()}{_last_module(treatment)}."
     if before.ended.startswith(INTERRUPTED):
         return f"Nothing found until the run was {before.ended}."
     if before.ended != "completed":
         return f"The run failed, but not through its dtypes as far as could be seen: {before.ended}"
+    if blind := _why_blind(treatment.before.trace):
+        return f"Nothing was watched: {blind}."
+    if treatment.before.trace.damage:
+        return f"Nothing found, but only a part of the trace could be read: {_as_far_as_known(treatment)}."
+    if treatment.before.trace.end is None:
+        return f"Nothing found until the script left without letting Python finish: {_as_far_as_known(treatment)}."
+    if treatment.observer.bitwise_equal is False:
+        return f"Nothing found while it was watched, but the watch changed the run: {treatment.observer.reason}."
     return f"Nothing found: {_done(treatment)}."
+
+
+def _why_blind(trace: Trace) -> str:
+    """Why nothing at all was watched; empty where something was."""
+    return next((note.why for note in trace.all(NotWatched) if note.what == NOTHING_WATCHED), "")
+
+
+def _as_far_as_known(treatment: Treatment) -> str:
+    done = treatment.before.trace.steps_done
+    return f"{done} step(s) are known to be done, and everything that was recorded is finite"
+
+
+def _who(run: Run) -> str:
+    if run.rank is not None:
+        return f"Rank {run.rank} of {len(run.ranks)}"
+    return "The script" if run.foreign else "The worker"
 
 
 def _done(treatment: Treatment) -> str:
@@ -82,26 +110,18 @@ def _done(treatment: Treatment) -> str:
 
 
 def _last_module(treatment: Treatment) -> str:
-    cursor = treatment.before.trace.cursor
-    if cursor is None or cursor.site is None:
-        return " before any module was entered"
-    return f"; the last module entered was {cursor.site.fqn or cursor.site.cls} in step {cursor.step} ({cursor.site.phase})"
-
-
-def _cut_short(treatment: Treatment) -> str:
-    if treatment.before.foreign and not treatment.before.died:
-        return (
-            "the end of the run: the script left without letting Python finish (os._exit, or it became another program)"
-        )
-    return "the end of the run: the trace has no end record, so the last moments may be missing"
+    return last_module(treatment.before.trace)
 
 
 def _coverage(treatment: Treatment) -> Iterator[str]:
     trace = treatment.before.trace
+    yield from coverage_of(ranks_of(treatment.before))
     for note in trace.all(NotWatched):
         yield f"{note.what}: {note.why}"
     yield from (f"trace: {damage}" for damage in trace.damage)
     if trace.end is None:
-        yield _cut_short(treatment)
+        yield missing_end(treatment.before)
+    if trace.folded is not None:
+        yield trace.folded.describe()
     if treatment.findings and treatment.closer is None:
         yield f"single operations: {treatment.no_closer}"

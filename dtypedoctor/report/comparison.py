@@ -3,21 +3,31 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
+from dtypedoctor.report.facts import ended_with
 from dtypedoctor.report.model import Outcome, Parity, Report, RunSummary, Trial
-from dtypedoctor.report.numbers import ABSENT, count, duration, memory, number, ratio, span
+from dtypedoctor.report.numbers import ABSENT, count, counted, duration, memory, number, ratio, span
+from dtypedoctor.report.remedy_lines import outcome_words
+from dtypedoctor.scenario.model import Reference
+from dtypedoctor.trials.judge import WRONG_OUTPUT
 
-__all__ = ["Column", "Comparison", "compare", "outcome_words", "runs"]
+__all__ = ["Column", "Comparison", "compare", "runs"]
 
-_WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
+_UNEXPLAINED = "operand-dtype-mismatch"
+"""What a refused operation is called as long as no op trace tells where its dtypes come from."""
+_CORRECTED = ("rescued elements", "clamped elements")
+"""Rows that say something only where a correction had something to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One run: its label, what it is (``before``, ``remedy`` or ``reference``) and one cell per row."""
+    """One run: its label, one cell per row, whether it is one with a remedy that does not cure, and whether with one that is there to raise."""
 
     label: str
-    role: str
     cells: tuple[str, ...]
+    is_failed_remedy: bool
+    is_check: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,22 +38,42 @@ class Comparison:
     columns: tuple[Column, ...]
     notes: tuple[str, ...]
 
+    @property
+    def main(self) -> tuple[Column, ...]:
+        """What has to be seen: before, the remedies that cure, the reference."""
+        return tuple(column for column in self.columns if not column.is_failed_remedy)
+
+    @property
+    def failed(self) -> tuple[Column, ...]:
+        """The runs with remedies that do not cure."""
+        return tuple(column for column in self.columns if column.is_failed_remedy)
+
+    @property
+    def failed_title(self) -> str:
+        """What the table of :attr:`failed` holds: remedies, and checks, which are there to raise."""
+        checks = sum(column.is_check for column in self.failed)
+        remedies = len(self.failed) - checks
+        parts = [counted(remedies, "remedy that does", "remedies that do") + " not cure"] if remedies else []
+        parts += [counted(checks, "check that raises", "checks that raise") + " as intended"] if checks else []
+        return ", ".join(parts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    role: str
     label: str
     run: RunSummary
+    findings: tuple[str, ...]
+    ended: str = "completed"
     trial: Trial | None = None
 
-
-def outcome_words(outcome: Outcome) -> str:
-    """The outcome of a trial as it is written in running text."""
-    return _WORDS[outcome]
+    @property
+    def failed(self) -> bool:
+        """Whether it is the run of a remedy that does not cure."""
+        return self.trial is not None and self.trial.outcome is not Outcome.FIXED
 
 
 def runs(report: Report) -> tuple[RunSummary, ...]:
-    """The runs that are compared: before, each trial that ran, the reference."""
+    """The runs that are compared: before, each trial that cures, the reference, each trial that does not cure."""
     return tuple(entry.run for entry in _entries(report))
 
 
@@ -51,36 +81,92 @@ def compare(report: Report) -> Comparison:
     """The table of ``report``; rows in which no run has anything to say are left out."""
     entries = _entries(report)
     table = [(label, [cell(entry) for entry in entries]) for label, cell in _ROWS.items()]
-    kept = [(label, cells) for label, cells in table if any(cell != ABSENT for cell in cells)]
+    kept = [(label, cells) for label, cells in table if not all(_is_empty(cell, label) for cell in cells)]
     columns = tuple(
-        Column(label=entry.label, role=entry.role, cells=tuple(cells[i] for _, cells in kept))
+        Column(
+            label=entry.label,
+            cells=tuple(cells[i] for _, cells in kept),
+            is_failed_remedy=entry.failed,
+            is_check=entry.trial is not None and entry.trial.as_intended,
+        )
         for i, entry in enumerate(entries)
     )
     return Comparison(rows=tuple(label for label, _ in kept), columns=columns, notes=tuple(_notes(report)))
 
 
+def _is_empty(cell: str, row: str) -> bool:
+    return cell == ABSENT or (cell == "0" and row in _CORRECTED)
+
+
 def _entries(report: Report) -> list[_Entry]:
-    entries = [_Entry(role="before", label="before", run=report.before)] if report.before else []
-    entries += [_Entry(role="remedy", label=t.remedy, run=t.run, trial=t) for t in report.trials if t.run]
+    found = tuple(dict.fromkeys(finding.id for finding in report.findings))
+    entries = (
+        [_Entry(label="before", run=report.before, findings=found, ended=_before(report))] if report.before else []
+    )
+    tried = [_Entry(label=t.remedy, run=t.run, findings=t.run.finding_ids, trial=t) for t in report.trials if t.run]
+    entries += [entry for entry in tried if not entry.failed]
     if report.reference:
-        entries.append(_Entry(role="reference", label=report.reference.label, run=report.reference))
-    return entries
+        entries.append(
+            _Entry(
+                label=report.reference.label,
+                run=report.reference,
+                findings=report.reference.finding_ids,
+                ended=report.reference.ended,
+            )
+        )
+    return entries + [entry for entry in tried if entry.failed]
+
+
+def _before(report: Report) -> str:
+    """How the untreated run ended, without the message that stands above already."""
+    ended = report.before.ended if report.before else ""
+    return ended.partition(": ")[0] if ended_with(report) else ended
+
+
+def _reference(report: Report) -> str:
+    """What the reference is, in a sentence; empty where there is none, or the report does not tell."""
+    if report.reference is None:
+        return ""
+    try:
+        known = Reference.model_validate(report.scenario.get("reference"))
+    except ValidationError:
+        return ""
+    changes = [
+        f"every model in {known.dtype}",
+        "" if known.autocast else "no autocast",
+        "" if known.compile else "nothing compiled",
+    ]
+    return f"The reference is the untreated run with {' and '.join(filter(None, changes))}."
 
 
 def _notes(report: Report) -> list[str]:
-    notes = []
+    notes = [_reference(report)] if _reference(report) else []
     bases = sorted({t.ratio_base for t in report.trials if t.ratio_base and t.run})
     if bases:
         notes.append(f"× compares with the run “{', '.join(bases)}”.")
     if any(t.parity for t in report.trials):
-        notes.append("KL is that of the policy's token log-probabilities against the reference on the same inputs.")
+        notes.append(
+            "KL is that of the policy's token log-probabilities against the reference on the same inputs, over the steps."
+        )
+    if any(entry.run.output_error is not None for entry in _entries(report)):
+        notes.append(
+            "Output error is the relative difference of the outputs before the first step from those of the same weights in "
+            f"float32: below 0.03 it is rounding, above {WRONG_OUTPUT:g} something else was computed."
+        )
+    if _UNEXPLAINED not in {f.id for f in report.findings} and any(
+        t.run and _UNEXPLAINED in t.run.finding_ids for t in report.trials
+    ):
+        notes.append(
+            "After the failure the untreated run alone is repeated and recorded operation by operation; the other runs are not, "
+            f"so there a refused operation is called {_UNEXPLAINED}, whatever its cause."
+        )
     return notes
 
 
 def _outcome(entry: _Entry) -> str:
     if entry.trial:
-        return outcome_words(entry.trial.outcome)
-    return entry.run.ended
+        return outcome_words(entry.trial)
+    return entry.ended
 
 
 def _steps(entry: _Entry) -> str:
@@ -108,6 +194,17 @@ def _of_parity(pick: Callable[[Parity], str]) -> Callable[[_Entry], str]:
     return _of_trial(lambda trial: pick(trial.parity) if trial.parity else ABSENT)
 
 
+def _kl(parity: Parity) -> str:
+    return " / ".join(map(number, (parity.median_kl, parity.p95_kl, parity.max_kl)))
+
+
+def _safe(trial: Trial) -> str:
+    """Whether it hides nothing; where nothing was cured there is nothing to hide."""
+    if trial.outcome is not Outcome.FIXED:
+        return ABSENT
+    return "yes" if trial.safe else "no"
+
+
 def _reward_equal(parity: Parity) -> str:
     if parity.reward_equal_steps is None:
         return ABSENT
@@ -117,7 +214,7 @@ def _reward_equal(parity: Parity) -> str:
 _ROWS: dict[str, Callable[[_Entry], str]] = {
     "outcome": _outcome,
     "steps completed": _steps,
-    "findings": lambda entry: ", ".join(entry.run.finding_ids) or "none",
+    "findings": lambda entry: ", ".join(entry.findings) or "none",
     "loss": lambda entry: span(entry.run.loss),
     "grad_norm": lambda entry: span(entry.run.grad_norm),
     "reward": lambda entry: span(entry.run.reward),
@@ -125,12 +222,9 @@ _ROWS: dict[str, Callable[[_Entry], str]] = {
     "peak memory": _peak_memory,
     "rescued elements": _of_trial(lambda trial: count(trial.rescued_elements)),
     "clamped elements": _of_trial(lambda trial: count(trial.clamped_elements)),
-    "KL median": _of_parity(lambda parity: number(parity.median_kl)),
-    "KL p95": _of_parity(lambda parity: number(parity.p95_kl)),
-    "KL max": _of_parity(lambda parity: number(parity.max_kl)),
-    "KL total": _of_parity(lambda parity: number(parity.total_kl)),
-    "KL steps compared": _of_parity(lambda parity: count(parity.steps_compared)),
+    "KL p50, p95, max": _of_parity(_kl),
+    "KL total": _of_parity(lambda parity: f"{number(parity.total_kl)} in {counted(parity.steps_compared, 'step')}"),
     "equal rewards": _of_parity(_reward_equal),
     "output error": lambda entry: number(entry.run.output_error),
-    "safe": _of_trial(lambda trial: "yes" if trial.safe else "no"),
+    "safe": _of_trial(_safe),
 }

@@ -1,24 +1,28 @@
 """Parts of a report in words, for the formats that lay them out."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
+from dtypedoctor.diagnosis.mismatch.regions import OWN_WORKLOADS
 from dtypedoctor.report.model import Observer, Outcome, Report, Status
-from dtypedoctor.report.numbers import ABSENT, number
+from dtypedoctor.report.numbers import ABSENT
 from dtypedoctor.report.text import one_line
 
 __all__ = [
     "CONFIDENCE",
+    "PROVEN_MEANS",
     "STATUS",
-    "bisection_summary",
-    "bisection_verdicts",
-    "cures",
+    "chain",
+    "ended_with",
     "environment_rows",
     "link_dtypes",
     "no_cure",
     "observer_sentence",
     "place",
+    "title",
+    "watched_and_not",
 ]
 
 STATUS = {
@@ -32,6 +36,8 @@ CONFIDENCE = {
     Confidence.LIKELY: "likely, not proven",
     Confidence.POSSIBLE: "possible, not proven",
 }
+PROVEN_MEANS = "Proven by counterfactual: the operation, or the whole run, was repeated with one thing changed, and that settled it."
+_OF_A_REGION = "autocast-contradicts-model"
 
 
 def place(finding: Finding) -> list[tuple[str, str]]:
@@ -41,20 +47,54 @@ def place(finding: Finding) -> list[tuple[str, str]]:
         ("module", finding.fqn),
         ("op", finding.op),
         ("when", ", ".join(part for part in when if part)),
-        ("dtype", finding.dtype),
-        ("source", finding.source),
+        (_dtype_of_what(finding), finding.dtype),
+        ("source", _source(finding)),
     ]
     return [(label, one_line(value)) for label, value in rows if value]
 
 
-def cures(report: Report) -> list[str]:
-    """The remedies that were tried and fix it, in the order in which they were tried."""
-    return [trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED]
+def _dtype_of_what(finding: Finding) -> str:
+    if finding.id == _OF_A_REGION:
+        return "region dtype"
+    failing = finding.provenance[0] if finding.provenance else None  # its dtype_in is that of the odd operand
+    return "operand dtype" if failing is not None and failing.dtype_in == finding.dtype else "dtype"
+
+
+def _source(finding: Finding) -> str | None:
+    own = finding.source is not None and finding.source.startswith(OWN_WORKLOADS)
+    return f"{finding.source} (the workload of the scenario)" if own else finding.source
+
+
+def title(finding: Finding) -> str:
+    """The sentence at the head of a finding; of one that another finding leads to, that it is where that one surfaces."""
+    return f"Where it surfaces: {finding.summary}" if finding.consequence_of else finding.summary
+
+
+def chain(finding: Finding) -> tuple[Link, ...]:
+    """Where the dtype came from, as rows: a last link that goes back to the failing op itself is told with that op."""
+    links = finding.provenance
+    if len(links) < 2 or (links[0].fqn, links[0].source) != (links[-1].fqn, links[-1].source):
+        return links
+    return (replace(links[0], op=f"{links[0].op} ({links[-1].op})"), *links[1:-1])
+
+
+def watched_and_not(observer: Observer) -> str:
+    """Whether the run was the same without the watch, in few words; empty where nothing is known of that."""
+    if observer.bitwise_equal is None:
+        return "raises the same error" if observer.same_error else ""
+    return "the same, bit for bit" if observer.bitwise_equal else "NOT the same, see below"
+
+
+def ended_with(report: Report) -> str:
+    """What the untreated run raised, when and where; empty where it did not raise, or the headline says it already."""
+    ended = report.before.ended if report.before is not None else "completed"
+    return one_line(ended, 400) if report.status is Status.FINDINGS and ended != "completed" else ""
 
 
 def no_cure(report: Report) -> str:
-    """What is said where :func:`cures` is empty."""
-    return "none of the remedies tried" if report.trials else "no remedy was tried"
+    """What is said where no remedy cures."""
+    tried = any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials)
+    return "none of the remedies tried" if tried else "no remedy was tried"
 
 
 def link_dtypes(link: Link) -> str:
@@ -64,45 +104,19 @@ def link_dtypes(link: Link) -> str:
 
 def observer_sentence(observer: Observer) -> str:
     """The observer certificate: whether watching changed the run."""
+    if observer.bitwise_equal is None and observer.same_error:
+        return f"The watch is not the reason: {observer.reason.rstrip('.')}."
     verdict = {
-        True: "The watch changed nothing: the run is bitwise equal without it.",
-        False: "The watch CHANGED the run: it is not bitwise equal without it.",
-        None: "Whether the watch changed the run is not known:",
+        True: "The watch changed nothing, bit for bit:",
+        False: "The watch CHANGED the run:",
+        None: "Whether the watch changed a number could not be checked:",
     }[observer.bitwise_equal]
-    return f"{verdict} {observer.reason}".strip()
+    return f"{verdict} {observer.reason.rstrip('.')}."
 
 
 def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The environment flattened to dotted names, in the order in which it was recorded."""
-    return list(_flat("", environment))
-
-
-def bisection_summary(bisection: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a bisection found, as labelled values."""
-    minimal = "yes" if bisection.get("one_minimal") else "no"
-    return [
-        ("culprits", ", ".join(map(str, bisection.get("culprits") or ())) or "none"),
-        ("corrections", ", ".join(map(str, bisection.get("corrections") or ())) or "none"),
-        ("probes", str(bisection.get("probes", ABSENT))),
-        ("1-minimal", minimal),
-    ]
-
-
-def bisection_verdicts(bisection: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """Mode, outcome, phase, module and absmax of each verdict."""
-    return [
-        (_word(v, "mode"), _word(v, "outcome"), _word(v, "phase"), _word(v, "fqn"), _magnitude(v))
-        for v in bisection.get("verdicts") or ()
-    ]
-
-
-def _word(verdict: Mapping[str, Any], key: str) -> str:
-    return one_line(str(verdict.get(key) or ABSENT))
-
-
-def _magnitude(verdict: Mapping[str, Any]) -> str:
-    value = verdict.get("absmax")
-    return number(float(value)) if isinstance(value, (int, float)) else ABSENT
+    """The environment flattened to dotted names, in the order in which it was recorded; what is not there is left out."""
+    return [(name, value) for name, value in _flat("", environment) if value.strip()]
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -112,4 +126,4 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, (list, tuple)):
         yield prefix, ", ".join(map(str, value))
     else:
-        yield prefix, ABSENT if value is None else str(value)
+        yield prefix, "" if value is None else str(value)

@@ -7,6 +7,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.report.distil import distil
 from dtypedoctor.report.model import Outcome, Report
 from dtypedoctor.report.picture import Picture
+from dtypedoctor.trace.ranks import leading_directory
 from dtypedoctor.trace.reader import Trace, read_trace
 
 __all__ = ["with_pictures"]
@@ -37,6 +38,6 @@ def _picture(directory: Path, name: str, label: str) -> Picture | None:
 
 def _trace(directory: Path) -> Trace | None:
     try:
-        return read_trace(directory)
+        return read_trace(leading_directory(directory))
     except UsageError:  # a run that was not tried, or whose trace was deleted to save space
         return None

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from dtypedoctor.report.facts import CONFIDENCE, STATUS, cures
+from dtypedoctor.report.facts import CONFIDENCE, STATUS, ended_with
 from dtypedoctor.report.markdown import comparison_table
 from dtypedoctor.report.markdown_text import code, details, prose, size, table
 from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.remedy_lines import cures
 
 __all__ = ["merge_github_summary", "render_github_summary"]
 
@@ -24,7 +25,8 @@ def merge_github_summary(reports: Sequence[Report]) -> str:
     """Several reports as one job summary: a table of all scenarios, then each that needs attention, then the others."""
     ordered = sorted(reports, key=_passed)
     rows = [
-        [_mark(r), code(r.name, 80), prose(_found(r), 200), prose(", ".join(cures(r)) or "–", 200)] for r in ordered
+        [_mark(r), code(r.name, 80), prose(_found(r), 200), prose(", ".join(line.id for line in cures(r)) or "–", 200)]
+        for r in ordered
     ]
     page = "## dtypedoctor\n\n" + table(["", "scenario", "found", "cured by"], rows, LIMIT // 3)
     left_out = 0
@@ -51,6 +53,8 @@ def _found(report: Report) -> str:
 
 def _section(report: Report) -> str:
     parts = [f"### {STATUS[report.status]}: {prose(report.headline, 400)}"]
+    if ended_with(report):
+        parts.append(f"Error: {code(ended_with(report), 400)}")
     if report.findings:
         rows = [
             [code(f.id), f"{f.severity}, {CONFIDENCE[f.confidence]}", code(f.fqn or "–", 120), code(f.source or "–")]

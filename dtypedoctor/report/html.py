@@ -5,7 +5,9 @@ import hashlib
 from importlib import resources
 
 from dtypedoctor import __version__
+from dtypedoctor.report import html_runs
 from dtypedoctor.report import html_sections as sections
+from dtypedoctor.report.bisection_html import bisection_part
 from dtypedoctor.report.elements import Html, el
 from dtypedoctor.report.html_data import page_data
 from dtypedoctor.report.model import Report
@@ -15,6 +17,7 @@ __all__ = ["render_html"]
 
 _NAVIGATION = (
     ("verdict", "Verdict"),
+    ("remedies", "Remedies"),
     ("compare", "Before and after"),
     ("map", "Magnitudes"),
     ("flow", "Dtype flow"),
@@ -35,11 +38,12 @@ def render_html(report: Report) -> str:
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
     parts = [
         sections.verdict(report),
-        sections.comparison(report),
+        html_runs.remedies(report),
+        html_runs.comparison(report),
         _map(report),
         sections.flow(report),
         sections.strip(report) if not report.pictures else Html(),
-        sections.bisection(report),
+        bisection_part(report),
         sections.trust(report),
         sections.reproduce(report),
     ]

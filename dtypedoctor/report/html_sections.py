@@ -2,30 +2,32 @@
 
 from collections.abc import Sequence
 
-from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.dtypes import short_name
-from dtypedoctor.report.charts import line_chart
-from dtypedoctor.report.comparison import compare, outcome_words, runs
 from dtypedoctor.report.elements import Html, el, join, table
 from dtypedoctor.report.facts import (
     CONFIDENCE,
+    PROVEN_MEANS,
     STATUS,
-    bisection_summary,
-    bisection_verdicts,
-    cures,
+    chain,
+    ended_with,
     environment_rows,
     link_dtypes,
     no_cure,
     observer_sentence,
     place,
+    title,
+    watched_and_not,
 )
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import ABSENT
+from dtypedoctor.report.remedy_lines import cures
 from dtypedoctor.report.reproduction import reproduction_script, scenario_yaml
 from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines
 from dtypedoctor.report.text import one_line
+from dtypedoctor.report.what_ran import what_ran
 
-__all__ = ["bisection", "comparison", "flow", "reproduce", "strip", "trust", "verdict"]
+__all__ = ["flow", "reproduce", "strip", "trust", "verdict"]
 
 _MOST_CHANGES = 300
 
@@ -35,11 +37,25 @@ def verdict(report: Report) -> Html:
     status = el("span", STATUS[report.status], class_=f"pill {report.status.value}")
     head = el(
         "header",
-        el("p", status, " ", el("span", one_line(report.name), class_="dim")),
+        el(
+            "p",
+            status,
+            " ",
+            el("span", one_line(report.name) + (f": {what_ran(report)}" if what_ran(report) else ""), class_="dim"),
+        ),
         el("h1", one_line(report.headline, 600)),
+        el("p", el("code", ended_with(report)), class_="raised") if ended_with(report) else Html(),
+        el("p", _trusted(report), class_="dim") if report.findings else Html(),
     )
     findings = [_finding(finding, first=index == 0, report=report) for index, finding in enumerate(report.findings)]
     return el("section", head, *findings, id="verdict", class_="card")
+
+
+def _trusted(report: Report) -> str:
+    """What *proven* means, and whether the run was the same without the watch."""
+    proven = any(finding.confidence is Confidence.PROVEN for finding in report.findings)
+    same = watched_and_not(report.observer)
+    return " ".join(filter(None, (PROVEN_MEANS if proven else "", f"Without the watch: {same}." if same else "")))
 
 
 def _finding(finding: Finding, *, first: bool, report: Report) -> Html:
@@ -49,15 +65,13 @@ def _finding(finding: Finding, *, first: bool, report: Report) -> Html:
         for label, value in place(finding)
     ]
     if first:
-        facts.append(("cured by", join(_codes(cures(report))) or no_cure(report)))
+        facts.append(("cured by", _cures(report) or no_cure(report)))
     listed = el("dl", *(join((el("dt", label), el("dd", value))) for label, value in facts), class_="facts")
     story = [el("h3", "Cause"), el("p", finding.cause)]
     if finding.evidence:
         story += [el("h3", "Evidence"), el("ul", *(el("li", one_line(item, 1000)) for item in finding.evidence))]
     if finding.provenance:
         story += [el("h3", "Where the dtype came from"), _chain(finding)]
-    if finding.remedies:
-        story += [el("h3", "Remedies, best first"), el("p", *_codes(finding.remedies))]
     if finding.references:
         story += [
             el("h3", "The same failure elsewhere"),
@@ -66,7 +80,7 @@ def _finding(finding: Finding, *, first: bool, report: Report) -> Html:
     body = el("div", listed, el("div", *story, class_="story"), class_="finding")
     if first:
         return body
-    return el("details", el("summary", el("code", finding.id), " ", one_line(finding.summary, 300)), body)
+    return el("details", el("summary", el("code", finding.id), " ", one_line(title(finding), 300)), body)
 
 
 def _goto(fqn: str) -> Html:
@@ -76,8 +90,18 @@ def _goto(fqn: str) -> Html:
     )
 
 
-def _codes(names: list[str] | tuple[str, ...]) -> list[Html]:
-    return [join((", " if index else "", el("code", one_line(name)))) for index, name in enumerate(names)]
+def _cures(report: Report) -> Html:
+    """Each remedy that fixes, what it changes, and how far its run came."""
+    return join(
+        el(
+            "p",
+            el("code", one_line(line.id)),
+            ": ",
+            line.change.rstrip("."),
+            f" ({line.result})" if line.result else "",
+        )
+        for line in cures(report)
+    )
 
 
 def _link(url: str) -> Html:
@@ -93,37 +117,9 @@ def _chain(finding: Finding) -> Html:
     links = [
         el("li", el("code", one_line(link.fqn or "(no module)")), " ", el("span", one_line(link.op), class_="dim"), " ",
            el("strong", link_dtypes(link)), " ", el("span", one_line(link.source or ""), class_="dim"))
-        for link in finding.provenance
+        for link in chain(finding)
     ]  # fmt: skip
     return el("ol", *links, class_="chain")
-
-
-def comparison(report: Report) -> Html:
-    """The before/after table, a verdict on each remedy, and loss, grad_norm and reward over the steps."""
-    found = compare(report)
-    if not found.columns:
-        return Html()
-    rows = [[label, *(one_line(column.cells[i]) for column in found.columns)] for i, label in enumerate(found.rows)]
-    shown = table(["", *(one_line(column.label) for column in found.columns)], rows, "One column per run")
-    verdicts = el(
-        "ul",
-        *(
-            el("li", el("code", one_line(t.remedy)), ": ", el("strong", outcome_words(t.outcome)), f". {t.reason}")
-            for t in report.trials
-        ),
-    )
-    notes = el("p", " ".join(found.notes), class_="dim")
-    compared = [(column.label, run) for column, run in zip(found.columns, runs(report), strict=True)]
-    charts = el(
-        "div",
-        line_chart("loss", [(one_line(label, 60), run.loss) for label, run in compared]),
-        line_chart("grad_norm", [(one_line(label, 60), run.grad_norm) for label, run in compared]),
-        line_chart("reward", [(one_line(label, 60), run.reward) for label, run in compared]),
-        class_="charts",
-    )
-    title = "Before and after" if len(found.columns) > 1 else "The run"
-    parts = [el("h2", title), el("div", shown, charts, class_="beside"), notes, verdicts if report.trials else Html()]
-    return el("section", *parts, id="compare", class_="card")
 
 
 def strip(report: Report) -> Html:
@@ -188,18 +184,6 @@ def flow(report: Report) -> Html:
 
 def _dtypes(names: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(map(short_name, names))) or ABSENT
-
-
-def bisection(report: Report) -> Html:
-    """What a bisection found."""
-    if report.bisection is None:
-        return Html()
-    facts = [
-        join((el("dt", label), el("dd", one_line(value, 500)))) for label, value in bisection_summary(report.bisection)
-    ]
-    verdicts = bisection_verdicts(report.bisection)
-    shown = table(["mode", "outcome", "phase", "module", "absmax"], verdicts, "Verdicts") if verdicts else Html()
-    return el("section", el("h2", "Bisection"), el("dl", *facts, class_="facts"), shown, id="bisection", class_="card")
 
 
 def trust(report: Report) -> Html:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from xml.etree import ElementTree as ET
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.report.comparison import outcome_words
 from dtypedoctor.report.facts import CONFIDENCE, place
 from dtypedoctor.report.model import Outcome, Report, RunSummary, Status, Trial
+from dtypedoctor.report.remedy_lines import outcome_words
 from dtypedoctor.report.text import one_line, paragraphs
 
 __all__ = ["merge_junit", "render_junit"]
@@ -79,7 +79,7 @@ def _finding_lines(finding: Finding) -> list[str]:
 
 def _trial(trial: Trial) -> ET.Element:
     case = _case(f"remedy {one_line(trial.remedy)}", trial.run)
-    words = f"{outcome_words(trial.outcome)}: {one_line(trial.reason, 600)}"
+    words = f"{outcome_words(trial)}: {one_line(trial.reason, 600)}"
     if trial.outcome is Outcome.FIXED:
         ET.SubElement(case, "system-out").text = words
     else:

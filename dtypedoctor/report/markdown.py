@@ -1,26 +1,31 @@
 """The report for a ticket: GitHub-flavoured Markdown that always fits into one comment."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.report.comparison import compare, outcome_words, runs
+from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.report.bisection_markdown import bisection_part
+from dtypedoctor.report.comparison import Column, compare, runs
 from dtypedoctor.report.facts import (
     CONFIDENCE,
+    PROVEN_MEANS,
     STATUS,
-    bisection_summary,
-    bisection_verdicts,
-    cures,
+    chain,
+    ended_with,
     environment_rows,
     link_dtypes,
     no_cure,
     observer_sentence,
     place,
+    title,
+    watched_and_not,
 )
 from dtypedoctor.report.markdown_text import bullets, code, details, fenced, prose, size, table
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.numbers import series
+from dtypedoctor.report.numbers import ABSENT, series
+from dtypedoctor.report.remedy_lines import RemedyLine, cures, legend, remedy_lines
 from dtypedoctor.report.reproduction import reproduction_script, scenario_yaml
 from dtypedoctor.report.strip import scale_caption, strip_lines
+from dtypedoctor.report.what_ran import what_ran
 
 __all__ = ["LIMIT", "comparison_table", "render_markdown"]
 
@@ -31,6 +36,8 @@ _FINDINGS_IN_FULL, _REST = 3, 4000
 """Findings that are told in full, and the bytes for a table of the others."""
 _WIDEST, _MOST_RUNS = 6, 12
 """Runs side by side in one table, and in all."""
+_MOST_CURES = 6
+"""Remedies that are told in the first table."""
 
 
 def render_markdown(report: Report) -> str:
@@ -49,35 +56,66 @@ def render_markdown(report: Report) -> str:
 
 
 def comparison_table(report: Report, room: int) -> str:
-    """The before/after table as Markdown in at most ``room`` bytes; empty where nothing ran."""
+    """The before/after table as Markdown in at most ``room`` bytes, the remedies that do not cure folded away below it.
+
+    Empty where nothing ran.
+    """
     comparison = compare(report)
-    columns = comparison.columns[:_MOST_RUNS]
-    parts = [columns[i : i + _WIDEST] for i in range(0, len(columns), _WIDEST)]
+    shown = _columns(comparison.rows, comparison.main, room // 2)
+    if comparison.failed:
+        shown += "\n\n" + details(
+            comparison.failed_title, _columns(comparison.rows, comparison.failed, room // 2 - 100)
+        )
+    return shown
+
+
+def _columns(labels: Sequence[str], columns: Sequence[Column], room: int) -> str:
+    """Runs side by side, in as many tables as it takes; rows in which none of them has anything to say are left out."""
+    kept = columns[:_MOST_RUNS]
+    parts = [kept[i : i + _WIDEST] for i in range(0, len(kept), _WIDEST)]
     tables = []
     for part in parts:
-        rows = [[label, *(prose(column.cells[i], 200) for column in part)] for i, label in enumerate(comparison.rows)]
+        said = [i for i in range(len(labels)) if any(column.cells[i] != ABSENT for column in part)]
+        rows = [[labels[i], *(prose(column.cells[i], 200) for column in part)] for i in said]
         tables.append(table(["", *(prose(column.label, 60) for column in part)], rows, room // len(parts)))
-    if len(columns) < len(comparison.columns):
-        tables.append(f"*{len(comparison.columns) - len(columns)} more runs left out; report.json has them.*")
+    if len(kept) < len(columns):
+        tables.append(f"*{len(columns) - len(kept)} more runs left out; report.json has them.*")
     return "\n\n".join(tables)
 
 
 def _headline(report: Report, room: int) -> str:
     lines = [
         f"## {STATUS[report.status]}: {prose(report.headline, 600)}",
-        f"Scenario {code(report.name)}, diagnosed by dtypedoctor.",
+        f"Scenario {code(report.name)}{_about(report)}, diagnosed by dtypedoctor.",
     ]
     if report.findings:
         lines.append(_summary(report, room - size("".join(lines))))
     return "\n\n".join(lines)
 
 
+def _about(report: Report) -> str:
+    """What the scenario does."""
+    ran = what_ran(report)
+    return f" ({prose(ran, 300)})" if ran else ""
+
+
 def _summary(report: Report, room: int) -> str:
     finding = report.findings[0]
-    rows = [["**what**", f"{code(finding.id)} ({finding.severity}, {CONFIDENCE[finding.confidence]})"]]
+    error = ended_with(report)
+    rows = [["**error**", code(error, 400)]] if error else []
+    rows.append(["**what**", f"{code(finding.id)} ({finding.severity}, {CONFIDENCE[finding.confidence]})"])
     rows += [[f"**{label}**", code(value)] for label, value in place(finding)]
-    rows.append(["**cured by**", ", ".join(code(cure, 100) for cure in cures(report)[:10]) or no_cure(report)])
-    return table(["", ""], rows, room)
+    same = watched_and_not(report.observer)
+    rows += [["**without the watch**", same]] if same else []
+    cured = [_cure(line) for line in cures(report)[:_MOST_CURES]] or [no_cure(report)]
+    rows += [["**or by**" if position else "**cured by**", text] for position, text in enumerate(cured)]
+    proven = any(f.confidence is Confidence.PROVEN for f in report.findings)
+    return table(["", ""], rows, room - 200) + (f"\n\n{PROVEN_MEANS}" if proven else "")
+
+
+def _cure(line: RemedyLine) -> str:
+    result = f" ({line.result})" if line.result else ""
+    return f"{code(line.id, 100)}: {prose(line.change.rstrip('.'), 200)}{result}"
 
 
 def _findings(report: Report, room: int) -> str:
@@ -85,9 +123,9 @@ def _findings(report: Report, room: int) -> str:
     shown, rest = report.findings[:_FINDINGS_IN_FULL], report.findings[_FINDINGS_IN_FULL:]
     share = (room - _REST if rest else room) // max(len(shown), 1)
     for position, finding in enumerate(shown, start=1):
-        title = f"### {position}. {prose(finding.summary, 400)}"
-        body = _finding(finding, share - size(title) - 400, first=position == 1)
-        parts.append(f"{title}\n\n{body}")
+        heading = f"### {position}. {prose(title(finding), 400)}" if len(report.findings) > 1 else "### Why"
+        body = _finding(finding, share - size(heading) - 400, first=position == 1)
+        parts.append(f"{heading}\n\n{body}")
     if rest:
         rows = [[code(f.id), str(f.severity), code(f.fqn or "", 120), prose(f.summary, 300)] for f in rest]
         body = table(["id", "severity", "module", "summary"], rows, _REST)
@@ -106,12 +144,10 @@ def _finding(finding: Finding, room: int, *, first: bool) -> str:
     if finding.provenance:
         rows = [
             [code(link.fqn or "–"), code(link.op), prose(link_dtypes(link)), code(link.source or "–")]
-            for link in finding.provenance
+            for link in chain(finding)
         ]
-        chain = table(["module", "op", "dtype", "source"], rows, room // 3)
-        parts.append(f"**Where the dtype came from** (from the failing op back to its origin).\n\n{chain}")
-    if finding.remedies:
-        parts.append("**Remedies, best first.** " + ", ".join(code(remedy, 100) for remedy in finding.remedies[:10]))
+        shown = table(["module", "op", "dtype", "source"], rows, room // 3)
+        parts.append(f"**Where the dtype came from** (from the failing op back to its origin).\n\n{shown}")
     if finding.references:
         parts.append(
             "**The same failure elsewhere.**\n\n" + bullets([prose(url, 300) for url in finding.references], room // 8)
@@ -119,19 +155,30 @@ def _finding(finding: Finding, room: int, *, first: bool) -> str:
     return "\n\n".join(parts)
 
 
+def _remedies(report: Report, room: int) -> str:
+    lines = remedy_lines(report)
+    if not lines:
+        return ""
+    rows = [
+        [
+            code(line.id, 100),
+            prose(line.change, 300),
+            f"**{line.outcome}**" + (f": {prose(line.reason, 400)}" if line.reason else ""),
+        ]
+        for line in lines
+    ]
+    shown = "### Remedies\n\n" + table(["remedy", "what it changes", "outcome"], rows, room - 200)
+    return "\n\n".join(filter(None, (shown, legend(lines))))
+
+
 def _comparison(report: Report, room: int) -> str:
-    shown = comparison_table(report, room - 3000)
+    shown = comparison_table(report, room - 1500)
     if not shown:
         return ""
     comparison = compare(report)
     parts = [f"### {'Before and after' if len(comparison.columns) > 1 else 'The run'}", shown]
-    parts += [prose(note) for note in comparison.notes]
-    verdicts = [
-        f"{code(trial.remedy)}: **{outcome_words(trial.outcome)}**. {prose(trial.reason, 400)}"
-        for trial in report.trials
-    ]
-    if verdicts:
-        parts.append(bullets(verdicts, 2800))
+    if comparison.notes:
+        parts.append(bullets([prose(note) for note in comparison.notes], 1400))
     return "\n\n".join(parts)
 
 
@@ -165,15 +212,6 @@ def _strip(report: Report, room: int) -> str:
     return f"### Magnitudes around the origin, in execution order\n\n{shown}\n\n{prose(scale_caption(report.strip))}"
 
 
-def _bisection(report: Report, room: int) -> str:
-    if report.bisection is None:
-        return ""
-    facts = bullets([f"{label}: {code(value, 500)}" for label, value in bisection_summary(report.bisection)], room // 3)
-    rows = [[prose(cell, 200) for cell in verdict] for verdict in bisection_verdicts(report.bisection)]
-    verdicts = table(["mode", "outcome", "phase", "module", "absmax"], rows, room // 2)
-    return f"### Bisection\n\n{facts}\n\n{verdicts}" if rows else f"### Bisection\n\n{facts}"
-
-
 def _trust(report: Report, room: int) -> str:
     parts = ["### Can this be trusted?", prose(observer_sentence(report.observer), 600)]
     if report.expectation:
@@ -202,11 +240,12 @@ def _environment(report: Report, room: int) -> str:
 
 _SECTIONS: dict[Callable[[Report, int], str], int] = {
     _headline: 7_000,
-    _findings: 17_000,
-    _comparison: 9_000,
+    _findings: 15_000,
+    _remedies: 5_000,
+    _comparison: 8_000,
     _per_step: 5_000,
     _strip: 4_000,
-    _bisection: 4_000,
+    bisection_part: 4_000,
     _trust: 4_000,
     _reproduce: 10_000,
     _environment: 5_000,

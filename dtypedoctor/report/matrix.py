@@ -4,7 +4,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from pydantic import TypeAdapter
+
 from dtypedoctor.diagnosis.finding import Confidence
+from dtypedoctor.errors import UsageError
 from dtypedoctor.report.model import Outcome, Report, Status
 
 SCHEMA = 1
@@ -87,6 +90,11 @@ def row_of(report: Report, *, exit_code: int, seconds: float, path: str) -> Matr
     )
 
 
+def refused_report(scenario: str, message: str) -> Report:
+    """Stands for a scenario that could not be run where reports are shown and not rows."""
+    return Report(name=scenario, status=Status.ERROR, headline=f"The scenario could not be run: {message}")
+
+
 def refused_row(scenario: str, message: str, *, exit_code: int) -> MatrixRow:
     """The row of a scenario that could not be run, with the reason."""
     return MatrixRow(
@@ -111,6 +119,21 @@ def render_matrix_json(rows: Sequence[MatrixRow], *, exit_code: int) -> str:
         "rows": [asdict(row) for row in rows],
     }
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def read_matrix_json(text: str) -> list[MatrixRow]:
+    """The rows that :func:`render_matrix_json` wrote; unknown keys are ignored.
+
+    Raises:
+        UsageError: not a matrix, or one of a newer schema.
+    """
+    try:
+        document = json.loads(text)
+        if document["schema"] > SCHEMA:
+            raise UsageError(f"this matrix has schema {document['schema']}, newer than {SCHEMA}", "Update dtypedoctor.")
+        return TypeAdapter(list[MatrixRow]).validate_json(json.dumps(document["rows"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError("not a matrix of dtypedoctor", "Run the scenarios again.") from error
 
 
 def _as_expected(report: Report) -> bool:

@@ -4,7 +4,7 @@ from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.modules import class_of, first_nonfinite, same_call
 from dtypedoctor.dtypes import headroom
 from dtypedoctor.report.model import StripRow
-from dtypedoctor.trace.events import Op, Raised, Sample, Site
+from dtypedoctor.trace.events import Op, Sample, Site
 from dtypedoctor.trace.reader import Trace
 
 BEFORE, AFTER = 6, 4
@@ -12,33 +12,24 @@ BEFORE, AFTER = 6, 4
 
 
 def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
-    """The modules that returned just before and after the failure; empty where nothing failed.
+    """The modules that returned just before and after the failure; empty where all is finite.
 
-    That is the first non-finite value, or else the last module that returned before an exception. An origin that is not
-    itself among them (the op lies between two children of the module) has a row of its own before the first bad one.
+    The failure is the first non-finite value: where dtypes disagree, magnitudes mean nothing, and there is no strip. An
+    origin that is not itself among the modules shown (the op lies between two children of it) has a row of its own before
+    the first bad one.
     """
-    anchor = _anchor(trace, finding)
-    if anchor is None:
+    first = first_nonfinite(trace)
+    if first is None:
         return ()
+    anchor = first[0]
     around = _distinct(same_call(trace, anchor), anchor)
     place = next(i for i, (s, _) in enumerate(around) if s is anchor)
     shown = around[max(0, place - BEFORE) : place + AFTER + 1]
     rows = [_row(s, site, finding) for s, site in shown]
     if finding is not None and finding.fqn and not any(row.is_origin for row in rows):
         at = next(i for i, (s, _) in enumerate(shown) if s is anchor)
-        rows.insert(at if not anchor.finite else at + 1, _origin_row(trace, finding))
+        rows.insert(at, _origin_row(trace, finding))
     return tuple(rows)
-
-
-def _anchor(trace: Trace, finding: Finding | None) -> Sample | None:
-    first = first_nonfinite(trace)
-    if first is not None:
-        return first[0]
-    raised = trace.last(Raised)
-    if finding is None or raised is None:
-        return None
-    returned = [s for s in trace.samples if s.n < raised.n and trace.sites[s.site].kind in ("output", "grad_output")]
-    return returned[-1] if returned else None
 
 
 def _distinct(found: list[tuple[Sample, Site]], keep: Sample) -> list[tuple[Sample, Site]]:

@@ -30,6 +30,9 @@ _NOBODY = frozenset({
 })  # fmt: skip
 """User and host names that identify nobody, and words that a report needs."""
 
+_FOLDERS = frozenset({"PWD", "OLDPWD"})
+"""Variables of the shell that sound like passwords; paths are shortened wherever they stand."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Private:
@@ -53,7 +56,8 @@ class Private:
         except (KeyError, OSError):  # a container may run under a user id that has no name
             users = frozenset()
         host = socket.gethostname()
-        secrets = frozenset(value for name, value in os.environ.items() if names_a_secret(name) and len(value) > 5)
+        named = ((name, value) for name, value in os.environ.items() if name not in _FOLDERS and len(value) > 5)
+        secrets = frozenset(value for name, value in named if names_a_secret(name))
         return cls(users=users, hosts=frozenset({host, host.split(".")[0]}), secrets=secrets)
 
 

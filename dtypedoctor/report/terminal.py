@@ -5,28 +5,40 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.report.comparison import Column, compare, outcome_words, runs
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.report.bisection_terminal import bisection_part
+from dtypedoctor.report.comparison import Column, compare, runs
 from dtypedoctor.report.facts import (
     CONFIDENCE,
+    PROVEN_MEANS,
     STATUS,
-    bisection_summary,
-    bisection_verdicts,
+    chain,
+    ended_with,
     environment_rows,
     link_dtypes,
     observer_sentence,
     place,
+    title,
+    watched_and_not,
 )
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.numbers import series
+from dtypedoctor.report.numbers import ABSENT, series
+from dtypedoctor.report.remedy_lines import RemedyLine, legend, remedy_lines
 from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines
 from dtypedoctor.report.terminal_page import Page
 from dtypedoctor.report.text import fold, one_line
+from dtypedoctor.report.what_ran import what_ran
 
 __all__ = ["render_terminal"]
 
 _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold blue"}
-_OUTCOME_STYLE = {"fixed": "bold green", "not fixed": "bold red", "not tried": "yellow"}
+_OUTCOME_STYLE = {
+    "fixed": "bold green",
+    "not fixed": "bold red",
+    "not tried": "yellow",
+    "never reached": "yellow",
+    "raises, as intended": "green",
+}
 _LABELS, _NARROWEST = 19, 15
 """Columns of the row labels, and the fewest that a run takes in the before/after table."""
 
@@ -37,12 +49,13 @@ def render_terminal(report: Report, console: Console) -> None:
     """Prints ``report`` on ``console``, as wide as the console is, without colour where the console has none."""
     page = Page(console)
     _headline(page, report)
-    _strip(page, report)
     for position, finding in enumerate(report.findings, start=1):
         _finding(page, finding, f" {position} of {len(report.findings)}" if len(report.findings) > 1 else "")
-    _trials(page, report)
+    _strip(page, report)
+    _remedies(page, remedy_lines(report))
+    _comparison(page, report)
     _per_step(page, report)
-    _bisection(page, report)
+    bisection_part(page, report)
     _certificates(page, report)
     if report.next_command:
         page.heading("Next")
@@ -52,7 +65,16 @@ def render_terminal(report: Report, console: Console) -> None:
 def _headline(page: Page, report: Report) -> None:
     style = "bold green" if report.status is Status.HEALTHY else "bold red"
     page.line(f"{STATUS[report.status]}: {one_line(report.headline, 600)}", style=style)
-    page.line(f"scenario {one_line(report.name)}", style="dim")
+    error = ended_with(report)
+    if error:
+        page.line(f"Error: {error}", style="bold")
+    ran = what_ran(report)
+    page.line(f"scenario {one_line(report.name)}" + (f": {ran}" if ran else ""), style="dim")
+    same = watched_and_not(report.observer)
+    if same and report.findings:
+        page.line(f"without the watch: {same}", style="dim")
+    if any(finding.confidence is Confidence.PROVEN for finding in report.findings):
+        page.line(PROVEN_MEANS, style="dim")
 
 
 def _strip(page: Page, report: Report) -> None:
@@ -84,68 +106,73 @@ def _finding(page: Page, finding: Finding, number: str) -> None:
     page.heading(f"Finding{number}")
     head = f"{finding.severity.upper()} {one_line(finding.id)}  ({CONFIDENCE[finding.confidence]})"
     page.line(head, style=_SEVERITY_STYLE[finding.severity], indent=2)
-    page.line(finding.summary, indent=2)
+    page.line(title(finding), indent=2)
     facts = [*place(finding), ("cause", finding.cause)]
     page.table([page.text(label, "dim"), page.text(value)] for label, value in facts)
     page.bullets("evidence", finding.evidence)
-    chain = [
+    links = [
         f"{one_line(link.fqn or '(no module)')}: {one_line(link.op)}, {link_dtypes(link)}"
         + (f", {one_line(link.source)}" if link.source else "")
-        for link in finding.provenance
+        for link in chain(finding)
     ]
-    page.bullets("where the dtype came from", chain)
-    page.bullets("remedies, best first", finding.remedies)
+    page.bullets("where the dtype came from", links)
     page.bullets("the same failure elsewhere", finding.references)
 
 
-def _trials(page: Page, report: Report) -> None:
+def _remedies(page: Page, lines: Sequence[RemedyLine]) -> None:
+    if lines:
+        page.heading("Remedies, those that cure first")
+    for line in lines:
+        reason = f". {line.reason}" if line.reason else ""
+        page.line(f"{one_line(line.id)}: {line.outcome}{reason}", style=_OUTCOME_STYLE[line.outcome], indent=2)
+        if line.change:
+            page.line(line.change, style="dim", indent=4)
+    if legend(lines):
+        page.line(legend(lines), style="dim", indent=2)
+
+
+def _comparison(page: Page, report: Report) -> None:
     comparison = compare(report)
-    if comparison.columns:
-        page.heading("Before and after" if len(comparison.columns) > 1 else "The run")
-        fit = max(1, (page.width - _LABELS) // _NARROWEST)
-        for start in range(0, len(comparison.columns), fit):
-            _comparison(page, comparison.rows, comparison.columns[start : start + fit])
-        for note in comparison.notes:
-            page.line(note, style="dim", indent=2)
-    for trial in report.trials:
-        words = outcome_words(trial.outcome)
-        page.line(f"{one_line(trial.remedy)}: {words}. {trial.reason}", style=_OUTCOME_STYLE[words], indent=2)
+    if not comparison.columns:
+        return
+    page.heading("Before and after" if len(comparison.columns) > 1 else "The run")
+    fit = max(1, (page.width - _LABELS) // _NARROWEST)
+    for above, columns in (("", comparison.main), (comparison.failed_title, comparison.failed)):
+        if above and columns:
+            page.line(above, style="dim", indent=2)
+        for start in range(0, len(columns), fit):
+            _side_by_side(page, comparison.rows, columns[start : start + fit])
+    for note in comparison.notes:
+        page.line(note, style="dim", indent=2)
 
 
-def _comparison(page: Page, rows: Sequence[str], columns: Sequence[Column]) -> None:
+def _side_by_side(page: Page, labels: Sequence[str], columns: Sequence[Column]) -> None:
+    """A table of runs; rows in which none of them has anything to say are left out."""
     width = (page.width - _LABELS) // len(columns) - 2
+    said = [i for i in range(len(labels)) if any(column.cells[i] != ABSENT for column in columns)]
 
     def cell(text: str) -> Text:
         # Rich breaks lines at spaces only; ids such as float16-overflow are better broken at their hyphens.
         return page.text(fold(one_line(text), width), _OUTCOME_STYLE.get(text, ""))
 
     body = [[page.text(""), *(cell(column.label) for column in columns)]]
-    body += [[page.text(rows[i], "dim"), *(cell(column.cells[i]) for column in columns)] for i in range(len(rows))]
+    body += [[page.text(labels[i], "dim"), *(cell(column.cells[i]) for column in columns)] for i in said]
     page.table(body)
 
 
 def _per_step(page: Page, report: Report) -> None:
     compared = runs(report)
-    for title, values in (
+    for quantity, values in (
         ("loss", [run.loss for run in compared]),
         ("grad_norm", [run.grad_norm for run in compared]),
         ("reward", [run.reward for run in compared]),
     ):
         if any(len(value) > 1 for value in values):
-            page.heading(f"{title} per step")
+            page.heading(f"{quantity} per step")
             page.table(
                 [page.text(one_line(run.label, 40), "dim"), page.text(series(value))]
                 for run, value in zip(compared, values, strict=True)
             )
-
-
-def _bisection(page: Page, report: Report) -> None:
-    if report.bisection is None:
-        return
-    page.heading("Bisection")
-    page.table([page.text(label, "dim"), page.text(value)] for label, value in bisection_summary(report.bisection))
-    verdicts = [[page.text(one_line(cell)) for cell in verdict] for verdict in bisection_verdicts(report.bisection)]
-    page.table(verdicts, ["mode", "outcome", "phase", "module", "absmax"])
 
 
 def _certificates(page: Page, report: Report) -> None:

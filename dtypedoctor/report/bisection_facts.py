@@ -1,0 +1,143 @@
+"""What report.json holds of a bisection, as labelled values and rows, for the formats that lay them out.
+
+A report may be older than a key, so none but those of the first contract are taken for granted.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from dtypedoctor.report.numbers import ABSENT, counted, duration, memory, number, ratio
+from dtypedoctor.report.text import one_line
+
+__all__ = ["VERDICT_HEADER", "VERDICT_NOTE", "bisection_summary", "bisection_verdicts", "remedy_yaml"]
+
+VERDICT_HEADER = ("mode", "outcome", "phase", "module", "absmax")
+VERDICT_NOTE = (
+    "Module: where it fails, else where it comes nearest to the end of its dtype's range; absmax: the largest finite "
+    "magnitude there. Inside compiled code nothing is watched."
+)
+
+Section = Mapping[str, Any]
+
+
+def bisection_summary(bisection: Section) -> list[tuple[str, str]]:
+    """What a bisection found, as labelled values."""
+    rows = [
+        ("culprits", _listed(bisection.get("culprits"))),
+        ("corrections", _corrections(bisection)),
+        ("1-minimal", _minimal(bisection)),
+        ("probes", _probes(bisection)),
+        *_doubts(bisection),
+        *_cost(bisection.get("cost")),
+        *_reproduction(bisection.get("reproduction")),
+    ]
+    return [(label, value) for label, value in rows if value]
+
+
+def bisection_verdicts(bisection: Section) -> list[tuple[str, str, str, str, str]]:
+    """Mode, outcome, phase, module and absmax of each verdict."""
+    usual = bisection.get("workload")
+    return [
+        (_mode(v, usual), _word(v, "outcome"), _phase(v), _word(v, "fqn"), _magnitude(v))
+        for v in bisection.get("verdicts") or ()
+    ]
+
+
+def remedy_yaml(bisection: Section) -> str:
+    """What to put into a scenario so that it is cured, as YAML; empty where nothing is known to cure."""
+    remedy = bisection.get("remedy")
+    text: str = yaml.safe_dump(remedy, sort_keys=False, width=200) if isinstance(remedy, Mapping) else ""
+    return text.rstrip("\n")
+
+
+def _corrections(bisection: Section) -> str:
+    offered = bisection.get("offered") or ()
+    needed = _listed(bisection.get("corrections"))
+    return f"{needed} ({len(offered)} offered)" if offered else needed
+
+
+def _minimal(bisection: Section) -> str:
+    if not bisection.get("one_minimal"):
+        return "not checked" if bisection.get("end") not in (None, "found") else "no"
+    return "yes: leaving out any one of them brings the failure back"
+
+
+def _probes(bisection: Section) -> str:
+    parts = [str(bisection.get("probes", ABSENT))]
+    if bisection.get("candidates"):
+        parts.append(f"for {counted(int(bisection['candidates']), 'candidate')}")
+    if bisection.get("workload"):
+        parts.append(f"by {bisection['workload']}")
+    if isinstance(bisection.get("probe_seconds"), (int, float)):
+        parts.append(f"(median {duration(float(bisection['probe_seconds']))})")
+    return one_line(" ".join(parts), 300)
+
+
+def _doubts(bisection: Section) -> Iterator[tuple[str, str]]:
+    """What the reader has to know before believing the rest."""
+    for line in bisection.get("flaky") or ():
+        yield "flaky", f"the same run came out differently: {line}"
+    if bisection.get("unresolved"):
+        yield "unresolved", f"{counted(int(bisection['unresolved']), 'probe')} failed in another way"
+    if bisection.get("monotone") is False:
+        yield "not monotone", "a run that was healthy failed when more was kept in float32"
+    if bisection.get("note"):
+        yield "note", str(bisection["note"])
+
+
+def _cost(cost: object) -> Iterator[tuple[str, str]]:
+    if not isinstance(cost, Mapping):
+        return
+    size, ratio_of_times = cost.get("memory_bytes"), cost.get("step_time_ratio")
+    peak = f", {_peak(size)} at the peak" if isinstance(size, int) else ""
+    seconds = f" ({duration(cost['step_time'])})" if cost.get("step_time") else ""
+    step = f"; step time {ratio(ratio_of_times)}{seconds}" if ratio_of_times else ""
+    yield "cost in float32", f"{_more(cost.get('parameter_bytes') or 0)} of weights{peak}{step}"
+
+
+def _peak(size: int) -> str:
+    """The peak of a process moves by itself, so little is no more than nothing."""
+    return _more(size) if abs(size) >= _MEASURABLE else f"less than {memory(_MEASURABLE)}"
+
+
+def _more(size: int) -> str:
+    return f"{'+' if size > 0 else ''}{memory(size)}"
+
+
+_MEASURABLE = 1 << 20
+
+
+def _reproduction(found: object) -> Iterator[tuple[str, str]]:
+    if not isinstance(found, Mapping):
+        return
+    if found.get("script"):
+        size = memory(int(found.get("bytes") or 0))
+        yield "reproduction", f"{found['script']} ({size} of tensors); run to make sure, it says: {found.get('said')}"
+    else:
+        yield "reproduction", f"none: {found.get('reason')}"
+
+
+def _listed(names: Sequence[object] | None) -> str:
+    return ", ".join(map(str, names or ())) or "none"
+
+
+def _mode(verdict: Section, usual: object) -> str:
+    """The mode, and what was run where that is not what the others ran and not the mode's name itself."""
+    mode, workload = str(verdict.get("mode") or ABSENT), verdict.get("workload")
+    return one_line(mode if workload in (None, usual, mode) else f"{mode}: {workload}")
+
+
+def _phase(verdict: Section) -> str:
+    step = verdict.get("step")
+    return _word(verdict, "phase") + (f", step {step}" if step is not None and verdict.get("phase") else "")
+
+
+def _word(verdict: Section, key: str) -> str:
+    return one_line(str(verdict.get(key) or ABSENT))
+
+
+def _magnitude(verdict: Section) -> str:
+    value = verdict.get("absmax")
+    return number(float(value)) if isinstance(value, (int, float)) else ABSENT

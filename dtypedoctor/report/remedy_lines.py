@@ -1,0 +1,109 @@
+"""The remedies of a report: what each changes and what came of it, those that cure first."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dtypedoctor.report.model import Outcome, Report, Trial
+from dtypedoctor.trials.remedies import REMEDIES
+
+__all__ = ["RemedyLine", "cured_sentence", "cures", "legend", "outcome_words", "remedy_lines"]
+
+_WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
+_MARK = " Unsafe."
+_UNSAFE = "Unsafe: it may only hide the failure instead of curing it."
+_MOST_NAMED = 2
+"""Remedies that a headline names."""
+_ORDER = (Outcome.FIXED, Outcome.NOT_FIXED, Outcome.NOT_TRIED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemedyLine:
+    """One remedy in words.
+
+    Attributes:
+        id: its id.
+        change: what it changes, beginning with a capital letter; empty where that is not known.
+        outcome: ``fixed``, ``not fixed``, ``not tried``, ``raises, as intended``, ``never reached``.
+        reason: what decided.
+        result: how far its run came, beside the untreated one (``3 of 3 steps, 0 before``); empty without a run.
+        cures: whether it fixes.
+    """
+
+    id: str
+    change: str
+    outcome: str
+    reason: str
+    result: str = ""
+    cures: bool = False
+
+
+def outcome_words(trial: Trial) -> str:
+    """The outcome of a trial as it is written in running text."""
+    if trial.as_intended:
+        return "raises, as intended"
+    return "never reached" if trial.never_reached else _WORDS[trial.outcome]
+
+
+def legend(lines: Sequence[RemedyLine]) -> str:
+    """What the word *unsafe* means; empty where no remedy is."""
+    return _UNSAFE if any(line.change.endswith(_MARK) for line in lines) else ""
+
+
+def cures(report: Report) -> list[RemedyLine]:
+    """The remedies that were tried and fix it, in the order in which they were tried."""
+    return [_of_trial(trial, report) for trial in report.trials if trial.outcome is Outcome.FIXED]
+
+
+def cured_sentence(trials: Sequence[Trial]) -> str:
+    """What cures, to be put behind a headline; remedies that may only hide the failure count where nothing else helps."""
+    fixed = [trial for trial in trials if trial.outcome is Outcome.FIXED]
+    safe = [trial.remedy for trial in fixed if trial.safe]
+    if safe:
+        more = f" (and {len(safe) - _MOST_NAMED} more)" if len(safe) > _MOST_NAMED else ""
+        return f" Cured by {' or '.join(safe[:_MOST_NAMED])}{more}."
+    return f" Gone, but perhaps only hidden, with {fixed[0].remedy}." if fixed else ""
+
+
+def remedy_lines(report: Report) -> list[RemedyLine]:
+    """All remedies: those that cure, those that do not, those that were not tried, those that are only proposed."""
+    ordered = sorted(report.trials, key=lambda trial: _ORDER.index(trial.outcome))
+    return [*(_of_trial(trial, report) for trial in ordered), *_only_proposed(report)]
+
+
+def _of_trial(trial: Trial, report: Report) -> RemedyLine:
+    return RemedyLine(
+        id=trial.remedy,
+        change=_sentence(trial.summary) + ("" if trial.safe else _MARK),
+        outcome=outcome_words(trial),
+        reason=trial.reason,
+        result=_result(trial, report),
+        cures=trial.outcome is Outcome.FIXED,
+    )
+
+
+def _result(trial: Trial, report: Report) -> str:
+    if trial.run is None or not trial.run.steps_planned:
+        return ""
+    done = f"{trial.run.steps_completed} of {trial.run.steps_planned} steps"
+    before = report.before
+    return (
+        f"{done}, {before.steps_completed} before"
+        if before and before.steps_planned == trial.run.steps_planned
+        else done
+    )
+
+
+def _only_proposed(report: Report) -> Iterator[RemedyLine]:
+    tried = {trial.remedy for trial in report.trials}
+    for name in dict.fromkeys(name for finding in report.findings for name in finding.remedies):
+        if name not in tried:
+            known = REMEDIES.get(name)
+            change = _sentence(known.summary) if known is not None else ""
+            yield RemedyLine(id=name, change=change, outcome="not tried", reason="no remedy was tried in this run")
+
+
+def _sentence(text: str) -> str:
+    """``text`` with a full stop behind, and a capital letter in front unless it begins with the id of a remedy."""
+    text = text.strip().rstrip(".")
+    first = text.partition(" ")[0]
+    return f"{text if '-' in first else text[:1].upper() + text[1:]}." if text else ""
