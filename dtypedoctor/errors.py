@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-__all__ = ["DoctorError", "ExitCode", "UsageError", "WorkerDiedError"]
+__all__ = ["DoctorError", "EmptyTraceError", "ExitCode", "UsageError", "WorkerDiedError"]
 
 
 class ExitCode(IntEnum):
@@ -40,6 +40,12 @@ class UsageError(DoctorError):
     """The user's input cannot be used (exit 2)."""
 
     exit_code = ExitCode.USAGE
+
+
+class EmptyTraceError(UsageError):
+    """What the user names is the run of a worker that died before it left a whole record (exit 3)."""
+
+    exit_code = ExitCode.NO_TRACE
 
 
 class WorkerDiedError(DoctorError):

@@ -9,6 +9,7 @@ import typer
 from dtypedoctor.errors import UsageError
 
 WEEK = 604_800
+MOST_PROCESSES = 64
 
 
 def register(app: typer.Typer) -> None:
@@ -39,6 +40,13 @@ def execute(
     certify: Annotated[
         bool, typer.Option("--certify", help="Run it once more unwatched, and say whether watching changed anything.")
     ] = False,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", help="Run it in so many processes, with torchrun.", min=1, max=MOST_PROCESSES),
+    ] = None,
+    watch_every: Annotated[
+        int, typer.Option("--watch-every", help="Measure every module in each so-many-th step only; 0: never.", min=0)
+    ] = 1,
     propagate_exit: Annotated[
         bool, typer.Option("--propagate-exit", help="Exit with the script's own status.")
     ] = False,
@@ -53,8 +61,9 @@ def execute(
     from dtypedoctor.cli.console import console_for
     from dtypedoctor.cli.treating import exit_code, treat_script
     from dtypedoctor.report.terminal import render_terminal
-    from dtypedoctor.runner.directories import default_directory, scenario_name
-    from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+    from dtypedoctor.runner.directories import default_directory, job_directory, scenario_name
+    from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
+    from dtypedoctor.trace.ranks import member, rank_directory
     from dtypedoctor.trials.treatment import Plan
 
     target = {"module": script} if module else {"path": script}
@@ -63,14 +72,26 @@ def execute(
         summary="A script, run unchanged.",
         time_limit=time_limit,
         deterministic=False,
+        watch_every=watch_every,
         remedies=attempt or [],
+        distributed=Distributed(processes=nproc) if nproc is not None else None,
         steps=[ScenarioStep(workload=Script(kind="script", args=arguments or [], **target))],
     )
-    plan = Plan(closer=not once, certify=certify, only=_known(attempt or []))
-    directory = out if out is not None else default_directory(scenario.name)
+    here = member()
+    if here is not None and nproc is not None:
+        raise UsageError(
+            "--nproc: this process is one of several already", "Leave it out: RANK and WORLD_SIZE are set."
+        )
+    again = here is None  # only its launcher can start a job once more
+    plan = Plan(closer=again and not once, certify=again and certify, only=_known(attempt or []))
+    if here is None:
+        directory = out if out is not None else default_directory(scenario.name)
+    else:
+        directory = rank_directory(out if out is not None else job_directory(scenario.name), here.rank)
     report, status = treat_script(scenario, directory, plan)
     render_terminal(report, console_for(sys.stderr))
-    return status if propagate_exit else exit_code(report)
+    own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
+    return status if own else exit_code(report)
 
 
 def _known(remedies: list[str]) -> frozenset[str]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dtypedoctor import __version__
-from dtypedoctor.cli import compare, env, exec, explain, inspect, report, run, scenarios
+from dtypedoctor.cli import bisect, compare, env, exec, explain, inspect, report, run, scenarios
 from dtypedoctor.errors import DoctorError, ExitCode
 
 _PLACED = re.compile(r"\S+:\d+:\d+: ")
@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (run, exec, inspect, report, compare, explain, scenarios, env):
+for verb in (run, bisect, exec, inspect, report, compare, explain, scenarios, env):
     verb.register(app)
 
 

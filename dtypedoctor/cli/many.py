@@ -9,8 +9,16 @@ from pathlib import Path
 from dtypedoctor.cli.live import LiveView
 from dtypedoctor.cli.treating import exit_code, treat_scenario
 from dtypedoctor.errors import ExitCode, UsageError
-from dtypedoctor.report.files import REPORT_JSON
-from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_row, render_matrix_json, row_of
+from dtypedoctor.report.files import MATRIX_JSON, REPORT_JSON
+from dtypedoctor.report.matrix import (
+    MatrixRow,
+    in_one_line,
+    refused_report,
+    refused_row,
+    render_matrix_json,
+    row_of,
+)
+from dtypedoctor.report.model import Report
 from dtypedoctor.report.redaction import redact
 from dtypedoctor.runner.launch import make_directory
 from dtypedoctor.scenario.catalog import resolve
@@ -18,7 +26,6 @@ from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.treatment import Plan
 
-MATRIX_JSON = "matrix.json"
 _GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)
 
 
@@ -46,31 +53,38 @@ def _paths(text: str) -> list[Path]:
     return found
 
 
-def treat_all(scenarios: Sequence[Scenario], directory: Path, plan: Plan) -> list[MatrixRow]:
+def treat_all(scenarios: Sequence[Scenario], directory: Path, plan: Plan) -> tuple[list[MatrixRow], list[Report]]:
     """Treats each scenario in a folder of its name in ``directory`` and leaves the matrix there.
 
     A scenario that cannot be run at all is a row of the matrix like any other; the rest is run all the same.
+
+    Returns:
+        The rows, and the reports in the same order.
     """
     make_directory(directory)
     rows: list[MatrixRow] = []
+    reports: list[Report] = []
     for scenario in scenarios:
         view = LiveView(sys.stderr, every_run=False)
-        rows.append(_row(scenario, directory, plan, view))
+        row, report = _treated(scenario, directory, plan, view)
+        rows.append(row)
+        reports.append(report)
         view.say(f"{len(rows)}/{len(scenarios)} {in_one_line(rows[-1])}")
     (directory / MATRIX_JSON).write_text(render_matrix_json(rows, exit_code=matrix_exit(rows)), encoding="utf-8")
     print(f"Matrix: {directory / MATRIX_JSON}", file=sys.stderr)
-    return rows
+    return rows, reports
 
 
-def _row(scenario: Scenario, directory: Path, plan: Plan, view: LiveView) -> MatrixRow:
+def _treated(scenario: Scenario, directory: Path, plan: Plan, view: LiveView) -> tuple[MatrixRow, Report]:
     began = time.monotonic()
     try:
         report = treat_scenario(scenario, directory / scenario.name, plan, view)
     except UsageError as refused:
-        return refused_row(scenario.name, refused.message, exit_code=int(refused.exit_code))
+        row = refused_row(scenario.name, refused.message, exit_code=int(refused.exit_code))
+        return row, refused_report(scenario.name, refused.message)
     seconds = round(time.monotonic() - began, 2)
     path = f"{scenario.name}/{REPORT_JSON}"
-    return row_of(redact(report), exit_code=exit_code(report), seconds=seconds, path=path)
+    return row_of(redact(report), exit_code=exit_code(report), seconds=seconds, path=path), report
 
 
 def matrix_exit(rows: Sequence[MatrixRow]) -> int:

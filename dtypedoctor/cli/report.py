@@ -1,14 +1,19 @@
 """``dtypedoctor report``: a finished run's report, in any format."""
 
+import gc
 import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dtypedoctor.errors import UsageError
+
+if TYPE_CHECKING:
+    from dtypedoctor.report.matrix import MatrixRow
+    from dtypedoctor.report.model import Report
 
 
 class Format(StrEnum):
@@ -30,23 +35,57 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Directory that a run has left, or its report.json.", metavar="RUN")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory that a run or several scenarios have left, or a report.json.",
+            metavar="RUN",
+        ),
+    ],
     format: Annotated[Format, typer.Option("--format", "-f", help="What to print.")] = Format.TERMINAL,
 ) -> None:
     """Print the report of a finished run."""
     from dtypedoctor.cli.console import console_for
-    from dtypedoctor.report.files import read_report
+    from dtypedoctor.report.files import read_matrix
     from dtypedoctor.report.gallery import with_pictures
     from dtypedoctor.report.renderers import RENDERERS
+    from dtypedoctor.report.saved import report_of
     from dtypedoctor.report.terminal import render_terminal
 
-    found = read_report(run)
+    gc.disable()  # the process ends with the report, and looking for garbage in a long trace takes a fifth of the time
+    several = read_matrix(run)
+    if several is not None:
+        _print_matrix(several, format)
+        return
+    found = report_of(run)
     if format is Format.TERMINAL:
         render_terminal(found, console_for(sys.stdout))
         return
     if format is Format.HTML:
         found = with_pictures(found, run if run.is_dir() else run.parent)
-    text = RENDERERS[format.value](found)
+    _write(RENDERERS[format.value](found))
+
+
+def _print_matrix(several: "tuple[list[MatrixRow], list[Report]]", format: Format) -> None:
+    """Several scenarios as one table or one document."""
+    from dtypedoctor.cli.console import console_for
+    from dtypedoctor.report.matrix_table import render_matrix
+    from dtypedoctor.report.renderers import MERGED
+
+    rows, reports = several
+    if format is Format.TERMINAL:
+        render_matrix(rows, console_for(sys.stdout))
+    elif format.value in MERGED:
+        _write(MERGED[format.value](reports))
+    else:
+        names = ", ".join(row.scenario for row in rows[:4] if row.report is not None)
+        raise UsageError(
+            f"--format {format.value}: several scenarios have no common report",
+            f"Name one of them, e.g. the folder of {names or 'a scenario'}, or use --format {' or '.join(MERGED)}.",
+        )
+
+
+def _write(text: str) -> None:
     try:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
         sys.stdout.flush()

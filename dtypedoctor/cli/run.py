@@ -1,10 +1,21 @@
 """``dtypedoctor run``: scenarios from failure to proven cure."""
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+MOST_PROCESSES = 64
+
+
+class Format(StrEnum):
+    """What can be printed of one scenario or of several."""
+
+    TERMINAL = "terminal"
+    JUNIT = "junit"
+    GITHUB = "github"
 
 
 def register(app: typer.Typer) -> None:
@@ -30,6 +41,17 @@ def run(
     dtype: Annotated[str | None, typer.Option("--dtype", help="Another dtype for every model.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Another seed.")] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", help="Run it in so many processes, with torchrun.", min=1, max=MOST_PROCESSES),
+    ] = None,
+    watch_every: Annotated[
+        int | None,
+        typer.Option("--watch-every", help="Measure every module in each so-many-th step only; 0: never.", min=0),
+    ] = None,
+    format: Annotated[
+        Format, typer.Option("--format", "-f", help="What to print at the end: for a person, or for a CI.")
+    ] = Format.TERMINAL,
 ) -> int:
     """Run scenarios: before, diagnosis, every proposed remedy, and the reference.
 
@@ -40,18 +62,28 @@ def run(
     from dtypedoctor.cli.many import load_all, matrix_exit, treat_all
     from dtypedoctor.cli.treating import exit_code, treat_scenario
     from dtypedoctor.report.matrix_table import render_matrix
+    from dtypedoctor.report.renderers import MERGED
     from dtypedoctor.report.terminal import render_terminal
     from dtypedoctor.runner.directories import default_directory
     from dtypedoctor.scenario.overrides import override
     from dtypedoctor.trials.treatment import Plan
 
     plan = Plan(remedies=not no_remedies)
-    loaded = [override(one, model=model, dtype=dtype, device=device, seed=seed) for one in load_all(scenarios)]
+    loaded = [
+        override(one, model=model, dtype=dtype, device=device, seed=seed, processes=nproc, watch_every=watch_every)
+        for one in load_all(scenarios)
+    ]
     if len(loaded) == 1 and not Path(scenarios[0]).is_dir():
         directory = out if out is not None else default_directory(loaded[0].name)
         report = treat_scenario(loaded[0], directory, plan)
-        render_terminal(report, console_for(sys.stdout))
+        if format is Format.TERMINAL:
+            render_terminal(report, console_for(sys.stdout))
+        else:
+            sys.stdout.write(MERGED[format.value]([report]))
         return exit_code(report)
-    rows = treat_all(loaded, out if out is not None else default_directory("scenarios"), plan)
-    render_matrix(rows, console_for(sys.stdout))
+    rows, reports = treat_all(loaded, out if out is not None else default_directory("scenarios"), plan)
+    if format is Format.TERMINAL:
+        render_matrix(rows, console_for(sys.stdout))
+    else:
+        sys.stdout.write(MERGED[format.value](reports))
     return matrix_exit(rows)

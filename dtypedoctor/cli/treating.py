@@ -15,6 +15,7 @@ from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.runner.launch import Launcher, Run, make_directory
 from dtypedoctor.runner.script import run_script
+from dtypedoctor.runner.torchrun import run_ranks
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trials.summary import how_it_ended
@@ -59,7 +60,8 @@ def treat_script(scenario: Scenario, directory: Path, plan: Plan) -> tuple[Repor
             first = label == "before"
             if not first:
                 print(f"dtypedoctor: running the script again ({label}) …", file=sys.stderr, flush=True)
-            return run_script(request, directory / label, live=first)
+            start = run_script if scenario.distributed is None else run_ranks
+            return start(request, directory / label, live=first)
 
         treatment = treat(scenario, launch, plan)
         code = treatment.before.exit.code
@@ -78,7 +80,8 @@ def exit_code(report: Report) -> int:
     if report.expectation_met is not None:
         return int(ExitCode.OK if report.expectation_met else ExitCode.FINDINGS)
     remain = any(f.severity is not Severity.INFO for f in report.findings) or report.status is not Status.HEALTHY
-    return int(ExitCode.FINDINGS if remain else ExitCode.OK)
+    doubtful = report.observer.bitwise_equal is False  # what was watched is not what happens unwatched
+    return int(ExitCode.FINDINGS if remain or doubtful else ExitCode.OK)
 
 
 @contextmanager
@@ -94,8 +97,10 @@ def _new(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _starter(scenario: Scenario, directory: Path, view: LiveView) -> Iterator[Start]:
-    """What runs a scenario: a fresh interpreter for a script, a warm server for everything else."""
-    if isinstance(scenario.steps[0].workload, Script):
+    """What runs a scenario: torchrun for several processes, a fresh interpreter for a script, else a warm server."""
+    if scenario.distributed is not None:
+        yield lambda request, place: run_ranks(request, place, live=False)
+    elif isinstance(scenario.steps[0].workload, Script):
         yield lambda request, place: run_script(request, place, live=False)
     else:
         with Launcher(directory / "server.log", progress=view.progress) as launcher:
@@ -112,5 +117,8 @@ def _reported(treatment: Treatment, directory: Path) -> Report:
         files=files,
         next_command=f"dtypedoctor report {shlex.quote(str(directory))} --format md",
     )
-    write_report(directory, report)
+    try:
+        write_report(directory, report)
+    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
+        print(f"dtypedoctor: the report cannot be kept in {directory}: {error.strerror}", file=sys.stderr)
     return report

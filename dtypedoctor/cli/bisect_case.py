@@ -1,0 +1,104 @@
+"""What ``bisect`` is asked to do: a new case, or one that was interrupted."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtypedoctor.diagnosis.static.hub_cache import cached
+from dtypedoctor.errors import UsageError
+from dtypedoctor.runner.directories import default_directory
+from dtypedoctor.runner.launch import make_directory
+from dtypedoctor.scenario.cases import case_of
+from dtypedoctor.scenario.catalog import resolve
+from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.scenario.overrides import override
+from dtypedoctor.trials.bisection.journal import Asked, Journal
+
+__all__ = ["Case", "Options", "new_case", "resumed_case"]
+
+DTYPE = "float16"
+"""The dtype under suspicion where neither a scenario nor an option names one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line says about the case; None where it says nothing."""
+
+    scenario: str | None = None
+    model: str | None = None
+    dtype: str | None = None
+    workload: str | None = None
+    device: str | None = None
+    out: Path | None = None
+    tolerance: float | None = None
+    time_limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A bisection to do.
+
+    Attributes:
+        directory: its run directory, which exists.
+        resumed: whether something lies there already.
+    """
+
+    asked: Asked
+    directory: Path
+    resumed: bool
+
+
+def new_case(options: Options) -> Case:
+    """A case in a new run directory.
+
+    Raises:
+        UsageError: the options contradict each other, the scenario cannot be read, or the directory cannot be made.
+    """
+    scenario = override(_scenario(options), device=options.device)
+    if options.time_limit is not None:
+        scenario = scenario.with_changes(time_limit=options.time_limit)
+    if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
+        raise UsageError("--tolerance must be a number above 0", "It is a difference of log-probabilities, e.g. 0.05.")
+    asked = Asked(scenario=scenario, tolerance=options.tolerance)
+    directory = options.out if options.out is not None else default_directory(f"bisect-{scenario.name}")
+    make_directory(directory)
+    Journal(directory).begin(asked)
+    return Case(asked=asked, directory=directory, resumed=False)
+
+
+def resumed_case(directory: Path, beside: Options) -> Case:
+    """The case whose run directory this is.
+
+    Raises:
+        UsageError: another option wants something else, or there is no bisection in the directory.
+    """
+    if beside != Options():
+        raise UsageError("--resume goes on as it began", "Give it alone, or with --jobs.")
+    return Case(asked=Journal(directory).asked(), directory=directory, resumed=True)
+
+
+def _scenario(options: Options) -> Scenario:
+    if (options.scenario is None) == (options.model is None):
+        raise UsageError(
+            "give either a SCENARIO or --model", "For example: dtypedoctor bisect --model builtin:gemma4-tiny"
+        )
+    if options.model is not None:
+        _require_weights(options.model)
+        return case_of(options.model, options.dtype or DTYPE, options.workload)
+    if options.workload is not None:
+        raise UsageError("--workload is for --model: a scenario has its own", "Leave one of the two out.")
+    assert options.scenario is not None  # one of the two is given
+    return override(load_scenario(resolve(options.scenario)), dtype=options.dtype)
+
+
+def _require_weights(model: str) -> None:
+    """A hub id has to be in the cache: each of many runs loads the model anew, and none of them should wait for a network.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if ":" not in model and not Path(model).exists() and cached(model) is None:
+        raise UsageError(
+            f"--model: {model} is neither a folder here nor a model id in the Hugging Face cache",
+            "Give builtin:NAME, a folder, an id that has been downloaded, or package.module:factory.",
+        )

@@ -1,0 +1,126 @@
+"""What ``bisect`` does once its arguments are read. It is imported only then: ``--help`` must not wait for it."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dtypedoctor.cli.bisect_case import Case
+from dtypedoctor.cli.narrowing import Narrowing
+from dtypedoctor.cli.treating import exit_code
+from dtypedoctor.errors import ExitCode, UsageError
+from dtypedoctor.report.bisection_build import bisection_report
+from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
+from dtypedoctor.report.model import Report
+from dtypedoctor.runner.gpus import gpu_environment, visible_gpus
+from dtypedoctor.runner.launch import Launcher, Run
+from dtypedoctor.runner.warm import WarmServer
+from dtypedoctor.scenario.request import Request
+from dtypedoctor.trials.bisection.bisect import Told, bisect
+from dtypedoctor.trials.bisection.journal import JOURNAL, Journal
+from dtypedoctor.trials.bisection.laboratory import Laboratory
+from dtypedoctor.trials.bisection.questions import Measured
+from dtypedoctor.trials.bisection.results import Bisection, End
+from dtypedoctor.trials.summary import how_it_ended
+
+__all__ = ["bisect_case", "bisection_exit_code"]
+
+MOST_JOBS = 4
+"""Runs at a time where nobody says: each holds a model of its own."""
+
+
+def bisect_case(case: Case, jobs: int | None) -> tuple[Bisection, Report]:
+    """Bisects ``case`` and leaves the report in its directory.
+
+    Raises:
+        UsageError: it cannot be run at all; a new directory is not left behind.
+        WorkerDiedError: the worker died before there was a model.
+    """
+    with _kept_only_if_used(case), Narrowing(sys.stderr) as view, _laboratory(case, jobs, view) as lab:
+        journal = Journal(case.directory)
+
+        def probe(measured: Measured) -> None:
+            view.probe(measured)
+            if not measured.repeated and not measured.probe.cached:
+                journal.note(
+                    "probe",
+                    question=measured.question,
+                    stage=measured.probe.stage,
+                    treated=list(measured.names),
+                    outcome=measured.probe.outcome,
+                    reason=measured.symptom.reason,
+                    absmax=measured.symptom.absmax,
+                    seconds=round(measured.symptom.seconds, 3),
+                )
+
+        told = Told(stage=view.stage, forest=view.forest, probe=probe)
+        found = bisect(case.asked.scenario, lab, told, case.asked.tolerance)
+    return found, _reported(found, case.directory)
+
+
+def bisection_exit_code(found: Bisection, report: Report) -> int:
+    """10 where it fails, whatever was found out; without a failure as for any other report."""
+    return exit_code(report) if found.end is End.HEALTHY else int(ExitCode.FINDINGS)
+
+
+@contextmanager
+def _kept_only_if_used(case: Case) -> Iterator[None]:
+    try:
+        yield
+    except UsageError:
+        if not case.resumed:
+            shutil.rmtree(case.directory)
+        raise
+    except KeyboardInterrupt:
+        print(f"Go on with: dtypedoctor bisect --resume {shlex.quote(str(case.directory))}", file=sys.stderr)
+        raise
+
+
+@contextmanager
+def _laboratory(case: Case, jobs: int | None, view: Narrowing) -> Iterator[Laboratory]:
+    """Runs requests in workers forked from a server that has the models built; on GPUs each worker gets one for itself."""
+    directory, gpus = case.directory, visible_gpus()
+    journal = Journal(directory)
+    server = directory / "server"
+    shutil.rmtree(server, ignore_errors=True)  # that of an interrupted bisection
+    view.stage("building the model")
+    with (
+        Launcher(directory / "server.log") as launcher,
+        WarmServer(launcher, Request(scenario=case.asked.scenario), server) as warm,
+    ):
+        on_gpu = warm.device == "cuda"
+
+        def note(place: str, run: Run | UsageError) -> None:
+            journal.note("run", place=place, ended=run.message if isinstance(run, UsageError) else how_it_ended(run))
+
+        yield Laboratory(
+            directory,
+            lambda request, place, slot: warm.start(request, place, gpu_environment(slot, gpus) if on_gpu else {}),
+            jobs or (max(1, len(gpus)) if on_gpu else min(len(os.sched_getaffinity(0)), MOST_JOBS)),
+            tick=view.tick,
+            note=note,
+        )
+
+
+def _reported(found: Bisection, directory: Path) -> Report:
+    files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before", "journal": JOURNAL, "log": "server.log"}
+    if found.reproduction is not None and found.reproduction.script is not None:
+        files["reproduction"] = found.reproduction.script
+    report = bisection_report(
+        found,
+        command=shlex.join(["dtypedoctor", *sys.argv[1:]]),
+        files=files,
+        next_command=_next_command(found, directory),
+    )
+    write_report(directory, report)
+    return report
+
+
+def _next_command(found: Bisection, directory: Path) -> str:
+    where = shlex.quote(str(directory))
+    if found.end is End.INTERRUPTED:
+        return f"dtypedoctor bisect --resume {where}"
+    return f"dtypedoctor report {where} --format md"
