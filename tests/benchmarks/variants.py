@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.utils._debug_mode import DebugMode
 from transformers.debug_utils import DebugUnderflowOverflow
 
@@ -137,6 +137,33 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all().item())
 
 
+class _Norms:
+    """Maximum norms of tensors, so many at a time."""
+
+    def __init__(self, together: int) -> None:
+        self._together = together
+        self._held: list[Tensor] = []
+
+    def __call__(self, tensor: Tensor) -> None:
+        self._held.append(tensor.detach())
+        if len(self._held) == self._together:
+            torch._foreach_norm(self._held, float("inf"))
+            self._held.clear()
+
+
+@contextmanager
+def _full_backward_hooks(workload: Workload) -> Iterator[None]:
+    handles = [
+        register_module_forward_hook(lambda module, args, output: None),
+        register_module_full_backward_hook(lambda module, given, returned: None),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @contextmanager
 def _debug_mode(workload: Workload) -> Iterator[None]:
     with DebugMode(record_nn_module=True):
@@ -155,6 +182,9 @@ VARIANTS: dict[str, Callable[[Workload], Variant]] = {
     "dtypedoctor watch": lambda w: Doctor("dtypedoctor watch", w),
     "dtypedoctor sentinel": lambda w: Doctor("dtypedoctor sentinel", w, every=0),
     "hooks without statistics": lambda w: _Inside("hooks without statistics", w, _hooks(lambda tensor: None)),
+    "full backward hooks": lambda w: _Inside("full backward hooks", w, _full_backward_hooks),
+    "aminmax, not read": lambda w: _Inside("aminmax, not read", w, _hooks(lambda t: torch.aminmax(t.detach()))),
+    "foreach_norm, not read": lambda w: _Inside("foreach_norm, not read", w, _hooks(_Norms(64))),
     "DebugUnderflowOverflow": lambda w: _Inside("DebugUnderflowOverflow", w, _own_hooks, slow=True),
     "isfinite hooks": lambda w: _Inside("isfinite hooks", w, _hooks(_is_finite), slow=True),
     "DebugMode modules": lambda w: _Inside("DebugMode modules", w, _debug_mode, slow=True),

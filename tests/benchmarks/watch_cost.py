@@ -55,7 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, help="tokens in a sequence (1024 on CUDA, 256 on a CPU)")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a variant in one round")
-    parser.add_argument("--slow-rounds", type=int, default=2, help="rounds of variants that take several times as long")
+    parser.add_argument("--slow-rounds", type=int, default=4, help="rounds of variants that take several times as long")
     parser.add_argument(
         "--warm-up", type=int, help="steps of the doctor before anything is timed (34 on CUDA, 9 on a CPU)"
     )

@@ -1,4 +1,4 @@
-"""Runs the scripts of the corpus as `dtypedoctor exec` does, each in a fork of this process, and compares with the headers.
+"""Runs the scripts of the corpus as `dtypedoctor exec` does, each in a fork of one process, and compares with the headers.
 
 As a program it prints a table: ``python tests/e2e/exec_corpus.py [family or script name ...]``.
 """
@@ -10,11 +10,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forked_script import preload, redirect
+from forked_script import redirect
+from nursery import fork, preload
 from script_corpus import Case, cases, matches_fqn
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
@@ -50,42 +51,45 @@ def place(finding: Finding) -> str:
 
 def diagnose_case(case: Case, folder: Path) -> Diagnosed:
     """Treats a script in ``folder``, whose child ``work`` is its working directory."""
+    began = time.monotonic()
+    treatment = treat_forked(case.path, folder, Plan(certify=False, only=frozenset()))
+    seconds = time.monotonic() - began
+    return Diagnosed(case=case, treatment=treatment, wrong=tuple(mistakes(case, treatment)), seconds=seconds)
+
+
+def treat_forked(path: Path, folder: Path, plan: Plan, remedies: Sequence[str] = ()) -> Treatment:
+    """Treats a script in ``folder`` and asks for ``remedies``; each run is a fork."""
     work = folder / "work"
     work.mkdir()
     scenario = Scenario(
-        name=case.name,
-        summary=case.name,
+        name=path.stem,
+        summary=path.stem,
         deterministic=False,
-        steps=[ScenarioStep(workload=Script(kind="script", path=str(case.path)))],
+        remedies=list(remedies),
+        steps=[ScenarioStep(workload=Script(kind="script", path=str(path)))],
     )
 
     def launch(label: str, request: Request) -> Run:
         return run_forked(request, folder / label, work)
 
-    began = time.monotonic()
-    treatment = treat(scenario, launch, Plan(certify=False, only=frozenset()))
-    seconds = time.monotonic() - began
-    return Diagnosed(case=case, treatment=treatment, wrong=tuple(mistakes(case, treatment)), seconds=seconds)
+    return treat(scenario, launch, plan)
 
 
 def run_forked(request: Request, directory: Path, work: Path) -> Run:
-    """The request in a fork of this process, which has the heavy libraries imported."""
+    """The request in a child that has the heavy libraries imported."""
     directory.mkdir()
     (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
     began = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            redirect(directory / "output.txt")
-            os.chdir(work)
-            code = serve(directory)
-        finally:  # nothing may return into the parent's code
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
+    code = fork(live, directory, work).wait()
     ended = WorkerExit(code=code, timed_out=False, seconds=time.monotonic() - began)
     return collect(directory, ended, foreign=True)
+
+
+def live(directory: Path, work: Path) -> int:
+    """The child's side: its streams and its working directory, then the request."""
+    redirect(directory / "output.txt")
+    os.chdir(work)
+    return serve(directory)
 
 
 def serve(directory: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import runpy
@@ -14,18 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TIME_LIMIT = 120.0
+from nursery import Child, fork
 
-SLOW_PARTS = {
-    "torch": ("torch", "torch._dynamo"),
-    "transformers": (
-        "transformers.generation.utils",
-        "transformers.trainer",
-        "transformers.models.llama.modeling_llama",
-    ),
-    "trl": ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"),
-}
-"""Modules that a library imports on first use, seconds each."""
+TIME_LIMIT = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,27 +33,13 @@ Around = Callable[[Callable[[], None]], Any]
 """Calls the script that it is given, which never raises, and returns evidence that can be pickled."""
 
 
-def preload(libraries: frozenset[str]) -> None:
-    """Import what the children will need, once, here."""
-    for library in sorted(libraries | {"torch"}):
-        for name in SLOW_PARTS.get(library, (library,)):
-            importlib.import_module(name)
-
-
 def run_forked(path: Path, folder: Path, around: Around) -> Ended:
     """Run ``path`` in a child whose working directory is ``folder``.
 
     Raises TimeoutError for one that takes too long, ChildProcessError for one that dies.
     """
     result, output = folder / "ended.pickle", folder / "output.txt"
-    child = os.fork()
-    if child == 0:
-        try:
-            redirect(output)
-            run_here(path, folder, result, around)
-        finally:  # nothing may return into the parent's code
-            os._exit(0)
-    wait_for(child, path)
+    wait_for(fork(run_here, path, folder, result, output, around), path)
     text = output.read_text(encoding="utf-8", errors="replace")
     if not result.exists():
         raise ChildProcessError(f"{path.name} left no result:\n{text[-2000:]}")
@@ -71,15 +47,16 @@ def run_forked(path: Path, folder: Path, around: Around) -> Ended:
     return Ended(raised=raised, message=message, output=text, seconds=seconds, evidence=evidence)
 
 
-def wait_for(child: int, path: Path) -> None:
+def wait_for(child: Child, path: Path) -> None:
     """Wait for ``child``; one that takes too long is killed and reported as a TimeoutError."""
     deadline = time.monotonic() + TIME_LIMIT
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
+    while not child.over():
         if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            os.kill(child.pid, signal.SIGKILL)
+            child.wait()
             raise TimeoutError(f"{path.name} ran longer than {TIME_LIMIT:.0f} s")
         time.sleep(0.005)
+    child.wait()
 
 
 def redirect(output: Path) -> None:
@@ -91,11 +68,12 @@ def redirect(output: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def run_here(path: Path, folder: Path, result: Path, around: Around) -> None:
+def run_here(path: Path, folder: Path, result: Path, output: Path, around: Around) -> None:
     """The child's side: the script as ``__main__``, and its end written to ``result``."""
     import torch
 
-    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; waiting for them would hang
+    redirect(output)
+    torch.set_num_threads(1)
     os.chdir(folder)
     sys.argv = [str(path)]
     sys.path.insert(0, str(path.parent))

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from command import Finished, dtypedoctor
 
+from dtypedoctor.trace.seal import seal
+
 SCENARIO = """\
 name: {name}
 summary: A tiny Llama, trained for two steps.
@@ -81,7 +83,8 @@ def test_a_run_with_a_damaged_parameter_is_told_apart(runs: Path, tmp_path: Path
     assert changed is not None
     changed[4] = [[row[0], row[1] * 3, *row[2:]] if row[0] == target else row for row in changed[4]]
     (tmp_path / "copy").mkdir()
-    lines[index] = json.dumps(changed, separators=(",", ":"))
+    body = json.dumps(changed[:5], separators=(",", ":")).encode()
+    lines[index] = seal(body, index + 1).decode()
     (tmp_path / "copy" / "events.jsonl").write_text("\n".join(lines) + "\n")
     finished = compare(runs, "sdpa", str(tmp_path / "copy"))
     assert finished.code == 10

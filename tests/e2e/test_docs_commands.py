@@ -16,6 +16,8 @@ from documented import ROOT, Command, documented_commands, marked_examples
 
 from dtypedoctor.cli.main import app
 from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.report.files import read_report
+from dtypedoctor.report.matrix import render_matrix_json, row_of
 from dtypedoctor.scenario.catalog import available
 
 PARSER = typer.main.get_command(app)
@@ -80,6 +82,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert finished.code == 0, finished.err
     (folder / "dtype-report").mkdir()
     (folder / "dtype-report" / "gemma4_grpo_fp16").symlink_to(folder / "runs" / "first")
+    first = read_report(folder / "runs" / "first")
+    row = row_of(first, exit_code=0, seconds=1.0, path="gemma4_grpo_fp16/report.json")
+    (folder / "dtype-report" / "matrix.json").write_text(render_matrix_json([row], exit_code=0))
     return folder
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from command import dtypedoctor, report_of
 from exec_corpus import diagnose_case, expected
-from forked_script import preload
+from nursery import preload
 from script_corpus import Case, cases, matches_fqn
 
 ENABLED_FAMILIES = ("healthy", "mismatch", "nonfinite", "scaling", "silent", "compile-load")
@@ -19,7 +19,7 @@ BY_COMMAND = ("rain_gauge", "bedtime_stories", "handwritten_digits", "pendulum_f
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_are_imported_once() -> None:
-    """Children are forked from here, so each import is paid once."""
+    """Children are forked from a process that has them, so each import is paid once."""
     preload(frozenset(library for case in CASES for library in case.imports))
 
 

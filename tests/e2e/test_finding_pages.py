@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from finding_page import FOLDER, Page, links, read_page
-from forked_script import Ended, preload, run_forked
+from forked_script import Ended, run_forked
+from nursery import preload
 
 from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.diagnosis.ids import FAMILIES, FINDING_IDS

@@ -42,7 +42,7 @@ def test_the_product_in_the_first_mlp_is_blamed_with_proof(cured: tuple[Finished
     assert finding["fqn"].endswith("layers.0.mlp")
     assert finding["op"] == "aten.mul.Tensor"
     assert (finding["phase"], finding["step"]) == ("generate", 2)
-    assert re.fullmatch(r"modeling_gemma4\.py:\d+", finding["source"])
+    assert re.fullmatch(r"transformers/models/gemma4/modeling_gemma4\.py:\d+", finding["source"])
     assert finding["confidence"] == "proven"
     evidence = " ".join(finding["evidence"])
     assert "65504" in evidence

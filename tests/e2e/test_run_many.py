@@ -1,6 +1,7 @@
 """Several scenarios in one command, through the real command line."""
 
 import json
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -82,11 +83,41 @@ def test_one_matrix_is_printed_and_progress_goes_to_stderr(mixed: tuple[Finished
 
 
 def test_two_healthy_files_exit_with_zero(tmp_path: Path) -> None:
-    """Files and names may be mixed with folders."""
+    """Files and names may be mixed with folders; stdout holds the JUnit document and nothing else."""
     one, two = folder(tmp_path / "one", first=HEALTHY), folder(tmp_path / "two", second=HEALTHY)
-    finished = dtypedoctor("run", one / "first.yaml", two, "--out", tmp_path / "out")
+    finished = dtypedoctor("run", one / "first.yaml", two, "--out", tmp_path / "out", "--format", "junit")
     assert finished.code == 0, finished.err
-    assert "2 of 2 scenarios are as they say" in finished.out
+    root = ET.fromstring(finished.out)
+    assert [suite.get("name") for suite in root] == ["first", "second"]
+    assert (root.get("failures"), root.get("errors")) == ("0", "0")
+    assert "2 of 2 scenarios are as they say" in dtypedoctor("report", tmp_path / "out").out
+
+
+def test_a_finished_matrix_is_a_gate_in_the_formats_of_a_ci(mixed: tuple[Finished, Path]) -> None:
+    """One suite per scenario: unexpected findings and unmet expectations fail, a refused scenario is an error."""
+    _, out = mixed
+    junit = dtypedoctor("report", out, "--format", "junit")
+    suites = {suite.get("name"): suite for suite in ET.fromstring(junit.out)}
+    assert list(suites) == ["a_failing", "b_unmet", "c_refused", "d_healthy"]
+    counts = {name: (suite.get("failures"), suite.get("errors")) for name, suite in suites.items()}
+    assert counts == {"a_failing": ("1", "0"), "b_unmet": ("1", "0"), "c_refused": ("0", "1"), "d_healthy": ("0", "0")}
+    summary = dtypedoctor("report", out, "--format", "github").out
+    assert [f"fail** | `{name}`" in summary for name in suites] == [True, True, True, False]
+
+
+def test_several_scenarios_have_no_common_page(mixed: tuple[Finished, Path]) -> None:
+    """Formats of one report are refused with the way out; the table is shown as it was."""
+    _, out = mixed
+    refused = dtypedoctor("report", out, "--format", "html")
+    assert (refused.code, "Name one of them" in refused.err) == (2, True)
+    assert "1 of 4 scenarios are as they say" in dtypedoctor("report", out).out
+    (out / "matrix.json").rename(out / "kept.json")
+    try:
+        assert dtypedoctor("report", out).code == 2
+        (out / "matrix.json").write_text("[]")
+        assert "not a matrix" in dtypedoctor("report", out).err
+    finally:
+        (out / "kept.json").replace(out / "matrix.json")
 
 
 def test_what_cannot_be_read_is_said_before_anything_runs(tmp_path: Path) -> None:

@@ -1,12 +1,25 @@
 """Every shipped scenario fails as it says and is cured as it says, through the real command line."""
 
+import html
+import io
 import json
+import re
+import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from command import Finished, dtypedoctor, report_of
+from rich.console import Console
 
+from dtypedoctor.report.contract import json_schema
+from dtypedoctor.report.files import read_report
+from dtypedoctor.report.gallery import with_pictures
+from dtypedoctor.report.redaction import redact
+from dtypedoctor.report.renderers import RENDERERS
+from dtypedoctor.report.terminal import render_terminal
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
 
@@ -14,6 +27,10 @@ SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 ALL = {path.stem: load_scenario(path) for path in sorted(SCENARIOS.glob("*.yaml"))}
 FAILING = {name: scenario for name, scenario in ALL.items() if scenario.expect.findings and not scenario.expect.only_on}
 SILENT = ("sequential_loads_bf16_fp16_autocast", "sequential_loads_fp16_bf16_autocast", "quant_state_float32")
+FOLDERS = re.compile(
+    "|".join(re.escape(str(folder)) for folder in {SCENARIOS.parent, Path(sys.prefix), Path.home()}) + "|/tmp/"
+)
+"""Absolute paths that belong to whoever runs the tests."""
 STRICT = [name for name, scenario in FAILING.items() if "strict" in scenario.expect.not_cured_by]
 
 pytestmark = pytest.mark.timeout(900)
@@ -84,6 +101,27 @@ def test_a_cured_run_computes_what_float32_computes(name: str, everything: tuple
             assert trial["output_error"] < 0.05
 
 
+@pytest.mark.parametrize("name", FAILING)
+def test_a_cure_has_its_price_in_the_table(name: str, everything: tuple[Finished, Path]) -> None:
+    """Step time and peak memory against the untreated run or the healthy one, the output error, and whether it is safe."""
+    cures = [trial for trial in trials(everything, name).values() if trial["outcome"] == "fixed"]
+    assert cures
+    for trial in cures:
+        assert trial["ratio_base"] in ("before", "reference")
+        assert trial["step_time_ratio"] > 0
+        assert trial["peak_memory_ratio"] > 0
+        assert trial["output_error"] is not None
+        assert isinstance(trial["safe"], bool)
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="with a CUDA device its streams are looked at")
+def test_streams_are_said_to_be_not_covered_where_there_are_none(everything: tuple[Finished, Path]) -> None:
+    """Once, although two workloads had launches to look at."""
+    report = report_of(everything[1] / "nf4_dequant_streams")
+    assert report["coverage"] == ["CUDA streams: there is no CUDA device here"]
+    assert report["status"] == "healthy"
+
+
 @pytest.mark.parametrize("name", SILENT)
 def test_garbage_that_nothing_complains_about_is_found(
     name: str, rows: dict[str, dict[str, Any]], everything: tuple[Finished, Path]
@@ -109,9 +147,31 @@ def test_casting_the_stale_buffer_turns_an_exception_into_garbage(
 @pytest.mark.parametrize("name", STRICT)
 def test_strict_mode_raises_where_a_cast_would_have_hidden_it(name: str, everything: tuple[Finished, Path]) -> None:
     """The message names the dtypes that disagree."""
-    reason = trials(everything, name)["strict"]["reason"]
-    assert reason.startswith("raises as it should")
-    assert "MixedDtypesError" in reason
+    trial = trials(everything, name)["strict"]
+    assert (trial["outcome"], trial["as_intended"]) == ("not-fixed", True)
+    assert trial["reason"].startswith("MixedDtypesError in step ")
+    assert trial["reason"].endswith("A cast would have hidden it")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_report_of_a_scenario_renders_in_every_format(name: str, everything: tuple[Finished, Path]) -> None:
+    """Each format holds the headline; JSON meets its schema, Markdown fits into one comment, nothing names this machine's folders."""
+    directory = everything[1] / name
+    jsonschema.validate(report_of(directory), json_schema())
+    report = read_report(directory)
+    drawn = with_pictures(report, directory)
+    written = {style: render(drawn if style == "html" else report) for style, render in RENDERERS.items()}
+    console = Console(file=io.StringIO(), width=80)
+    render_terminal(redact(report), console)
+    written["terminal"] = console.file.getvalue()  # type: ignore[attr-defined]
+    for style, text in written.items():
+        words = html.unescape(text) if style in ("html", "junit") else text
+        assert report.headline.split()[0].strip(".") in words, style
+        assert not FOLDERS.search(text), (style, FOLDERS.search(text))
+        assert "\x1b" not in text
+    assert len(written["md"].encode()) < 65_536
+    assert len(written["html"].encode()) < 2_000_000
+    assert ET.fromstring(written["junit"]).get("failures") == "0"
 
 
 def _variant(scenario: Scenario) -> tuple[Any, ...]:

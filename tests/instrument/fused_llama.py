@@ -12,9 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from dtypedoctor.corrections import CORRECTIONS
 from dtypedoctor.corrections.contract import Installed
-from dtypedoctor.corrections.dequantize import CORRECTIONS_DEQUANTIZE
-from dtypedoctor.corrections.fused_lora import CORRECTIONS_FUSED_LORA
 from dtypedoctor.kernels.fused_lora import Base
 from dtypedoctor.kernels.lora_functions import LoraMlp, LoraO, LoraQkv, for_device
 from dtypedoctor.models.builtin import llama_tiny
@@ -28,7 +27,6 @@ ROUNDING = {"f16": 2e-3, "bf16": 1.5e-2, "f32": 1e-5}
 """Bound of the relative error against float32 that rounding alone explains, a few units in the last place."""
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CORRECTIONS = {c.id: c for c in (*CORRECTIONS_FUSED_LORA, *CORRECTIONS_DEQUANTIZE)}
 WIDTHS = {"o": [(64, 64)], "qkv": [(64, 64), (32, 64), (32, 64)], "mlp": [(128, 64), (128, 64), (64, 128)]}
 FUNCTIONS = {"o": LoraO, "qkv": LoraQkv, "mlp": LoraMlp}
 
@@ -138,12 +136,12 @@ def outcome_of(block: Block, autocast: str) -> str:
 
 
 @contextmanager
-def corrected(model: nn.Module, *ids: str) -> Iterator[list[Installed]]:
-    """Installs corrections and takes them out again, last one first."""
+def corrected(model: nn.Module, *ids: str, modules: Sequence[str] = ()) -> Iterator[list[Installed]]:
+    """Installs corrections, each told ``modules``, and takes them out again, last one first."""
     installed: list[Installed] = []
     try:
         for name in ids:
-            installed.append(CORRECTIONS[name].install(model, ()))
+            installed.append(CORRECTIONS[name].install(model, modules))
         yield installed
     finally:
         for correction in reversed(installed):

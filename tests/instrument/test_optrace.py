@@ -1,7 +1,10 @@
 """The op trace: where a bad value is born, and which operand was the odd one."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from watched import watched
@@ -144,3 +147,48 @@ def test_tracing_changes_no_result(tmp_path: Path) -> None:
     trace = watched(tmp_path, lambda _: net(x).sum().backward(), OpWindow(call=1, step=0, until="backward"))
     assert "aten.mm.default" in results(trace)
     assert all(torch.equal(a, p.grad) for a, p in zip(expected, net.parameters(), strict=True) if p.grad is not None)
+
+
+class Glance(nn.Module):
+    """Attention in steps behind a layer, in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ask = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        asked = self.ask(x)
+        return (asked @ asked.mT).softmax(-1).to(torch.float64)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_operators_that_are_made_of_others_are_taken_apart_in_inference_mode_too(
+    tmp_path: Path, mode: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """There torch leaves them whole, and a product with a weight would not be told from one of activations."""
+
+    def work(_: object) -> None:
+        with mode():
+            Glance()(torch.randn(2, 3, 4))
+
+    trace = watched(tmp_path, work, OpWindow(call=1, step=0, until="next-call"))
+    computing = [op.op for op in trace.all(Op) if op.op.split(".")[1] in ("addmm", "bmm", "_softmax", "_to_copy")]
+    assert computing == ["aten.addmm.default", "aten.bmm.default", "aten._softmax.default", "aten._to_copy.default"]
+    assert all(op.error is None for op in trace.all(Op))
+
+
+def test_a_composite_operator_that_refuses_its_operands_is_recorded_once(tmp_path: Path) -> None:
+    """Attention checks its operands' dtypes itself, before any of the operators that it is made of."""
+
+    class Attend(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x.half())
+
+    def work(_: object) -> None:
+        with torch.inference_mode():
+            Attend()(torch.randn(1, 2, 3, 4))
+
+    trace = watched(tmp_path, work, OpWindow(call=1, step=0, until="next-call"))
+    (refused,) = [op for op in trace.all(Op) if op.error is not None]
+    assert refused.op == "aten.scaled_dot_product_attention.default"
+    assert [t.dtype for t in refused.inputs] == ["float32", "float32", "float16"]

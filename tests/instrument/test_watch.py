@@ -242,3 +242,19 @@ def test_many_shapes_of_one_place_are_described_a_bounded_number_of_times(tmp_pa
     assert len(described) == 5
     assert [-1, -1] in [s.shape for s in described]
     assert len(trace.samples) == 39
+
+
+def test_parameters_and_gradients_belong_to_the_model_that_holds_them(tmp_path: Path) -> None:
+    """Two models with layers of the same name, each with an optimizer of its own."""
+
+    def work(_: Instruments) -> None:
+        models = [nn.Sequential(nn.Linear(2, size)) for size in (2, 3)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        sum(model(torch.ones(1, 2)).sum() for model in models).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    sites = watched(tmp_path, work).sites.values()
+    for kind in ("grad", "param"):
+        held = {(s.root, s.fqn, s.shape[0]) for s in sites if s.kind == kind}
+        assert held == {(0, "0.weight", 2), (0, "0.bias", 2), (1, "0.weight", 3), (1, "0.bias", 3)}

@@ -1,13 +1,10 @@
 """For each finding about inf and NaN a trace that it is in, and one that looks like it and is healthy or something else."""
 
-from collections.abc import Callable
+from typing import Any
 
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.trace.events import Observation, Raised, Replay, ScalerState
-
-Example = tuple[Callable[[], TraceBuilder], Callable[[], TraceBuilder]]
-"""Builds a trace with the finding, and one without."""
 
 
 def replayed(trace: TraceBuilder, of: int, absmax: float | None, *, finite: bool = True, how: str = "float32") -> None:
@@ -33,14 +30,22 @@ def unread_memory() -> TraceBuilder:
     return trace.sample("", 2.0, kind="loss").sample("lin.weight", 0.5, kind="grad", phase="backward")
 
 
-def scores(*, product: str = "aten.bmm.default", query: str = "") -> TraceBuilder:
-    """Scores that leave the range, are scaled, and go into a softmax."""
+def scores(
+    *, product: str = "aten.bmm.default", query: str = "", float32: float = 93000.0, **tried: Any
+) -> TraceBuilder:
+    """Scores that leave the range, are scaled, and go into a softmax; ``tried`` is what an experiment on it has shown."""
     trace = TraceBuilder()
     birth = trace.op(product, "look", [tensor(1, 300.0, origin=query, name=query or None), tensor(2, 310.0)],
-                     [tensor(3, inf=1)])  # fmt: skip
-    replayed(trace, birth.n, 93000.0)
-    trace.op("aten.div.Tensor", "look", [tensor(3, inf=1)], [tensor(4, inf=1)])
-    trace.op("aten._softmax.default", "look", [tensor(4, inf=1)], [tensor(5, nan=4)])
+                     [tensor(3, num_neginf=1)])  # fmt: skip
+    replayed(trace, birth.n, float32)
+    trace.op("aten.div.Tensor", "look", [tensor(3, num_neginf=1)], [tensor(4, num_neginf=1)])
+    softmax = trace.op("aten._softmax.default", "look", [tensor(4, num_neginf=1)], [tensor(5, nan=4)])
+    if tried:
+        values = {"nan_rows": 1, "unattended": 0, "exact_finite": True, "unmasked_finite": True, "sdpa_finite": True,
+                  "sdpa_absmax": 3.5, "scale": 0.25, "scores": birth.n, "softmax": softmax.n} | tried  # fmt: skip
+        trace.add(
+            Observation(n=trace.n(), step=1, call=1, phase="forward", kind="attention-replay", fqn=None, values=values)
+        )
     return trace.sample("look", 0.0, nan=4, cls="Look").sample("", 0.0, nan=4, cls="Model")
 
 
@@ -126,18 +131,3 @@ def refused_sampling() -> TraceBuilder:
             n=trace.n(), step=1, call=2, phase="forward", type="RuntimeError", message=message, frames=[], modules=[]
         )
     )
-
-
-EXAMPLES: dict[str, Example] = {
-    "float16-overflow": (overflow, unread_memory),
-    "attention-score-overflow": (scores, lambda: scores(product="aten.addmm.default", query="parameter")),
-    "norm-square-overflow": (squares, lambda: squares("aten.tanh.default")),
-    "fully-masked-row": (masked, some_masked),
-    "backward-overflow": (gradient, lambda: gradient(scale=2.0**22, later_taken=True)),
-    "nonfinite-parameters": (lambda: given("parameter", "mid.1.bias"), lambda: given("input", "args.0")),
-    "nonfinite-input": (lambda: given("input", "args.0"), lambda: given("input", "args.0", nan=0, neginf=4)),
-    "optimizer-epsilon-underflow": (optimizer_step, lambda: optimizer_step(dtype="float32")),
-    "domain-error": (lambda: overflow(dtype="float32", float32=None, finite=False), overflow),
-    "compile-only-nonfinite": (compiled, lambda: compiled(eager_finite=False)),
-}
-"""By finding: a trace in which it is the first finding, and one without it."""

@@ -43,7 +43,15 @@ PLAIN = st.recursive(
 
 def scenarios() -> st.SearchStrategy[Scenario]:
     """Scenarios with any values that their keys accept."""
-    return _part(Scenario).flatmap(_with_a_first_model).map(Scenario.model_validate)
+    return _part(Scenario).flatmap(_with_a_first_model).map(_distributed_where_it_can_be).map(Scenario.model_validate)
+
+
+def _distributed_where_it_can_be(values: dict[str, Any]) -> dict[str, Any]:
+    one_process = any(
+        step["workload"]["kind"] not in ("train", "forward", "script") or step.get("compile") is not None
+        for step in values["steps"]
+    )
+    return {key: value for key, value in values.items() if key != "distributed" or not one_process}
 
 
 def _with_a_first_model(values: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from nonfinite_examples import Example
 from traces import TraceBuilder
 
 from dtypedoctor.trace.events import Correction, Observation, ScalerState
@@ -64,6 +63,12 @@ def rotary(dtype: str = "bfloat16") -> TraceBuilder:
                 last=1.8e-4, deviation=0.0046, angle_error=1.16, read=True)  # fmt: skip
 
 
+def positions() -> TraceBuilder:
+    """Positions that bfloat16 has rounded together."""
+    return seen("rounded-positions", "clock", op="aten._to_copy.default", source="clock.py:4", dtype="bfloat16", length=400,
+                distinct=329, largest_error=1.0, used_by="aten.mul.Tensor", used_at="clock.py:5")  # fmt: skip
+
+
 def router(flipped: int) -> TraceBuilder:
     """A router over 512 tokens."""
     return seen("router", "moe.gate", op="aten.topk.default", source="moe.py:9", scores_op="aten.mm.default",
@@ -114,24 +119,3 @@ def state_loaded(became_zero: int) -> TraceBuilder:
     """A state that was cast while it was loaded."""
     return seen("state-loaded", casts={"bfloat16->float16": 773}, became_inf=0, became_zero=became_zero, elements=773,
                 names=["0.weight"])  # fmt: skip
-
-
-EXAMPLES: dict[str, Example] = {
-    "silent-rescue": (
-        lambda: absorbed("aten.nan_to_num.default", "0.0"),
-        lambda: absorbed("aten.clamp.default", "0.0", "6.0", error=0.0),
-    ),
-    "gradient-underflow": (lambda: scaled(2), lambda: scaled(40)),
-    "update-stall": (updates, lambda: updates(lost=32)),
-    "stale-autocast-cache": (stale, TraceBuilder),
-    "float-to-int-cast": (cast, TraceBuilder),
-    "rounded-rotary-buffer": (rotary, TraceBuilder),
-    "router-flip": (lambda: router(18), lambda: router(2)),
-    "patch-not-applied": (unpatched, lambda: correction(hits=3)),
-    "logprob-gap": (twins, lambda: twins(dropout=True)),
-    "checkpoint-dtype-mismatch": (
-        lambda: pretrained("bfloat16", "float16", "float16"),
-        lambda: pretrained("float32", "bfloat16", "bfloat16"),
-    ),
-}
-"""By finding: a trace in which it is the first finding, and one without it."""

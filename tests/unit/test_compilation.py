@@ -3,72 +3,17 @@
 from typing import Any
 
 import pytest
+from compilation_examples import BREAK, COUNTS, LIMIT, PRINT, RECOMPILE, UNSUPPORTED, trace
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.compilation import detect_compilation
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.trace.events import Observation, ParameterNote, Raised
-
-BREAK = {
-    "kind": "Unsupported method call",
-    "explanation": "Dynamo does not know how to trace method `__call__` of class `_FuncPtr`",
-    "context": "call_method UserDefinedObjectVariable(_FuncPtr) __call__",
-    "frames": ["/home/me/model.py:40 forward", "/home/me/kernel.py:7 dequantize"],
-    "count": 12,
-}
-PRINT = BREAK | {
-    "explanation": "Dynamo cannot trace print",
-    "context": "print",
-    "frames": ["/home/me/model.py:41 forward"],
-    "count": 1,
-}
-LIMIT = {
-    "limit": "recompile_limit",
-    "value": 8,
-    "function": "torch_dynamo_resume_in_forward_at_40",
-    "place": "/home/me/model.py:40",
-    "guard": "tensor 'A' dtype mismatch. expected Float, actual Byte",
-}
-RECOMPILE = {
-    "function": "get_ptr",
-    "place": "/site-packages/bitsandbytes/functional.py:405",
-    "count": 5,
-    "guards": [
-        "tensor 'A' size mismatch at index 0. expected 64, actual 32. Guard failed on a parameter, consider …",
-        "x == 3   # if x:",
-    ],
-}
-UNSUPPORTED = """Unsupported method call
-  Explanation: Dynamo does not know how to trace method `__new__` of class `PyCSimpleType`
-  Hint: Avoid calling `PyCSimpleType.__new__` in your code.
-
-from user code:
-   File "/home/me/model.py", line 130, in forward
-    x = layer(x)
-  File "/site-packages/torch/nn/modules/module.py", line 1778, in _wrapped_call_impl
-    return self._call_impl(*args, **kwargs)
-"""
-
-
-def trace(*kinds: tuple[str, dict[str, Any]], packed: bool = True) -> TraceBuilder:
-    """A trace with these observations."""
-    built = TraceBuilder()
-    if packed:
-        built.add(ParameterNote(n=built.n(), root=0, name="w", dtype="uint8", shape=[8, 1], quant={"kind": "nf4"}))
-    for kind, values in kinds:
-        built.add(Observation(n=built.n(), step=1, call=1, phase="compile", kind=kind, values=values))
-    return built
+from dtypedoctor.trace.events import Raised
 
 
 def found(built: TraceBuilder) -> list[Finding]:
     """What is found in it."""
     return list(detect_compilation(built.build()))
-
-
-COUNTS = (
-    "compile",
-    {"breaks": 13, "unique_graphs": 9, "frames": 20, "frames_compiled": 20, "recompiles": 5, "limit_hits": 1},
-)
 
 
 def test_breaks_are_counted_and_the_most_frequent_place_is_named() -> None:
@@ -108,7 +53,7 @@ def test_a_limit_that_was_hit_quotes_the_guard() -> None:
     )
     assert limit.evidence == (
         "recompile_limit (8) was hit by the rest of forward after line 40, model.py:40.",
-        "get_ptr, functional.py:405, was compiled again 5 times: tensor 'A' size mismatch at index 0. expected 64, actual 32; x == 3",
+        "get_ptr, bitsandbytes/functional.py:405, was compiled again 5 times: tensor 'A' size mismatch at index 0. expected 64, actual 32; x == 3",
     )
 
 

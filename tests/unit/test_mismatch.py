@@ -68,6 +68,11 @@ def test_a_contradicting_region_comes_before_the_bypass_that_it_leads_to() -> No
     assert (root.id, consequence.id) == ("autocast-contradicts-model", "autocast-bypass")
     assert root.severity is consequence.severity is Severity.ERROR
     assert root.confidence is consequence.confidence is Confidence.PROVEN
+    assert (root.consequence_of, consequence.consequence_of) == (None, root.id)
+    assert "frozen bfloat16" in root.evidence[0]
+    assert "range" not in root.cause
+    assert "come from aten.mm.default at" in consequence.cause
+    assert "only operand 2 changes" in " ".join(consequence.evidence)
 
 
 def test_a_quantisation_state_is_to_blame_where_autocast_has_hidden_it_until_an_op_in_place() -> None:
@@ -180,6 +185,16 @@ def test_without_an_op_trace_the_message_alone_makes_it_possible_and_no_more() -
         Confidence.POSSIBLE,
         "encoder.query",
     )
+
+
+def test_a_backward_that_misses_what_custom_fwd_should_have_noted_is_named() -> None:
+    """A function with `setup_context` has no ctx in its forward, to which custom_fwd could write."""
+    message = "'StretchBackward' object has no attribute '_fwd_used_autocast'"
+    (finding,) = detect_mismatch(Story().body().raised(message, kind="AttributeError").ended())
+    assert finding.id == "custom-function-autocast"
+    assert "The backward of Stretch asks" in finding.summary
+    other = Story().body().raised("'Batch' object has no attribute 'dtype'", kind="AttributeError")
+    assert list(detect_mismatch(other.ended())) == []
 
 
 @pytest.mark.parametrize("message", ["list index out of range", "Object of type dtype is not JSON serializable", ""])

@@ -32,6 +32,19 @@ def test_the_listener_is_called_after_the_module_has_been_executed(folder: Path)
     assert seen == [2]
 
 
+def test_two_that_wait_for_one_module_are_both_told(folder: Path) -> None:
+    """Neither asks the other for the module, and the loader in the end is the ordinary one."""
+    (folder / "wanted_twice.py").write_text("x = 1\n")
+    seen: list[str] = []
+    finders = list(sys.meta_path)
+    after_import("wanted_twice", lambda: seen.append("first"))
+    after_import("wanted_twice", lambda: seen.append("second"))
+    module = importlib.import_module("wanted_twice")
+    assert sorted(seen) == ["first", "second"]
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+    assert sys.meta_path == finders
+
+
 def test_a_module_that_is_there_already_is_told_at_once() -> None:
     """No import has to happen again."""
     seen: list[str] = []

@@ -129,6 +129,13 @@ def test_secrets_of_this_process_are_known_by_value(monkeypatch: pytest.MonkeyPa
     assert redact("it said correct-horse twice", Private.of_this_machine()) == "it said <secret> twice"
 
 
+def test_the_folder_that_a_command_is_typed_in_is_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PWD only sounds like one: its path is shortened like any other, and the file's name stays."""
+    monkeypatch.setenv("PWD", "/srv/projects/llama")
+    monkeypatch.setenv("OLDPWD", "/srv/projects")
+    assert redact("dtypedoctor exec /srv/projects/llama/train.py") == "dtypedoctor exec train.py"
+
+
 def test_an_option_and_its_value_may_be_apart() -> None:
     """Argument lists in a scenario keep them as two texts."""
     assert redact(["train.py", "--token", "abc", "--max-tokens", "8"], PRIVATE) == [

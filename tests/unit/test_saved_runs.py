@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.errors import ExitCode, UsageError
+from dtypedoctor.errors import EmptyTraceError, ExitCode, UsageError
 from dtypedoctor.runner.saved import open_run
 from dtypedoctor.trace.events import End, Header
 from dtypedoctor.trace.writer import TraceWriter
@@ -77,12 +77,25 @@ def test_an_empty_directory_a_file_and_nothing_at_all_are_refused(tmp_path: Path
     assert "run has left" in error.hint
 
 
-def test_a_trace_without_a_whole_record_is_refused(tmp_path: Path) -> None:
-    """A file of no bytes, or of half a line, says nothing about a run."""
+def test_a_trace_without_a_whole_record_is_that_of_a_dead_worker(tmp_path: Path) -> None:
+    """A file of no bytes, or of half a line, says nothing about a run: exit 3, and where to look."""
     for name, content in (("none", ""), ("half", '{"e":"hea'), ("noise", "\x00\xff\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "events.jsonl").write_text(content, encoding="latin-1")
-        assert "empty trace" in refused(tmp_path / name).message
+        (tmp_path / name / "stderr.txt").write_text("Killed\n")
+        with pytest.raises(EmptyTraceError) as error:
+            open_run(tmp_path / name)
+        assert error.value.exit_code is ExitCode.NO_TRACE
+        assert "died before it wrote anything" in error.value.message
+        assert str(tmp_path / name / "stderr.txt") in error.value.hint
+
+
+def test_a_run_that_left_its_request_and_no_trace_died_too(tmp_path: Path) -> None:
+    """The worker did not get as far as opening the file."""
+    (tmp_path / "run" / "before").mkdir(parents=True)
+    (tmp_path / "run" / "before" / "request.json").write_text("{}")
+    with pytest.raises(EmptyTraceError):
+        open_run(tmp_path / "run")
 
 
 def test_a_trace_of_a_newer_format_is_refused(tmp_path: Path) -> None:

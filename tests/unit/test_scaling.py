@@ -4,33 +4,20 @@ from typing import Any
 
 import pytest
 from refusals import Story
+from scaling_examples import scales, unscaling
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.scaling import detect_scaling
-from dtypedoctor.trace.events import ScalerState
 
 
-def unscaling(message: str = "", **values: Any) -> list[Finding]:
+def found_unscaling(message: str = "", **values: Any) -> list[Finding]:
     """The findings of a run in which a scaler unscaled once and that may have ended with ``message``."""
-    known = {"scale": 1024.0, "params": {"float32": 4}, "gradients": {"float32": 4}, "names": {}, "frozen": 0, "strangers": 0,
-             "optimizer": "AdamW"}  # fmt: skip
-    story = Story().saw("unscale", **(known | values))
-    if message:
-        story.raised(message, kind="ValueError", phase="optimizer")
-    return list(detect_scaling(story.ended()))
-
-
-def scales(*steps: tuple[float, bool]) -> Story:
-    """A run whose scaler had these scales and skipped these steps."""
-    story = Story()
-    for number, (scale, skipped) in enumerate(steps, start=1):
-        story.add(ScalerState(n=story.n(), step=number, scale=scale, found_inf=skipped, skipped=skipped))
-    return story
+    return list(detect_scaling(unscaling(message, **values).ended()))
 
 
 def test_float16_trainables_are_named_and_blamed_where_they_are_few() -> None:
     """A copy of the output layer among float32 adapters."""
-    (finding,) = unscaling("Attempting to unscale FP16 gradients.", params={"float32": 4, "float16": 1},
+    (finding,) = found_unscaling("Attempting to unscale FP16 gradients.", params={"float32": 4, "float16": 1},
                            names={"float16": ["model.head.copy.weight"]})  # fmt: skip
     assert (finding.id, finding.fqn, finding.phase) == ("unscale-float16-gradients", "model.head.copy", "optimizer")
     assert "model.head.copy.weight" in finding.summary
@@ -39,7 +26,7 @@ def test_float16_trainables_are_named_and_blamed_where_they_are_few() -> None:
 
 def test_a_model_that_is_float16_throughout_is_blamed_as_a_whole() -> None:
     """No single module is the odd one."""
-    (finding,) = unscaling(
+    (finding,) = found_unscaling(
         "Attempting to unscale FP16 gradients.", params={"float16": 2}, names={"float16": ["a.weight", "b.weight"]}
     )
     assert finding.fqn == ""
@@ -47,7 +34,7 @@ def test_a_model_that_is_float16_throughout_is_blamed_as_a_whole() -> None:
 
 def test_float32_trainables_with_a_scaler_are_silent() -> None:
     """That is what scalers are for."""
-    assert unscaling() == []
+    assert found_unscaling() == []
 
 
 @pytest.mark.parametrize(
@@ -61,14 +48,14 @@ def test_float32_trainables_with_a_scaler_are_silent() -> None:
 )
 def test_why_no_gradient_was_found_is_told_apart(values: dict[str, Any], word: str) -> None:
     """Parameters of another model, frozen ones, and ones that the loss does not depend on."""
-    (finding,) = unscaling("No inf checks were recorded for this optimizer.", gradients={}, **values)
+    (finding,) = found_unscaling("No inf checks were recorded for this optimizer.", gradients={}, **values)
     assert finding.id == "no-inf-checks"
     assert any(part in finding.cause for part in word.split("|"))
 
 
 def test_bfloat16_trainables_are_a_warning_and_an_error_once_the_kernel_is_missing() -> None:
     """A CPU goes along, CUDA raises."""
-    (warning,) = unscaling(params={"bfloat16": 4}, gradients={"bfloat16": 4}, names={"bfloat16": ["a.weight"]})
+    (warning,) = found_unscaling(params={"bfloat16": 4}, gradients={"bfloat16": 4}, names={"bfloat16": ["a.weight"]})
     assert (warning.id, warning.severity, warning.phase, warning.step) == (
         "scaler-bfloat16",
         Severity.WARNING,
@@ -76,7 +63,7 @@ def test_bfloat16_trainables_are_a_warning_and_an_error_once_the_kernel_is_missi
         None,
     )
     message = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
-    (error,) = unscaling(message, params={"bfloat16": 4}, gradients={"bfloat16": 4})
+    (error,) = found_unscaling(message, params={"bfloat16": 4}, gradients={"bfloat16": 4})
     assert (error.severity, error.phase) == (Severity.ERROR, "optimizer")
 
 

@@ -60,3 +60,15 @@ def test_every_counterfactual_is_a_safe_remedy() -> None:
     """A remedy that may hide a failure cannot prove its cause."""
     named = {name for names in COUNTERFACTUALS.values() for name in names}
     assert all(REMEDIES[name].safe and not REMEDIES[name].strict for name in named)
+
+
+def test_another_cure_of_the_same_finding_is_told_and_proves_nothing_by_itself() -> None:
+    """Without autocast a contradiction is gone, but so is every other thing that autocast does."""
+    found = finding("autocast-contradicts-model")
+    assert settled([found], [trial("autocast-off")]) == (found,)
+    (both,) = settled([found], [trial("autocast-off"), trial("autocast-dtype-of-model")])
+    assert both.confidence is Confidence.PROVEN
+    assert [sentence.rpartition("(")[2] for sentence in both.evidence[1:]] == [
+        "autocast-dtype-of-model).",
+        "autocast-off).",
+    ]

@@ -1,24 +1,13 @@
 """Launches on another CUDA stream than the current one."""
 
-from traces import TraceBuilder
+from compilation_examples import launches
 
 from dtypedoctor.diagnosis.streams import detect_stale_streams
-from dtypedoctor.trace.events import Observation
-from dtypedoctor.trace.reader import Trace
-
-
-def launches(*uses: tuple[int, int, int]) -> Trace:
-    """A trace with these launches: stream used, current stream, how often."""
-    trace = TraceBuilder()
-    for used, current, count in uses:
-        values = {"device": "cuda:0", "used": used, "current": current, "count": count, "stale": used != current}
-        trace.add(Observation(n=trace.n(), step=2, call=3, phase="forward", kind="cuda-stream", values=values))
-    return trace.build()
 
 
 def test_stale_launches_are_counted_with_both_handles() -> None:
     """The default stream is 0."""
-    (finding,) = detect_stale_streams(launches((0, 0, 21), (0, 0x7F10, 42)))
+    (finding,) = detect_stale_streams(launches((0, 0, 21), (0, 0x7F10, 42)).build())
     assert (finding.id, finding.step, finding.phase) == ("stale-cuda-stream", 2, "forward")
     assert finding.summary.startswith("42 of 63 kernel launches went to another CUDA stream")
     assert finding.evidence == ("42 launches on cuda:0: stream 0x0, current 0x7f10.",)
@@ -27,5 +16,5 @@ def test_stale_launches_are_counted_with_both_handles() -> None:
 
 def test_launches_on_the_current_stream_are_healthy() -> None:
     """Whichever that is."""
-    assert list(detect_stale_streams(launches((0, 0, 5), (16, 16, 5)))) == []
-    assert list(detect_stale_streams(launches())) == []
+    assert list(detect_stale_streams(launches((0, 0, 5), (16, 16, 5)).build())) == []
+    assert list(detect_stale_streams(launches().build())) == []

@@ -37,6 +37,7 @@ args = SFTConfig(
     report_to="none",
     save_strategy="no",
     use_cpu=True,
+    disable_tqdm=True,
     bf16=False,
 )
 trainer = SFTTrainer(model=model, args=args, train_dataset=lines, eval_dataset=lines, processing_class=tokenizer)

@@ -1,0 +1,131 @@
+"""Model factories that the tests of ``bisect`` name as ``bisect_factories:NAME``: tiny modules with real arithmetic."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH = 64, 16
+TOO_LARGE = 3e5
+"""Beyond float16's 65504, and no matter to float32."""
+
+
+class Tower(nn.Module):
+    """Token ids through an embedding, blocks and a head: a language model and nothing else."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+class Plain(nn.Module):
+    """A residual block that stays small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Overflowing(Plain):
+    """The same by way of an intermediate that float16 cannot hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * TOO_LARGE / TOO_LARGE
+
+
+class NoLogarithm(Plain):
+    """Takes the logarithm of what is negative: NaN in any dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.log(-torch.exp(self.linear(x)))
+
+
+class Untouchable(Overflowing):
+    """Overflows, and refuses to run once its forward was replaced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "forward" in self.__dict__:
+            raise ValueError("somebody has replaced my forward")
+        return super().forward(x)
+
+
+class Moody(Overflowing):
+    """Overflows, but not when a run is repeated: a repetition's directory ends in a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        directory = os.path.dirname(os.readlink("/proc/self/fd/2"))
+        return Plain.forward(self, x) if directory.endswith("-1") else super().forward(x)
+
+
+class Slow(Overflowing):
+    """Overflows after a while, so that there is time to interrupt it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.5)
+        return super().forward(x)
+
+
+def healthy() -> nn.Module:
+    """Does not fail in float16."""
+    return Tower(Plain(), Plain())
+
+
+def one() -> nn.Module:
+    """One of three blocks overflows."""
+    return Tower(Plain(), Overflowing(), Plain())
+
+
+def two() -> nn.Module:
+    """Two of four blocks overflow."""
+    return Tower(Overflowing(), Plain(), Overflowing(), Plain())
+
+
+def domain() -> nn.Module:
+    """Fails in float32 as well."""
+    return Tower(Plain(), NoLogarithm())
+
+
+def untouchable() -> nn.Module:
+    """Fails otherwise as soon as the culprit is kept in float32."""
+    return Tower(Plain(), Untouchable())
+
+
+def moody() -> nn.Module:
+    """Fails, but not every time."""
+    return Tower(Plain(), Moody())
+
+
+def does_not_fit() -> nn.Module:
+    """Is killed while it is built, as the kernel does when memory is short."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return healthy()
+
+
+def crashes_early() -> nn.Module:
+    """Crashes while it is built."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return healthy()
+
+
+def slow() -> nn.Module:
+    """Overflows, half a second a call."""
+    return Tower(*(Plain() for _ in range(6)), Slow(), *(Plain() for _ in range(6)))

@@ -1,0 +1,292 @@
+"""`dtypedoctor bisect` finds the smallest culprit of real models through the real command line."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jsonschema
+import pytest
+from command import Finished, dtypedoctor, report_of
+
+from dtypedoctor.cli import main as command_line
+from dtypedoctor.report.contract import json_schema
+from dtypedoctor.report.files import read_report
+from dtypedoctor.report.renderers import RENDERERS
+
+MLP = "base_model.model.model.layers.0.mlp::self"
+HERE = Path(__file__).parent
+
+
+def lines_of(directory: Path, event: str) -> list[dict[str, Any]]:
+    """The events of one kind in the log of a bisection."""
+    log = (directory / "bisection.jsonl").read_text().splitlines()
+    return [entry for line in log if (entry := json.loads(line)).get("event") == event]
+
+
+def assert_reproduction_fails_as_it_says(directory: Path, elsewhere: Path) -> None:
+    """Copied elsewhere and run in a fresh interpreter that cannot import this package, the script says the same again."""
+    said = report_of(directory)["bisection"]["reproduction"]["said"]
+    elsewhere.mkdir()
+    for name in ("repro.py", "repro.safetensors"):
+        shutil.copyfile(directory / name, elsewhere / name)
+    assert "dtypedoctor" not in (elsewhere / "repro.py").read_text()
+    done = subprocess.run(
+        [sys.executable, "repro.py"],
+        cwd=elsewhere,
+        env=os.environ | {"PYTHONPATH": str(HERE)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert said.startswith("FAILS")
+    assert said in done.stdout.splitlines()
+    assert (elsewhere / "repro.safetensors").stat().st_size <= 1_000_000
+
+
+class InThisProcess:
+    """The command line called as a function, so that the server that imports torch is started once for all calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capfd = capfd
+
+    def __call__(self, *arguments: str | Path) -> Finished:
+        self._monkeypatch.setattr(sys, "argv", ["dtypedoctor", "bisect", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            command_line.main()
+        out, err = self._capfd.readouterr()
+        return Finished(code=int(str(ended.value.code)), out=out, err=err)
+
+
+@pytest.fixture
+def bisect(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> InThisProcess:
+    """`dtypedoctor bisect` in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (HERE, *sys.path))))
+    return InThisProcess(monkeypatch, capfd)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
+    """The bisection of the tiny Gemma-4, once for all tests of it."""
+    directory = tmp_path_factory.mktemp("bisect") / "gemma"
+    return dtypedoctor("bisect", "--model", "builtin:gemma4-tiny", "--out", directory), directory
+
+
+def test_gemma4_has_one_culprit_the_product_in_its_first_mlp(gemma: tuple[Finished, Path]) -> None:
+    """One leaf of 44, proven 1-minimal, confirmed on the whole run, and one correction does the same."""
+    finished, directory = gemma
+    assert finished.code == 10, finished.err
+    found = report_of(directory)["bisection"]
+    assert found["culprits"] == [MLP]
+    assert found["corrections"] == ["gemma4-mlp-float32-product"]
+    assert found["one_minimal"]
+    assert found["confirmed"]
+    assert not found["flaky"]
+    assert found["remedy"] == {"corrections": [{"id": "gemma4-mlp-float32-product"}]}
+    assert found["candidates"] == 44
+    assert finished.out.startswith("Keeping only the own arithmetic of layers.0.mlp in float32 is enough")
+
+
+def test_the_verdict_table_of_gemma4_separates_the_modes(gemma: tuple[Finished, Path]) -> None:
+    """It is float16's range in the forward pass: no matter of attention, compiler, loss scale or backward pass."""
+    verdicts = {v["mode"]: v for v in report_of(gemma[1])["bisection"]["verdicts"]}
+    passing = {name for name, verdict in verdicts.items() if verdict["outcome"] == "pass"}
+    assert passing == {
+        "float32 throughout",
+        "model in bfloat16",
+        "bfloat16 autocast",
+        "culprits in float32",
+        "compiled (aot_eager), culprits in float32",
+    }
+    failing = [verdict for name, verdict in verdicts.items() if name not in passing]
+    assert {verdict["outcome"] for verdict in failing} == {"fail"}
+    assert {verdict["phase"] for verdict in failing} == {"forward", "generate"}
+    assert {verdict["fqn"] for verdict in failing if not verdict["mode"].startswith("compiled")} == {MLP}
+    assert verdicts["8 steps of GRPO"]["step"] == 2
+    assert verdicts["float32 throughout"]["absmax"] > 65504
+
+
+def test_a_probe_of_a_builtin_model_is_quick(gemma: tuple[Finished, Path]) -> None:
+    """Half a second on an idle machine; here the machine may be busy, so the bound is looser."""
+    seconds = [probe["seconds"] for probe in lines_of(gemma[1], "probe")]
+    assert median(seconds) < 2.5
+    assert report_of(gemma[1])["bisection"]["probe_seconds"] < 2.5
+
+
+def test_progress_is_one_line_a_probe_when_piped(gemma: tuple[Finished, Path]) -> None:
+    """Outcome, what was treated, peak and time on stderr; the answer alone on stdout."""
+    finished, directory = gemma
+    told = [line for line in finished.err.splitlines() if line.startswith(("  pass", "  fail"))]
+    assert len(told) >= len(lines_of(directory, "probe"))
+    assert all(" peak " in line and line.split()[-1] for line in told)
+    assert "1 of 44 left" in finished.err
+    assert "peak 43392" not in finished.out
+
+
+def test_every_format_tells_the_answer(gemma: tuple[Finished, Path]) -> None:
+    """And report.json keeps its contract."""
+    jsonschema.validate(report_of(gemma[1]), json_schema())
+    report = read_report(gemma[1])
+    for name in ("md", "html"):
+        text = RENDERERS[name](report)
+        assert MLP in text
+        assert "gemma4-mlp-float32-product" in text
+        assert "compiled (inductor)" in text
+        assert "repro.py" in text
+    assert dtypedoctor("report", gemma[1]).out.count("Verdicts, one mode a row") == 1
+
+
+def test_the_reproduction_of_gemma4_fails_as_it_says(gemma: tuple[Finished, Path], tmp_path: Path) -> None:
+    """With torch and transformers alone."""
+    assert_reproduction_fails_as_it_says(gemma[1], tmp_path / "elsewhere")
+
+
+def _killed_after(probes: int, directory: Path, *arguments: str, by: signal.Signals) -> subprocess.Popen[str]:
+    """A bisection that got a signal after so many probes."""
+    # A shell that runs this in the background has it ignore SIGINT, which children inherit.
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from dtypedoctor.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", start, "bisect", *arguments, "--out", str(directory)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    log = directory / "bisection.jsonl"
+    deadline = time.monotonic() + 200
+    while not log.exists() or len(lines_of(directory, "probe")) < probes:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(by)
+    return process
+
+
+def test_a_killed_bisection_goes_on_and_repeats_no_run(tmp_path: Path) -> None:
+    """Of four corrections the MLP's alone is needed, and that is found across a SIGKILL in the middle."""
+    directory = tmp_path / "run"
+    _killed_after(5, directory, "gemma4_four_patches", by=signal.SIGKILL).communicate()
+    before = {entry["place"] for entry in lines_of(directory, "run")}
+    resumed = dtypedoctor("bisect", "--resume", directory)
+    assert resumed.code == 10, resumed.err
+    found = report_of(directory)["bisection"]
+    assert found["culprits"] == [MLP]
+    assert found["corrections"] == ["gemma4-mlp-float32-product"]
+    assert len(found["offered"]) == 4
+    assert found["one_minimal"]
+    places = [entry["place"] for entry in lines_of(directory, "run")]
+    assert before < set(places)
+    assert len(places) == len(set(places)), "a run was made twice"
+    assert " (known)" in resumed.err
+
+
+def test_ctrl_c_ends_with_the_best_answer_so_far(tmp_path: Path) -> None:
+    """Exit 10, a report that says so, and the command that goes on."""
+    directory = tmp_path / "run"
+    process = _killed_after(4, directory, "--model", "bisect_factories:slow", "--jobs", "1", by=signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 10, err
+    assert "Traceback" not in err
+    assert out.startswith("Interrupted. Keeping ")
+    assert f"dtypedoctor bisect --resume {directory}" in out
+    found = report_of(directory)["bisection"]
+    assert found["end"] == "interrupted"
+    assert any("blocks.6" in name for name in found["culprits"])
+
+
+def test_scattered_culprits_are_found_and_nothing_else(bisect: InThisProcess, tmp_path: Path) -> None:
+    """Two of four blocks; the reproduction shows one of them, and fails as it says."""
+    finished = bisect("--model", "bisect_factories:two", "--workload", "forward", "--out", "run")
+    assert finished.code == 10, finished.err
+    found = report_of(tmp_path / "run")["bisection"]
+    assert sorted(found["culprits"]) == ["blocks.0::self", "blocks.2::self"]
+    assert found["one_minimal"]
+    assert found["confirmed"]
+    modes = {verdict["mode"] for verdict in found["verdicts"]}
+    assert not any("attention" in mode or "checkpointing" in mode for mode in modes), "the model has no such thing"
+    assert_reproduction_fails_as_it_says(tmp_path / "run", tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "end", "says"),
+    [
+        ("bisect_factories:healthy", 0, "healthy", "It does not fail"),
+        ("builtin:llama-tiny", 0, "healthy", "It does not fail"),
+        ("bisect_factories:domain", 10, "domain-error", "domain-error: it fails in float32 as well"),
+        ("bisect_factories:untouchable", 10, "unresolved", "somebody has replaced my forward"),
+        ("factories:killed", 10, "domain-error", "It fails in float32 as well"),
+    ],
+)
+def test_what_has_no_culprit_says_why(
+    bisect: InThisProcess, tmp_path: Path, model: str, code: int, end: str, says: str
+) -> None:
+    """In one sentence, early, and with a report."""
+    finished = bisect("--model", model, "--out", "run")
+    assert finished.code == code, finished.err
+    assert says in " ".join(finished.out.split())
+    found = report_of(tmp_path / "run")["bisection"]
+    assert found["end"] == end
+    assert found["culprits"] == []
+    assert found["probes"] <= 2
+
+
+def test_a_failure_that_does_not_come_every_time_is_said(bisect: InThisProcess, tmp_path: Path) -> None:
+    """The untreated run is taken twice and comes out differently."""
+    finished = bisect("--model", "bisect_factories:moody", "--workload", "forward", "--out", "run")
+    assert finished.code == 10
+    assert "The failure is flaky" in " ".join(finished.out.split())
+    assert report_of(tmp_path / "run")["bisection"]["flaky"] == ["with nothing treated: fail, then pass"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either a SCENARIO or --model"),
+        (["gemma4_grpo_fp16", "--model", "builtin:gemma4-tiny"], "give either a SCENARIO or --model"),
+        (["gemma4_grpo_fp16", "--workload", "train"], "--workload is for --model"),
+        (["gemma4_grpo_fp61"], "no such file or scenario"),
+        (["--model", "builtin:gemma4-huge"], "there is no builtin model"),
+        (["--model", "nowhere:factory"], "cannot find the model factory"),
+        (["--model", "factories:raises"], "the weights are in another castle"),
+        (["--model", "factories:not_a_model"], "returned str, not a torch.nn.Module"),
+        (["--model", "bisect_factories:does_not_fit"], "was killed by SIGKILL (often: out of memory)"),
+        (["--model", "no-such/model"], "neither a folder here nor a model id in the Hugging Face cache"),
+        (["--model", "empty"], "cannot load the folder 'empty'"),
+        (["--model", "builtin:gemma4-tiny", "--dtype", "float61"], "--dtype"),
+        (["--model", "builtin:gemma4-tiny", "--workload", "dance"], "there is no workload 'dance'"),
+        (["--model", "builtin:gemma4-tiny", "--tolerance", "-1"], "--tolerance must be a number above 0"),
+        (["--model", "builtin:gemma4-tiny", "--tolerance", "nan"], "--tolerance must be a number above 0"),
+        (["--model", "builtin:gemma4-tiny", "--out", "empty"], "already exists"),
+        (["--resume", "empty"], "nothing to go on with here"),
+        (["--resume", "empty", "--dtype", "float16"], "--resume goes on as it began"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_message_and_exit_2(bisect: InThisProcess, arguments: list[str], message: str) -> None:
+    """No traceback, and no run directory is left behind."""
+    Path("empty").mkdir()
+    finished = bisect(*arguments)
+    assert finished.code == 2
+    assert message in finished.err
+    assert "Traceback" not in finished.err
+    assert finished.out == ""
+    assert [path.name for path in Path().iterdir() if path.name != "runs"] == ["empty"]
+    assert not list(itertools.chain.from_iterable(path.iterdir() for path in Path().glob("runs")))
+
+
+def test_a_worker_that_dies_before_there_is_a_model_ends_with_3(bisect: InThisProcess) -> None:
+    """It says how it died, and leaves what there is to look at."""
+    finished = bisect("--model", "bisect_factories:crashes_early", "--out", "run")
+    assert finished.code == 3
+    assert "was killed by SIGSEGV" in finished.err
+    assert Path("run").is_dir()

@@ -1,0 +1,177 @@
+"""A disk that fills up, a directory that goes away, two runs at once: the training goes on, and the report says what is missing."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from command import Finished, dtypedoctor, report_of
+
+from dtypedoctor.trace.events import SCHEMA, Header, Site
+from dtypedoctor.trace.writer import EVENTS, TraceWriter
+
+TRAINING = """
+import torch
+{before}
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range({steps}):
+    if step == 20:
+        {middle}
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained", step + 1)
+"""
+
+
+def training(folder: Path, *, steps: int = 40, before: str = "", middle: str = "pass") -> Path:
+    """A script that trains a tiny network, and does something before or in the middle."""
+    script = folder / "train.py"
+    script.write_text(TRAINING.format(steps=steps, before=before, middle=middle))
+    return script
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with 256 KiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def goes_on(finished: Finished, steps: int) -> None:
+    """The training came to its end, the watch did not, and no traceback is shown."""
+    assert f"trained {steps}" in finished.out, finished.err
+    assert "Traceback" not in finished.err
+    assert finished.code == 10
+    assert "only a part of the trace could be read" in finished.err
+
+
+def test_a_training_goes_on_when_the_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
+    """A real small file system that fills up in the middle; there is no room for a report either, so it is only shown."""
+    script = training(tmp_path, steps=1500)
+    finished = dtypedoctor("exec", "--once", "--out", small_disk / "run", script)
+    goes_on(finished, 1500)
+    assert "the watch has stopped, the program goes on: No space left on device" in finished.err
+    assert "the report cannot be kept" in finished.err
+
+
+def test_a_disk_that_was_full_before_is_said_at_once(small_disk: Path, tmp_path: Path) -> None:
+    """Nothing can be begun, so nothing is run."""
+    (small_disk / "filler").write_bytes(bytes(small_disk.stat().st_blksize))
+    with (small_disk / "filler").open("ab") as filler:
+        while free := os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize:
+            filler.write(bytes(free))
+            filler.flush()
+    finished = dtypedoctor("exec", "--out", small_disk / "run", training(tmp_path))
+    assert finished.code == 2
+    assert "cannot be" in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_a_training_goes_on_when_its_files_may_not_grow(tmp_path: Path) -> None:
+    """A limit on the size of files, as batch systems set; the report is written and says what is missing."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))"
+    finished = dtypedoctor("exec", "--once", "--out", tmp_path / "run", training(tmp_path, steps=400, before=limit))
+    goes_on(finished, 400)
+    report = report_of(tmp_path / "run")
+    assert report["status"] == "error"
+    assert any("File too large" in line and "were not written" in line for line in report["coverage"])
+
+
+def test_a_training_goes_on_when_its_run_directory_is_removed(tmp_path: Path) -> None:
+    """Somebody cleans up in the middle of a run."""
+    remove = f"import shutil; shutil.rmtree({str(tmp_path / 'run')!r})"
+    finished = dtypedoctor("exec", "--once", "--out", tmp_path / "run", training(tmp_path, middle=remove))
+    goes_on(finished, 40)
+    assert "the report cannot be kept" in finished.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_runs_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Into two directories both go well; into one the second is refused, and the first is whole."""
+    script = training(tmp_path)
+    outs = [tmp_path / "one", tmp_path / "one", tmp_path / "two"]
+    with ThreadPoolExecutor() as pool:
+        finished = list(pool.map(lambda out: dtypedoctor("exec", "--out", out, script), outs))
+    assert sorted(one.code for one in finished[:2]) == [0, 2]
+    assert finished[2].code == 0
+    refused = next(one for one in finished if one.code == 2)
+    assert "already exists" in refused.err
+    assert report_of(tmp_path / "one")["status"] == report_of(tmp_path / "two")["status"] == "healthy"
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
+    """The time of day stands in the header only: order comes from numbers, durations from a clock that cannot jump."""
+    jump = "import random, time; time.time = lambda: random.choice((0.0, 2**31 - 1.0, 4e9)); time.time_ns = lambda: 0"
+    finished = dtypedoctor("exec", "--out", tmp_path / "run", training(tmp_path, before=jump))
+    assert finished.code == 0, finished.err
+    assert report_of(tmp_path / "run")["before"]["steps_completed"] == 40
+
+
+def test_a_watch_from_inside_goes_on_without_its_directory(tmp_path: Path) -> None:
+    """``dtypedoctor.watch()`` says on stderr that there is no report, and the program comes to its own end."""
+    script = tmp_path / "inside.py"
+    body = training(tmp_path, middle=f"import shutil; shutil.rmtree({str(tmp_path / 'run')!r})").read_text()
+    indented = "".join(f"    {line}\n" for line in body.splitlines())
+    script.write_text(f"import dtypedoctor\nwith dtypedoctor.watch(out={str(tmp_path / 'run')!r}):\n{indented}")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                          check=False, timeout=120)  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "trained 40\n")
+    assert "no report" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def left_alone(directory: Path) -> TraceWriter:
+    """A trace whose doctor was ended together with the program."""
+    directory.mkdir(parents=True)
+    writer = TraceWriter(directory)
+    writer.write(Header(created=1.0, pid=1))
+    writer.write(Site(id=1, root=0, fqn="model.head", cls="Linear", phase="forward", kind="output", index="", dtype="float16",
+                      shape=[1]))  # fmt: skip
+    writer.write_samples(writer.next_n(), 1, 1, [(1, 2.0, 0, 0)])
+    writer.mark(1, 1, 1)
+    return writer
+
+
+def test_a_trace_without_a_report_is_reported(tmp_path: Path) -> None:
+    """Where nobody lived to write a report, ``dtypedoctor report`` makes it of the trace."""
+    left_alone(tmp_path / "run" / "before").close()
+    finished = dtypedoctor("report", tmp_path / "run", "--format", "md")
+    assert finished.code == 0, finished.err
+    assert "ended in a way that nobody has recorded; the last module entered was model.head" in finished.out
+
+
+def test_a_trace_of_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
+    """The message says which schema, and what to do."""
+    (tmp_path / "before").mkdir()
+    writer = TraceWriter(tmp_path / "before")
+    writer.write(Header(schema=SCHEMA + 1))
+    writer.close()
+    finished = dtypedoctor("report", tmp_path)
+    assert finished.code == 2
+    assert f"schema {SCHEMA + 1}, newer than {SCHEMA}" in finished.err
+    assert "Update dtypedoctor" in finished.err
+
+
+def test_a_damaged_trace_without_a_report_says_what_is_lost(tmp_path: Path) -> None:
+    """One flipped bit: its line is counted, all others are read."""
+    left_alone(tmp_path / "before").close()
+    path = tmp_path / "before" / EVENTS
+    data = path.read_bytes().replace(b'["s",', b'["s";', 1)
+    path.write_bytes(data)
+    finished = dtypedoctor("report", tmp_path, "--format", "md")
+    assert finished.code == 0
+    assert "1 unreadable line(s): 3" in finished.out

@@ -1,0 +1,58 @@
+"""Remedies for a script of somebody's own: what is tried, what is not, and the reason that the report gives."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from exec_corpus import treat_forked
+from nursery import preload
+
+from dtypedoctor.trials.results import Outcome, Trial
+from dtypedoctor.trials.treatment import Plan
+
+SQUARING = """
+    import torch
+    class {name}(torch.nn.Module):
+        def forward(self, x):
+            return x * x
+    {name}()(torch.full((2, 2), 300.0).half())
+"""
+CORRECTION = "gemma4-mlp-float32-product"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries_are_imported_once() -> None:
+    """Children are forked from a process that has them."""
+    preload(frozenset({"transformers"}))
+
+
+def trials(folder: Path, name: str, *wanted: str) -> dict[str, Trial]:
+    """What became of the remedies for a script whose only module has this name, by their ids."""
+    path = folder / "work.py"
+    path.write_text(textwrap.dedent(SQUARING).format(name=name))
+    treatment = treat_forked(path, folder, Plan(certify=False, only=frozenset(wanted)), wanted)
+    assert treatment.findings[0].id == "float16-overflow"
+    assert not (folder / f"remedy-{CORRECTION}").exists() or CORRECTION in wanted
+    return {trial.remedy: trial for trial in treatment.trials}
+
+
+def test_a_remedy_that_is_not_asked_for_is_proposed_with_the_way_to_try_it(tmp_path: Path) -> None:
+    """The script does not run again, and no cure is claimed."""
+    trial = trials(tmp_path, "Gemma4TextMLP")[CORRECTION]
+    assert trial.outcome is Outcome.NOT_TRIED
+    assert f"--try {CORRECTION}" in trial.reason
+
+
+def test_what_only_the_script_can_do_is_not_tried_even_if_asked_for(tmp_path: Path) -> None:
+    """Another dtype for a model is not switched on from outside."""
+    trial = trials(tmp_path, "Square", "bfloat16")["bfloat16"]
+    assert trial.outcome is Outcome.NOT_TRIED
+    assert "only the script itself can do that" in trial.reason
+
+
+def test_a_correction_that_fits_no_model_of_the_script_is_not_called_tried(tmp_path: Path) -> None:
+    """It ran again, but nothing was installed: a healthy or a failing end would prove nothing."""
+    trial = trials(tmp_path, "Square", CORRECTION)[CORRECTION]
+    assert trial.outcome is Outcome.NOT_TRIED
+    assert "it does not apply here" in trial.reason
+    assert (tmp_path / f"remedy-{CORRECTION}").exists()

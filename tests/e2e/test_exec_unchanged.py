@@ -1,0 +1,257 @@
+"""What a script can find out about itself is the same under ``dtypedoctor exec``, watched and looked at closer."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from command import Finished, dtypedoctor, report_of
+
+PROBE = """
+import atexit, copy, hashlib, io, json, os, pickle, random, sys, threading, warnings
+import numpy, torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+warnings.simplefilter("error")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(nn.functional.dropout(self.frozen(x).relu(), 0.3))
+
+
+def draw(index):
+    return torch.full((8,), float(index))
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return draw(index) + torch.rand(8)
+
+
+def digest(data):
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def facts(net, losses):
+    seen = []
+    handles = [net.register_forward_hook(lambda *_: seen.append("first")),
+               net.head.register_forward_pre_hook(lambda *_: seen.append("head")),
+               net.register_forward_hook(lambda *_: seen.append("second"))]
+    net(torch.ones(1, 8))
+    hooks = [len(vars(m)[name]) for m in net.modules() for name in vars(m) if name.endswith("_hooks")]
+    for handle in handles:
+        handle.remove()
+    copied = copy.deepcopy(net)
+    loaded = pickle.loads(pickle.dumps(net))
+    file = io.BytesIO()
+    torch.save(net, file)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.compile(copied, backend="eager")(torch.ones(1, 8)).sum().backward()
+    counters = torch._dynamo.utils.counters
+    other = threading.Thread(target=lambda: losses.append(float(net(torch.ones(1, 8)))))
+    other.start()
+    other.join()
+    return {
+        "losses": losses,
+        "hook order": seen,
+        "hooks on modules": hooks,
+        "attributes": sorted(name for m in net.modules() for name in vars(m)),
+        "requires_grad": [p.requires_grad for p in net.parameters()],
+        "class after pickle": type(loaded) is Net and type(loaded).__module__,
+        "trained": digest(b"".join(p.detach().numpy().tobytes() for p in net.parameters())),
+        "saved": len(file.getvalue()),
+        "graphs": [counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())],
+        "python": digest(repr(random.getstate()).encode()),
+        "numpy": digest(pickle.dumps(numpy.random.get_state())),
+        "torch": digest(torch.get_rng_state().numpy().tobytes()),
+        "settings": [torch.is_grad_enabled(), str(torch.get_default_dtype()), torch.get_num_threads(),
+                     torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled("cpu")],
+        "main": [__name__, os.path.basename(__file__), __package__, sys.argv[1:], os.path.basename(os.getcwd())],
+        "threads": threading.active_count(),
+        "stdin": sys.stdin.read(),
+        "environment": digest(json.dumps(sorted(os.environ.items())).encode()),
+        "excepthook": sys.excepthook is sys.__excepthook__,
+        "tracing": [sys.gettrace(), sys.getprofile()],
+    }
+
+
+def train():
+    torch.use_deterministic_algorithms(True)
+    random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+    net = Net()
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for context, workers in (("fork", 2), ("spawn", 1)):
+        for batch in DataLoader(Numbers(), batch_size=2, num_workers=workers, multiprocessing_context=context):
+            optimizer.zero_grad()
+            loss = (net(batch) * (random.random() + numpy.random.rand())).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return net, losses
+
+
+if __name__ == "__main__":
+    atexit.register(print, "registered first")
+    atexit.register(print, "registered last")
+    print(json.dumps(facts(*train())))
+    big = nn.Linear(8, 8).half()
+    with torch.no_grad():
+        big.weight.fill_(6e4)
+    print(big(torch.ones(1, 8).half()).isfinite().any().item(), flush=True)
+    sys.exit("no luck")
+"""
+"""Prints what it sees of itself, then overflows float16, so that exec looks at it a second time."""
+
+
+def script(folder: Path, source: str, name: str = "work.py") -> Path:
+    """Writes a script."""
+    path = folder / name
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+def execute(folder: Path, *arguments: str | Path) -> Finished:
+    """Runs ``dtypedoctor exec --out FOLDER/run ARGUMENTS`` in ``folder``."""
+    return dtypedoctor("exec", "--out", folder / "run", *arguments, cwd=folder, OMP_NUM_THREADS="1")
+
+
+def test_a_script_sees_no_difference_in_itself(tmp_path: Path) -> None:
+    """Random states, hooks, pickles, graphs, loaders, threads, `__main__`, exit handlers and exit status."""
+    path = script(tmp_path, PROBE)
+    (tmp_path / "input.txt").write_text("a line\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+    def run(*command: str | Path) -> "subprocess.CompletedProcess[str]":
+        with (tmp_path / "input.txt").open() as given:
+            return subprocess.run(
+                [sys.executable, *map(str, command), "--epochs", "3"],
+                stdin=given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=240,
+            )  # fmt: skip
+
+    bare = run(path)
+    watched = run("-m", "dtypedoctor", "exec", "--propagate-exit", "--out", "run", path)
+    expected, *rest = bare.stdout.splitlines()
+    assert rest == ["False", "registered last", "registered first"], bare.stderr
+    for label in ("before", "closer"):
+        seen, *others = (tmp_path / "run" / label / "stdout.txt").read_text().splitlines()
+        assert json.loads(seen) == json.loads(expected), label
+        assert others == rest
+    assert watched.stdout == bare.stdout
+    assert watched.returncode == bare.returncode == 1
+    assert watched.stderr.startswith(bare.stderr)
+    report = report_of(tmp_path / "run")
+    assert report["findings"][0]["id"] == "float16-overflow"
+    coverage = "\n".join(report["coverage"])
+    assert "compiled graph(s)" in coverage
+    assert "forked process(es)" in coverage
+
+
+def test_a_failure_that_vanishes_when_it_is_watched_is_reported_so(tmp_path: Path) -> None:
+    """A script that fails only where nobody has put global hooks."""
+    source = """
+        import torch
+        from torch.nn.modules import module
+        torch.nn.Linear(1, 1)(torch.ones(1, 1))
+        if not module._global_forward_hooks:
+            raise RuntimeError("nobody looks")
+    """
+    finished = execute(tmp_path, "--certify", script(tmp_path, source))
+    report = report_of(tmp_path / "run")
+    assert finished.code == 10
+    assert report["findings"] == []
+    assert report["observer"]["bitwise_equal"] is False
+    assert "completes when watched, and raises RuntimeError (nobody looks) when not" in report["headline"]
+    assert "The watch CHANGED the run" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_failure_that_vanishes_at_the_second_look_is_not_called_proven(tmp_path: Path) -> None:
+    """It is the module's watch alone that has seen it; nor does the report claim a certificate that it has not."""
+    source = """
+        import pathlib, torch
+        net = torch.nn.Linear(4, 4).half()
+        first = not pathlib.Path("seen").exists()
+        pathlib.Path("seen").touch()
+        with torch.no_grad():
+            net.weight.fill_(6e4 if first else 1.0)
+        net(torch.ones(2, 4).half())
+    """
+    finished = execute(tmp_path, script(tmp_path, source))
+    report = report_of(tmp_path / "run")
+    assert finished.code == 10
+    assert report["findings"][0]["id"] == "float16-overflow"
+    assert report["findings"][0]["confidence"] != "proven"
+    assert any("did not come back in a second run" in line for line in report["coverage"])
+    assert report["observer"]["bitwise_equal"] is None
+    assert "--certify" in report["observer"]["reason"]
+
+
+def test_what_runs_outside_of_torch_and_of_the_process_is_listed(tmp_path: Path) -> None:
+    """Compiled graphs, custom operators, C code through ctypes, a program that was started, and spawned children."""
+    shutil.copy(json_extension(), tmp_path / "libown_kernel.so")
+    source = """
+        import ctypes, multiprocessing, subprocess, sys, torch
+        @torch.library.custom_op("own::twice", mutates_args=())
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+        class Net(torch.nn.Module):
+            def forward(self, x):
+                return twice(x) + 1
+        if __name__ == "__main__":
+            ctypes.CDLL("./libown_kernel.so")
+            Net()(torch.ones(2))
+            torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+            subprocess.run([sys.executable, "-c", "print('child')"], check=True)
+            child = multiprocessing.get_context("spawn").Process(target=print, args=("spawned",))
+            child.start()
+            child.join()
+    """
+    finished = execute(tmp_path, script(tmp_path, source))
+    assert finished.code == 0, finished.err
+    coverage: list[str] = report_of(tmp_path / "run")["coverage"]
+    for what in (
+        "1 compiled graph(s)",
+        "custom operators (own: 1)",
+        "ctypes (libown_kernel.so)",
+        Path(sys.executable).name,
+    ):
+        assert any(what in line for line in coverage), (what, coverage)
+
+
+def json_extension() -> Any:
+    """A small shared library that is surely there."""
+    import _json
+
+    return _json.__file__
+
+
+def test_a_script_may_watch_itself(tmp_path: Path) -> None:
+    """`watch()` inside of exec: both reports are written, and both name the module."""
+    source = """
+        import dtypedoctor, torch
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4)).half()
+        with torch.no_grad():
+            net[0].weight.fill_(6e4)
+        with dtypedoctor.watch(net, out="own"):
+            net(torch.ones(2, 4).half())
+    """
+    finished = execute(tmp_path, "--once", script(tmp_path, source))
+    assert finished.code == 10, finished.err
+    for directory in ("run", "own"):
+        finding = report_of(tmp_path / directory)["findings"][0]
+        assert (finding["id"], finding["fqn"]) == ("float16-overflow", "0")

@@ -1,0 +1,22 @@
+"""Trainings on a GPU that are ended by the device, for want of its memory, or with kernels in flight."""
+
+from pathlib import Path
+
+import pytest
+from faults import ON_A_GPU, end, mistakes_on_a_gpu, plans_on_a_gpu
+
+TIMES = 6
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1200)
+def test_a_training_on_a_gpu_that_is_ended_loses_at_most_what_was_in_flight(tmp_path: Path) -> None:
+    """Device-side assert, illegal address, no memory, SIGKILL: what the device had done is in the trace, the rest is said to be missing."""
+    if not Path("/dev/nvidiactl").exists():
+        pytest.skip("there is no CUDA device")
+    found = {}
+    for index, plan in enumerate(plans_on_a_gpu(TIMES)):
+        ended = end(plan, tmp_path / str(index))
+        found[f"{index}: {plan}"] = list(mistakes_on_a_gpu(ended))
+    assert len(found) == TIMES * len(ON_A_GPU)
+    assert {name: lines for name, lines in found.items() if lines} == {}

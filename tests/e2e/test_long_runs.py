@@ -1,0 +1,57 @@
+"""A long training under the real ``dtypedoctor exec``: its memory does not grow, its trace is bounded and read soon."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command import dtypedoctor, report_of
+
+from dtypedoctor.trace.details import Sizes
+from dtypedoctor.trace.reader import read_trace
+
+SCRIPT = Path(__file__).with_name("long_training.py")
+MEGABYTE = 1 << 20
+BOUND = Sizes.head + (1 + Sizes.last + 2 * Sizes.around_events) * Sizes.file
+"""Bytes that a trace of small steps never exceeds by more than what is written once."""
+READ_SECONDS = 5.0
+
+
+def watched(steps: int, out: Path, timeout: float = 240) -> tuple[dict[str, float], int]:
+    """What the watched training says of itself, and the bytes of its trace."""
+    finished = dtypedoctor("exec", "--out", out, SCRIPT, str(steps), timeout=timeout)
+    assert finished.code == 0, finished.err
+    size = sum(path.stat().st_size for path in (out / "before").iterdir())
+    return json.loads(finished.out.splitlines()[0]), size
+
+
+def test_two_thousand_steps_take_little_memory_and_room(tmp_path: Path) -> None:
+    """Memory flat after the first 500 steps, and a trace of at most 1.5 KB a step for 5 modules and 6 parameters."""
+    told, size = watched(2_000, tmp_path / "run")
+    assert told["growth"] < 50 * MEGABYTE
+    assert 2_000 * 500 < size < 2_000 * 1_500
+    report = report_of(tmp_path / "run")
+    assert (report["status"], report["before"]["steps_completed"]) == ("healthy", 2_000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
+    """No more memory than unwatched but for 50 MB, a bounded trace, read within seconds; what was folded is said."""
+    plain = subprocess.run([sys.executable, SCRIPT, "100000"], capture_output=True, text=True, check=True, timeout=1800)
+    unwatched = json.loads(plain.stdout)
+    told, size = watched(100_000, tmp_path / "run", timeout=3000)
+    began = time.process_time()
+    trace = read_trace(tmp_path / "run" / "before")
+    seconds = time.process_time() - began
+    print(json.dumps({"unwatched": unwatched, "watched": told, "bytes": size, "read_seconds": seconds}))
+    assert told["growth"] < unwatched["growth"] + 50 * MEGABYTE
+    assert size < BOUND
+    assert seconds < READ_SECONDS
+    assert trace.damage == ()
+    assert trace.folded is not None
+    report = report_of(tmp_path / "run")
+    assert (report["status"], report["before"]["steps_completed"]) == ("healthy", 100_000)
+    assert any("single measurements of steps" in line for line in report["coverage"])

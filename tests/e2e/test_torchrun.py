@@ -1,0 +1,207 @@
+"""Several processes: real torchrun, two ranks over gloo, tiny models."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Finished, dtypedoctor, report_of
+
+from dtypedoctor.trace.ranks import LEADING
+from dtypedoctor.trace.reader import Trace, read_trace
+
+BEGIN = """
+    import os, signal, sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    data = torch.Generator().manual_seed(rank)
+"""
+DDP = (
+    BEGIN
+    + """
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.down(self.up(x) * gain)
+
+    gain = 1.0
+    fault = sys.argv[1]
+    net = nn.parallel.DistributedDataParallel(Net().half())
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    for step in range(1, 4):
+        x = torch.randn(4, 8, generator=data).half()
+        gain = 1e6 if (fault, rank, step) == ("overflow", 1, 2) else 1.0
+        if (fault, rank, step) == ("kill", 1, 2):
+            net.module.down.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        loss = (net(x).float() ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("rank", rank, "has come to its end")
+    dist.destroy_process_group()
+"""
+)
+MIXED = (
+    BEGIN
+    + """
+    from torch.distributed.fsdp import fully_shard
+
+    block = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), nn.LayerNorm(4))
+    fully_shard(block)
+    raise SystemExit("not called yet")
+"""
+)
+FSDP = """
+    name: sharded
+    summary: A tiny Llama, sharded over two processes, computing in bfloat16.
+    steps:
+      - model: {name: "builtin:llama-tiny", options: {hidden: 32, intermediate: 64}}
+        workload: {kind: train, steps: 2, sequence_length: 8}
+    distributed: {processes: 2, strategy: fsdp, param_dtype: bfloat16, reduce_dtype: float32}
+"""
+
+
+def written(folder: Path, text: str, name: str) -> Path:
+    """Writes a script or a scenario."""
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def execute(folder: Path, source: str, *arguments: str) -> tuple[Finished, Path]:
+    """``dtypedoctor exec --nproc 2`` on a script, options before ``--`` and the script's own arguments behind it."""
+    path, out = written(folder, source, "work.py"), folder / "run"
+    options, own = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    return dtypedoctor("exec", "--nproc", "2", "--out", out, *options, path, *own, OMP_NUM_THREADS="1"), out
+
+
+def ranks_of(out: Path) -> list[Trace]:
+    """The traces of both ranks."""
+    return [read_trace(out / "before" / f"rank-{rank}") for rank in (0, 1)]
+
+
+def said(report: dict[str, Any]) -> str:
+    """The evidence of the first finding, in one text."""
+    return "\n".join(report["findings"][0]["evidence"])
+
+
+def test_a_healthy_ddp_run_has_no_findings_and_is_bitwise_what_it_is_unwatched(tmp_path: Path) -> None:
+    """Each rank has a trace, its own output and a line in the report; each is equal to itself without the watch."""
+    finished, out = execute(tmp_path, DDP, "--certify", "--", "ok")
+    assert finished.code == 0, finished.err
+    report = report_of(out)
+    assert (report["status"], report["findings"]) == ("healthy", [])
+    assert report["observer"]["bitwise_equal"] is True
+    assert report["observer"]["reason"].startswith("on each of 2 ranks")
+    assert [line.split(";")[0] for line in report["coverage"][:2]] == ["rank 0: completed", "rank 1: completed"]
+    for rank, trace in enumerate(ranks_of(out)):
+        assert trace.header is not None
+        assert (trace.header.rank, trace.header.world_size) == (rank, 2)
+        assert f"rank {rank} has come" in (out / "before" / f"rank-{rank}" / "stdout.txt").read_text()
+        assert f"rank {rank} has come" in finished.out
+
+
+def test_an_overflow_on_one_rank_is_told_with_the_all_reduce_that_carried_it(tmp_path: Path) -> None:
+    """Rank, module and op of the origin, and the collective by which it came to the rank whose own gradients were finite."""
+    finished, out = execute(tmp_path, DDP, "--", "overflow")
+    assert finished.code == 10
+    report = report_of(out)
+    first = report["findings"][0]
+    assert (first["id"], first["fqn"], first["op"]) == ("float16-overflow", "module", "aten.mul.Tensor")
+    assert (first["rank"], first["phase"], first["step"], first["confidence"]) == (1, "forward", 2, "proven")
+    assert "Rank 1 of 2 was the first" in said(report)
+    assert (
+        "The all_reduce in the backward pass of step 2 (float16, [144], among ranks 0, 1) carried it to rank 0"
+        in said(report)
+    )
+    assert (out / "before" / LEADING).resolve().name == "rank-1"
+
+
+def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:
+    """SIGKILL in the middle of a module; the other rank only tells of a lost connection."""
+    finished, out = execute(tmp_path, DDP, "--", "kill")
+    assert finished.code == 10
+    report = report_of(out)
+    assert report["status"] == "worker-died"
+    assert report["headline"].startswith("Rank 1 of 2 was killed by SIGKILL")
+    assert "module.down" in report["headline"]
+    assert "in step 2 (forward)" in report["headline"]
+    assert report["coverage"][1].startswith("rank 1: was killed by SIGKILL")
+
+
+def test_a_sharded_scenario_with_a_precision_policy_is_healthy(tmp_path: Path) -> None:
+    """FSDP2 in ``run``: local shards of parameters and gradients are measured, and what units gather and scatter."""
+    path, out = written(tmp_path, FSDP, "sharded.yaml"), tmp_path / "run"
+    finished = dtypedoctor("run", "--out", out, path)
+    assert finished.code == 0, finished.err
+    report = report_of(out)
+    assert report["status"] == "healthy"
+    assert report["observer"]["bitwise_equal"] is True
+    for trace in ranks_of(out):
+        seen = {(site.kind, site.cls, site.dtype) for site in trace.sites.values()}
+        assert {("sent", "all_gather", "bfloat16"), ("received", "reduce_scatter", "float32")} <= seen
+        assert {site.dtype for site in trace.sites.values() if site.kind == "grad"} == {"float32"}
+        assert any(site.kind == "param" and site.shape[0] == 16 for site in trace.sites.values())  # half of 32 rows
+
+
+def test_a_mixed_shard_unit_is_found_before_fsdp_refuses_it(tmp_path: Path) -> None:
+    """The call of fully_shard is enough, although it succeeds; FSDP2 itself complains in the first forward pass."""
+    path, out = written(tmp_path, MIXED, "work.py"), tmp_path / "run"
+    finished = dtypedoctor("exec", "--nproc", "1", "--out", out, path, OMP_NUM_THREADS="1")
+    assert finished.code == 10
+    first = report_of(out)["findings"][0]
+    assert (first["id"], first["phase"], first["source"]) == ("fsdp-mixed-dtypes", "static", "work.py:15")
+    assert "float32: 1.bias, 1.weight." in first["evidence"]
+
+
+def test_a_job_that_torchrun_has_started_records_each_rank_by_itself(tmp_path: Path) -> None:
+    """No collision, the script's own exit status, and one report about all ranks."""
+    path, job = written(tmp_path, DDP, "work.py"), tmp_path / "job"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "dtypedoctor", "exec", "--out", str(job), str(path), "overflow"]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert report_of(job / f"rank-{rank}")["findings"]
+    joined = dtypedoctor("report", job, "--format", "md")
+    assert joined.code == 0
+    assert "Rank 1 of 2 was the first" in joined.out
+    assert "The all_reduce in the backward pass of step 2" in joined.out
+    assert "carried it to rank 0" in joined.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["exec", "--nproc", "0", "work.py"], {}, "nproc"),
+        (["exec", "--nproc", "65", "work.py"], {}, "nproc"),
+        (["exec", "--nproc", "two", "work.py"], {}, "nproc"),
+        (["exec", "--nproc", "2", "missing.py"], {}, "missing.py: no such script"),
+        (["exec", "--nproc", "2", "work.py"], {"RANK": "0", "WORLD_SIZE": "2"}, "one of several already"),
+        (["run", "gemma4_grpo_fp16", "--nproc", "2"], {}, "grpo runs in one process only"),
+    ],
+)
+def test_what_cannot_be_distributed_is_refused(
+    arguments: list[str], environment: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    """Exit 2 with what is wrong, no traceback, and nothing left behind."""
+    written(tmp_path, "print(1)", "work.py")
+    finished = dtypedoctor(*arguments, cwd=tmp_path, **environment)
+    assert finished.code == 2
+    assert message in finished.err
+    assert "Traceback" not in finished.err
+    assert [path.name for path in tmp_path.iterdir()] == ["work.py"]

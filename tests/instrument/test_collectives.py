@@ -1,0 +1,157 @@
+"""Collectives as one process of a group sees them: gloo, a group of one."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.statistics import local_part, measurable, tensors_in
+from dtypedoctor.trace.events import NotWatched, Observation, Op
+from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.writer import TraceWriter
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Watched:
+    """Watches a block; ``trace`` afterwards."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __enter__(self) -> Self:
+        self._writer = TraceWriter(self._directory)
+        self._instruments = Instruments(self._writer)
+        self._instruments.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._instruments.stop()
+        self._writer.close()
+        self.trace: Trace = read_trace(self._directory)
+
+    def seen(self) -> list[tuple[str, str, str, float, int]]:
+        """Kind, collective, index, magnitude and bad elements of everything that was sent and received."""
+        sites = self.trace.sites
+        return [
+            (site.kind, site.cls, site.index, sample.absmax, sample.num_nan + sample.num_inf)
+            for sample in self.trace.samples
+            if (site := sites[sample.site]).kind in ("sent", "received")
+        ]
+
+
+@pytest.mark.usefixtures("group")
+def test_what_goes_in_and_what_comes_back_is_measured(tmp_path: Path) -> None:
+    """Before a collective that overwrites its operand, and after it has been waited for."""
+    with Watched(tmp_path) as watched:
+        tensor = torch.tensor([2.0, float("inf")])
+        dist.all_reduce(tensor)
+        parts = [torch.empty(2)]
+        dist.all_gather(parts, torch.tensor([3.0, 1.0]))
+        dist.broadcast(torch.tensor([5.0]), src=0)
+    assert watched.seen() == [
+        ("sent", "all_reduce", "0:0", 2.0, 1),
+        ("received", "all_reduce", "0:0", 2.0, 1),
+        ("sent", "all_gather", "0:0", 3.0, 0),
+        ("received", "all_gather", "0:0", 3.0, 0),
+        ("sent", "broadcast", "0:0", 5.0, 0),
+        ("received", "broadcast", "0:0", 5.0, 0),
+    ]
+    (told,) = [o for o in watched.trace.all(Observation) if o.kind == "process-group"]
+    assert told.values == {"name": "0", "ranks": [0], "backend": "gloo"}
+
+
+@pytest.mark.usefixtures("group")
+def test_an_asynchronous_collective_is_measured_when_somebody_waits_for_it(tmp_path: Path) -> None:
+    """Until then its result may not be there."""
+    with Watched(tmp_path) as watched:
+        tensor = torch.ones(3)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        work.wait()
+        tensor.fill_(9.0)  # the program goes on with it
+    assert watched.seen() == [("sent", "all_reduce", "0:0", 1.0, 0), ("received", "all_reduce", "0:0", 1.0, 0)]
+
+
+@pytest.mark.usefixtures("group")
+def test_the_reducer_of_ddp_is_seen_and_gradients_are_what_they_are_unwatched(tmp_path: Path) -> None:
+    """It is C++ and calls no function of Python; what it reduces is known when the backward pass is over."""
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        net(torch.ones(2, 4)).square().sum().backward()
+        return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+    alone = gradients()
+    with Watched(tmp_path) as watched:
+        under_watch = gradients()
+    assert all(torch.equal(one, other) for one, other in zip(alone, under_watch, strict=True))
+    reduced = [seen for seen in watched.seen() if seen[1] == "all_reduce"]
+    largest = max(float(gradient.abs().max()) for gradient in alone)
+    assert [kind for kind, *_ in reduced] == ["sent", "received"]
+    assert all(absmax == pytest.approx(largest) for _, _, _, absmax, _ in reduced)
+    assert not watched.trace.all(NotWatched)
+
+
+@pytest.mark.usefixtures("group")
+def test_everything_is_put_back(tmp_path: Path) -> None:
+    """After the watch no collective passes through it any more."""
+    wait = dist.Work.wait
+    with Watched(tmp_path) as watched:
+        assert dist.Work.wait is not wait
+    dist.all_reduce(torch.ones(1))
+    assert dist.Work.wait is wait
+    assert watched.seen() == []
+
+
+def test_a_process_without_a_group_pays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put in front of the operators before a group is there, or is announced by torchrun."""
+    monkeypatch.delitem(os.environ, "WORLD_SIZE", raising=False)
+    wait = dist.Work.wait
+    with Watched(tmp_path):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+        assert dist.Work.wait is wait
+
+
+@pytest.mark.usefixtures("group")
+def test_a_collective_is_neither_traced_nor_repeated(tmp_path: Path) -> None:
+    """A first call is looked at operator by operator, but one rank that repeats a collective alone breaks those of all."""
+
+    class Reducing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            gathered = torch.full((4,), float("nan"), dtype=torch.float16)
+            dist.all_gather([gathered], x)
+            return gathered * 2
+
+    with Watched(tmp_path) as watched:
+        Reducing()(torch.ones(4, dtype=torch.float16))
+    assert [kind for kind, *_ in watched.seen()] == ["sent", "received"]
+    assert not [o for o in watched.trace.all(Observation) if o.kind == "absorbed"]
+    assert not watched.trace.all(Op)
+
+
+@pytest.mark.usefixtures("group")
+def test_of_a_spread_tensor_the_local_part_is_measured() -> None:
+    """A DTensor is not read as a whole, which would communicate."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    spread = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (1,)), [Shard(0)])
+    assert not measurable(spread)
+    assert measurable(local_part(spread))
+    assert [(path, type(part)) for path, part in tensors_in({"hidden": spread})] == [("hidden", Tensor)]
+    plain = torch.ones(1)
+    assert local_part(plain) is plain

@@ -1,0 +1,155 @@
+"""What a program does where nobody watches: other processes, other programs, machine code."""
+
+import ctypes
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from dtypedoctor.worker.elsewhere import NOT_HERE, Elsewhere
+from dtypedoctor.worker.own_kernels import WHY, own_kernels
+
+ANY_LIBRARY = Path(str(importlib.util.find_spec("_json").origin))  # type: ignore[union-attr]
+"""A small shared library that comes with Python."""
+
+
+def seen(work: Callable[[], object]) -> Elsewhere:
+    """What was noticed of ``work``."""
+    elsewhere = Elsewhere()
+    elsewhere.begin()
+    try:
+        work()
+    finally:
+        elsewhere.end()
+    return elsewhere
+
+
+def fork_a_child() -> None:
+    """A child that ends at once."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def spawn_a_child() -> None:
+    """A fresh interpreter by multiprocessing, for which Python raises no audit event."""
+    child = multiprocessing.get_context("spawn").Process(target=os.getpid)
+    child.start()
+    child.join()
+
+
+def start_with_posix_spawn() -> None:
+    """A program that is started without the subprocess module."""
+    os.waitpid(os.posix_spawn("/bin/true", ["true"], os.environ), 0)
+
+
+PROCESSES: list[tuple[Callable[[], object], str]] = [
+    (fork_a_child, "1 forked process(es)"),
+    (spawn_a_child, "other processes that were started"),
+    (start_with_posix_spawn, "other programs that were started (true)"),
+    (lambda: os.system("true"), "other programs that were started (a shell)"),
+]
+
+
+@pytest.mark.parametrize(("work", "note"), PROCESSES, ids=[note for _, note in PROCESSES])
+def test_another_process_is_noticed_however_it_is_started(work: Callable[[], object], note: str) -> None:
+    """One note each, with what is known of it."""
+    assert list(seen(work).processes()) == [(note, NOT_HERE)]
+
+
+def test_a_process_without_children_has_none_to_tell_of() -> None:
+    """Neither has one that only asked the system about itself, as libraries do."""
+
+    def ask() -> None:
+        sys.audit("subprocess.Popen", "/sbin/ldconfig", ["ldconfig", "-p"], None, None)
+
+    assert list(seen(lambda: None).processes()) == []
+    assert list(seen(ask).processes()) == []
+
+
+def test_what_happens_afterwards_is_not_noticed() -> None:
+    """Audit hooks stay for good; this one sleeps once it was ended."""
+    elsewhere = seen(lambda: None)
+    os.system("true")
+    ctypes.CDLL(str(ANY_LIBRARY))
+    fork_a_child()
+    assert elsewhere.libraries == []
+    assert "forked" not in str(list(elsewhere.processes()))
+    assert "shell" not in str(list(elsewhere.processes()))
+
+
+def test_libraries_loaded_by_ctypes_are_named_and_the_systems_left_out(tmp_path: Path) -> None:
+    """The C library and Python itself are no kernels of the program's own."""
+    own = shutil.copy(ANY_LIBRARY, tmp_path / "libfast_norm.so")
+
+    def load() -> None:
+        ctypes.CDLL(None)
+        ctypes.CDLL("libc.so.6")
+        ctypes.CDLL(own)
+
+    assert seen(load).libraries == ["libfast_norm.so"]
+    assert ("C code loaded by ctypes (libfast_norm.so)", WHY) in list(own_kernels(["libfast_norm.so"]))
+
+
+def notes() -> str:
+    """Everything that is said of the process's own machine code."""
+    return "\n".join(what for what, _ in own_kernels([]))
+
+
+def test_operators_that_a_program_defines_are_listed_by_namespace() -> None:
+    """Through `custom_op` and through a library; torch's own are not listed."""
+    assert "elsewhere_test" not in notes()
+
+    @torch.library.custom_op("elsewhere_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    library = torch.library.Library("elsewhere_test", "FRAGMENT")
+    library.define("thrice(Tensor x) -> Tensor")
+    assert "elsewhere_test: 2" in notes()
+    assert "prims" not in notes()
+    assert twice(torch.ones(1)).item() == 2
+
+
+@pytest.fixture
+def extension(tmp_path: Path) -> Iterator[str]:
+    """A module of machine code outside of every installed package."""
+    path = shutil.copy(ANY_LIBRARY, tmp_path / f"_json{EXTENSION_SUFFIXES[0]}")
+    kept = sys.modules.get("_json")
+    loader = ExtensionFileLoader("_json", str(path))
+    spec = importlib.util.spec_from_loader("_json", loader, origin=str(path))
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules["elsewhere_extension"] = module
+    yield "elsewhere_extension"
+    del sys.modules["elsewhere_extension"]
+    if kept is not None:
+        sys.modules["_json"] = kept
+
+
+def test_an_extension_that_was_built_for_the_program_is_listed(extension: str) -> None:
+    """Those of Python and of installed packages are not."""
+    (line,) = [line for line in notes().splitlines() if "extension modules" in line]
+    assert line == f"compiled extension modules ({extension})"
+
+
+def test_triton_kernels_are_listed_with_the_package_that_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton needs a GPU, so a class of the same name and module stands for its kernels."""
+    triton = ModuleType("triton.runtime.jit")
+    kernel = type("JITFunction", (), {"__module__": "triton.runtime.jit"})
+    mine = ModuleType("elsewhere_kernels.norms")
+    vars(mine).update(forward=kernel(), backward=kernel(), number=3)
+    monkeypatch.setitem(sys.modules, "elsewhere_kernels.norms", mine)
+    assert "Triton" not in notes()
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", triton)
+    assert "Triton kernels (elsewhere_kernels: 2)" in notes()

@@ -1,0 +1,219 @@
+"""``with dtypedoctor.watch(model)``: the run directory that it leaves, how the block ends, and what is refused."""
+
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from inprocess_parts import OWN_CODE, overflowing, process_state, report_in, trace_in
+from torch import Tensor, nn
+
+import dtypedoctor
+from dtypedoctor.errors import UsageError
+from dtypedoctor.trace.events import Raised, Root
+
+
+class BadGradient(torch.autograd.Function):
+    """Its backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise ValueError("bad gradient", 7)
+
+
+def test_a_watched_block_leaves_what_exec_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Report, Markdown and trace; the module that overflows is named, and stderr says where to look."""
+    with dtypedoctor.watch(overflowing(), out=tmp_path / "run") as watched:
+        assert watched.report is None
+        overflowing()(torch.ones(2, 4).half())
+    report = report_in(tmp_path / "run")
+    assert report["status"] == "findings"
+    assert (report["findings"][0]["id"], report["findings"][0]["fqn"]) == ("float16-overflow", "1")
+    assert watched.report is not None
+    assert watched.report.headline == report["headline"]
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"dtypedoctor: {report['headline']}\ndtypedoctor: report in {watched.directory}\n"
+
+
+def test_a_model_that_is_given_is_the_first_root(tmp_path: Path) -> None:
+    """Names in the report begin at it, although another module is called before it."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with dtypedoctor.watch(model, out=tmp_path / "run"):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    assert [root.cls for root in trace_in(tmp_path / "run").all(Root)] == ["Sequential", "Linear"]
+
+
+def test_without_a_directory_the_report_lies_under_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks in a row get two directories."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        with dtypedoctor.watch():
+            nn.Linear(2, 2)(torch.ones(1, 2))
+    directories = sorted((tmp_path / "runs").iterdir())
+    assert [report_in(directory)["status"] for directory in directories] == ["healthy", "healthy"]
+
+
+def test_an_exception_leaves_the_block_as_it_was_raised(tmp_path: Path) -> None:
+    """The same object, arguments and lines of the program; neither its traceback nor the report shows the doctor's frames."""
+    error = None
+    try:
+        with dtypedoctor.watch(out=tmp_path / "run"):
+            BadGradient.apply(nn.Linear(2, 2)(torch.ones(1, 2))).sum().backward()
+    except ValueError as caught:
+        error = caught
+    assert error is not None
+    assert error.args == ("bad gradient", 7)
+    frames = traceback.extract_tb(error.__traceback__)
+    assert (frames[0].filename, frames[-1].name) == (__file__, "backward")
+    assert not [frame for frame in frames if OWN_CODE in frame.filename and frame.filename != __file__]
+    report = report_in(tmp_path / "run")
+    assert report["status"] == "error"
+    assert "ValueError in step 1 (backward)" in report["headline"]
+    raised = trace_in(tmp_path / "run").last(Raised)
+    assert raised is not None
+    assert raised.frames[-1].endswith(" backward")
+    assert not [frame for frame in raised.frames if f"{OWN_CODE}instrument" in frame]
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "healthy"), (None, "healthy"), (3, "error"), ("no data", "error")])
+def test_leaving_the_program_inside_the_block_is_no_failure_of_its_own(
+    code: int | str | None, status: str, tmp_path: Path
+) -> None:
+    """`sys.exit` goes through; its status decides what is said."""
+
+    def leave() -> None:
+        with dtypedoctor.watch(out=tmp_path / "run"):
+            nn.Linear(2, 2)(torch.ones(1, 2))
+            sys.exit(code)
+
+    with pytest.raises(SystemExit) as left:
+        leave()
+    assert left.value.code == code
+    report = report_in(tmp_path / "run")
+    assert report["status"] == status
+    assert status == "healthy" or f"ended with status {code if isinstance(code, int) else 1}" in report["headline"]
+
+
+def test_an_interrupted_block_says_so(tmp_path: Path) -> None:
+    """Ctrl-C goes through and is not called a failure."""
+
+    def be_interrupted() -> None:
+        with dtypedoctor.watch(out=tmp_path / "run"):
+            nn.Linear(2, 2)(torch.ones(1, 2))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        be_interrupted()
+    assert "interrupted" in report_in(tmp_path / "run")["headline"]
+
+
+@pytest.mark.parametrize("model", ["a path/to/a model", nn.Linear, torch.ones(2)], ids=["text", "class", "tensor"])
+def test_what_is_no_module_is_refused_before_anything_is_touched(model: object, tmp_path: Path) -> None:
+    """No directory is made, and the next watch begins as if nothing had been."""
+    before = process_state()
+    with (
+        pytest.raises(UsageError, match=r"is not a torch\.nn\.Module"),
+        dtypedoctor.watch(model, out=tmp_path / "run"),  # type: ignore[arg-type]
+    ):
+        pytest.fail("the block was entered")
+    assert not (tmp_path / "run").exists()
+    assert process_state() == before
+    with dtypedoctor.watch(out=tmp_path / "run"):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    assert report_in(tmp_path / "run")["status"] == "healthy"
+
+
+def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
+    """The block is not entered."""
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UsageError, match="already exists"), dtypedoctor.watch(out=tmp_path / "run"):
+        pytest.fail("the block was entered")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_second_watch_inside_of_one_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    """The message names the run that is being watched."""
+    with dtypedoctor.watch(out=tmp_path / "outer"):
+        with pytest.raises(UsageError, match="outer"), dtypedoctor.watch(out=tmp_path / "inner"):
+            pytest.fail("the block was entered")
+        overflowing()(torch.ones(2, 4).half())
+    assert not (tmp_path / "inner").exists()
+    assert report_in(tmp_path / "outer")["findings"][0]["fqn"] == "1"
+
+
+def test_everything_is_put_back_afterwards(tmp_path: Path) -> None:
+    """Functions, hooks, finders of modules and settings are the very same, also after an exception."""
+    before = process_state()
+
+    def train() -> None:
+        with dtypedoctor.watch(out=tmp_path / "run"):
+            model = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            assert process_state() != before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert process_state() == before
+
+
+def test_a_report_that_cannot_be_written_does_not_replace_the_programs_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the doctor cannot do, the program's exception leaves the block, and the process is watched no longer."""
+    before = process_state()
+    block = dtypedoctor.watch(out=tmp_path / "run")
+
+    def fail() -> None:
+        with block:
+            nn.Linear(2, 2)(torch.ones(1, 2))
+            shutil.rmtree(tmp_path / "run")
+            raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        fail()
+    assert block.report is None
+    assert "dtypedoctor: no report" in capsys.readouterr().err
+    assert process_state() == before
+
+
+def test_a_forked_child_leaves_the_block_in_silence(tmp_path: Path) -> None:
+    """The report is the parent's; the child's NaN is not in it, but that there was a child is."""
+    model = nn.Linear(2, 2)
+    block = dtypedoctor.watch(model, out=tmp_path / "run")
+    with block:
+        child = os.fork()
+        if child == 0:
+            model(torch.full((1, 2), float("nan")))
+            block.__exit__(None, None, None)
+            os._exit(int((tmp_path / "run" / "report.json").exists()))
+        assert os.waitpid(child, 0)[1] == 0
+        model(torch.ones(1, 2))
+    report = report_in(tmp_path / "run")
+    assert report["status"] == "healthy"
+    assert "1 forked process(es): only the process that runs the script is watched" in report["coverage"]
+
+
+def test_a_program_that_is_started_is_listed_as_not_watched(tmp_path: Path) -> None:
+    """With its name; one that was started before the block is not this block's."""
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    with dtypedoctor.watch(out=tmp_path / "quiet"):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    with dtypedoctor.watch(out=tmp_path / "busy"):
+        subprocess.run([sys.executable, "-c", ""], check=True)
+    assert "started" not in "".join(report_in(tmp_path / "quiet")["coverage"])
+    (note,) = [line for line in report_in(tmp_path / "busy")["coverage"] if "started" in line]
+    assert Path(sys.executable).name in note

@@ -1,0 +1,252 @@
+"""The routine look: what it sees in a call, and that it leaves the call alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from watched import watched
+
+from dtypedoctor.instrument.guard import Guard
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.silent.look import RoutineLook, Seen
+from dtypedoctor.trace.events import NotWatched, Observation
+from dtypedoctor.trace.writer import TraceWriter
+
+
+class Apply(nn.Module):
+    """A module that does one thing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def seen(directory: Path, kind: str, function: Callable[..., Any], *args: Any) -> list[Observation]:
+    """What is observed of one kind while a module does ``function`` once."""
+    trace = watched(directory, lambda _: Apply(function)(*args))
+    assert not trace.all(NotWatched)
+    return [o for o in trace.all(Observation) if o.kind == kind]
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Squares in the dtype of its input."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def binned(x: Tensor) -> Tensor:
+    """Uses the number of a bin to look up and to compute with."""
+    number = (x * 7).long()
+    return torch.randn(9)[number] * number.float()
+
+
+def test_a_norm_that_returns_zeros_is_traced_back_to_its_squares(tmp_path: Path) -> None:
+    """Everything that is left is finite; in float32 it would be near one."""
+    (one,) = seen(tmp_path, "absorbed", rms_norm, torch.full((2, 4), 300.0).half())
+    assert one.values["op"] == "aten.rsqrt.default"
+    assert one.values["born"]["op"] == "aten.pow.Tensor_Scalar"
+    assert one.values["born"]["squares"] is True
+    assert one.values["born"]["float32"] == 90000.0
+    assert one.values["relative_error"] == 1.0
+
+
+def test_an_overflow_that_an_activation_saturates_has_done_no_harm(tmp_path: Path) -> None:
+    """`tanh(inf)` is what `tanh(1e5)` is."""
+    (one,) = seen(tmp_path, "absorbed", lambda x: torch.tanh(x * x), torch.full((4,), 400.0).half())
+    assert (one.values["op"], one.values["relative_error"]) == ("aten.tanh.default", 0.0)
+
+
+def test_replaced_elements_are_counted(tmp_path: Path) -> None:
+    """Two of four products overflow, and are zero afterwards."""
+    gate, up = torch.tensor([1.0, 400.0, 400.0, 2.0]).half(), torch.tensor([1.0, 400.0, -400.0, 2.0]).half()
+    (one,) = seen(tmp_path, "absorbed", lambda a, b: torch.nan_to_num(a * b, 0.0, 0.0, 0.0), gate, up)
+    assert (one.values["op"], one.values["rescued"]) == ("aten.nan_to_num.default", 2)
+    assert one.values["relative_error"] == 1.0
+
+
+def test_a_where_that_asks_for_finite_values_is_seen_through(tmp_path: Path) -> None:
+    """Its condition is another one in float32."""
+
+    def work(x: Tensor) -> Tensor:
+        y = x * x
+        return torch.where(torch.isfinite(y), y, 0)
+
+    (one,) = seen(tmp_path, "absorbed", work, torch.tensor([1.0, 400.0]).half())
+    assert (one.values["op"], one.values["by_mask"], one.values["relative_error"]) == ("aten.where.self", True, 1.0)
+
+
+def test_an_overflow_in_place_is_followed(tmp_path: Path) -> None:
+    """The tensor before and after the write are two."""
+
+    def work(x: Tensor) -> Tensor:
+        total = x.new_zeros(2)
+        total.index_add_(0, torch.zeros(4, dtype=torch.long), x)
+        return total.clamp_(-65504, 65504)
+
+    (one,) = seen(tmp_path, "absorbed", work, torch.full((4,), 30000.0).half())
+    assert (one.values["born"]["op"], one.values["op"]) == ("aten.index_add_.default", "aten.clamp_.default")
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: (x.masked_fill(x > 0, -torch.inf) + x).softmax(-1),
+        lambda x: torch.log(x - x).clamp(min=-5),
+        lambda x: (x / 8).clamp(0, 6),
+        lambda x: torch.nan_to_num(x),
+    ],
+    ids=["mask", "logarithm of zero", "relu6", "idle net"],
+)
+def test_what_was_asked_for_or_fails_in_float32_too_is_not_observed(
+    tmp_path: Path, work: Callable[[Tensor], Tensor]
+) -> None:
+    """A mask, the logarithm of zero, a ReLU6, and a net that catches nothing."""
+    assert seen(tmp_path, "absorbed", work, torch.arange(1.0, 9.0).view(2, 4).half()) == []
+
+
+def test_an_activation_cast_to_int_and_back_is_observed(tmp_path: Path) -> None:
+    """As by `x.to(weight.dtype)` with a packed weight."""
+    (one,) = seen(tmp_path, "float-to-int", lambda x: x.to(torch.uint8).to(x.dtype) * 2, torch.randn(64))
+    assert (one.values["from"], one.values["to"], one.values["used_by"]) == (
+        "float32",
+        "uint8",
+        "aten._to_copy.default",
+    )
+    assert one.values["relative_error"] > 1
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: nn.functional.embedding((x * 7).long(), torch.randn(7, 3)),
+        lambda x: x * 8 - (x * 8).floor().long(),
+        lambda x: (torch.arange(64) < (x * 64).long()).float(),
+        binned,
+    ],
+    ids=["token ids", "whole numbers", "lengths", "bins"],
+)
+def test_integers_that_look_something_up_are_compared_or_are_whole_already_are_not_observed(
+    tmp_path: Path, work: Callable[[Tensor], Tensor]
+) -> None:
+    """Bins, lengths and token ids lose their fractions on purpose."""
+    assert seen(tmp_path, "float-to-int", work, torch.rand(64)) == []
+
+
+def test_a_router_in_half_precision_is_run_again_in_float32(tmp_path: Path) -> None:
+    """Nearly equal scores swap; the count is that of a recomputation by hand."""
+    torch.manual_seed(0)
+    hidden, gate = torch.randn(1024, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+
+    def routed(x: Tensor) -> Tensor:
+        odds, chosen = (x @ gate.T).float().softmax(-1).topk(4)
+        return (odds[..., None] * torch.randn(32, 8)[chosen]).sum(1)
+
+    (one,) = seen(tmp_path, "router", routed, hidden)
+    exact = (hidden.float() @ gate.float().T).topk(4).indices.sort(-1).values
+    rough = (hidden @ gate.T).float().softmax(-1).topk(4).indices.sort(-1).values
+    assert one.values["flipped"] == int((exact != rough).any(-1).sum()) > 0
+    assert (one.values["experts"], one.values["chosen"], one.values["tokens"]) == (32, 4, 1024)
+
+
+def test_a_router_in_float32_is_not_observed(tmp_path: Path) -> None:
+    """Nothing could change."""
+    assert seen(tmp_path, "router", lambda x: x[(x @ x.T).topk(2).indices], torch.randn(16, 8)) == []
+
+
+def test_a_selection_that_nothing_is_looked_up_with_is_not_observed(tmp_path: Path) -> None:
+    """Sampling keeps the largest scores, whichever they are."""
+
+    def cut(x: Tensor) -> Tensor:
+        scores = x @ x.T
+        return scores.masked_fill(scores < scores.topk(4).values[..., -1:], -torch.inf)
+
+    assert seen(tmp_path, "router", cut, torch.randn(256, 8).bfloat16()) == []
+
+
+class Noting:
+    """A check that notes in which call it was shown an operator."""
+
+    def __init__(self) -> None:
+        self.call = 0
+        self.looked_at: list[int] = []
+
+    def saw(self, seen: Seen) -> None:
+        self.looked_at.append(self.call)
+
+    def end(self) -> None:
+        """Nothing to conclude."""
+
+
+def test_calls_one_two_and_then_each_eight_times_later_are_looked_at(tmp_path: Path) -> None:
+    """So that a long run costs what a short one does; generation is counted by itself."""
+    writer, position, noting = TraceWriter(tmp_path), Position(), Noting()
+    look = RoutineLook([noting], position, Guard(writer, position))
+    module, x = nn.Identity(), torch.ones(2)
+    for phase, last in (("forward", 300), ("generate", 5)):
+        with position.during(phase):
+            for noting.call in range(1, last + 1):
+                look.before_call(module)
+                x.neg()
+                look.after_call()
+    writer.close()
+    assert noting.looked_at == [1, 2, 16, 128, 1, 2]
+
+
+def test_a_call_gives_the_same_with_and_without_the_look(tmp_path: Path) -> None:
+    """Values, gradients and the state of the random numbers, with dropout in between."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8), nn.Linear(8, 2)).to(torch.bfloat16)
+        out = net(torch.randn(4, 8).bfloat16())
+        out.float().sum().backward()
+        return [out.detach(), *(p.grad for p in net.parameters()), torch.randn(3)]  # type: ignore[list-item]
+
+    bare = run()
+    results: list[Tensor] = []
+    watched(tmp_path, lambda _: results.extend(run()))
+    assert all(torch.equal(a, b) for a, b in zip(bare, results, strict=True))
+
+
+def test_a_program_with_a_mode_of_its_own_is_not_looked_at(tmp_path: Path) -> None:
+    """Its mode would see the look's."""
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def work(_: object) -> None:
+        with Counting():
+            Apply(rms_norm)(torch.full((2, 4), 300.0).half())
+
+    trace = watched(tmp_path, work)
+    assert not [o for o in trace.all(Observation) if o.kind == "absorbed"]
+
+
+def test_a_module_that_raises_closes_the_look(tmp_path: Path) -> None:
+    """No mode is left behind."""
+
+    def fails(_: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    watched(tmp_path, lambda _: Apply(fails)(torch.ones(2)))
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_compiled_code_is_compiled_under_the_look(tmp_path: Path) -> None:
+    """With one graph, and no second one for the calls that are not looked at."""
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    net = torch.compile(nn.Linear(4, 4), backend=counting)
+    watched(tmp_path, lambda _: [net(torch.ones(2, 4)) for _ in range(4)])
+    assert len(graphs) == 1

@@ -1,0 +1,442 @@
+"""The silent checks around optimizer steps, autocast regions, models and files."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from watched import watched
+
+from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.silent.loading import header_dtypes
+from dtypedoctor.trace.events import Observation, Op
+
+
+def observed(
+    directory: Path, kind: str, work: Callable[[Any], Any], window: OpWindow | None = None
+) -> list[Observation]:
+    """The observations of one kind."""
+    return [o for o in watched(directory, work, window).all(Observation) if o.kind == kind]
+
+
+def trained(dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer], steps: int = 3) -> Callable[[Any], None]:
+    """Training of weights of one with gradients of about one."""
+
+    def work(_: object) -> None:
+        net = nn.LayerNorm(32).to(dtype)
+        optimizer = make(net.parameters())
+        for _ in range(steps):
+            net(torch.randn(8, 32, dtype=dtype)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return work
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=1e-5),
+        lambda p: torch.optim.AdamW(p, lr=1e-5, foreach=False),
+        lambda p: torch.optim.SGD(p, lr=1e-7, momentum=0.9),
+        lambda p: torch.optim.RMSprop(p, lr=1e-5),
+        lambda p: torch.optim.Adafactor(p, lr=1e-6),
+    ],
+    ids=["AdamW foreach", "AdamW", "SGD", "RMSprop", "Adafactor"],
+)
+def test_updates_that_bfloat16_rounds_away_are_counted_by_a_float32_copy_of_the_optimizer(
+    tmp_path: Path, make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    """All of a weight of ones, in each of the first steps."""
+    last = observed(tmp_path, "updates", trained(torch.bfloat16, make))[-1]
+    weight = last.values["parameters"]["weight"]
+    assert weight["wanted"] == weight["lost"] == 96
+    assert (last.values["checks"], last.values["first_step"]) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lr"),
+    [(torch.float32, 1e-7), (torch.bfloat16, 0.1), (torch.bfloat16, 0.0)],
+    ids=["float32", "fast", "still"],
+)
+def test_float32_weights_large_steps_and_a_learning_rate_of_zero_do_not_stall(
+    tmp_path: Path, dtype: torch.dtype, lr: float
+) -> None:
+    """A float32 copy moves where the weight does, and does not where it does not."""
+    work = trained(dtype, lambda p: torch.optim.SGD(p, lr=lr))
+    assert all("weight" not in o.values["parameters"] for o in observed(tmp_path, "updates", work))
+
+
+def test_the_real_optimizer_is_as_it_would_be_without_the_check(tmp_path: Path) -> None:
+    """State, step counters and parameters are those of an unwatched run."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Linear(8, 8).to(torch.bfloat16)
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        for _ in range(5):
+            net(torch.randn(4, 8).bfloat16()).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state[net.weight]
+        return [net.weight.detach(), state["step"], state["exp_avg"], state["exp_avg_sq"], torch.randn(2)]
+
+    bare = run()
+    results: list[Tensor] = []
+    watched(tmp_path, lambda _: results.extend(run()))
+    assert all(torch.equal(a, b) for a, b in zip(bare, results, strict=True))
+
+
+class Closure(torch.optim.SGD):
+    """An optimizer that cannot step without a closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        return super().step(closure)
+
+
+def test_an_optimizer_that_cannot_be_copied_is_left_alone(tmp_path: Path) -> None:
+    """Nothing is claimed about it, and it steps as it would."""
+
+    def work(_: object) -> None:
+        net = nn.Linear(4, 4).to(torch.bfloat16)
+        optimizer = Closure(net.parameters(), lr=1e-9)
+
+        def closure() -> Tensor:
+            loss = net(torch.ones(1, 4).bfloat16()).sum()
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+
+    assert observed(tmp_path, "updates", work) == []
+
+
+def small_gradients(net: nn.Module, factor: float) -> Callable[[Any], None]:
+    """One step of a float16 model with a small loss."""
+
+    def work(_: object) -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        (net(torch.ones(2, 4).half()).float().sum() * factor).backward()
+        optimizer.step()
+
+    return work
+
+
+def test_zeros_in_float16_gradients_come_back_when_the_loss_is_scaled(tmp_path: Path) -> None:
+    """The first pass counts them, the second multiplies the loss."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)).half()
+    (zeros,) = observed(folder(tmp_path, "first"), "gradient-zeros", small_gradients(net, 1e-9))
+    assert zeros.values["parameters"]["0.weight"] == {"zeros": 32, "elements": 32}
+    window = OpWindow(call=1, step=0, until="backward", scaled=True)
+    (scaled,) = observed(folder(tmp_path, "second"), "scaled-backward", small_gradients(net, 1e-9), window)
+    weight = scaled.values["parameters"]["0.weight"]
+    assert (weight["zeros"], weight["zeros_scaled"]) == (32, 0)
+    assert 0 < weight["largest"] < 6e-8
+
+
+def folder(parent: Path, name: str) -> Path:
+    """A new folder for another trace."""
+    path = parent / name
+    path.mkdir()
+    return path
+
+
+def test_a_scaled_backward_leaves_the_gradients_as_they_are(tmp_path: Path) -> None:
+    """They are computed beside the script's own."""
+    net = nn.Linear(4, 1).half()
+    small_gradients(net, 0.5)(None)
+    bare = net.weight.grad.clone() if net.weight.grad is not None else None
+    net.zero_grad()
+    watched(tmp_path, small_gradients(net, 0.5), OpWindow(call=1, step=0, until="backward", scaled=True))
+    assert bare is not None
+    assert net.weight.grad is not None
+    assert torch.equal(net.weight.grad, bare)
+
+
+def test_float32_gradients_are_not_counted(tmp_path: Path) -> None:
+    """Zeros in them are no underflow of float16."""
+    net = nn.Linear(4, 1)
+
+    def work(_: object) -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        (net(torch.zeros(2, 4)).sum() * 0).backward()
+        optimizer.step()
+
+    assert observed(tmp_path, "gradient-zeros", work) == []
+
+
+@pytest.mark.parametrize("silently", [False, True], ids=["optimizer", "data"])
+def test_a_layer_that_autocast_gives_an_old_weight_is_run_again_without_the_cache(
+    tmp_path: Path, silently: bool
+) -> None:
+    """Also where the change went through `.data`, which counts no version."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def work(_: object) -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            net(torch.ones(2, 4)).float().sum().backward()
+            if silently:
+                for p in net.parameters():
+                    p.data.add_(1)
+            else:
+                optimizer.step()
+            net(torch.ones(2, 4))
+
+    found = observed(tmp_path, "autocast-cache", work)
+    assert {o.fqn for o in found} == {"0", "1"}
+    assert all(o.values["relative_error"] > 0.01 for o in found)
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["two regions", "no cache"])
+def test_a_region_of_its_own_or_no_cache_is_healthy(tmp_path: Path, cached: bool) -> None:
+    """The copy is made anew."""
+    net = nn.Linear(4, 1)
+
+    def work(_: object) -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        for _ in range(2 if cached else 1):
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
+                for _ in range(1 if cached else 2):
+                    net(torch.ones(2, 4)).float().sum().backward()
+                    optimizer.step()
+
+    assert observed(tmp_path, "autocast-cache", work) == []
+
+
+class Rotary(nn.Module):
+    """Turns pairs of features; which of its tables it reads is up to it."""
+
+    def __init__(self, table: Tensor, spare: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("turns", table)
+        self.register_buffer("spare", spare)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.outer(torch.arange(8.0), self.turns.float()).cos()
+
+
+FREQUENCIES = 10000.0 ** (-torch.arange(0, 32, 2) / 32)
+
+
+@pytest.mark.parametrize(
+    ("table", "found"),
+    [
+        (FREQUENCIES.bfloat16(), "bfloat16"),
+        (FREQUENCIES.bfloat16().float(), "bfloat16"),
+        (FREQUENCIES.half(), "float16"),
+        (FREQUENCIES, None),
+        (2.0 ** -torch.arange(16.0), None),
+        (torch.linspace(1, 0.1, 16).bfloat16(), None),
+    ],
+    ids=["bfloat16", "restored", "float16", "healthy", "powers of two", "no progression"],
+)
+def test_a_table_is_known_by_its_values(tmp_path: Path, table: Tensor, found: str | None) -> None:
+    """Geometric, and equal to its own rounding without being exact."""
+    seen = observed(tmp_path, "rotary-table", lambda _: Rotary(table)(torch.ones(8, 16)))
+    assert [o.values["rounded_to"] for o in seen] == ([found] if found else [])
+
+
+def test_a_rounded_table_that_nobody_reads_is_not_observed(tmp_path: Path) -> None:
+    """A backup is no failure."""
+    net = Rotary(FREQUENCIES, FREQUENCIES.bfloat16())
+    assert observed(tmp_path, "rotary-table", lambda _: net(torch.ones(8, 16))) == []
+
+
+def test_a_table_that_is_cast_between_two_calls_is_looked_at_again(tmp_path: Path) -> None:
+    """As an evaluation in bfloat16 does after training."""
+    net = Rotary(FREQUENCIES)
+
+    def work(_: object) -> None:
+        for _call in range(5):
+            net(torch.ones(8, 16))
+        net.to(torch.bfloat16)(torch.ones(8, 16).bfloat16())
+
+    (one,) = observed(tmp_path, "rotary-table", work)
+    assert (one.call, one.values["rounded_to"]) == (6, "bfloat16")
+
+
+class Places(nn.Module):
+    """Does something with the places of a text of 400 words."""
+
+    def __init__(self, use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x)
+
+
+@pytest.mark.parametrize(
+    ("use", "by"),
+    [
+        (lambda x: torch.arange(400).to(x.dtype) * 0.01, "aten._to_copy.default"),
+        (lambda x: torch.outer(torch.arange(400, dtype=x.dtype), x), "aten.arange.default"),
+        (lambda x: (torch.arange(400).float().type_as(x)[None] + 1).expand(2, 400).sin(), "aten._to_copy.default"),
+    ],
+    ids=["cast", "made so", "shifted"],
+)
+def test_positions_that_bfloat16_rounds_together_are_counted(
+    tmp_path: Path, use: Callable[[Tensor], Tensor], by: str
+) -> None:
+    """Of 400 whole numbers 329 are left: all up to 256, and every second one from there on."""
+    (one,) = observed(tmp_path, "rounded-positions", lambda _: Places(use)(torch.ones(4).bfloat16()))
+    assert (one.values["op"], one.values["length"], one.values["distinct"]) == (by, 400, 329)
+    assert one.values["largest_error"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: torch.arange(400.0) * x.float().sum(),
+        lambda x: torch.arange(250).to(x.dtype) * 0.01,
+        lambda x: torch.arange(0, 800, 2).to(x.dtype) * 0.01,
+        lambda x: torch.ones(400).to(x.dtype) / (torch.arange(400).to(x.dtype) + 1),
+        lambda x: torch.arange(400).to(x.dtype) < 100,
+    ],
+    ids=["float32", "few", "every second", "means", "compared"],
+)
+def test_positions_that_stay_apart_and_counts_that_divide_are_not_observed(
+    tmp_path: Path, use: Callable[[Tensor], Tensor]
+) -> None:
+    """Nothing is lost, or nothing but a rounding error of the usual size."""
+    assert observed(tmp_path, "rounded-positions", lambda _: Places(use)(torch.ones(4).bfloat16())) == []
+
+
+class Policy(nn.Module):
+    """Scores moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(16, 32), nn.Tanh(), nn.Linear(32, 8))
+
+    def forward(self, state: Tensor) -> Tensor:
+        return self.net(state)
+
+
+def asked(trainer: nn.Module, generator: nn.Module, other: int = 0) -> Callable[[Any], None]:
+    """Both are asked the same, or not."""
+
+    def work(_: object) -> None:
+        state = torch.arange(16)
+        with torch.no_grad():
+            generator(state)
+        trainer((state + other) % 16)
+
+    return work
+
+
+def test_a_half_precision_twin_with_the_same_weights_gives_other_log_probabilities(tmp_path: Path) -> None:
+    """By more than float32's rounding."""
+    torch.manual_seed(0)
+    trainer, generator = Policy(), Policy().to(torch.bfloat16)
+    generator.load_state_dict(trainer.state_dict())
+    (one,) = observed(tmp_path, "twins", asked(trainer, generator))
+    assert 1e-4 < one.values["mean_gap"] < one.values["largest_gap"] < 0.1
+    assert (one.values["trainer_dtype"], one.values["generator_dtype"]) == ("float32", "bfloat16")
+
+
+def test_other_weights_another_question_or_the_same_dtype_is_nothing_to_compare(tmp_path: Path) -> None:
+    """Then a difference is meant, or there is none of precision."""
+    trainer, generator = Policy(), Policy().to(torch.bfloat16)
+    assert observed(folder(tmp_path, "weights"), "twins", asked(trainer, generator)) == []
+    generator.load_state_dict(trainer.state_dict())
+    assert observed(folder(tmp_path, "question"), "twins", asked(trainer, generator, other=1)) == []
+    assert observed(folder(tmp_path, "dtype"), "twins", asked(trainer, trainer)) == []
+
+
+def test_a_state_that_is_cast_to_a_smaller_range_is_counted(tmp_path: Path) -> None:
+    """One element becomes inf, one zero."""
+    state = {"weight": torch.tensor([[70000.0, 1.0], [1e-9, 0.5]], dtype=torch.bfloat16)}
+    work = lambda _: nn.Linear(2, 2, bias=False).half().load_state_dict(state)
+    (one,) = observed(tmp_path, "state-loaded", work)
+    assert (one.values["became_inf"], one.values["became_zero"], one.values["elements"]) == (1, 1, 4)
+    assert one.values["casts"] == {"bfloat16->float16": 4}
+
+
+def test_load_state_dict_is_put_back(tmp_path: Path) -> None:
+    """After the watch it is the function that it was."""
+    before = nn.Module.load_state_dict
+    watched(tmp_path, lambda _: None)
+    assert nn.Module.load_state_dict is before
+
+
+def test_the_dtypes_of_a_file_are_read_from_its_header(tmp_path: Path) -> None:
+    """No tensor is needed, and something else is refused."""
+    header = {"a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, "n": {"dtype": "I64", "shape": [4]},
+              "__metadata__": {"format": "pt"}}  # fmt: skip
+    text = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+    assert header_dtypes(file) == {"bfloat16": 6}
+    file.write_bytes(b"\xff" * 16)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        header_dtypes(file)
+
+
+def test_a_backup_of_a_method_that_still_runs_is_observed(tmp_path: Path) -> None:
+    """The patch was prepared and refused; one that is in place is fine."""
+
+    class Half(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x
+
+    class Patched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x
+
+    Half._original_forward = Half.forward  # type: ignore[attr-defined]
+    Patched._original_forward = Patched.forward  # type: ignore[attr-defined]
+    Patched.forward = lambda self, x: x.float().square().to(x.dtype)  # type: ignore[method-assign]
+    (one,) = observed(tmp_path, "unpatched", lambda _: nn.Sequential(Half(), Patched())(torch.ones(2)))
+    assert (one.fqn, one.values["class"], one.values["method"]) == ("0", "Half", "forward")
+
+
+def fused(graph: Any, inputs: Any) -> Any:
+    """A compiler that keeps float32 between operations, as real ones do."""
+
+    def run(*args: Tensor) -> tuple[Tensor, ...]:
+        return tuple(r.to(args[0].dtype) for r in graph.forward(*(a.float() for a in args)))
+
+    return run
+
+
+class Deviation(nn.Module):
+    """Stands at a cliff: a product that eager mode rounds to one."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.sqrt(a * b - 1)
+
+
+def test_a_compiled_call_is_made_again_in_eager_mode(tmp_path: Path) -> None:
+    """NaN compiled, zero in eager mode; the op trace stays closed so that it is compiled at all."""
+    net = torch.compile(Deviation(), backend=fused)
+    a, b = torch.tensor([1 + 2**-7]).bfloat16(), torch.tensor([1 - 2**-7]).bfloat16()
+    window = OpWindow(call=1, step=0, until="next-call", eager=True)
+    trace = watched(tmp_path, lambda _: net(a, b), window)
+    (one,) = [o for o in trace.all(Observation) if o.kind == "eager-replay"]
+    assert (one.values["finite"], one.values["eager_finite"]) == (False, True)
+    assert not trace.all(Op)
+
+
+def test_an_early_window_holds_what_is_computed_between_two_calls(tmp_path: Path) -> None:
+    """Before the second call and after it, and nothing of the first."""
+    net = nn.Linear(2, 2)
+
+    def work(_: object) -> None:
+        net(torch.ones(1, 2))
+        x = torch.full((1, 2), 3.0).exp()
+        net(x).sum().backward()
+
+    trace = watched(tmp_path, work, OpWindow(call=2, step=0, until="next-call", early=True))
+    names = [op.op for op in trace.all(Op)]
+    assert "aten.exp.default" in names
+    assert names.count("aten.addmm.default") == 1
+    assert [op.root for op in trace.all(Op) if op.op == "aten.exp.default"] == [-1]

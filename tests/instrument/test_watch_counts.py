@@ -1,0 +1,314 @@
+"""What the watch adds to a training step, in counts: reductions, launches, bytes, host synchronisations. Never in time."""
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from watched import watched as watched_by
+
+import dtypedoctor
+from dtypedoctor.instrument import batches, recorders, stream_recorder
+from dtypedoctor.instrument.arrivals import Arrivals
+from dtypedoctor.instrument.device_rows import Asked, NormRows
+from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.trace.events import Header, NotWatched, ScalerState
+from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.writer import EVENTS, TraceWriter
+
+WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
+"""Operators for which the host waits where their operand lies on a CUDA device."""
+
+ORDINARY = 5
+"""Steps before an ordinary one: the checks for silent failures look closer at the steps 1 to 4 and 8."""
+
+
+class Counted(NormRows):
+    """Measures as on a device without Triton, and counts what it is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.limit = 16
+        self.launches = 0
+        self.rows = 0
+        self.gated = 0
+
+    def launch(self, batch: Sequence[Asked]) -> int:
+        """Counts the batch."""
+        self.launches += 1
+        self.rows += sum(gate < 0 for _, gate in batch)
+        self.gated += sum(gate >= 0 for _, gate in batch)
+        return super().launch(batch)
+
+
+@functools.cache
+def _llama(layers: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, num_hidden_layers=layers, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()
+
+
+class Training:
+    """A model that is trained on the same few tokens again and again."""
+
+    def __init__(self, layers: int = 2, device: str = "cpu", *, scaled: bool = True) -> None:
+        self.model = copy.deepcopy(_llama(layers)).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.tokens = torch.arange(8, device=device)[None]
+        self.scaler = torch.amp.GradScaler(device, init_scale=1024.0, enabled=scaled)
+
+    def step(self) -> Tensor:
+        """One step; nothing is read back."""
+        with torch.autocast(self.tokens.device.type, torch.bfloat16):
+            loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def state(self) -> list[Tensor]:
+        """Everything that training changes."""
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+class Watched:
+    """A training under the instruments, whose trace can be looked at in between."""
+
+    def __init__(self, directory: Path, training: Training, **options: Any) -> None:
+        self.training = training
+        self._directory = directory
+        self._writer = TraceWriter(directory)
+        self._writer.write(Header())
+        self.instruments = Instruments(self._writer, **options)
+
+    def __enter__(self) -> Self:
+        self.instruments.start()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.instruments.stop()
+        self._writer.close()
+
+    def steps(self, count: int) -> None:
+        """Trains."""
+        for _ in range(count):
+            self.training.step()
+
+    def size(self) -> int:
+        """Bytes of the trace so far."""
+        return (self._directory / EVENTS).stat().st_size
+
+    def trace(self) -> Trace:
+        """The trace so far."""
+        return read_trace(self._directory)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
+    """CPU tensors are measured in batches, as a GPU's, by the rows that get into this list."""
+    made: list[Counted] = []
+
+    def make(device: torch.device) -> Counted:
+        made.append(Counted(device))
+        return made[-1]
+
+    monkeypatch.setattr(recorders, "BEHIND", frozenset({"cpu", "cuda"}))
+    monkeypatch.setattr(recorders, "device_rows", make)
+    return made
+
+
+def waits(work: Callable[[], object]) -> Counter[str]:
+    """How often each operator of :data:`WAITS` runs inside ``work``, the watch's own work included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work()
+    return Counter({one.key: one.count for one in profile.key_averages() if one.key in WAITS})
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("every", [1, 0])
+def test_behind_a_stream_no_operator_is_added_that_the_host_waits_for(tmp_path: Path, every: int) -> None:
+    """Measuring behind a stream reads nothing back, with the whole watch as with the sentinel."""
+    bare = Training(scaled=False)  # on a CPU its scale may be read at once
+    for _ in range(ORDINARY):
+        bare.step()
+    expected = waits(bare.step)
+    with Watched(tmp_path, Training(scaled=False), every=every) as watched:
+        watched.steps(ORDINARY)
+        found = waits(watched.training.step)
+    assert found == expected
+
+
+def test_each_distinct_tensor_is_reduced_once_a_step_and_few_launches_do_it(
+    tmp_path: Path, rows: list[Counted]
+) -> None:
+    """Outputs and their gradients, the loss, weights' gradients and weights: one row each, sixteen rows to a launch."""
+    with Watched(tmp_path, Training()) as watched:
+        watched.steps(ORDINARY)
+        (counted,) = rows
+        before = (counted.launches, counted.rows)
+        watched.steps(1)
+        launches, reductions = counted.launches - before[0], counted.rows - before[1]
+    trace = watched.trace()
+    last = [trace.sites[s.site] for s in trace.samples if s.step == ORDINARY + 1]
+    parameters = len(list(watched.training.model.parameters()))
+    passed_on = 2 * 2 + 2  # by attention and MLP of each layer, by the stack of layers, and by the whole model
+    outputs = sum(site.kind == "output" and site.cls != "" for site in last)
+    assert sum(site.kind == "grad" for site in last) == parameters
+    assert sum(site.kind == "param" for site in last) == parameters
+    gradients = sum(site.kind == "grad_output" for site in last)
+    assert reductions == outputs + gradients - 2 * passed_on + 2 * parameters + 1
+    assert launches <= reductions // counted.limit + 8
+
+
+def test_results_are_read_before_there_is_no_room_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call launches each new place by itself; of several hundred in a row none is given up."""
+
+    class Narrow(NormRows):
+        def room(self, flying: int) -> bool:
+            return flying < 2 * batches.MOST_UNREAD
+
+    monkeypatch.setattr(recorders, "BEHIND", frozenset({"cpu"}))
+    monkeypatch.setattr(recorders, "device_rows", Narrow)
+    monkeypatch.setattr(stream_recorder, "READ_SECONDS", 60.0)
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
+    trace = watched_by(tmp_path, lambda _: net(torch.ones(2, 4)))
+    assert len(trace.samples) == 301
+    assert not trace.all(NotWatched)
+
+
+def test_an_ordinary_step_leaves_few_bytes(tmp_path: Path) -> None:
+    """Of a hundred modules each is told of in less than 100 bytes a record and 100 KB a step; the sentinel takes a tenth."""
+    sizes = {}
+    for every in (1, 0):
+        directory = tmp_path / str(every)
+        directory.mkdir()
+        with Watched(directory, Training(layers=8), every=every) as watched:
+            watched.steps(ORDINARY)
+            before = watched.size(), len(watched.trace().samples)
+            watched.steps(1)
+            sizes[every] = watched.size() - before[0]
+            records = len(watched.trace().samples) - before[1]
+        assert sizes[every] / records <= 100
+    assert sizes[1] <= 100_000
+    assert sizes[0] <= sizes[1] / 10
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 3}, {"every": 0}, {"watch": False}], ids=str)
+def test_training_is_bitwise_the_same_under_every_kind_of_watch(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Losses and parameters after some steps do not depend on what is measured, nor on when."""
+    bare = Training()
+    expected = [bare.step() for _ in range(4)]
+    with Watched(tmp_path, Training(), **options) as watched:
+        found = [watched.training.step() for _ in range(4)]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(bare.state(), watched.training.state(), strict=True))
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_no_graph_break_and_no_compilation_is_added(tmp_path: Path, every: int) -> None:
+    """What torch compiles is the same with the watch as without, also at the second call."""
+
+    def compiled() -> tuple[dict[str, int], dict[str, int]]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        net = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), backend="eager")
+        for _ in range(2):
+            net(torch.ones(2, 4)).sum().backward()
+        counters = torch._dynamo.utils.counters
+        return dict(counters["stats"]), dict(counters["graph_break"])
+
+    bare = compiled()
+    with Watched(tmp_path, Training(), every=every):
+        found = compiled()
+    assert found == bare
+
+
+def test_every_third_step_is_measured_whole_and_the_others_in_outline(tmp_path: Path) -> None:
+    """Steps 1 and 4 hold every module, the others only the layers' outputs, their gradients and the loss."""
+    with Watched(tmp_path, Training(), every=3) as watched:
+        watched.steps(4)
+    trace = watched.trace()
+    names = {step: {trace.sites[s.site].fqn for s in trace.samples if s.step == step} for step in range(1, 5)}
+    residual = {"model.layers.0", "model.layers.1", "0"}
+    assert names[2] == names[3] == residual
+    assert names[1] > residual | {"lm_head", "model.layers.1.mlp.down_proj"}
+    assert names[4] == names[1]
+
+
+def test_a_program_can_ask_for_the_sentinel_only(tmp_path: Path) -> None:
+    """``watch(every=0)`` leaves samples of layers and losses, of the weights once at the end, and a report."""
+    training = Training()
+    with dtypedoctor.watch(training.model, out=tmp_path / "run", every=0) as watch:
+        for _ in range(2):
+            training.step()
+    trace = read_trace(tmp_path / "run" / "before")
+    measured = [trace.sites[s.site] for s in trace.samples]
+    assert {site.fqn for site in measured if site.kind != "param"} == {"model.layers.0", "model.layers.1", "0"}
+    assert watch.report is not None
+
+
+def test_numbers_come_in_the_order_in_which_they_were_asked_for() -> None:
+    """What waits for earlier numbers is called after them."""
+    arrivals, found = Arrivals(), []
+    arrivals.ask(torch.tensor(2.0), found.append)
+    arrivals.ask(3.0, found.append)
+    arrivals.afterwards(lambda: found.append(-1.0))
+    arrivals.finish()
+    assert found == [2.0, 3.0, -1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("every", [1, 0])
+def test_the_host_never_waits_for_a_gpu_because_of_the_watch(tmp_path: Path, every: int) -> None:
+    """With a gradient scaler, whose scale is recorded, torch's own count of synchronisations is that of the step alone."""
+    from tests.benchmarks.counting import count_synchronisations
+
+    bare = Training(device="cuda")
+    for _ in range(ORDINARY):
+        bare.step()
+    expected = count_synchronisations(bare.step)
+    with Watched(tmp_path, Training(device="cuda"), every=every) as watched:
+        watched.steps(ORDINARY)
+        assert count_synchronisations(watched.training.step) == expected
+    assert [one.scale for one in watched.trace().all(ScalerState)] == [1024.0] * (ORDINARY + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_launches_one_kernel_for_many_tensors(tmp_path: Path) -> None:
+    """The watch of a step launches a tenth as many kernels as it measures tensors, at the most."""
+    from tests.benchmarks.counting import count_kernels
+
+    with Watched(tmp_path, Training(layers=16, device="cuda")) as watched:
+        watched.steps(ORDINARY)
+        launches = count_kernels(watched.training.step, "measure_rows")
+    trace = watched.trace()
+    assert 0 < launches <= sum(s.step == ORDINARY + 1 for s in trace.samples) / 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_number_from_a_gpu_is_there_once_its_work_is_done() -> None:
+    """A loss that is still being computed is not waited for, and is right when it has come."""
+    arrivals, found = Arrivals(), []
+    large = torch.ones(8192, 8192, device="cuda")
+    for _ in range(20):
+        large = large @ large / 8192
+    arrivals.ask(large[0, 0], found.append)
+    arrivals.afterwards(lambda: found.append(-1.0))
+    assert found == []
+    torch.cuda.synchronize()
+    arrivals.settle()
+    assert found == [1.0, -1.0]

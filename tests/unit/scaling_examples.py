@@ -1,0 +1,25 @@
+"""What the instruments tell of gradient scalers."""
+
+from typing import Any
+
+from refusals import Story
+
+from dtypedoctor.trace.events import ScalerState
+
+
+def unscaling(message: str = "", **values: Any) -> Story:
+    """A run in which a scaler unscaled once and that may have ended with ``message``."""
+    known = {"scale": 1024.0, "params": {"float32": 4}, "gradients": {"float32": 4}, "names": {}, "frozen": 0, "strangers": 0,
+             "optimizer": "AdamW"}  # fmt: skip
+    story = Story().saw("unscale", **(known | values))
+    if message:
+        story.raised(message, kind="ValueError", phase="optimizer")
+    return story
+
+
+def scales(*steps: tuple[float, bool]) -> Story:
+    """A run whose scaler had these scales and skipped these steps."""
+    story = Story()
+    for number, (scale, skipped) in enumerate(steps, start=1):
+        story.add(ScalerState(n=story.n(), step=number, scale=scale, found_inf=skipped, skipped=skipped))
+    return story

@@ -1,0 +1,147 @@
+"""What is said about a bisection, in every format."""
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+from bisections import found, verdict
+from report_builders import overflow
+from rich.console import Console
+
+from dtypedoctor.report.bisection_facts import bisection_summary, bisection_verdicts, remedy_yaml
+from dtypedoctor.report.bisection_html import bisection_part as html_part
+from dtypedoctor.report.bisection_markdown import bisection_part as markdown_part
+from dtypedoctor.report.bisection_terminal import render_bisection
+from dtypedoctor.report.contract import json_schema
+from dtypedoctor.report.model import Report
+from dtypedoctor.report.to_json import from_json, plain, render_json
+
+OLDEST = {"culprits": ["m"], "corrections": [], "probes": 3, "one_minimal": False, "verdicts": []}
+"""The keys of the first contract and no others."""
+
+
+def report(**changes: Any) -> Report:
+    """A report of a bisection."""
+    bisection = found(**changes)
+    return replace(overflow(), headline=bisection["answer"], bisection=bisection)
+
+
+def printed(shown: Report, width: int = 100) -> str:
+    """The page at a prompt that is so wide."""
+    stream = io.StringIO()
+    render_bisection(shown, Console(file=stream, width=width, no_color=True))
+    return stream.getvalue()
+
+
+def summary(**changes: Any) -> dict[str, str]:
+    """The labelled values."""
+    return dict(bisection_summary(found(**changes)))
+
+
+def test_the_answer_comes_first_at_the_prompt() -> None:
+    """Then culprits, corrections, verdicts, remedy."""
+    page = printed(report())
+    places = [page.index(part) for part in ("Keeping only", "culprits", "Verdicts", "Remedy", "Can this be trusted?")]
+    assert places == sorted(places)
+    assert places[0] == 0
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_page_keeps_to_its_width(width: int) -> None:
+    """Whatever the names."""
+    long = verdict("compiled", "fail", "x" * 90, fqn="model." + ".".join(f"part{i}" for i in range(40)))
+    page = printed(report(verdicts=[long]), width)
+    assert max(map(len, page.splitlines())) <= width
+    assert "…" in page
+
+
+def test_what_was_run_is_said_where_it_is_not_what_the_probes_ran() -> None:
+    """A mode that is named after its workload, or runs the usual one, needs no second name."""
+    rows = [row[0] for row in bisection_verdicts(found())]
+    assert rows == ["one forward pass", "loss scale: 2 steps of plain training"]
+
+
+def test_numbers_carry_their_units() -> None:
+    """Bytes, ratios, seconds."""
+    told = summary()
+    assert told["cost in float32"] == "0 B of weights, +5 MiB at the peak; step time 1.25× (12 ms)"
+    assert told["probes"] == "14 for 44 candidates by one forward pass (median 200 ms)"
+    assert told["corrections"] == "mlp-float32 (2 offered)"
+    assert told["reproduction"].startswith("repro.py (64.4 KiB of tensors)")
+
+
+def test_a_little_memory_is_not_told_as_a_measurement() -> None:
+    """The peak of a process moves by itself."""
+    cost = {"parameter_bytes": 4096, "memory_bytes": -300_000, "step_time": None, "step_time_ratio": None}
+    assert summary(cost=cost)["cost in float32"] == "+4 KiB of weights, less than 1 MiB at the peak"
+
+
+def test_doubts_are_said() -> None:
+    """Flaky runs, probes that failed otherwise, treatment that hurts, notes."""
+    told = summary(flaky=["with nothing treated: fail, then pass"], unresolved=2, monotone=False, note="luck")
+    assert told["flaky"].endswith("fail, then pass")
+    assert told["unresolved"] == "2 probes failed in another way"
+    assert "failed when more was kept" in told["not monotone"]
+    assert told["note"] == "luck"
+    assert not {"flaky", "unresolved", "not monotone", "note"} & summary().keys()
+
+
+def test_a_missing_reproduction_says_why() -> None:
+    """Instead of being left out."""
+    told = summary(reproduction={"module": "m", "script": None, "bytes": 0, "said": "", "reason": "it is 4-bit"})
+    assert told["reproduction"] == "none: it is 4-bit"
+
+
+@pytest.mark.parametrize("end", ["domain-error", "outside", "unresolved", "interrupted"])
+def test_one_minimality_is_not_claimed_without_an_answer(end: str) -> None:
+    """Nor denied."""
+    assert summary(end=end, one_minimal=False)["1-minimal"] == "not checked"
+
+
+def test_a_healthy_model_has_no_tables() -> None:
+    """Its sentence is all."""
+    page = printed(report(end="healthy", answer="It does not fail.", culprits=[], verdicts=[]))
+    assert page.startswith("It does not fail.")
+    assert "culprits" not in page
+
+
+@pytest.mark.parametrize("part", [lambda r: markdown_part(r, 4000), html_part], ids=["markdown", "html"])
+def test_every_format_has_the_same_facts(part: Any) -> None:
+    """Culprit, correction, verdicts, remedy and reproduction."""
+    text = str(part(report()))
+    for words in (
+        "model.layers.0.mlp::self",
+        "mlp-float32 (2 offered)",
+        "loss scale",
+        "43392",
+        "id: mlp-float32",
+        "repro.py",
+    ):
+        assert words in text
+    assert part(replace(report(), bisection=None)) == ""
+
+
+@pytest.mark.parametrize("room", [2000, 4000])
+def test_markdown_keeps_to_its_room(room: int) -> None:
+    """Rows that do not fit are left out with a note."""
+    many = report(verdicts=[verdict(f"mode {i}", "fail", "x") for i in range(200)])
+    assert len(markdown_part(many, room).encode()) <= room
+
+
+def test_an_older_report_can_still_be_shown() -> None:
+    """With the keys of the first contract alone."""
+    old = replace(overflow(), bisection=OLDEST)
+    assert "culprits" in printed(old)
+    assert markdown_part(old, 4000)
+    assert html_part(old)
+    assert remedy_yaml(OLDEST) == ""
+
+
+def test_it_keeps_the_contract_and_can_be_read_back() -> None:
+    """As report.json."""
+    text = render_json(report())
+    shown = from_json(text)
+    jsonschema.validate(plain(shown.bisection), json_schema()["$defs"]["bisection"])
+    assert shown.bisection == plain(found())

@@ -1,0 +1,45 @@
+"""Each detector fires where it should and is silent on what looks like it."""
+
+import pytest
+from detector_examples import DETECTOR_EXAMPLES, Example
+
+from dtypedoctor.diagnosis import DETECTORS, diagnose
+from dtypedoctor.diagnosis.ids import FINDING_IDS
+
+EXAMPLES = [
+    pytest.param(detector, finding, example, id=f"{detector}: {finding}")
+    for detector, findings in DETECTOR_EXAMPLES.items()
+    for finding, example in findings.items()
+]
+
+
+def test_every_detector_and_every_finding_has_an_example() -> None:
+    """A detector without one could fire on anything."""
+    assert set(DETECTOR_EXAMPLES) == set(DETECTORS)
+    assert {finding for findings in DETECTOR_EXAMPLES.values() for finding in findings} == FINDING_IDS
+
+
+@pytest.mark.parametrize(("detector", "finding", "example"), EXAMPLES)
+def test_a_finding_comes_from_its_detector_and_first_of_all(detector: str, finding: str, example: Example) -> None:
+    """No other detector explains the same trace better."""
+    trace = example.fires()
+    assert finding in {found.id for found in DETECTORS[detector](trace)}
+    assert diagnose(trace)[0].id == finding
+
+
+@pytest.mark.parametrize(("detector", "finding", "example"), EXAMPLES)
+def test_no_detector_makes_the_finding_in_the_silent_example(detector: str, finding: str, example: Example) -> None:
+    """It differs from the other in one thing that matters."""
+    assert finding not in {found.id for found in diagnose(example.silent())}
+
+
+@pytest.mark.parametrize(("detector", "finding", "example"), EXAMPLES)
+def test_a_finding_says_what_happened_why_and_on_what_grounds(detector: str, finding: str, example: Example) -> None:
+    """One sentence as headline, a cause, measurements, a phase, and public references."""
+    found = next(one for one in DETECTORS[detector](example.fires()) if one.id == finding)
+    assert found.summary.endswith(".")
+    assert found.cause.endswith(".")
+    assert found.evidence
+    assert found.phase
+    assert found.references
+    assert all(reference.startswith("https://") for reference in found.references)

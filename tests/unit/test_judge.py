@@ -1,0 +1,215 @@
+"""Whether a remedy has cured: what speaks against it, and what the trial says besides."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared import OK
+from nonfinite_examples import overflow
+from silent_examples import absorbed
+from traces import TraceBuilder
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.runner.launch import Run, WorkerExit
+from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.trace.events import Correction, End, Metric, ProbeLogProbs, Raised, Resources
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trials.judge import Yardstick, judge, not_tried
+from dtypedoctor.trials.remedies import REMEDIES, Remedy
+from dtypedoctor.trials.results import Outcome, RunSummary, Trial
+from dtypedoctor.trials.summary import summarise
+
+CURE, STRICT = REMEDIES["bfloat16"], REMEDIES["strict"]
+SCENARIO = Scenario.model_validate(
+    {
+        "name": "case",
+        "summary": "A case.",
+        "steps": [{"model": {"name": "builtin:llama"}, "workload": {"kind": "sft", "steps": 3}}],
+    }
+)
+BEFORE = RunSummary(label="before", steps_completed=3, steps_planned=3, step_time=0.5, peak_memory=1000)
+FOUND = (
+    Finding(id="float16-overflow", severity=Severity.ERROR, confidence=Confidence.PROVEN, summary="", cause=""),
+    Finding(
+        id="norm-promotes-to-float32", severity=Severity.INFO, confidence=Confidence.POSSIBLE, summary="", cause=""
+    ),
+)
+
+
+def trained(steps: int = 3, *, step_time: float = 1.0, **first: Any) -> TraceBuilder:
+    """A run of so many steps with finite losses; ``first`` changes what the first step reports."""
+    trace = TraceBuilder().sample("out", 3.0)
+    for step in range(1, steps + 1):
+        values = {"loss": 2.0 / step, "step_time": step_time}
+        trace.add(Metric(n=trace.n(), step=step, values=values, **(first if step == 1 else {})))
+    return trace.add(Resources(seconds=2.0, peak_memory=1500, device="cpu"))
+
+
+def run(trace: TraceBuilder, *, steps: int = 3, ended: WorkerExit = OK) -> Run:
+    """The run of which this is the trace."""
+    built = trace.build()
+    records = (*built.records[:-1], End(n=trace.n(), outcome="completed", steps_completed=steps))
+    return Run(trace=Trace(records=records, samples=built.samples, sites=built.sites), exit=ended, directory=Path("x"))
+
+
+def tried(trace: TraceBuilder, remedy: Remedy = CURE, *, steps: int = 3, **yardstick: Any) -> Trial:
+    """The verdict on a remedy whose run left this trace."""
+    return judge(
+        remedy, SCENARIO, run(trace, steps=steps), Yardstick(**({"before": BEFORE, "findings": FOUND} | yardstick))
+    )
+
+
+def test_a_run_that_does_all_its_steps_without_the_finding_is_cured() -> None:
+    """The row of the table and the price stand beside the verdict."""
+    trial = tried(trained())
+    assert (trial.outcome, trial.remedy, trial.safe) == (Outcome.FIXED, "bfloat16", True)
+    assert trial.run is not None
+    assert trial.run.loss == (2.0, 1.0, pytest.approx(2 / 3))
+    assert (trial.step_time_ratio, trial.peak_memory_ratio, trial.ratio_base) == (2.0, 1.5, "before")
+
+
+def raised(kind: str, message: str = "no") -> TraceBuilder:
+    """A run that ends with an exception."""
+    trace = trained(1)
+    return trace.add(
+        Raised(n=trace.n(), step=2, call=2, phase="forward", type=kind, message=message, frames=[], modules=[])
+    )
+
+
+@pytest.mark.parametrize(
+    ("trace", "steps", "said"),
+    [
+        (raised("RuntimeError", "mat1 and mat2"), 1, "RuntimeError in step 2 (forward): mat1 and mat2"),
+        (trained(2), 2, "only 2 of 3 steps done"),
+        (overflow(), 3, "float16-overflow is still there"),
+        (trained(nonfinite=["grad_norm"]), 3, "grad_norm not finite in step 1"),
+    ],
+    ids=["exception", "steps", "finding", "metric"],
+)
+def test_what_speaks_against_a_cure_is_said(trace: TraceBuilder, steps: int, said: str) -> None:
+    """The plainest objection is the reason."""
+    trial = tried(trace, steps=steps)
+    assert trial.outcome is Outcome.NOT_FIXED
+    assert trial.reason == said
+
+
+def test_another_error_than_before_is_no_cure_either() -> None:
+    """A remedy must not trade one failure for another."""
+    other = tried(overflow(dtype="float32", float32=None, finite=False))
+    assert (other.outcome, other.reason) == (Outcome.NOT_FIXED, "domain-error is still there")
+
+
+def test_information_is_no_objection() -> None:
+    """An overflow that an activation saturates is worth knowing; that it is there does not mean that nothing was cured."""
+    harmless = absorbed("aten.tanh.default", error=0.0)
+    assert [found.severity for found in diagnose(harmless.build())] == [Severity.INFO]
+    assert tried(harmless, findings=()).outcome is Outcome.FIXED
+
+
+def test_a_strict_kernel_that_raises_has_not_cured() -> None:
+    """That it raised is what it is for, and the reason gives the exception."""
+    trial = tried(raised("MixedDtypesError", "weight float16, input bfloat16"), STRICT, steps=1)
+    assert trial.outcome is Outcome.NOT_FIXED
+    assert "MixedDtypesError in step 2 (forward): weight float16, input bfloat16" in trial.reason
+
+
+def corrected(**state: Any) -> TraceBuilder:
+    """A run with a correction in this state at its end."""
+    trace = trained()
+    known = {"id": "norm-output-cast", "target": "RMSNorm", "installed": True}
+    return trace.add(
+        Correction(n=trace.n(), **known, proof="code object changed"), Correction(n=trace.n(), **(known | state))
+    )
+
+
+def test_a_correction_that_cannot_be_installed_was_not_tried() -> None:
+    """It says nothing about the remedy, whatever the run did."""
+    trial = tried(corrected(installed=False, reason="forward has another signature"))
+    assert trial.outcome is Outcome.NOT_TRIED
+    assert trial.reason == "the correction could not be installed: forward has another signature"
+    assert trial.run is None
+
+
+def test_a_correction_that_finds_nothing_to_correct_does_not_apply() -> None:
+    """That is no trouble with installing it."""
+    trial = tried(corrected(installed=False, reason="TargetMismatchError: there is nothing to set"))
+    assert (trial.outcome, trial.reason) == (Outcome.NOT_TRIED, "it does not apply here: there is nothing to set")
+
+
+def failed(message: str, frame: str) -> Raised:
+    """What a run raised, and the line that computed."""
+    frames = ["/x/torch/nn.py:1 forward", f"/x/{frame} sums", "/y/dtypedoctor/instrument/optrace.py:9 see"]
+    return Raised(n=5, step=1, call=1, phase="forward", type="RuntimeError", message=message, frames=frames, modules=[])
+
+
+@pytest.mark.parametrize(
+    ("message", "frame", "said"),
+    [
+        ("mixed", "lora.py:7", "fails at the same line with the same error"),
+        ("mixed", "lora.py:9", "fails at another line, lora.py:9, with the same error"),
+        ("other", "lora.py:7", "fails at the same line, lora.py:7, with another error: RuntimeError in step 1 (forward): other"),
+        ("other", "mlp.py:7", "fails at another line, mlp.py:7, with another error: RuntimeError in step 1 (forward): other"),
+    ],
+)  # fmt: skip
+def test_a_failure_is_told_beside_that_of_the_untreated_run(message: str, frame: str, said: str) -> None:
+    """What a remedy moves is another thing than what it leaves as it was."""
+    trial = tried(trained(1).add(failed(message, frame)), steps=1, raised=failed("mixed", "lora.py:7"))
+    assert (trial.outcome, trial.reason, trial.never_reached) == (Outcome.NOT_FIXED, said, False)
+
+
+def test_the_same_error_at_another_moment_is_told_with_its_moment() -> None:
+    """A cast that gets the forward pass through has moved the failure to the backward pass."""
+    later = replace(failed("mixed", "lora.py:9"), phase="backward")
+    trial = tried(trained(1).add(later), steps=1, raised=failed("mixed", "lora.py:7"))
+    assert trial.reason == "fails at another line, lora.py:9, with the same error, now in step 1 (backward)"
+
+
+@pytest.mark.parametrize(("hits", "never"), [(0, True), (3, False)])
+def test_a_correction_that_nothing_had_called_before_the_same_failure_says_nothing(hits: int, never: bool) -> None:
+    """It is still not fixed, and the reason names the correction."""
+    trial = tried(corrected(hits=hits).add(failed("mixed", "lora.py:7")), raised=failed("mixed", "lora.py:7"))
+    assert (trial.outcome, trial.never_reached) == (Outcome.NOT_FIXED, never)
+    assert ("nothing had called norm-output-cast" in trial.reason) is never
+
+
+def test_what_corrections_have_rescued_is_counted_at_the_end() -> None:
+    """The last record of each correction holds its totals; without a correction there is nothing to count."""
+    trial = tried(corrected(hits=9, rescued=3, clamped=4))
+    assert (trial.rescued_elements, trial.clamped_elements) == (3, 4)
+    assert tried(trained()).rescued_elements is None
+
+
+def test_finite_outputs_that_are_wrong_are_no_cure() -> None:
+    """Weights that are read in another format give garbage without inf or NaN; the float32 twin shows it."""
+
+    def with_outputs(*values: float) -> TraceBuilder:
+        trace = trained()
+        return trace.add(ProbeLogProbs(n=trace.n(), step=0, values=list(values), untrained=True))
+
+    exact = with_outputs(-1.0, -2.0, -3.0).build()
+    wrong = tried(with_outputs(-2.0, -2.0, -2.0), twin=exact)
+    assert wrong.outcome is Outcome.NOT_FIXED
+    assert wrong.reason == "runs, but computes something else: relative output error 1 against float32"
+    right = tried(with_outputs(-1.01, -2.0, -3.0), twin=exact)
+    assert right.outcome is Outcome.FIXED
+    assert right.output_error == pytest.approx(0.01 / 2**0.5)
+
+
+def test_costs_are_compared_with_the_reference_where_the_untreated_run_was_too_short() -> None:
+    """Its first step warms up, so one or two steps say nothing; without a reference there is no ratio."""
+    short = RunSummary(label="before", steps_completed=2, steps_planned=3, step_time=9.0)
+    healthy = run(trained(step_time=0.25))
+    reference = (summarise("reference", healthy, SCENARIO), healthy.trace)
+    trial = tried(trained(), before=short, reference=reference)
+    assert (trial.step_time_ratio, trial.ratio_base) == (4.0, "reference")
+    alone = tried(trained(), before=short)
+    assert (alone.step_time_ratio, alone.ratio_base) == (None, None)
+
+
+def test_a_remedy_that_is_not_tried_says_why() -> None:
+    """It keeps its name and whether it would have been safe."""
+    trial = not_tried(REMEDIES["autocast-bfloat16"], "not asked for")
+    assert (trial.outcome, trial.reason, trial.safe) == (Outcome.NOT_TRIED, "not asked for", False)
+    assert trial.run is None

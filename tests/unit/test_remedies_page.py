@@ -1,0 +1,39 @@
+"""`docs/remedies.md` lists the remedies that there are, and says of each what the program says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.diagnosis.prescriptions import BY_FINDING, BY_MODULE
+from dtypedoctor.trials.remedies import REMEDIES, Remedy
+
+PAGE = (Path(__file__).parents[2] / "docs" / "remedies.md").read_text(encoding="utf-8")
+ROWS = {
+    found[0]: dict(zip(("change", "for", "safe", "cost"), found[1:], strict=True))
+    for found in re.findall(r"^\| `([\w-]+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", PAGE, re.MULTILINE)
+}
+
+
+def test_the_page_lists_exactly_the_remedies_that_exist() -> None:
+    """In the order of the program, so that a new one is not forgotten."""
+    assert list(ROWS) == list(REMEDIES)
+
+
+@pytest.mark.parametrize("remedy", REMEDIES.values(), ids=lambda remedy: remedy.id)
+def test_a_row_says_what_the_remedy_changes_and_whether_it_is_safe(remedy: Remedy) -> None:
+    """The sentence of the reports; and something about its cost."""
+    row = ROWS[remedy.id]
+    assert row["change"].lower() == remedy.summary.lower()
+    assert row["safe"] == ("yes" if remedy.safe else "**no**")
+    assert len(row["cost"]) > 3
+
+
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_a_row_names_every_finding_that_proposes_the_remedy(remedy: str) -> None:
+    """And only findings that there are."""
+    named = set(re.findall(r"\[`([\w-]+)`\]", ROWS[remedy]["for"]))
+    proposing = {finding for finding, ids in BY_FINDING.items() if remedy in ids}
+    proposing |= {finding for (finding, _), ids in BY_MODULE.items() if remedy in ids}
+    assert proposing <= named <= set(FINDING_IDS)

@@ -1,0 +1,112 @@
+"""What a report says about its remedies, and how the runs stand side by side."""
+
+from dataclasses import replace
+
+from report_builders import hostile, mismatch, overflow
+
+from dtypedoctor.report.comparison import compare
+from dtypedoctor.report.facts import ended_with, environment_rows, no_cure
+from dtypedoctor.report.markdown import render_markdown
+from dtypedoctor.report.model import Outcome, Report
+from dtypedoctor.report.remedy_lines import cured_sentence, cures, legend, remedy_lines
+
+
+def with_a_failed_first_trial() -> Report:
+    """The overflow, with a strict remedy that raised, listed before those that cure."""
+    report = overflow()
+    assert report.before is not None
+    run = replace(report.before, label="strict", finding_ids=("operand-dtype-mismatch",))
+    strict = replace(
+        report.trials[0],
+        remedy="strict",
+        summary="cast nothing: raise",
+        outcome=Outcome.NOT_FIXED,
+        as_intended=True,
+        reason="MixedDtypesError in step 1",
+        run=run,
+    )
+    return replace(report, trials=(strict, *report.trials))
+
+
+def test_remedies_that_cure_come_first_each_with_what_it_changes() -> None:
+    """Then those that do not cure, then those that were not tried; a sentence begins with a capital and ends with a stop."""
+    lines = remedy_lines(with_a_failed_first_trial())
+    assert [(line.id, line.outcome) for line in lines] == [
+        ("gemma4-mlp-float32-product", "fixed"),
+        ("bfloat16", "fixed"),
+        ("strict", "raises, as intended"),
+        ("mlp-clamp", "not tried"),
+    ]
+    assert lines[2].change == "Cast nothing: raise."
+    assert lines[3].change == "Clamps the product. Unsafe."
+    assert "only hide the failure" in legend(lines)
+    assert legend(lines[:3]) == ""
+    assert [line.result for line in cures(with_a_failed_first_trial())] == ["8 of 8 steps, 1 before"] * 2
+
+
+def test_a_remedy_that_is_only_proposed_says_what_it_would_change() -> None:
+    """After a run without remedies the reader still learns what to do."""
+    finding = replace(mismatch().findings[0], remedies=("autocast-off", "of-a-later-version"))
+    lines = remedy_lines(replace(mismatch(), findings=(finding,)))
+    assert [(line.change, line.outcome) for line in lines] == [
+        ("Open no autocast region.", "not tried"),
+        ("", "not tried"),
+    ]
+
+
+def test_runs_that_cure_stand_beside_the_untreated_one_and_the_others_apart() -> None:
+    """Before, cures, reference; and the findings of the untreated run are those that the report tells."""
+    table = compare(with_a_failed_first_trial())
+    assert [column.label for column in table.main] == [
+        "before", "gemma4-mlp-float32-product", "bfloat16", "reference (bfloat16)",
+    ]  # fmt: skip
+    assert [column.label for column in table.failed] == ["strict"]
+    assert table.main[0].cells[table.rows.index("findings")] == "float16-overflow"
+    assert any("operand-dtype-mismatch" in note for note in table.notes)
+    assert table.failed_title == "1 check that raises as intended"
+
+
+def test_what_corrections_changed_is_told_only_where_they_changed_something() -> None:
+    """Nothing was rescued in any run, 96 elements were clamped in one."""
+    rows = compare(overflow()).rows
+    assert "rescued elements" not in rows
+    assert "clamped elements" in rows
+
+
+def test_the_first_table_of_a_ticket_holds_the_error_and_each_cure() -> None:
+    """What failed and what helps can be read without scrolling."""
+    first = render_markdown(overflow()).split("###")[0]
+    assert "| **error** | `RuntimeError in step 2` |" in first
+    assert "| **cured by** | `gemma4-mlp-float32-product`: Multiplies in float32" in first
+    assert "| **or by** | `bfloat16`: Runs the model in bfloat16 (8 of 8 steps, 1 before) |" in first
+
+
+def test_the_error_is_not_repeated_where_the_headline_is_about_it() -> None:
+    """Only a report of findings has an error besides."""
+    assert ended_with(overflow()) == "RuntimeError in step 2"
+    assert ended_with(replace(overflow(), status=type(hostile().status).ERROR)) == ""
+
+
+def test_the_environment_has_no_empty_rows() -> None:
+    """A driver that is not there is left out; nested names are joined with dots."""
+    rows = environment_rows({"driver": None, "cuda": "", "versions": {"torch": "2.13.0"}, "gpus": []})
+    assert rows == [("versions.torch", "2.13.0")]
+
+
+def test_a_headline_names_safe_cures_and_few_of_them() -> None:
+    """A remedy that may only hide the failure is no cure beside others, and is called by its name alone."""
+    safe = overflow().trials[1]
+    unsafe = replace(safe, remedy="cast-it", safe=False)
+    several = [unsafe, *(replace(safe, remedy=name) for name in ("a", "b", "c"))]
+    assert cured_sentence(several) == " Cured by a or b (and 1 more)."
+    assert cured_sentence([unsafe, safe]) == " Cured by bfloat16."
+    assert cured_sentence([unsafe]) == " Gone, but perhaps only hidden, with cast-it."
+    assert cured_sentence([overflow().trials[2]]) == ""
+
+
+def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
+    """None of those tried cures, or none was tried at all."""
+    report = overflow()
+    refused, failed = report.trials[2], replace(report.trials[0], outcome=Outcome.NOT_FIXED)
+    assert no_cure(replace(report, trials=(refused,))) == "no remedy was tried"
+    assert no_cure(replace(report, trials=(refused, failed))) == "none of the remedies tried"

@@ -1,0 +1,90 @@
+"""What a report says of a finding and of its run beside the detectors' own sentences."""
+
+from dataclasses import replace
+
+import pytest
+from report_builders import mismatch, overflow
+
+from dtypedoctor.diagnosis.finding import Link
+from dtypedoctor.report.facts import chain, observer_sentence, place, title, watched_and_not
+from dtypedoctor.report.markdown import render_markdown
+from dtypedoctor.report.model import Observer
+from dtypedoctor.report.what_ran import what_ran
+
+SCENARIO = {
+    "name": "case",
+    "summary": "It fails.",
+    "steps": [
+        {
+            "model": {"name": "builtin:llama", "dtype": "bfloat16", "lora": {"targets": ["q_proj"]}},
+            "workload": {"kind": "grpo", "steps": 2},
+            "autocast": {"dtype": "float16"},
+        },
+        {"workload": {"kind": "unload"}},
+    ],
+}
+
+
+def test_what_ran_is_told_in_a_line_and_the_summary_with_the_scenario() -> None:
+    """The summary says what somebody expects, the headline what was measured; they are not told side by side."""
+    report = replace(mismatch(), scenario=SCENARIO, environment={"device": "cpu"})
+    assert (
+        what_ran(report)
+        == "grpo on the small builtin model llama, bfloat16, LoRA, float16 autocast; then unload; on cpu"
+    )
+    page = render_markdown(report)
+    assert what_ran(report) in page.split("###")[0]
+    assert "It fails." not in page.split("### Reproduce")[0]
+
+
+@pytest.mark.parametrize("scenario", [{}, {"name": "case"}, {"name": "case", "steps": [{"model": {"name": 3}}]}])
+def test_a_scenario_that_is_not_whole_is_not_told(scenario: dict[str, object]) -> None:
+    """A report may be redacted, or older than the present keys."""
+    assert what_ran(replace(mismatch(), scenario=scenario)) == ""
+
+
+def test_a_dtype_is_labelled_by_what_it_is_of() -> None:
+    """That of a region, of the odd operand, or of what overflows."""
+    found = mismatch().findings[0]
+    labels = [
+        place(f)[3][0] for f in (found, replace(found, id="autocast-contradicts-model"), *overflow().findings[:1])
+    ]
+    assert labels == ["operand dtype", "region dtype", "dtype"]
+
+
+def test_a_line_of_the_program_itself_is_said_to_be_the_workload_of_the_scenario() -> None:
+    """It must not look as if the diagnosing program had the fault."""
+    own = replace(mismatch().findings[0], source="dtypedoctor/workloads/grpo.py:31")
+    assert dict(place(own))["source"] == "dtypedoctor/workloads/grpo.py:31 (the workload of the scenario)"
+
+
+def test_a_chain_that_ends_at_the_failing_op_tells_it_once() -> None:
+    """The reason stands beside the op; any other chain is told as it is."""
+    found = mismatch().findings[0]
+    assert chain(found) == found.provenance
+    first = found.provenance[0]
+    last = Link(fqn=first.fqn, op="inplace: not cast", dtype_in=None, dtype_out="float32", source=first.source)
+    told = chain(replace(found, provenance=(*found.provenance, last)))
+    assert [link.op for link in told] == ["aten.mm.default (inplace: not cast)", "aten.mul.Tensor"]
+
+
+def test_a_consequence_is_headed_as_one() -> None:
+    """Two findings of one failure are not two failures."""
+    found = mismatch().findings[0]
+    assert title(found) == found.summary
+    assert title(replace(found, consequence_of="autocast-contradicts-model")) == f"Where it surfaces: {found.summary}"
+
+
+@pytest.mark.parametrize(
+    ("observer", "said", "begins"),
+    [
+        (Observer(bitwise_equal=True, reason="r"), "the same, bit for bit", "The watch changed nothing"),
+        (Observer(bitwise_equal=False, reason="r"), "NOT the same, see below", "The watch CHANGED"),
+        (Observer(bitwise_equal=None, reason="r", same_error=True), "raises the same error", "The watch is not the reason"),
+        (Observer(bitwise_equal=None, reason="r"), "", "Whether the watch changed a number could not be checked"),
+    ],
+)  # fmt: skip
+def test_the_same_error_without_the_watch_is_good_news(observer: Observer, said: str, begins: str) -> None:
+    """Only where nothing is known does the report say that nothing could be checked."""
+    assert watched_and_not(observer) == said
+    assert observer_sentence(observer).startswith(begins)

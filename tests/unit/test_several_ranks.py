@@ -1,0 +1,187 @@
+"""What the traces of several ranks say together, and where they lie."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from traces import TraceBuilder
+
+from dtypedoctor.diagnosis.distributed import Rank, across_ranks, carrier, coverage_of, leading_rank
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.trace.events import Observation, Raised
+from dtypedoctor.trace.ranks import (
+    header,
+    lead,
+    leading_directory,
+    member,
+    rank_directories,
+    rank_directory,
+)
+from dtypedoctor.trace.reader import Trace
+
+FOUND = Finding(id="float16-overflow", severity=Severity.ERROR, confidence=Confidence.LIKELY, summary="s", cause="c")
+
+
+def step(
+    story: TraceBuilder, number: int, *, bad: str = "", sent_inf: int = 0, back_inf: int = 0, op: str = "all_reduce"
+) -> None:
+    """One training step of one rank: a module, one collective, and the gradients that the optimizer gets."""
+    story.sample("module.up", 1.0, inf=int(bad == "forward"), step=number, call=number)
+    collective = {"phase": "backward", "step": number, "call": number, "cls": op, "index": "0:0"}
+    story.sample("", 1.0, kind="sent", inf=sent_inf, **collective)
+    story.sample("", 1.0, kind="received", inf=back_inf, **collective)
+    story.sample("module.up.weight", 1.0, kind="grad", phase="backward", inf=back_inf, step=number, call=number)
+
+
+def rank(number: int, story: TraceBuilder | Trace, *, code: int = 0, stopped: bool = False) -> Rank:
+    """A rank with the trace of ``story``."""
+    trace = story.build() if isinstance(story, TraceBuilder) else story
+    return Rank(number=number, trace=trace, code=code, ended="completed", stopped=stopped)
+
+
+def two(**second: object) -> tuple[Rank, Rank]:
+    """Two ranks whose second step goes wrong on rank 1, as ``second`` says, and is carried to rank 0."""
+    healthy, faulty = TraceBuilder(), TraceBuilder()
+    group = Observation(
+        n=0, step=1, call=0, phase="forward", kind="process-group", values={"name": "0", "ranks": [0, 1]}
+    )
+    for story in (healthy, faulty):
+        story.add(group)
+        step(story, 1)
+    step(healthy, 2, back_inf=3)
+    step(faulty, 2, **{"bad": "forward", "sent_inf": 3, "back_inf": 3} | second)  # type: ignore[arg-type]
+    return rank(0, healthy), rank(1, faulty)
+
+
+def test_the_rank_that_has_something_bad_before_a_collective_leads() -> None:
+    """Rank 0 has it as well, but only from the all_reduce on."""
+    assert leading_rank(two()) == 1
+
+
+def test_a_gradient_that_no_module_returns_is_seen_when_it_is_sent() -> None:
+    """All modules are finite on both ranks; what rank 1 puts into the collective is not."""
+    assert leading_rank(two(bad="")) == 1
+
+
+def test_the_collective_that_carried_it_is_named_with_its_victims() -> None:
+    """The first one after the failure began whose operand is bad here, finite there, and whose result is bad there."""
+    ranks = two()
+    carried = carrier(ranks, 1)
+    assert carried is not None
+    assert (carried.site.cls, carried.sent.step, carried.victims, carried.group) == ("all_reduce", 2, (0,), (0, 1))
+    told = across_ranks([FOUND], ranks, 1)[0].evidence
+    assert told[0] == "Rank 1 of 2 was the first with something that is not finite: step 2, forward, module.up."
+    assert told[1].startswith(
+        "The all_reduce in the backward pass of step 2 (float16, [2, 8], among ranks 0, 1) carried"
+    )
+
+
+def test_what_no_collective_has_carried_is_told_so() -> None:
+    """Rank 1 alone is bad, and what it puts into the collective is finite."""
+    ranks = two(sent_inf=0, back_inf=1)
+    alone = (rank(0, _healthy()), ranks[1])
+    assert carrier(alone, 1) is None
+    assert (
+        across_ranks([FOUND], alone, 1)[0].evidence[1] == "No collective that was watched carried it to another rank."
+    )
+
+
+def test_an_infinity_that_was_sent_in_an_earlier_step_is_not_where_it_began() -> None:
+    """A minimum over ranks may begin at inf; that has nothing to do with what fails in a later step."""
+    first, second = TraceBuilder(), TraceBuilder()
+    step(first, 1, sent_inf=1)
+    step(second, 1)
+    step(first, 2, back_inf=1)
+    step(second, 2, bad="forward", sent_inf=1, back_inf=1)
+    assert leading_rank([rank(0, first), rank(1, second)]) == 1
+
+
+def test_a_broadcast_is_no_tick_of_the_clock() -> None:
+    """One rank alone sends something in it, so that it would seem to be ahead of the others."""
+    first, second = TraceBuilder(), TraceBuilder()
+    first.sample("", 1.0, kind="sent", cls="broadcast", index="0:0")
+    for story in (first, second):
+        step(story, 1)
+    assert rank(0, first).entered() == rank(1, second).entered() == 1
+
+
+def _healthy(steps: int = 2) -> TraceBuilder:
+    story = TraceBuilder()
+    for number in range(1, steps + 1):
+        step(story, number)
+    return story
+
+
+def _raising(message: str) -> Trace:
+    raised = Raised(n=99, step=2, call=2, phase="backward", type="RuntimeError", message=message, frames=[], modules=[])
+    return _healthy().add(raised).build(outcome="raised")
+
+
+@pytest.mark.parametrize(
+    ("others", "code", "trace"),
+    [
+        ("killed before raised", -signal.SIGKILL, None),
+        ("raised before lost connections", 1, _raising("CUDA out of memory")),
+    ],
+)
+def test_the_rank_that_brought_the_others_down_leads(others: str, code: int, trace: Trace | None) -> None:
+    """What the ranks that are left complain of, and that torchrun stops them, is a consequence."""
+    complains = rank(0, _raising("Connection closed by peer [127.0.0.1]:9377"), code=1)
+    stopped = rank(1, _healthy(), code=-signal.SIGTERM)
+    guilty = rank(2, trace if trace is not None else _healthy(), code=code)
+    assert leading_rank([complains, stopped, guilty]) == 2, others
+
+
+def test_of_ranks_that_hang_the_one_that_is_behind_leads() -> None:
+    """The others wait for it in a collective that it never enters."""
+    waiting, behind = rank(0, _healthy(3), stopped=True), rank(1, _healthy(2), stopped=True)
+    assert leading_rank([waiting, behind]) == 1
+    told = list(coverage_of([waiting, behind]))
+    assert "entered 3 collective(s)" in told[0]
+    assert told[0].endswith("collective(s)")
+    assert told[1].endswith("it entered 2 collective(s) and never entered the next one, in which others wait")
+
+
+def test_without_a_failure_rank_0_leads() -> None:
+    """And a run of one process has no ranks to tell of."""
+    assert leading_rank([rank(0, _healthy()), rank(1, _healthy())]) == 0
+    assert across_ranks([FOUND], [], 0) == (FOUND,)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"RANK": "0"},
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+    ],
+)
+def test_what_is_not_a_rank_is_one_process(environment: dict[str, str]) -> None:
+    """Half of the variables, or nonsense in them, is no job."""
+    assert member(environment) is None
+
+
+def test_a_rank_knows_its_number_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first record of its trace says so."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    here = member()
+    assert here is not None
+    assert (here.rank, here.world_size, here.local_rank) == (3, 8, 1)
+    assert (header().rank, header().world_size) == (3, 8)
+
+
+def test_the_leading_rank_is_linked_and_can_be_replaced(tmp_path: Path) -> None:
+    """Without the link the first rank leads; a run of one process leads itself."""
+    assert leading_directory(tmp_path) == tmp_path
+    for number in (10, 2, 0):
+        rank_directory(tmp_path, number).mkdir()
+    (tmp_path / "rank-old").mkdir()
+    assert list(rank_directories(tmp_path)) == [0, 2, 10]
+    assert leading_directory(tmp_path).name == "rank-0"
+    lead(tmp_path, 2)
+    lead(tmp_path, 10)
+    assert leading_directory(tmp_path).name == "rank-10"
