@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.observations import observed
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found
 from dtypedoctor.diagnosis.wording import limit_of, listed
 from dtypedoctor.trace.events import Observation
 from dtypedoctor.trace.reader import Trace
@@ -64,18 +63,14 @@ def _state(seen: Observation) -> Iterator[Finding]:
 
 
 def _finding(summary: str, cause: str, evidence: tuple[str, ...], dtype: str) -> Finding:
-    return Finding(
+    said = Statement(
         id="checkpoint-dtype-mismatch",
         severity=Severity.WARNING,
-        confidence=Confidence.PROVEN,
-        phase="static",
-        dtype=dtype,
         summary=summary,
         cause=cause,
         evidence=evidence,
-        remedies=remedies_for("checkpoint-dtype-mismatch"),
-        references=references_of("checkpoint-dtype-mismatch"),
     )
+    return found(said, phase="static", dtype=dtype)
 
 
 def _main(census: Mapping[str, int]) -> str:

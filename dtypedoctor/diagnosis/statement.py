@@ -1,8 +1,8 @@
-"""What a detector has to say by itself; the rest of a finding follows from where the failure was seen."""
+"""What a detector has to say by itself; the rest of a finding follows from its id and from where the failure was seen."""
 
 from dataclasses import dataclass
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.modules import class_of
 from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.prescriptions import remedies_for
@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import place
 from dtypedoctor.trace.events import Observation
 
-__all__ = ["Statement", "found_at", "found_in"]
+__all__ = ["Statement", "found", "found_at", "found_in"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,24 +25,53 @@ class Statement:
     severity: Severity = Severity.ERROR
 
 
-def found_at(origin: Origin, said: Statement) -> Finding:
-    """The statement about the op at which a non-finite value came into being."""
-    op = origin.op
+def found(
+    said: Statement,
+    *,
+    phase: str | None,
+    step: int | None = None,
+    fqn: str | None = None,
+    op: str | None = None,
+    dtype: str | None = None,
+    source: str | None = None,
+    provenance: tuple[Link, ...] = (),
+    cls: str = "",
+) -> Finding:
+    """The statement with its coordinates, its remedies (those for a module of class ``cls`` first) and its references.
+
+    What is mere information needs no remedy.
+    """
     return Finding(
         id=said.id,
         severity=said.severity,
         confidence=said.confidence,
-        fqn=place(op),
-        op=op.op,
-        phase=op.phase,
-        step=op.step,
-        dtype=origin.dtype,
-        source=op.source,
+        fqn=fqn,
+        op=op,
+        phase=phase,
+        step=step,
+        dtype=dtype,
+        source=source,
         summary=said.summary,
         cause=said.cause,
         evidence=said.evidence,
-        remedies=remedies_for(said.id, class_of(origin.trace, op.fqn)),
+        provenance=provenance,
+        remedies=() if said.severity is Severity.INFO else remedies_for(said.id, cls),
         references=references_of(said.id),
+    )
+
+
+def found_at(origin: Origin, said: Statement) -> Finding:
+    """The statement about the op at which a non-finite value came into being."""
+    op = origin.op
+    return found(
+        said,
+        phase=op.phase,
+        step=op.step,
+        fqn=place(op),
+        op=op.op,
+        dtype=origin.dtype,
+        source=op.source,
+        cls=class_of(origin.trace, op.fqn),
     )
 
 
@@ -50,19 +79,4 @@ def found_in(
     seen: Observation, said: Statement, *, dtype: str | None, op: str | None = None, source: str | None = None
 ) -> Finding:
     """The statement about what an instrument observed; the module is the one that the observation names in its values."""
-    return Finding(
-        id=said.id,
-        severity=said.severity,
-        confidence=said.confidence,
-        fqn=seen.values.get("fqn"),
-        op=op,
-        phase=seen.phase,
-        step=seen.step,
-        dtype=dtype,
-        source=source,
-        summary=said.summary,
-        cause=said.cause,
-        evidence=said.evidence,
-        remedies=remedies_for(said.id),
-        references=references_of(said.id),
-    )
+    return found(said, phase=seen.phase, step=seen.step, fqn=seen.values.get("fqn"), op=op, dtype=dtype, source=source)

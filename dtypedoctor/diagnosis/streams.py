@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.statement import Statement, found
 from dtypedoctor.trace.events import Observation
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["detect_stale_streams"]
-
-REFERENCES = ("https://github.com/thad0ctor/axolotl/pull/25",)
 
 
 def detect_stale_streams(trace: Trace) -> Iterator[Finding]:
@@ -21,12 +19,9 @@ def detect_stale_streams(trace: Trace) -> Iterator[Finding]:
     launched = sum(int(o.values["count"]) for o in uses)
     wrong = sum(int(o.values["count"]) for o in stale)
     first = stale[0]
-    yield Finding(
+    said = Statement(
         id="stale-cuda-stream",
-        severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
-        phase=first.phase,
-        step=first.step,
         summary=f"{wrong} of {launched} kernel launches went to another CUDA stream than the current one of {first.values['device']}.",
         cause=(
             "The stream's handle was asked for once and kept. Work on another stream is not ordered with what the current "
@@ -37,6 +32,5 @@ def detect_stale_streams(trace: Trace) -> Iterator[Finding]:
             f"{int(o.values['current']):#x}."
             for o in stale
         ),
-        remedies=remedies_for("stale-cuda-stream"),
-        references=REFERENCES,
     )
+    yield found(said, phase=first.phase, step=first.step)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found
 from dtypedoctor.diagnosis.static.subject import Subject, plain_dtype
 
 ID = "checkpoint-dtype-mismatch"
@@ -63,14 +63,12 @@ def _counts(subject: Subject) -> str:
 
 
 def _finding(severity: Severity, dtype: str, summary: str, cause: str, evidence: tuple[str, ...]) -> Finding:
-    return Finding(
+    said = Statement(
         id=ID,
         severity=severity,
         confidence=Confidence.LIKELY,
-        phase="static",
-        dtype=dtype,
         summary=summary,
         cause=cause,
         evidence=evidence,
-        references=references_of(ID),
     )
+    return found(said, phase="static", dtype=dtype)

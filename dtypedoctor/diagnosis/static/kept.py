@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found
 from dtypedoctor.diagnosis.static.subject import HALF, StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
 
@@ -19,18 +19,16 @@ def check_kept(subject: Subject) -> Iterator[Finding]:
     if not kept:
         return
     why = "the model's class lists them to be kept so" if not subject.loaded else "they are so in memory"
-    yield Finding(
+    said = Statement(
         id=ID,
         severity=Severity.INFO,
         confidence=Confidence.POSSIBLE,
-        phase="static",
-        dtype="float32",
         summary=f"{len(kept)} tensor(s) stay float32 in a {target} model.",
         cause=f"A float32 weight can make a module's output float32, which the next {target} layer refuses without autocast. "
         f"They are float32 because {why}.",
         evidence=(f"They are {listed([tensor.name for tensor in kept])}.", *_lists(subject)),
-        references=references_of(ID),
     )
+    yield found(said, phase="static", dtype="float32")
 
 
 def _is_odd(subject: Subject, tensor: StaticTensor, target: str) -> bool:

@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.prescriptions import remedies_for
 from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found
 from dtypedoctor.diagnosis.static.subject import QuantState, Subject, plain_dtype
 from dtypedoctor.diagnosis.wording import listed, module_of
 
@@ -26,20 +27,16 @@ def _states(subject: Subject) -> Iterator[Finding]:
         yield from _computing(subject)
         return
     first = odd[0]
-    yield Finding(
+    said = Statement(
         id=STATE,
         severity=Severity.WARNING,
         confidence=Confidence.LIKELY,
-        fqn=module_of(first.weight),
-        phase="static",
-        dtype=first.dtype,
         summary=f"{len(odd)} packed weight(s) dequantise to {first.dtype} in a model of {target}.",
         cause=f"A packed weight comes back in quant_state.dtype, whatever the model's dtype is. Fused kernels that multiply it "
         f"with {target} activations raise without autocast; under autocast the mismatch stays hidden in the forward pass.",
         evidence=tuple(_state_evidence(subject, odd, target)),
-        remedies=remedies_for(STATE),
-        references=references_of(STATE),
     )
+    yield found(said, phase="static", fqn=module_of(first.weight), dtype=first.dtype)
 
 
 def _state_evidence(subject: Subject, odd: list[QuantState], target: str | None) -> Iterator[str]:
@@ -61,19 +58,16 @@ def _computing(subject: Subject) -> Iterator[Finding]:
         compute = state.compute_dtype or _compute_dtype(subject)
         if compute is None or compute == state.dtype:
             continue
-        yield Finding(
+        said = Statement(
             id=STATE,
             severity=Severity.INFO,
             confidence=Confidence.LIKELY,
-            fqn=module_of(state.weight),
-            phase="static",
-            dtype=state.dtype,
             summary=f"Packed weights dequantise to {state.dtype} and are multiplied in {compute}.",
             cause="bitsandbytes' own modules cast the weight once more. Fused kernels that take it as it comes back do not, and "
             "raise or compute on bits of the wrong format.",
             evidence=(f"{state.weight}: quant_state.dtype is {state.dtype}, compute_dtype is {compute}.",),
-            references=references_of(STATE),
         )
+        yield found(said, phase="static", fqn=module_of(state.weight), dtype=state.dtype)
         return
 
 
@@ -88,15 +82,14 @@ def _float16_kernels(subject: Subject) -> Iterator[Finding]:
     target = subject.load_dtype
     if method not in FLOAT16_ONLY or target in (None, "float16"):
         return
-    yield Finding(
+    said = Statement(
         id="operand-dtype-mismatch",
         severity=Severity.WARNING,
         confidence=Confidence.LIKELY,
-        phase="static",
-        dtype=target,
         summary=f"A {method} checkpoint, whose kernels compute in float16 only, is loaded as {target}.",
         cause=f"{method} kernels take float16 activations. Other dtypes are refused or cast at every layer, and activations of a "
         "model that was trained in bfloat16 may leave float16's range there.",
         evidence=(f"quant_method is {method}; the model is loaded as {target}.",),
-        references=("https://github.com/vllm-project/vllm/issues/1114", *references_of("operand-dtype-mismatch")),
     )
+    references = ("https://github.com/vllm-project/vllm/issues/1114", *references_of(said.id))
+    yield replace(found(said, phase="static", dtype=target), references=references)

@@ -4,8 +4,9 @@ import struct
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found
 from dtypedoctor.diagnosis.static.subject import HALF, StaticTensor, Subject
+from dtypedoctor.diagnosis.wording import module_of
 
 ID = "rounded-rotary-buffer"
 TABLES = ("inv_freq", "freqs_cis", "cos_cached", "sin_cached")
@@ -25,19 +26,16 @@ def check_rotary(subject: Subject) -> Iterator[Finding]:
 
 def _finding(tensor: StaticTensor, lost: str) -> Finding:
     now = f"is {lost}" if tensor.dtype == lost else f"is float32 and holds only values that {lost} has too"
-    return Finding(
+    said = Statement(
         id=ID,
         severity=Severity.WARNING,
         confidence=Confidence.LIKELY,
-        fqn=tensor.name.rpartition(".")[0],
-        phase="static",
-        dtype=tensor.dtype,
         summary=f"The rotary frequencies were rounded to {lost}.",
         cause="An angle is a frequency times a position, so the rounding of the frequency grows with the position. "
         "A later cast to float32 does not bring the bits back.",
         evidence=(f"{tensor.name} {now}.",),
-        references=references_of(ID),
     )
+    return found(said, phase="static", fqn=module_of(tensor.name), dtype=tensor.dtype)
 
 
 def rounded_to(values: tuple[float, ...]) -> str | None:

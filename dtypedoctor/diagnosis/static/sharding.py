@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found
 from dtypedoctor.diagnosis.static.subject import StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
 
@@ -18,18 +18,16 @@ def check_sharding(subject: Subject) -> Iterator[Finding]:
     if not mixed:
         return
     unit, dtypes = next(iter(mixed.items()))
-    yield Finding(
+    said = Statement(
         id=ID,
         severity=Severity.ERROR if wanted else Severity.INFO,
         confidence=Confidence.LIKELY if wanted else Confidence.POSSIBLE,
-        fqn=unit,
-        phase="static",
         summary=f"{len(mixed)} unit(s) hold parameters of several dtypes, which FSDP does not shard together.",
         cause="FSDP1 flattens a unit's parameters into one tensor, and FSDP2 gathers them as one: both need one dtype in each "
         "unit. The packed bytes of 4-bit weights count with their storage dtype.",
         evidence=tuple(_evidence(unit, dtypes)),
-        references=references_of(ID),
     )
+    yield found(said, phase="static", fqn=unit)
 
 
 def _evidence(unit: str, dtypes: dict[str, list[StaticTensor]]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found
 from dtypedoctor.diagnosis.static.subject import HALF, StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
 
@@ -22,17 +22,15 @@ def check_trainable(subject: Subject) -> Iterator[Finding]:
     for dtype, finding in IDS.items():
         hostile = [tensor for tensor in _trained(subject) if subject.in_memory(tensor) == dtype]
         if hostile:
-            yield Finding(
+            said = Statement(
                 id=finding,
                 severity=Severity.ERROR if wanted else Severity.INFO,
                 confidence=Confidence.LIKELY if wanted else Confidence.POSSIBLE,
-                phase="static",
-                dtype=dtype,
                 summary=f"{len(hostile)} trainable tensor(s) are {dtype}, which a gradient scaler does not take.",
                 cause=f"{WHY[dtype]} Weights that are trained with a scaler have to be float32.",
                 evidence=(f"They are {listed([tensor.name for tensor in hostile])}.",),
-                references=references_of(finding),
             )
+            yield found(said, phase="static", dtype=dtype)
 
 
 def _trained(subject: Subject) -> Iterator[StaticTensor]:
