@@ -5,8 +5,7 @@ from pathlib import Path
 
 from dtypedoctor.diagnosis.static.hub_cache import cached
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner.directories import default_directory
-from dtypedoctor.runner.launch import make_directory
+from dtypedoctor.runner.directories import new_directory
 from dtypedoctor.scenario.cases import case_of
 from dtypedoctor.scenario.catalog import resolve
 from dtypedoctor.scenario.loading import load_scenario
@@ -60,8 +59,7 @@ def new_case(options: Options) -> Case:
     if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
         raise UsageError("--tolerance must be a number above 0", "It is a difference of log-probabilities, e.g. 0.05.")
     asked = Asked(scenario=scenario, tolerance=options.tolerance)
-    directory = options.out if options.out is not None else default_directory(f"bisect-{scenario.name}")
-    make_directory(directory)
+    directory = new_directory(options.out, f"bisect-{scenario.name}")
     Journal(directory).begin(asked)
     return Case(asked=asked, directory=directory, resumed=False)
 

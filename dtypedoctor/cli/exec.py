@@ -61,7 +61,7 @@ def execute(
     from dtypedoctor.cli.console import console_for
     from dtypedoctor.cli.treating import exit_code, treat_script
     from dtypedoctor.report.terminal import render_terminal
-    from dtypedoctor.runner.directories import default_directory, job_directory, scenario_name
+    from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
     from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
     from dtypedoctor.trace.ranks import member, rank_directory
     from dtypedoctor.trials.treatment import Plan
@@ -84,11 +84,9 @@ def execute(
         )
     again = here is None  # only its launcher can start a job once more
     plan = Plan(closer=again and not once, certify=again and certify, only=_known(attempt or []))
-    if here is None:
-        directory = out if out is not None else default_directory(scenario.name)
-    else:
-        directory = rank_directory(out if out is not None else job_directory(scenario.name), here.rank)
-    report, status = treat_script(scenario, directory, plan)
+    if here is not None:
+        out = rank_directory(out if out is not None else job_directory(scenario.name), here.rank)
+    report, status = treat_script(scenario, new_directory(out, scenario.name), plan)
     render_terminal(report, console_for(sys.stderr))
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)

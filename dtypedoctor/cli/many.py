@@ -20,7 +20,7 @@ from dtypedoctor.report.matrix import (
 )
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.redaction import redact
-from dtypedoctor.runner.launch import make_directory
+from dtypedoctor.runner.directories import new_directory
 from dtypedoctor.scenario.catalog import resolve
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
@@ -54,14 +54,13 @@ def _paths(text: str) -> list[Path]:
 
 
 def treat_all(scenarios: Sequence[Scenario], directory: Path, plan: Plan) -> tuple[list[MatrixRow], list[Report]]:
-    """Treats each scenario in a folder of its name in ``directory`` and leaves the matrix there.
+    """Treats each scenario in a folder of its name in ``directory``, which is new, and leaves the matrix there.
 
     A scenario that cannot be run at all is a row of the matrix like any other; the rest is run all the same.
 
     Returns:
         The rows, and the reports in the same order.
     """
-    make_directory(directory)
     rows: list[MatrixRow] = []
     reports: list[Report] = []
     for scenario in scenarios:
@@ -78,7 +77,7 @@ def treat_all(scenarios: Sequence[Scenario], directory: Path, plan: Plan) -> tup
 def _treated(scenario: Scenario, directory: Path, plan: Plan, view: LiveView) -> tuple[MatrixRow, Report]:
     began = time.monotonic()
     try:
-        report = treat_scenario(scenario, directory / scenario.name, plan, view)
+        report = treat_scenario(scenario, new_directory(directory / scenario.name, scenario.name), plan, view)
     except UsageError as refused:
         row = refused_row(scenario.name, refused.message, exit_code=int(refused.exit_code))
         return row, refused_report(scenario.name, refused.message)

@@ -64,7 +64,7 @@ def run(
     from dtypedoctor.report.matrix_table import render_matrix
     from dtypedoctor.report.renderers import MERGED
     from dtypedoctor.report.terminal import render_terminal
-    from dtypedoctor.runner.directories import default_directory
+    from dtypedoctor.runner.directories import new_directory
     from dtypedoctor.scenario.overrides import override
     from dtypedoctor.trials.treatment import Plan
 
@@ -74,14 +74,13 @@ def run(
         for one in load_all(scenarios)
     ]
     if len(loaded) == 1 and not Path(scenarios[0]).is_dir():
-        directory = out if out is not None else default_directory(loaded[0].name)
-        report = treat_scenario(loaded[0], directory, plan)
+        report = treat_scenario(loaded[0], new_directory(out, loaded[0].name), plan)
         if format is Format.TERMINAL:
             render_terminal(report, console_for(sys.stdout))
         else:
             sys.stdout.write(MERGED[format.value]([report]))
         return exit_code(report)
-    rows, reports = treat_all(loaded, out if out is not None else default_directory("scenarios"), plan)
+    rows, reports = treat_all(loaded, new_directory(out, "scenarios"), plan)
     if format is Format.TERMINAL:
         render_matrix(rows, console_for(sys.stdout))
     else:

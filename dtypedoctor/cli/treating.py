@@ -13,7 +13,7 @@ from dtypedoctor.errors import ExitCode, UsageError
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.runner.launch import Launcher, Run, make_directory
+from dtypedoctor.runner.launch import Launcher, Run
 from dtypedoctor.runner.script import run_script
 from dtypedoctor.runner.torchrun import run_ranks
 from dtypedoctor.scenario.model import Scenario, Script
@@ -26,15 +26,15 @@ Start = Callable[[Request, Path], Run]
 
 
 def treat_scenario(scenario: Scenario, directory: Path, plan: Plan, view: LiveView | None = None) -> Report:
-    """Treats a scenario in ``directory``, which must not exist yet, and leaves its report there.
+    """Treats a scenario in ``directory``, which is new, and leaves its report there.
 
     Progress goes to ``view``, which shows it on stderr if left out.
 
     Raises:
-        UsageError: the scenario cannot be run, or the directory cannot be used; nothing is left behind.
+        UsageError: the scenario cannot be run, or the directory cannot be used; it is gone then.
     """
     view = view or LiveView(sys.stderr)
-    with _new(directory), view, _starter(scenario, directory, view) as start:
+    with _removed_if_refused(directory), view, _starter(scenario, directory, view) as start:
 
         def launch(label: str, request: Request) -> Run:
             view.begin(label, directory / label)
@@ -46,15 +46,15 @@ def treat_scenario(scenario: Scenario, directory: Path, plan: Plan, view: LiveVi
 
 
 def treat_script(scenario: Scenario, directory: Path, plan: Plan) -> tuple[Report, int]:
-    """Treats a user's script, which has this process's streams the first time it runs.
+    """Treats a user's script in ``directory``, which is new; the script has this process's streams the first time it runs.
 
     Returns:
         The report, and the script's own exit status as a shell would give it.
 
     Raises:
-        UsageError: there is no such script, or the directory cannot be used; nothing is left behind.
+        UsageError: there is no such script, or the directory cannot be used; it is gone then.
     """
-    with _new(directory):
+    with _removed_if_refused(directory):
 
         def launch(label: str, request: Request) -> Run:
             first = label == "before"
@@ -85,9 +85,8 @@ def exit_code(report: Report) -> int:
 
 
 @contextmanager
-def _new(directory: Path) -> Iterator[None]:
-    """Makes the run directory, and takes it away again where nothing could be run in it."""
-    make_directory(directory)
+def _removed_if_refused(directory: Path) -> Iterator[None]:
+    """Takes the run directory away again where nothing could be run in it."""
     try:
         yield
     except UsageError:

@@ -26,7 +26,7 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
             with 0, only the residual stream and the loss.
 
     Attributes:
-        directory: the run directory.
+        directory: the run directory, which is created on entering.
         report: the finished report; None inside of the block.
 
     Raises:
@@ -42,7 +42,7 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
+        """The run directory, which is created on entering."""
         return self._recording.directory
 
     @property

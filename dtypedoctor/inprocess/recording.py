@@ -12,8 +12,8 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
 from dtypedoctor.report.model import Report
-from dtypedoctor.runner.directories import default_directory, job_directory, scenario_name
-from dtypedoctor.runner.launch import WorkerExit, collect, make_directory
+from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
+from dtypedoctor.runner.launch import WorkerExit, collect
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import End, NotWatched, Resources, Stage
 from dtypedoctor.trace.ranks import header, member, rank_directory
@@ -34,12 +34,12 @@ def watched_for() -> Path | None:
     return _current.directory if _current is not None and _current.active else None
 
 
-def _directory(out: Path | None, name: str) -> Path:
-    """Where this process records: under ``out``, in a directory of its own where it is one of several."""
+def _new_directory(out: Path | None, name: str) -> Path:
+    """Where this process records: ``out``, or in a directory of its own in there where it is one of several."""
     here = member()
-    if here is None:
-        return out if out is not None else default_directory(name)
-    return rank_directory(out if out is not None else job_directory(name), here.rank)
+    if here is not None:
+        out = rank_directory(out if out is not None else job_directory(name), here.rank)
+    return new_directory(out, name)
 
 
 class Recording:
@@ -50,14 +50,15 @@ class Recording:
         every: everything is measured in each ``every``-th training step, see :class:`ProcessWatch`.
 
     Attributes:
-        directory: the run directory.
+        directory: the run directory, from :meth:`begin` on.
         report: what is said at the end; None before.
     """
 
     def __init__(self, out: Path | None, *, every: int = 1) -> None:
         self._every = every
         self._name = scenario_name(sys.argv[0])
-        self.directory = _directory(out, self._name)
+        self._out = out
+        self.directory: Path
         self.report: Report | None = None
         self._watch: ProcessWatch | None = None
         self._writer: TraceWriter | None = None
@@ -80,7 +81,7 @@ class Recording:
         _check_module(model)
         if (other := watched_for()) is not None:
             raise UsageError(f"this process is being watched already, for {other}", "End that watch first.")
-        make_directory(self.directory)
+        self.directory = _new_directory(self._out, self._name)
         trace = self.directory / TRACE
         trace.mkdir()
         writer = self._writer = TraceWriter(trace)
@@ -131,7 +132,7 @@ class Recording:
         run = collect(self.directory / TRACE, ended, foreign=True)
         report = build_report(
             examine(self._scenario(), run),
-            command=shlex.join(sys.argv),
+            command=shlex.join(["python", *sys.argv]),
             files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": TRACE},
             next_command=f"dtypedoctor report {shlex.quote(str(self.directory))}",
         )

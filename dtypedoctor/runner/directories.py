@@ -1,21 +1,53 @@
-"""Names of run directories."""
+"""Run directories: their names, and how they come to be."""
 
 import os
 import re
 import time
+from itertools import count
 from pathlib import Path
 
-__all__ = ["default_directory", "job_directory", "scenario_name"]
+from dtypedoctor.errors import UsageError
+
+__all__ = ["job_directory", "make_directory", "new_directory", "scenario_name"]
 
 _START = 19
 """Place of the time of start in ``/proc/PID/stat``, counted from behind the name."""
 
 
-def default_directory(name: str) -> Path:
-    """``runs/NAME-TIME``, with a number behind it where that is taken."""
+def new_directory(out: Path | None, name: str) -> Path:
+    """Creates ``out`` or, where that is None, ``runs/NAME-TIME`` with a number behind it while that is taken.
+
+    Two that are started in the same second get two directories: creating one is also what says that it was free.
+
+    Raises:
+        UsageError: ``out`` exists, or none can be created.
+    """
+    if out is not None:
+        make_directory(out)
+        return out
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = (Path("runs") / (stem + (f"-{i}" if i else "")) for i in range(1000))
-    return next(path for path in candidates if not path.exists())
+    candidates = (Path("runs") / (stem + (f"-{i}" if i else "")) for i in count())
+    return next(path for path in candidates if _made(path))
+
+
+def make_directory(directory: Path) -> None:
+    """Creates a directory that does not exist yet.
+
+    Raises:
+        UsageError: it exists, or cannot be created.
+    """
+    if not _made(directory):
+        raise UsageError(f"{directory}: already exists", "A run is never overwritten; give another --out.")
+
+
+def _made(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise UsageError(f"{directory}: cannot be created ({error.strerror})", "Give a writable --out.") from error
+    return True
 
 
 def job_directory(name: str) -> Path:

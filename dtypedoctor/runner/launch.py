@@ -21,6 +21,7 @@ from typing import Self
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.child import PRELOAD, STDERR, begin, begin_warm
+from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.scenario.request import REQUEST, Request
 from dtypedoctor.trace.events import Refused
 from dtypedoctor.trace.reader import Trace, read_trace
@@ -202,20 +203,6 @@ class StartedWorker:
         seconds = time.monotonic() - self._began
         ended = WorkerExit(code=self._process.exitcode or 0, timed_out=self._timed_out, seconds=seconds)
         return collect(self.directory, ended)
-
-
-def make_directory(directory: Path) -> None:
-    """Creates a directory that does not exist yet.
-
-    Raises:
-        UsageError: it exists, or cannot be created.
-    """
-    try:
-        directory.mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(f"{directory}: already exists", "A run is never overwritten; give another --out.") from None
-    except OSError as error:
-        raise UsageError(f"{directory}: cannot be created ({error.strerror})", "Give a writable --out.") from error
 
 
 def write_request(directory: Path, request: Request) -> None:

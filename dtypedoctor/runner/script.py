@@ -16,7 +16,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
-from dtypedoctor.runner.launch import Run, WorkerExit, collect, make_directory, write_request
+from dtypedoctor.runner.directories import make_directory
+from dtypedoctor.runner.launch import Run, WorkerExit, collect, write_request
 from dtypedoctor.runner.streams import Streams
 from dtypedoctor.runner.terminal import Foreground
 from dtypedoctor.scenario.request import Request

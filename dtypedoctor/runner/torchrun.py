@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.runner.child import STDERR, STDOUT
-from dtypedoctor.runner.launch import Run, WorkerExit, collect, make_directory
+from dtypedoctor.runner.directories import make_directory
+from dtypedoctor.runner.launch import Run, WorkerExit, collect
 from dtypedoctor.runner.script import BOOT, run_process
 from dtypedoctor.scenario.model import Script
 from dtypedoctor.scenario.request import REQUEST, Request

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dtypedoctor.runner.launch import Launcher, Run, StartedWorker, WorkerExit, collect, make_directory, write_request
+from dtypedoctor.runner.directories import make_directory
+from dtypedoctor.runner.launch import Launcher, Run, StartedWorker, WorkerExit, collect, write_request
 from dtypedoctor.scenario.request import Request
 
 NO_ANSWER = 1
