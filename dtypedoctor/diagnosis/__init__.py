@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from dtypedoctor.diagnosis.compilation import detect_compilation
 from dtypedoctor.diagnosis.damaged import doubted, findings_of
-from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.finding import Finding, most_severe_first
 from dtypedoctor.diagnosis.loading import detect_loading
 from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
 from dtypedoctor.diagnosis.nonfinite import detect_nonfinite
@@ -39,11 +39,9 @@ DETECTORS: dict[str, Detector] = {
 }
 """Every detector by the name of its family; of two findings of the same severity the one of the earlier family comes first."""
 
-_RANK = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
-
 
 def diagnose(trace: Trace) -> tuple[Finding, ...]:
     """Everything that the detectors see in ``trace``, the root cause before its consequences."""
     found = [finding for detector in DETECTORS.values() for finding in findings_of(detector, trace)]
-    ordered = sorted(found, key=lambda f: _RANK[f.severity])
-    return tuple(map(doubted, ordered)) if trace.damage else tuple(ordered)
+    ordered = most_severe_first(found)
+    return tuple(map(doubted, ordered)) if trace.damage else ordered

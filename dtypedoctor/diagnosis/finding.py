@@ -1,13 +1,14 @@
 """What a detector says."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Confidence", "Finding", "Link", "Severity"]
+__all__ = ["Confidence", "Finding", "Link", "Severity", "most_severe_first"]
 
 
 class Severity(StrEnum):
-    """How much a finding matters."""
+    """How much a finding matters, the worst first."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -70,3 +71,9 @@ class Finding:
     references: tuple[str, ...] = ()
     rank: int | None = None
     consequence_of: str | None = None
+
+
+def most_severe_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings by severity; those of one severity keep their order."""
+    severities = list(Severity)
+    return tuple(sorted(findings, key=lambda finding: severities.index(finding.severity)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.finding import Finding, most_severe_first
 from dtypedoctor.diagnosis.static.configured import check_configured
 from dtypedoctor.diagnosis.static.kept import check_kept
 from dtypedoctor.diagnosis.static.quantised import check_quantised
@@ -23,10 +23,7 @@ CHECKS: dict[str, Callable[[Subject], Iterable[Finding]]] = {
 }
 """Every static check by its name."""
 
-_RANK = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
-
 
 def preflight(subject: Subject) -> tuple[Finding, ...]:
     """Everything that the checks see in ``subject``, what matters most first."""
-    found = [finding for check in CHECKS.values() for finding in check(subject)]
-    return tuple(sorted(found, key=lambda finding: _RANK[finding.severity]))
+    return most_severe_first(finding for check in CHECKS.values() for finding in check(subject))
