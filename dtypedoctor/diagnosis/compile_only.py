@@ -1,10 +1,9 @@
 """``compile-only-nonfinite``: NaN or inf that the same call does not give in eager mode."""
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.observations import observed
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.reader import Trace
@@ -21,14 +20,8 @@ def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
         return None
     site = incident.site
     fqn = ".".join(part for part in site.fqn.split(".") if part != COMPILED) if site is not None else None
-    return Finding(
+    said = Statement(
         id="compile-only-nonfinite",
-        severity=Severity.ERROR,
-        confidence=Confidence.PROVEN,
-        fqn=fqn,
-        phase="compile",
-        step=incident.step,
-        dtype=site.dtype if site is not None else None,
         summary=f"{short(fqn)} returns NaN or inf in step {incident.step} only because it is compiled.",
         cause=(
             "Compiled code keeps intermediate values in float32 and rounds once at the end, where eager mode rounds after each "
@@ -39,9 +32,9 @@ def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
             f"The same call on the same input in eager mode is finite, absmax {again.values['eager_absmax']:.6g}.",
             "With the op trace on, under which nothing is compiled, the failure did not come back either.",
         ),
-        remedies=remedies_for("compile-only-nonfinite"),
-        references=references_of("compile-only-nonfinite"),
     )
+    dtype = site.dtype if site is not None else None
+    return found(said, phase="compile", step=incident.step, fqn=fqn, dtype=dtype)
 
 
 def eager_window(trace: Trace, incidents: tuple[Incident, ...]) -> Window | None:

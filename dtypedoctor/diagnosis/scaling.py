@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line
 from dtypedoctor.trace.events import Observation, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
@@ -45,15 +44,9 @@ def _float16_gradients(trace: Trace, raised: Raised, seen: list[Observation]) ->
     params = dict(values.get("params", {}))
     owners = list(dict.fromkeys(module_of(name) for name in names))
     few = bool(owners) and params.get("float16", 0) < sum(params.values())
-    return Finding(
+    said = Statement(
         id="unscale-float16-gradients",
-        severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
-        fqn=owners[0] if few else "",
-        phase="optimizer",
-        step=raised.step,
-        dtype="float16",
-        source=raising_line(raised),
         summary=f"The gradient scaler is to unscale gradients of float16 parameters ({listed(names) or 'names unknown'}).",
         cause=(
             "A scaler multiplies the loss so that float16 gradients do not vanish, and divides float32 gradients by the same "
@@ -65,8 +58,14 @@ def _float16_gradients(trace: Trace, raised: Raised, seen: list[Observation]) ->
             *((f"The optimizer holds {_counted(params)} parameters.",) if params else ()),
             *how_the_run_ended(trace),
         ),
-        remedies=remedies_for("unscale-float16-gradients"),
-        references=references_of("unscale-float16-gradients"),
+    )
+    return found(
+        said,
+        phase="optimizer",
+        step=raised.step,
+        fqn=owners[0] if few else "",
+        dtype="float16",
+        source=raising_line(raised),
     )
 
 
@@ -84,13 +83,9 @@ def _nothing_checked(trace: Trace, raised: Raised, seen: list[Observation]) -> F
         why = "All its parameters are frozen."
     else:
         why = "Its parameters are in the model and trainable, but the loss does not depend on them (no_grad, detach)."
-    return Finding(
+    said = Statement(
         id="no-inf-checks",
-        severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
-        phase="optimizer",
-        step=raised.step,
-        source=raising_line(raised),
         summary="The scaler steps an optimizer none of whose parameters has a gradient.",
         cause=f"The scaler looks for inf in the gradients of the optimizer's parameters and found no gradient at all. {why}",
         evidence=(
@@ -99,22 +94,17 @@ def _nothing_checked(trace: Trace, raised: Raised, seen: list[Observation]) -> F
             *((f"{frozen} of them do not require a gradient.",) if frozen else ()),
             *how_the_run_ended(trace),
         ),
-        remedies=remedies_for("no-inf-checks"),
-        references=references_of("no-inf-checks"),
     )
+    return found(said, phase="optimizer", step=raised.step, source=raising_line(raised))
 
 
 def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Observation | None) -> Finding:
     values: dict[str, Any] = dict(seen.values) if seen is not None else {}
     names = list(values.get("names", {}).get("bfloat16", ()))
-    return Finding(
+    said = Statement(
         id="scaler-bfloat16",
         severity=Severity.ERROR if refused is not None else Severity.WARNING,
         confidence=Confidence.LIKELY,
-        phase="optimizer" if refused is not None else "static",
-        step=refused.step if refused is not None else None,
-        dtype="bfloat16",
-        source=raising_line(refused) if refused is not None else None,
         summary="A gradient scaler serves bfloat16 parameters, which need none and on CUDA cannot be served.",
         cause=(
             "bfloat16 has the range of float32, so its gradients do not vanish for want of range and scaling the loss gains "
@@ -124,9 +114,10 @@ def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Observation 
             *((f"The optimizer holds {_counted(values['params'])} parameters: {listed(names)}.",) if names else ()),
             *(how_the_run_ended(trace) if refused is not None else ()),
         ),
-        remedies=remedies_for("scaler-bfloat16"),
-        references=references_of("scaler-bfloat16"),
     )
+    if refused is None:
+        return found(said, phase="static", dtype="bfloat16")
+    return found(said, phase="optimizer", step=refused.step, dtype="bfloat16", source=raising_line(refused))
 
 
 def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
@@ -139,13 +130,10 @@ def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
     first = skipped[0].step if skipped else None
     spoilt = _forward_is_not_finite(trace, first)
     scales = f"from {skipped[0].scale:.6g} to {skipped[-1].scale:.6g}" if skipped else "to its minimum"
-    yield Finding(
+    said = Statement(
         id="loss-scale-exhausted",
         severity=Severity.WARNING if spoilt else Severity.ERROR,
         confidence=Confidence.LIKELY,
-        phase="optimizer",
-        step=first if first is not None else (refused.step if refused is not None else None),
-        source=raising_line(refused) if refused is not None else None,
         summary=f"{len(skipped) or 'All'} steps in a row are skipped while the loss scale goes {scales}: nothing is learnt.",
         cause=(
             "A scaler skips a step whose gradients are not finite and lowers its scale until they are. "
@@ -164,9 +152,9 @@ def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
             ),
             *how_the_run_ended(trace),
         ),
-        remedies=remedies_for("loss-scale-exhausted"),
-        references=references_of("loss-scale-exhausted"),
     )
+    at = refused.step if first is None and refused is not None else first
+    yield found(said, phase="optimizer", step=at, source=raising_line(refused) if refused is not None else None)
 
 
 def _is_exhausted(skipped: tuple[ScalerState, ...]) -> bool:

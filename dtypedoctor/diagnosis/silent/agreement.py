@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.observations import observed
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, found
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Correction, Metric
 from dtypedoctor.trace.reader import Trace
@@ -23,13 +22,10 @@ def detect_gap(trace: Trace) -> Iterator[Finding]:
     twins = [o for o in observed(trace, "twins") if o.values["largest_gap"] > GAP and not o.values["dropout"]]
     if twins:
         values = twins[0].values
-        yield Finding(
+        said = Statement(
             id="logprob-gap",
             severity=Severity.WARNING,
             confidence=Confidence.LIKELY,
-            phase=twins[0].phase,
-            step=twins[0].step,
-            dtype=values["generator_dtype"],
             summary=(
                 f"With the same weights the {values['generator_dtype']} generator and the {values['trainer_dtype']} trainer give "
                 f"log-probabilities up to {values['largest_gap']:.2g} apart."
@@ -46,9 +42,8 @@ def detect_gap(trace: Trace) -> Iterator[Finding]:
                 f"The generator's parameters equal the trainer's, rounded to {values['generator_dtype']}.",
                 "The trainer drops nothing at random, so that is not the reason.",
             ),
-            remedies=remedies_for("logprob-gap"),
-            references=references_of("logprob-gap"),
         )
+        yield found(said, phase=twins[0].phase, step=twins[0].step, dtype=values["generator_dtype"])
         return
     yield from _reported(trace)
 
@@ -62,18 +57,15 @@ def _reported(trace: Trace) -> Iterator[Finding]:
     if (ratio is None or abs(ratio - 1.0) <= RATIO_OFF) and (difference is None or difference <= GAP):
         return
     told = [f"{name} is {first.values[name]:.6g} in step 1." for name in RATIOS if name in first.values]
-    yield Finding(
+    said = Statement(
         id="logprob-gap",
         severity=Severity.WARNING,
         confidence=Confidence.POSSIBLE,
-        phase="generate",
-        step=1,
         summary="The trainer reports other log-probabilities than the generator in the first step, before any update.",
         cause="Before the first update both have the same weights, so the ratio of their probabilities should be 1.",
         evidence=tuple(told),
-        remedies=remedies_for("logprob-gap"),
-        references=references_of("logprob-gap"),
     )
+    yield found(said, phase="generate", step=1)
 
 
 def detect_missing_patches(trace: Trace) -> Iterator[Finding]:
@@ -120,19 +112,14 @@ def never_called(trace: Trace) -> tuple[Correction, ...]:
 
 
 def _not_applied(*, fqn: str | None, source: str | None, summary: str, evidence: tuple[str, ...]) -> Finding:
-    return Finding(
+    said = Statement(
         id="patch-not-applied",
         severity=Severity.WARNING,
-        confidence=Confidence.PROVEN,
-        fqn=fqn,
-        phase="static",
-        source=source,
         summary=summary,
         cause=(
             "Whoever patches a method may find that it has changed and leave it as it is; nobody notices unless the code "
             f"object that runs is looked at. What the patch was meant to cure in {short(fqn)} is not cured."
         ),
         evidence=evidence,
-        remedies=remedies_for("patch-not-applied"),
-        references=references_of("patch-not-applied"),
     )
+    return found(said, phase="static", fqn=fqn, source=source)
