@@ -22,7 +22,7 @@ from dtypedoctor.report.facts import (
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import ABSENT
 from dtypedoctor.report.remedy_lines import cures
-from dtypedoctor.report.reproduction import reproduction_script, scenario_yaml
+from dtypedoctor.report.reproduction import ELSEWHERE, reproduction_script
 from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines
 from dtypedoctor.report.text import one_line
 from dtypedoctor.report.what_ran import what_ran
@@ -204,14 +204,11 @@ def trust(report: Report) -> Html:
 
 
 def reproduce(report: Report) -> Html:
-    """The exact command, the scenario, a script for another machine, the environment."""
+    """The exact command, a script for another machine, the environment."""
     parts = [el("h2", "Reproduce")]
     parts += [_copyable("Command", report.command, opened=True)] if report.command else []
     parts += [_copyable("Next", report.next_command, opened=True)] if report.next_command else []
-    parts += [
-        _copyable("Scenario", scenario_yaml(report)),
-        _copyable("Script for another machine", reproduction_script(report)),
-    ]
+    parts.append(_copyable(ELSEWHERE, reproduction_script(report)))
     rows = [[el("code", one_line(name)), one_line(value, 500)] for name, value in environment_rows(report.environment)]
     if rows:
         parts.append(el("details", el("summary", "Environment"), table([], rows, "Versions, device and variables")))

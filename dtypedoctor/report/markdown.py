@@ -23,7 +23,7 @@ from dtypedoctor.report.markdown_text import bullets, code, details, fenced, pro
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import ABSENT, series
 from dtypedoctor.report.remedy_lines import RemedyLine, cures, legend, remedy_lines
-from dtypedoctor.report.reproduction import reproduction_script, scenario_yaml
+from dtypedoctor.report.reproduction import ELSEWHERE, reproduction_script
 from dtypedoctor.report.strip import scale_caption, strip_lines
 from dtypedoctor.report.what_ran import what_ran
 
@@ -226,10 +226,9 @@ def _reproduce(report: Report, room: int) -> str:
     parts = ["### Reproduce"]
     if report.command:
         parts.append(fenced(report.command, "sh", 2500))
-    scenario, script = scenario_yaml(report), reproduction_script(report)
-    if scenario:
-        parts.append(details("Scenario", fenced(scenario, "yaml", (room - 3000) // 2)))
-        parts.append(details("Script that runs it on another machine", fenced(script, "sh", (room - 3000) // 2)))
+    script = reproduction_script(report)
+    if script:
+        parts.append(details(ELSEWHERE, fenced(script, "sh", room - 3000)))
     return "\n\n".join(parts) if len(parts) > 1 else ""
 
 

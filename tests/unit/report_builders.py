@@ -5,10 +5,8 @@ from dtypedoctor.report.model import Observer, Outcome, Parity, Report, RunSumma
 
 ENVIRONMENT = {
     "python": "3.11.7",
-    "torch": "2.13.0+cpu",
-    "transformers": "5.23.0",
-    "peft": "0.21.2",
     "device": "cpu",
+    "versions": {"torch": "2.13.0+cpu", "transformers": "5.23.0", "peft": "0.21.2"},
     "variables": {"OMP_NUM_THREADS": "1"},
 }
 
