@@ -1,12 +1,15 @@
 """Keeps the trace of a long run bounded: what each step leaves goes to numbered files, of which most are folded into totals.
 
 The first steps stand in the trace's main file. When that has become large, the next training step begins the file
-``detail-000001.jsonl``, and so on. Kept are the last files, and those around events; of the others a file ``folded.json``
+``detail-000001.jsonl``, and so on. A file that is no longer written to has the number of its lines in its name
+(``detail-000001.8192.jsonl``), so that lines cut off from its end are missed. Kept are the last files, and those around events; of the others a file ``folded.json``
 holds the totals (:mod:`dtypedoctor.trace.folding`). It is replaced as a whole before the file that went into it is removed,
 and names it, so a process may be killed at any moment between the two.
 """
 
+import contextlib
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -17,10 +20,11 @@ from dtypedoctor.trace.folding import Folded, Moment, to_json, totals_of
 from dtypedoctor.trace.lines import Lines
 from dtypedoctor.trace.seal import seal
 
-__all__ = ["FOLDED", "PATTERN", "DetailFiles", "Sizes", "detail_number", "detail_path"]
+__all__ = ["FOLDED", "DetailFiles", "Sizes", "detail_files"]
 
 FOLDED = "folded.json"
-PATTERN = "detail-*.jsonl"
+
+_NAME = re.compile(r"detail-([0-9]{1,9})(?:\.([0-9]{1,9}))?\.jsonl")
 
 
 class Sizes:
@@ -46,15 +50,10 @@ ReadDetails = Callable[[Path], tuple[Any, Any]]
 """Samples and records of a file."""
 
 
-def detail_path(directory: Path, number: int) -> Path:
-    """Where file ``number`` lies."""
-    return directory / f"detail-{number:06d}.jsonl"
-
-
-def detail_number(path: Path) -> int | None:
-    """The number of a file that :func:`detail_path` has named; None for any other."""
-    digits = path.stem.removeprefix("detail-")
-    return int(digits) if digits.isdecimal() and len(digits) < 10 else None
+def detail_files(directory: Path) -> dict[int, tuple[Path, int | None]]:
+    """The files of details in ``directory`` by number, each with the lines that it must have, None where nobody has said."""
+    named = ((path, _NAME.fullmatch(path.name)) for path in sorted(directory.iterdir()))
+    return {int(name[1]): (path, int(name[2]) if name[2] else None) for path, name in named if name is not None}
 
 
 class DetailFiles:
@@ -76,7 +75,8 @@ class DetailFiles:
         self._newest: Moment = (0, 0)
         self._limit = Sizes.head
         self._eventful: set[int] = set()
-        self._closed: deque[tuple[int, Lines]] = deque()
+        self._path = Path()
+        self._closed: deque[tuple[int, Path, Lines]] = deque()
         self._kept = 0
         self._folded = Folded()
         self._lock = threading.Lock()
@@ -100,30 +100,36 @@ class DetailFiles:
         """Something worth keeping has happened in the current file."""
         self._eventful.add(self.number)
 
+    def complete(self) -> None:
+        """Nothing more will be written. Trouble with the disk is passed over: the name of one file will not say its lines."""
+        with contextlib.suppress(OSError):
+            if self.number:
+                _counted(self._path, self.current)
+
     def close(self) -> None:
         """Closes the files that are open, the main one aside."""
-        for _, lines in self._closed:
+        for _, _, lines in self._closed:
             lines.close()
         if self.number:
             self.current.close()
 
     def _rotate(self) -> None:
-        following = Lines(detail_path(self._directory, self.number + 1))
+        path = self._directory / f"detail-{self.number + 1:06d}.jsonl"
+        before, self.current = self.current, Lines(path)  # another thread may still be writing to the one before
         if self.number:
-            self._closed.append((self.number, self.current))
-        self.current = following  # another thread may still be writing to the one before
+            self._closed.append((self.number, _counted(self._path, before), before))
+        self._path = path
         self.number += 1
         self._limit = Sizes.file
         while len(self._closed) > Sizes.last:
-            number, lines = self._closed.popleft()
+            number, path, lines = self._closed.popleft()
             lines.close()
             if self._eventful & {number - 1, number, number + 1} and self._kept < Sizes.around_events:
                 self._kept += 1
             else:
-                self._fold(number)
+                self._fold(number, path)
 
-    def _fold(self, number: int) -> None:
-        path = detail_path(self._directory, number)
+    def _fold(self, number: int, path: Path) -> None:
         try:
             samples, records = self._read(path)
         except FileNotFoundError:  # taken away by somebody: what was in it is lost, and the reader sees the gap
@@ -133,3 +139,12 @@ class DetailFiles:
         part.write_bytes(seal(to_json(self._folded), 1) + b"\n")
         os.replace(part, self._directory / FOLDED)
         path.unlink()
+
+
+def _counted(path: Path, lines: Lines) -> Path:
+    """Puts the number of its lines into the name of a file; the new name.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    return path.rename(path.with_suffix(f".{lines.whole}.jsonl"))

@@ -344,6 +344,8 @@ class End:
     outcome: str
     """``completed`` or ``raised``."""
     steps_completed: int
+    details: int = 0
+    """Number of the last file of details (:mod:`dtypedoctor.trace.details`); 0 where there is none."""
 
 
 KINDS: dict[str, type[Any]] = {

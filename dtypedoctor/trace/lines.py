@@ -26,6 +26,8 @@ class Lines:
         self._numbers = count(1)
         self.size = 0
         """Bytes written."""
+        self.whole = 0
+        """Number of a line that is written as a whole, and of the last one where no two threads write at once."""
 
     def append(self, body: bytes) -> None:
         """Writes one line; two threads may do so at once.
@@ -33,10 +35,12 @@ class Lines:
         Raises:
             OSError: the line was not written, or only the beginning of it.
         """
-        line = seal(body, next(self._numbers)) + b"\n"
+        number = next(self._numbers)
+        line = seal(body, number) + b"\n"
         self.size += len(line)
         while line:  # where there is room for a part only, trying to write the rest tells why
             line = line[self._file.write(line) or 0 :]
+        self.whole = number
 
     def close(self) -> None:
         """Closes the file."""

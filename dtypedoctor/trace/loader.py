@@ -34,14 +34,18 @@ class Loader:
         self._bad: list[int] = []
         self._unknown: dict[str, int] = {}
 
-    def file(self, data: bytes) -> list[str]:
+    def file(self, data: bytes, lines: int | None = None) -> list[str]:
         """Reads a file; returns a sentence for each part of it that could not be read.
+
+        Args:
+            data: what is in it.
+            lines: how many lines it has at least, where that is known.
 
         Raises:
             UsageError: it was written by a newer version of the format.
         """
         with without_collector():  # nothing here is garbage, and looking for it takes a third of the time
-            opened = open_lines(data)
+            opened = open_lines(data, lines or 0)
             self._lines(opened.lines)
         return [*opened.damage(), *self._own_damage()]
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from dtypedoctor.errors import UsageError
 from dtypedoctor.trace.canonical import CanonicalNames
 from dtypedoctor.trace.cursor import CURSOR, Stopped, read_mark, read_stopped
-from dtypedoctor.trace.details import FOLDED, PATTERN, detail_number
+from dtypedoctor.trace.details import FOLDED, detail_files
 from dtypedoctor.trace.events import End, Environment, Header, Metric, Root, Sample, Site
 from dtypedoctor.trace.folding import Folded, from_json
 from dtypedoctor.trace.loader import DAMAGED, Loader
@@ -147,11 +147,12 @@ def _read_details(directory: Path, loader: Loader, damage: list[str]) -> Folded 
     """Reads the files of a long run; what they lack is added to ``damage``."""
     folded = _read_folded(_bytes_or_nothing(directory / FOLDED), damage)
     done = set(folded.segments) if folded is not None else set()
-    found = {number: path for path in directory.glob(PATTERN) if (number := detail_number(path)) is not None}
-    for number, path in sorted(found.items()):
+    found = detail_files(directory)
+    for number, (path, lines) in sorted(found.items()):
         if number not in done:  # else the process was killed before it could remove the file
-            damage += (f"{path.name}: {sentence}" for sentence in loader.file(_bytes_or_nothing(path)))
-    lost = set(range(1, max((*found, *done), default=0) + 1)) - done - set(found)
+            damage += (f"{path.name}: {sentence}" for sentence in loader.file(_bytes_or_nothing(path), lines))
+    ends = [record.details for record in loader.records if isinstance(record, End)]
+    lost = set(range(1, max((*found, *done, *ends), default=0) + 1)) - done - set(found)
     if lost:
         damage.append(f"{len(lost)} file(s) of details are missing")
     return folded

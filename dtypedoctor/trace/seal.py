@@ -67,16 +67,17 @@ def unreadable(places: Sequence[int]) -> Iterator[str]:
         yield f"{len(places)} unreadable line(s): {shown}"
 
 
-def open_lines(data: bytes) -> Opened:
+def open_lines(data: bytes, expected: int = 0) -> Opened:
     """Takes the seals off the whole lines of ``data``; a torn line at its end is passed over.
 
-    Lines of a file without any seal are returned as they are.
+    Lines of a file without any seal are returned as they are. Lines that ``data`` must have, and does not, are missing.
     """
     whole, _, _torn = data.rpartition(b"\n")
     lines = whole.split(b"\n") if whole else []
     if not any(_parts(line) for line in lines[:_LOOKED_AT]):
-        return Opened(lines=tuple(enumerate(lines, start=1)), sealed=False)
-    return _intact(lines) or _checked(lines)
+        numbered = tuple(enumerate(lines, start=1))
+        return Opened(lines=numbered, missing=max(0, expected - len(lines)), sealed=False)
+    return (_intact(lines) if len(lines) >= expected else None) or _checked(lines, expected)
 
 
 def _intact(lines: list[bytes]) -> Opened | None:
@@ -98,7 +99,7 @@ def _intact(lines: list[bytes]) -> Opened | None:
     return Opened(lines=tuple(enumerate(bodies, start=1)))
 
 
-def _checked(lines: list[bytes]) -> Opened:
+def _checked(lines: list[bytes], expected: int) -> Opened:
     found: dict[int, bytes] = {}
     bad: list[int] = []
     doubled = 0
@@ -111,7 +112,7 @@ def _checked(lines: list[bytes]) -> Opened:
             doubled += 1
         else:
             found[number] = parts[0]
-    last = max(found, default=0)
+    last = max(expected, *found) if found else expected
     return Opened(
         lines=tuple(sorted(found.items())),
         bad=tuple(bad),

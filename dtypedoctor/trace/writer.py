@@ -4,14 +4,14 @@ import errno
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.trace.cursor import CURSOR, CursorPage
 from dtypedoctor.trace.details import DetailFiles
-from dtypedoctor.trace.events import NAMES, Metric, ProbeLogProbs, ScalerState
+from dtypedoctor.trace.events import NAMES, End, Metric, ProbeLogProbs, ScalerState
 from dtypedoctor.trace.lines import Lines
 from dtypedoctor.trace.loader import Loader
 
@@ -96,6 +96,8 @@ class TraceWriter:
             if self._details.number and _is_event(record):
                 self._details.event()
             self._line(encode(record), (record.step, 0))
+        elif isinstance(record, End):
+            self._line(encode(replace(record, details=self._details.number)))
         else:
             self._line(encode(record))
 
@@ -123,6 +125,8 @@ class TraceWriter:
 
     def close(self) -> None:
         """Closes the files; the End record has to be written before."""
+        if not self._disowned:
+            self._details.complete()
         self._details.close()
         self._events.close()
         self._cursor.close()

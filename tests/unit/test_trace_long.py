@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.trace.details import FOLDED, Sizes, detail_path
+from dtypedoctor.trace.details import FOLDED, Sizes, detail_files
 from dtypedoctor.trace.events import End, Header, Metric, ScalerState, Site
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import EVENTS, TraceWriter
@@ -123,7 +123,7 @@ def test_a_kill_between_folding_a_file_and_removing_it_counts_nothing_twice(tmp_
     trained(tmp_path, 1_000)
     before = read_trace(tmp_path)
     assert before.folded is not None
-    detail_path(tmp_path, before.folded.segments[-1]).write_bytes((tmp_path / EVENTS).read_bytes())
+    (tmp_path / f"detail-{before.folded.segments[-1]:06d}.jsonl").write_bytes((tmp_path / EVENTS).read_bytes())
     after = read_trace(tmp_path)
     assert after.samples == before.samples
 
@@ -131,12 +131,43 @@ def test_a_kill_between_folding_a_file_and_removing_it_counts_nothing_twice(tmp_
 def test_files_that_are_gone_are_missed(tmp_path: Path) -> None:
     """A file of details that somebody has removed, and totals that cannot be read."""
     trained(tmp_path, 1_000)
-    last = max(tmp_path.glob("detail-*.jsonl"))
-    number = int(last.stem[-6:])
-    detail_path(tmp_path, number - 1).unlink()
+    *_, before_last, last = (path for path, _ in detail_files(tmp_path).values())
+    before_last.unlink()
     assert read_trace(tmp_path).damage == ("1 file(s) of details are missing",)
+    last.unlink()
+    assert read_trace(tmp_path).damage == ("2 file(s) of details are missing",)
     (tmp_path / FOLDED).write_bytes(b"{}\n")
     assert any("totals of folded steps cannot be read" in sentence for sentence in read_trace(tmp_path).damage)
+
+
+def test_lines_cut_off_from_the_end_of_a_file_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every line boundary of every file of details of a finished run, and of its main file."""
+    monkeypatch.setattr(Sizes, "head", 4_000)
+    monkeypatch.setattr(Sizes, "file", 2_000)
+    trained(tmp_path, 200, {100: BAD})
+    files = [path for path, _ in detail_files(tmp_path).values()]
+    assert len(files) > Sizes.last + 1  # some of them around the event
+    for path in files:
+        whole = path.read_bytes()
+        lines = whole.splitlines(keepends=True)
+        for kept in range(len(lines)):
+            path.write_bytes(b"".join(lines[:kept]))
+            assert read_trace(tmp_path).damage == (f"{path.name}: {len(lines) - kept} record(s) are missing",)
+        path.write_bytes(whole)
+    main = tmp_path / EVENTS
+    lines = main.read_bytes().splitlines(keepends=True)
+    for kept in range(len(lines)):
+        main.write_bytes(b"".join(lines[:kept]))
+        assert read_trace(tmp_path).end is None
+
+
+def test_what_a_kill_leaves_counts_the_lines_of_files_that_were_left_before(tmp_path: Path) -> None:
+    """Only of the file that was being written does nobody know how long it was."""
+    for done in train(tmp_path, 1_000):
+        if done == 700:
+            break
+    said = [lines for _, lines in detail_files(tmp_path).values()]
+    assert None not in said[:-1]
 
 
 def test_a_folded_trace_says_so_in_its_report(tmp_path: Path) -> None:
