@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.observations import observed
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.trace.events import Observation, ParameterNote, Raised
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["detect_compilation"]
-
-REFERENCES = ("https://github.com/thad0ctor/axolotl/pull/25", "https://github.com/axolotl-ai-cloud/axolotl/pull/3677")
 
 REFUSED = "Unsupported"
 """Type of the exception that a graph break is under ``fullgraph=True``."""
@@ -50,7 +50,7 @@ def detect_compilation(trace: Trace) -> Iterator[Finding]:
 
 
 def _seen(trace: Trace, kind: str) -> list[Observation]:
-    return [observation for observation in trace.all(Observation) if observation.kind == kind]
+    return list(observed(trace, kind))
 
 
 def _broken(trace: Trace, breaks: Sequence[Observation]) -> Finding:
@@ -60,13 +60,10 @@ def _broken(trace: Trace, breaks: Sequence[Observation]) -> Finding:
     first = breaks[0].values
     places = f"{len(breaks)} places" if len(breaks) > 1 else "one place"
     ours = any(_FOREIGN.search(text) or _OF_PRECISION.search(text) for text in map(_reason, breaks))
-    return Finding(
+    said = Statement(
         id="compile-graph-break",
         severity=Severity.WARNING if ours else Severity.INFO,  # a print in a forward is the user's business
         confidence=Confidence.LIKELY,
-        fqn=first.get("fqn"),
-        phase="compile",
-        source=_file_and_line(first["frames"][-1]),
         summary=f"torch.compile breaks the graph {_times(total)} at {places}, first of all at {_short(first['frames'][-1])}.",
         cause=(
             f"Dynamo stops at what it cannot trace ({first['explanation'] or first['kind']}), compiles the pieces by themselves "
@@ -77,9 +74,9 @@ def _broken(trace: Trace, breaks: Sequence[Observation]) -> Finding:
             *_more(len(breaks) - SHOWN, "place", "places"),
             f"{graphs} graphs were compiled in place of one.",
         ),
-        remedies=_remedies(trace, "compile-graph-break", [str(one.values) for one in breaks]),
-        references=REFERENCES,
     )
+    finding = located(said, phase="compile", fqn=first.get("fqn"), source=_file_and_line(first["frames"][-1]))
+    return _with_custom_op(finding, trace, [str(one.values) for one in breaks])
 
 
 def _refused(trace: Trace, raised: Raised) -> Finding:
@@ -88,22 +85,18 @@ def _refused(trace: Trace, raised: Raised) -> Finding:
     kind = raised.message.split("\n", 1)[0]
     lines = [found for found in _USER_LINE.finditer(raised.message) if not _TORCH.search(found["file"])]
     place = f"{lines[-1]['file']}:{lines[-1]['line']}" if lines else None
-    return Finding(
+    said = Statement(
         id="compile-graph-break",
-        severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
-        phase="compile",
-        step=raised.step,
-        source=_file_and_line(place) if place else None,
         summary=f"torch.compile with fullgraph=True refuses the model{f' at {_short(place)}' if place else ''}: {kind}.",
         cause=(
             f"Dynamo cannot trace what is there ({explanation['text'] if explanation else kind}). Without fullgraph=True it would "
             "break the graph there and go on; with it a graph break is an exception."
         ),
         evidence=(f"The run ended in step {raised.step} with {raised.type}: {kind}",),
-        remedies=_remedies(trace, "compile-graph-break", [raised.message]),
-        references=REFERENCES,
     )
+    finding = located(said, phase="compile", step=raised.step, source=_file_and_line(place) if place else None)
+    return _with_custom_op(finding, trace, [raised.message])
 
 
 def _exhausted(trace: Trace, hits: Sequence[Observation], raised: Raised | None) -> Finding:
@@ -112,13 +105,10 @@ def _exhausted(trace: Trace, hits: Sequence[Observation], raised: Raised | None)
     name = _function(str(first.get("function", "a function")))
     guard = _guard(str(first.get("guard", "")))
     place = str(first.get("place", ""))
-    return Finding(
+    said = Statement(
         id="recompile-limit",
         severity=Severity.ERROR if fatal else Severity.WARNING,
         confidence=Confidence.LIKELY,
-        fqn=first.get("fqn"),
-        phase="compile",
-        source=_file_and_line(place) if place else None,
         summary=(
             f"Dynamo gives up compiling {name} after {first.get('value', 'too many')} versions of it"
             f"{f'; the guard that failed last: {guard}' if guard else ''}."
@@ -128,11 +118,9 @@ def _exhausted(trace: Trace, hits: Sequence[Observation], raised: Raised | None)
             "compiles another one, up to a limit; beyond it the function runs in plain Python for the rest of the process."
         ),
         evidence=tuple(_evidence_of_recompiles(_seen(trace, "recompile"), hits)),
-        remedies=_remedies(
-            trace, "recompile-limit", [str(one.values) for one in (*hits, *_seen(trace, "graph-break"))]
-        ),
-        references=REFERENCES,
     )
+    finding = located(said, phase="compile", fqn=first.get("fqn"), source=_file_and_line(place) if place else None)
+    return _with_custom_op(finding, trace, [str(one.values) for one in (*hits, *_seen(trace, "graph-break"))])
 
 
 def _reason(observation: Observation) -> str:
@@ -157,11 +145,11 @@ def _evidence_of_recompiles(recompiles: Sequence[Observation], hits: Sequence[Ob
     yield from _more(len(recompiles) - SHOWN, "function", "functions")
 
 
-def _remedies(trace: Trace, finding: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """Those of the finding; for C functions between packed weights also the operator that hides them from Dynamo."""
+def _with_custom_op(finding: Finding, trace: Trace, texts: Sequence[str]) -> Finding:
+    """The finding; for C functions between packed weights with the operator that hides them from Dynamo as first remedy."""
     packed = any(note.quant for note in trace.all(ParameterNote))
     foreign = any(_FOREIGN.search(text) for text in texts)
-    return (("nf4-custom-op",) if packed and foreign else ()) + remedies_for(finding)
+    return replace(finding, remedies=("nf4-custom-op", *finding.remedies)) if packed and foreign else finding
 
 
 def _function(name: str) -> str:

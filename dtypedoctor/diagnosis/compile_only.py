@@ -3,7 +3,7 @@
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.observations import observed
-from dtypedoctor.diagnosis.statement import Statement, found
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.reader import Trace
@@ -34,7 +34,7 @@ def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
         ),
     )
     dtype = site.dtype if site is not None else None
-    return found(said, phase="compile", step=incident.step, fqn=fqn, dtype=dtype)
+    return located(said, phase="compile", step=incident.step, fqn=fqn, dtype=dtype)
 
 
 def eager_window(trace: Trace, incidents: tuple[Incident, ...]) -> Window | None:

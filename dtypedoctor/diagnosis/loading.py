@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.observations import observed
-from dtypedoctor.diagnosis.statement import Statement, found
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import limit_of, listed
 from dtypedoctor.trace.events import Observation
 from dtypedoctor.trace.reader import Trace
@@ -70,7 +70,7 @@ def _finding(summary: str, cause: str, evidence: tuple[str, ...], dtype: str) ->
         cause=cause,
         evidence=evidence,
     )
-    return found(said, phase="static", dtype=dtype)
+    return located(said, phase="static", dtype=dtype)
 
 
 def _main(census: Mapping[str, int]) -> str:

@@ -44,6 +44,8 @@ _TICKETS: dict[str, tuple[str, ...]] = {
     "patch-not-applied": ("unslothai/unsloth-zoo/pull/600",),
     "logprob-gap": ("huggingface/trl/pull/3867", "sail-sg/Precision-RL/issues/10"),
     "compile-only-nonfinite": ("pytorch/pytorch/issues/168126", "unslothai/unsloth/issues/3385"),
+    "compile-graph-break": ("thad0ctor/axolotl/pull/25", "axolotl-ai-cloud/axolotl/pull/3677"),
+    "recompile-limit": ("thad0ctor/axolotl/pull/25", "axolotl-ai-cloud/axolotl/pull/3677"),
     "stale-cuda-stream": ("thad0ctor/axolotl/pull/25",),
     "checkpoint-dtype-mismatch": ("huggingface/transformers/pull/34919", "huggingface/transformers/issues/23357"),
 }

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.statement import Statement, found
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line
 from dtypedoctor.trace.events import Observation, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
@@ -59,7 +59,7 @@ def _float16_gradients(trace: Trace, raised: Raised, seen: list[Observation]) ->
             *how_the_run_ended(trace),
         ),
     )
-    return found(
+    return located(
         said,
         phase="optimizer",
         step=raised.step,
@@ -95,7 +95,7 @@ def _nothing_checked(trace: Trace, raised: Raised, seen: list[Observation]) -> F
             *how_the_run_ended(trace),
         ),
     )
-    return found(said, phase="optimizer", step=raised.step, source=raising_line(raised))
+    return located(said, phase="optimizer", step=raised.step, source=raising_line(raised))
 
 
 def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Observation | None) -> Finding:
@@ -116,8 +116,8 @@ def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Observation 
         ),
     )
     if refused is None:
-        return found(said, phase="static", dtype="bfloat16")
-    return found(said, phase="optimizer", step=refused.step, dtype="bfloat16", source=raising_line(refused))
+        return located(said, phase="static", dtype="bfloat16")
+    return located(said, phase="optimizer", step=refused.step, dtype="bfloat16", source=raising_line(refused))
 
 
 def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
@@ -154,7 +154,7 @@ def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
         ),
     )
     at = refused.step if first is None and refused is not None else first
-    yield found(said, phase="optimizer", step=at, source=raising_line(refused) if refused is not None else None)
+    yield located(said, phase="optimizer", step=at, source=raising_line(refused) if refused is not None else None)
 
 
 def _is_exhausted(skipped: tuple[ScalerState, ...]) -> bool:

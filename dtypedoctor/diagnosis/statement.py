@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.wording import place
 from dtypedoctor.trace.events import Observation
 
-__all__ = ["Statement", "found", "found_at", "found_in"]
+__all__ = ["Statement", "found_at", "found_in", "located"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Statement:
     severity: Severity = Severity.ERROR
 
 
-def found(
+def located(
     said: Statement,
     *,
     phase: str | None,
@@ -63,7 +63,7 @@ def found(
 def found_at(origin: Origin, said: Statement) -> Finding:
     """The statement about the op at which a non-finite value came into being."""
     op = origin.op
-    return found(
+    return located(
         said,
         phase=op.phase,
         step=op.step,
@@ -79,4 +79,6 @@ def found_in(
     seen: Observation, said: Statement, *, dtype: str | None, op: str | None = None, source: str | None = None
 ) -> Finding:
     """The statement about what an instrument observed; the module is the one that the observation names in its values."""
-    return found(said, phase=seen.phase, step=seen.step, fqn=seen.values.get("fqn"), op=op, dtype=dtype, source=source)
+    return located(
+        said, phase=seen.phase, step=seen.step, fqn=seen.values.get("fqn"), op=op, dtype=dtype, source=source
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.statement import Statement, found
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.trace.events import Observation
 from dtypedoctor.trace.reader import Trace
 
@@ -33,4 +33,4 @@ def detect_stale_streams(trace: Trace) -> Iterator[Finding]:
             for o in stale
         ),
     )
-    yield found(said, phase=first.phase, step=first.step)
+    yield located(said, phase=first.phase, step=first.step)

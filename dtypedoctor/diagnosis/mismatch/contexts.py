@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, raising_line
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.reader import Trace
@@ -24,19 +25,16 @@ def context_without_region(trace: Trace) -> Iterator[Finding]:
         return
     name = "custom-function-autocast"
     function = found["function"]
-    yield Finding(
+    statement = Statement(
         id=name,
-        severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
-        phase=raised.phase,
-        step=raised.step,
-        source=raising_line(raised),
         summary=f"The backward of {function} asks for the autocast region of its forward, which was not noted.",
         cause=(
             "custom_fwd leaves the region's dtype in the ctx that forward gets as its first argument, and custom_bwd reads it "
             f"there. The forward of {function} is not decorated, or has no ctx because the function defines setup_context."
         ),
         evidence=how_the_run_ended(trace),
-        remedies=remedies_for(name),
-        references=("https://github.com/pytorch/pytorch/issues/132388", *references_of(name)),
     )
+    references = ("https://github.com/pytorch/pytorch/issues/132388", *references_of(name))
+    finding = located(statement, phase=raised.phase, step=raised.step, source=raising_line(raised))
+    yield replace(finding, references=references)

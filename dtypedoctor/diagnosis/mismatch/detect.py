@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.mismatch.case import Case, case_of
 from dtypedoctor.diagnosis.mismatch.contexts import context_without_region
 from dtypedoctor.diagnosis.mismatch.destinations import attention_operands, cache_of_another_dtype, merged_features
@@ -26,8 +26,7 @@ from dtypedoctor.diagnosis.mismatch.regions import (
 )  # fmt: skip
 from dtypedoctor.diagnosis.mismatch.report import Verdict, finding
 from dtypedoctor.diagnosis.mismatch.shards import mixed_shard_units
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, short
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.reader import Trace
@@ -99,18 +98,12 @@ def _by_message(trace: Trace, raised: Raised, complaint: Complaint) -> Finding:
     module = raised.modules[-1] if raised.modules else None
     dtypes = " and ".join(complaint.dtypes) or "different dtypes"
     place = raised.frames[-1].rsplit("/", 1)[-1].split(" ")[0] if raised.frames else None
-    return Finding(
+    statement = Statement(
         id="operand-dtype-mismatch",
-        severity=Severity.ERROR,
         confidence=Confidence.POSSIBLE,
-        fqn=module,
-        phase=raised.phase,
-        step=raised.step,
-        dtype=complaint.dtypes[0] if complaint.dtypes else None,
-        source=place,
         summary=f"An operation in {short(module)} got {dtypes}.",
         cause="The message says so; no op trace shows the operands, so where the odd one comes from is not known.",
         evidence=how_the_run_ended(trace),
-        remedies=remedies_for("operand-dtype-mismatch"),
-        references=references_of("operand-dtype-mismatch"),
     )
+    dtype = complaint.dtypes[0] if complaint.dtypes else None
+    return located(statement, phase=raised.phase, step=raised.step, fqn=module, dtype=dtype, source=place)

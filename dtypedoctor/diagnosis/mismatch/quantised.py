@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.mismatch.census import Census
@@ -11,8 +11,7 @@ from dtypedoctor.diagnosis.mismatch.provenance import Provenance
 from dtypedoctor.diagnosis.mismatch.report import Verdict, is_settled, said
 from dtypedoctor.diagnosis.mismatch.unpacked import Unpacked, is_wrong
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import place, short
 from dtypedoctor.trace.events import Observation, Op
 from dtypedoctor.trace.reader import Trace
@@ -142,22 +141,21 @@ def _silent(found: list[Unpacked]) -> Finding:
     name = "stale-dequant-buffer" if stale else "quant-state-dtype"
     owners = list(dict.fromkeys(one.owner for one in found))
     others = (f"{len(owners) - 1} more packed weights are as wrong.",) if len(owners) > 1 else ()
-    return Finding(
+    statement = Statement(
         id=name,
-        severity=Severity.ERROR,
-        confidence=Confidence.PROVEN,
-        fqn=first.owner,
-        op=first.op.op,
-        phase=first.op.phase,
-        step=first.op.step,
-        dtype=read,
-        source=first.op.source,
         summary=_stale_summary(first, read) if stale else _kernel_summary(first),
         cause=_STALE.format(state=first.state_dtype, read=read) if stale else _KERNEL.format(state=first.state_dtype),
         evidence=(*first.evidence, *others, "No operation has complained, and everything is finite."),
+    )
+    return located(
+        statement,
+        phase=first.op.phase,
+        step=first.op.step,
+        fqn=first.owner,
+        op=first.op.op,
+        dtype=read,
+        source=first.op.source,
         provenance=first.birth.chain,
-        remedies=remedies_for(name),
-        references=references_of(name),
     )
 
 

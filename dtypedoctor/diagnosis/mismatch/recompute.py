@@ -3,13 +3,12 @@
 import re
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.diagnosis.mismatch.case import Case
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of, dtype_named
 from dtypedoctor.diagnosis.mismatch.report import Verdict, said
 from dtypedoctor.diagnosis.ops import OpGraph
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, short
 from dtypedoctor.trace.events import Op, Raised
 from dtypedoctor.trace.reader import Trace
@@ -62,25 +61,25 @@ def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
             f"The first op that differs is {split[1].op} at {split[1].source}: {split[0].outputs[0].dtype} in the forward pass, "
             f"{split[1].outputs[0].dtype} in the recomputation."
         )
-    yield Finding(
+    statement = Statement(
         id="recompute-dtype-mismatch",
-        severity=Severity.ERROR,
         confidence=Confidence.PROVEN if split is not None else Confidence.LIKELY,
-        fqn=unit,
-        op=split[1].op if split is not None else None,
-        phase="recompute",
-        step=raised.step,
-        dtype=again,
-        source=split[1].source if split is not None else None,
         summary=f"{short(unit)} is recomputed in {again} where its forward pass was in {saved}.",
         cause=(
             "Checkpointing runs the module a second time in the backward pass and expects the same tensors. Something that "
             "decides dtypes (the default dtype, an autocast region, a cast of the inputs) was different by then."
         ),
         evidence=(*evidence, *how_the_run_ended(trace)),
+    )
+    yield located(
+        statement,
+        phase="recompute",
+        step=raised.step,
+        fqn=unit,
+        op=split[1].op if split is not None else None,
+        dtype=again,
+        source=split[1].source if split is not None else None,
         provenance=(_link(split[0]), _link(split[1])) if split is not None else (),
-        remedies=remedies_for("recompute-dtype-mismatch"),
-        references=references_of("recompute-dtype-mismatch"),
     )
 
 

@@ -11,8 +11,7 @@ from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.mismatch.census import HALF, Census
 from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CONVOLUTIONS, PRODUCTS, writes
 from dtypedoctor.diagnosis.mismatch.report import Verdict, described, said
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import place, short
 from dtypedoctor.trace.events import Flow, Observation
 from dtypedoctor.trace.reader import Trace
@@ -213,14 +212,10 @@ def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int 
     model, region = dtypes
     phase, step, source = where
     entered = f", entered at {source}{_by_whom(source)}" if source else ""
-    return Finding(
+    statement = Statement(
         id="autocast-contradicts-model",
         severity=Severity.ERROR if consequence else Severity.WARNING,
         confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
-        phase=phase,
-        step=step,
-        dtype=region,
-        source=source,
         summary=f"A {region} autocast region is around a {model} model.",
         cause=_why_it_matters(model, region, met=consequence is not None),
         evidence=(
@@ -228,9 +223,8 @@ def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int 
             *((consequence,) if consequence else ()),
             *((f"Replayed alone, with all operands in {model}, the same op runs.",) if settled else ()),
         ),
-        remedies=remedies_for("autocast-contradicts-model"),
-        references=references_of("autocast-contradicts-model"),
     )
+    return located(statement, phase=phase, step=step, dtype=region, source=source)
 
 
 def _why_it_matters(model: str, region: str, *, met: bool) -> str:
@@ -267,16 +261,12 @@ def region_without_effect(trace: Trace) -> Iterator[Finding]:
     if useless is None or not devices or any(o.values.get("device") in devices for o in regions):
         return
     device = useless.values["device"]
-    yield Finding(
+    statement = Statement(
         id="autocast-wrong-device",
         severity=Severity.INFO,
         confidence=Confidence.LIKELY,
-        phase=useless.phase,
-        step=useless.step,
-        source=useless.values.get("source"),
         summary=f"An autocast region for {device!r} is around computations on {', '.join(sorted(devices))} only: it casts nothing.",
         cause="A region casts for its own device type only; everything runs in the dtypes of weights and inputs.",
         evidence=(f"Every module returned tensors on {', '.join(sorted(devices))}.",),
-        remedies=remedies_for("autocast-wrong-device"),
-        references=references_of("autocast-wrong-device"),
     )
+    yield located(statement, phase=useless.phase, step=useless.step, source=useless.values.get("source"))

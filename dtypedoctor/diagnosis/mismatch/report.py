@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, place, short
 from dtypedoctor.dtypes import DTYPES
 
@@ -43,22 +42,23 @@ def finding(case: Case, verdict: Verdict) -> Finding:
     """The verdict with everything that was measured about the refused op."""
     op = case.op
     odd = verdict.blamed if verdict.blamed is not None else case.odd
-    return Finding(
+    statement = Statement(
         id=verdict.id,
-        severity=Severity.ERROR,
         confidence=verdict.confidence,
-        fqn=verdict.fqn,
-        op=None if op.op.startswith(_MODULE) else op.op,
-        phase=op.phase,
-        step=op.step,
-        dtype=odd.dtype if odd is not None else None,
-        source=op.source,
         summary=verdict.summary,
         cause=verdict.cause,
         evidence=(met(case), *verdict.evidence, *_experiments(case, odd), *how_the_run_ended(case.trace)),
+    )
+    return located(
+        statement,
+        phase=op.phase,
+        step=op.step,
+        fqn=verdict.fqn,
+        op=None if op.op.startswith(_MODULE) else op.op,
+        dtype=odd.dtype if odd is not None else None,
+        source=op.source,
         provenance=_chain(case, odd, verdict),
-        remedies=remedies_for(verdict.id, case.census.class_of(op.root, verdict.fqn or "")),
-        references=references_of(verdict.id),
+        cls=case.census.class_of(op.root, verdict.fqn or ""),
     )
 
 

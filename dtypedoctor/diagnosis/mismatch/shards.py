@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of
 from dtypedoctor.diagnosis.observations import observed
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, short
 from dtypedoctor.trace.events import Observation, Raised
 from dtypedoctor.trace.reader import Trace
@@ -51,25 +50,24 @@ def _finding(trace: Trace, unit: Observation | None, raised: Raised | None) -> F
     if fqn is None and raised is not None and raised.modules:
         fqn = raised.modules[-1]
     name = short(fqn) if fqn is not None else str(unit.values.get("cls") if unit is not None else "of FSDP")
-    return Finding(
+    statement = Statement(
         id="fsdp-mixed-dtypes",
-        severity=Severity.ERROR,
         confidence=Confidence.LIKELY,
-        fqn=fqn,
-        phase=raised.phase if raised is not None else "static",
-        step=raised.step if raised is not None else None,
-        dtype=min(dtypes, key=lambda dtype: len(dtypes[dtype])) if dtypes else None,
-        source=next(
-            (o.values["source"] for o in observed(trace, "shard-call") if _dtypes(o) and _same(o, dtypes)), None
-        ),
         summary=f"The shard unit {name} holds parameters of {' and '.join(dtypes) or 'more than one dtype'}.",
         cause=(
             "FSDP puts the parameters of a unit into one flat buffer, which has one dtype. Adapters, norms kept in float32 and "
             "4-bit storage (whose storage dtype counts) are the usual exceptions inside a unit of half-precision weights."
         ),
         evidence=tuple(_evidence(trace, dtypes, raised)),
-        remedies=remedies_for("fsdp-mixed-dtypes"),
-        references=references_of("fsdp-mixed-dtypes"),
+    )
+    sources = (o.values["source"] for o in observed(trace, "shard-call") if _dtypes(o) and _same(o, dtypes))
+    return located(
+        statement,
+        phase=raised.phase if raised is not None else "static",
+        step=raised.step if raised is not None else None,
+        fqn=fqn,
+        dtype=min(dtypes, key=lambda dtype: len(dtypes[dtype])) if dtypes else None,
+        source=next(sources, None),
     )
 
 

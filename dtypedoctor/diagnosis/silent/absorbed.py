@@ -1,17 +1,14 @@
 """Overflows that end in finite values: ``silent-rescue``, and those that a norm or an activation has swallowed."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.modules import class_of
 from dtypedoctor.diagnosis.norm_square import CAUSE as NORM_CAUSE
 from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.ops import overload_free
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
-from dtypedoctor.diagnosis.statement import Statement, found_in
+from dtypedoctor.diagnosis.statement import Statement, found_in, located
 from dtypedoctor.diagnosis.wording import limit_of, short
 from dtypedoctor.trace.events import Correction, Observation
 from dtypedoctor.trace.reader import Trace
@@ -100,15 +97,14 @@ def _rescued_by_corrections(trace: Trace) -> Iterator[Finding]:
     last = {record.id: record for record in trace.all(Correction) if record.installed}
     for record in last.values():
         if record.rescued:
-            yield Finding(
+            said = Statement(
                 id="silent-rescue",
                 severity=Severity.WARNING,
-                confidence=Confidence.PROVEN,
                 summary=f"The correction {record.id} replaced {record.rescued} elements that were not finite.",
                 cause="What comes before the corrected operation is not finite already; the correction hides it.",
                 evidence=(f"{record.rescued} elements rescued and {record.clamped} clamped in {record.hits} calls.",),
-                references=references_of("silent-rescue"),
             )
+            yield located(said, phase=None)
 
 
 def _swallowed(trace: Trace, seen: Observation) -> Iterator[Finding]:
@@ -133,9 +129,16 @@ def _swallowed(trace: Trace, seen: Observation) -> Iterator[Finding]:
         cause=NORM_CAUSE if norm else _cause(values, born),
         evidence=tuple(_evidence(seen)),
     )
-    found = found_in(seen, said, dtype=born["dtype"], op=born["op"], source=born["source"])
-    remedies = remedies_for(name, class_of(trace, born["fqn"] or "")) if harmful else ()
-    yield replace(found, fqn=born["fqn"], remedies=remedies)
+    yield located(
+        said,
+        phase=seen.phase,
+        step=seen.step,
+        fqn=born["fqn"],
+        op=born["op"],
+        dtype=born["dtype"],
+        source=born["source"],
+        cls=class_of(trace, born["fqn"] or ""),
+    )
 
 
 def _takes_root(born: dict[str, Any], values: Any) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.observations import observed
-from dtypedoctor.diagnosis.statement import Statement, found
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Correction, Metric
 from dtypedoctor.trace.reader import Trace
@@ -43,7 +43,7 @@ def detect_gap(trace: Trace) -> Iterator[Finding]:
                 "The trainer drops nothing at random, so that is not the reason.",
             ),
         )
-        yield found(said, phase=twins[0].phase, step=twins[0].step, dtype=values["generator_dtype"])
+        yield located(said, phase=twins[0].phase, step=twins[0].step, dtype=values["generator_dtype"])
         return
     yield from _reported(trace)
 
@@ -65,7 +65,7 @@ def _reported(trace: Trace) -> Iterator[Finding]:
         cause="Before the first update both have the same weights, so the ratio of their probabilities should be 1.",
         evidence=tuple(told),
     )
-    yield found(said, phase="generate", step=1)
+    yield located(said, phase="generate", step=1)
 
 
 def detect_missing_patches(trace: Trace) -> Iterator[Finding]:
@@ -122,4 +122,4 @@ def _not_applied(*, fqn: str | None, source: str | None, summary: str, evidence:
         ),
         evidence=evidence,
     )
-    return found(said, phase="static", fqn=fqn, source=source)
+    return located(said, phase="static", fqn=fqn, source=source)

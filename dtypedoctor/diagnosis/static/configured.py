@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.statement import Statement, found
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import Subject, plain_dtype
 
 ID = "checkpoint-dtype-mismatch"
@@ -71,4 +71,4 @@ def _finding(severity: Severity, dtype: str, summary: str, cause: str, evidence:
         cause=cause,
         evidence=evidence,
     )
-    return found(said, phase="static", dtype=dtype)
+    return located(said, phase="static", dtype=dtype)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.statement import Statement, found
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import HALF, StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
 
@@ -28,7 +28,7 @@ def check_kept(subject: Subject) -> Iterator[Finding]:
         f"They are float32 because {why}.",
         evidence=(f"They are {listed([tensor.name for tensor in kept])}.", *_lists(subject)),
     )
-    yield found(said, phase="static", dtype="float32")
+    yield located(said, phase="static", dtype="float32")
 
 
 def _is_odd(subject: Subject, tensor: StaticTensor, target: str) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.references import references_of
-from dtypedoctor.diagnosis.statement import Statement, found
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import QuantState, Subject, plain_dtype
 from dtypedoctor.diagnosis.wording import listed, module_of
 
@@ -36,7 +36,7 @@ def _states(subject: Subject) -> Iterator[Finding]:
         f"with {target} activations raise without autocast; under autocast the mismatch stays hidden in the forward pass.",
         evidence=tuple(_state_evidence(subject, odd, target)),
     )
-    yield found(said, phase="static", fqn=module_of(first.weight), dtype=first.dtype)
+    yield located(said, phase="static", fqn=module_of(first.weight), dtype=first.dtype)
 
 
 def _state_evidence(subject: Subject, odd: list[QuantState], target: str | None) -> Iterator[str]:
@@ -67,7 +67,7 @@ def _computing(subject: Subject) -> Iterator[Finding]:
             "raise or compute on bits of the wrong format.",
             evidence=(f"{state.weight}: quant_state.dtype is {state.dtype}, compute_dtype is {compute}.",),
         )
-        yield found(said, phase="static", fqn=module_of(state.weight), dtype=state.dtype)
+        yield located(said, phase="static", fqn=module_of(state.weight), dtype=state.dtype)
         return
 
 
@@ -92,4 +92,4 @@ def _float16_kernels(subject: Subject) -> Iterator[Finding]:
         evidence=(f"quant_method is {method}; the model is loaded as {target}.",),
     )
     references = ("https://github.com/vllm-project/vllm/issues/1114", *references_of(said.id))
-    yield replace(found(said, phase="static", dtype=target), references=references)
+    yield replace(located(said, phase="static", dtype=target), references=references)

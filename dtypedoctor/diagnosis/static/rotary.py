@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.statement import Statement, found
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import HALF, StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import module_of
 
@@ -35,7 +35,7 @@ def _finding(tensor: StaticTensor, lost: str) -> Finding:
         "A later cast to float32 does not bring the bits back.",
         evidence=(f"{tensor.name} {now}.",),
     )
-    return found(said, phase="static", fqn=module_of(tensor.name), dtype=tensor.dtype)
+    return located(said, phase="static", fqn=module_of(tensor.name), dtype=tensor.dtype)
 
 
 def rounded_to(values: tuple[float, ...]) -> str | None:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.statement import Statement, found
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
 
@@ -27,7 +27,7 @@ def check_sharding(subject: Subject) -> Iterator[Finding]:
         "unit. The packed bytes of 4-bit weights count with their storage dtype.",
         evidence=tuple(_evidence(unit, dtypes)),
     )
-    yield found(said, phase="static", fqn=unit)
+    yield located(said, phase="static", fqn=unit)
 
 
 def _evidence(unit: str, dtypes: dict[str, list[StaticTensor]]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.statement import Statement, found
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import HALF, StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
 
@@ -30,7 +30,7 @@ def check_trainable(subject: Subject) -> Iterator[Finding]:
                 cause=f"{WHY[dtype]} Weights that are trained with a scaler have to be float32.",
                 evidence=(f"They are {listed([tensor.name for tensor in hostile])}.",),
             )
-            yield found(said, phase="static", dtype=dtype)
+            yield located(said, phase="static", dtype=dtype)
 
 
 def _trained(subject: Subject) -> Iterator[StaticTensor]:
