@@ -1,9 +1,9 @@
 """What the module watch alone can say about something that is not finite, where no op trace was open."""
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident
 from dtypedoctor.diagnosis.modules import class_of
-from dtypedoctor.diagnosis.prescriptions import remedies_for
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, limit_of, module_of, short
 from dtypedoctor.trace.events import Sample, Site
 from dtypedoctor.trace.reader import Trace
@@ -18,15 +18,9 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
         return _outside(trace, incident)
     came_in = site.kind == "output" and _input_was_bad(trace, sample, site)
     fqn = _fqn(site, came_in=came_in)
-    name = _finding_id(site)
-    return Finding(
-        id=name,
-        severity=Severity.ERROR,
+    said = Statement(
+        id=_finding_id(site),
         confidence=Confidence.POSSIBLE,
-        fqn=fqn,
-        phase=incident.phase,
-        step=sample.step,
-        dtype=site.dtype,
         summary=f"{short(fqn)} is where {site.dtype} first stops being finite, in step {sample.step} ({incident.phase}).",
         cause=f"The first inf or NaN was seen {_where(site)}; {NO_OPS}.",
         evidence=(
@@ -41,21 +35,20 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
             ),
             *how_the_run_ended(trace),
         ),
-        remedies=remedies_for(name, class_of(trace, fqn or "")) if name != "domain-error" else (),
     )
+    cls = class_of(trace, fqn or "")
+    return located(said, phase=incident.phase, step=sample.step, fqn=fqn, dtype=site.dtype, cls=cls)
 
 
 def _outside(trace: Trace, incident: Incident) -> Finding:
-    return Finding(
+    said = Statement(
         id="domain-error",
-        severity=Severity.ERROR,
         confidence=Confidence.POSSIBLE,
-        phase=incident.phase,
-        step=incident.step,
         summary=f"Code outside of all modules refused a value that is not finite, in step {incident.step} ({incident.phase}).",
         cause=f"Everything that modules returned was finite; {NO_OPS}.",
         evidence=how_the_run_ended(trace),
     )
+    return located(said, phase=incident.phase, step=incident.step)
 
 
 def _finding_id(site: Site) -> str:
