@@ -22,8 +22,11 @@ MEASURED = GRADIENTS | {"output", "loss", "param"}
 ASSERTED = "device-side assert triggered"
 """What CUDA says of a sampler that refuses a value, and of an index out of range; other errors only advise such asserts."""
 
-REFUSED = re.compile(rf"\b(nan|inf|infinit\w+)\b|{ASSERTED}", re.IGNORECASE)
-"""What the messages speak of with which samplers and checks refuse a value; on CUDA a sampler only asserts."""
+REFUSED = re.compile(rf"\b(nan|inf(?! checks)|infinit\w+)\b|{ASSERTED}", re.IGNORECASE)
+"""What the messages speak of with which samplers and checks refuse a value; on CUDA a sampler only asserts.
+
+A gradient scaler that has nothing to check ("No inf checks were recorded") speaks of no value.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import pytest
 from refusals import Story
 from scaling_examples import scales, unscaling
 
+from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.scaling import detect_scaling
 
@@ -65,6 +66,12 @@ def test_bfloat16_trainables_are_a_warning_and_an_error_once_the_kernel_is_missi
     message = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
     (error,) = found_unscaling(message, params={"bfloat16": 4}, gradients={"bfloat16": 4})
     assert (error.severity, error.phase) == (Severity.ERROR, "optimizer")
+
+
+def test_a_scaler_without_anything_to_check_speaks_of_no_value() -> None:
+    """Its message names inf; nothing was, so nothing else is found."""
+    story = unscaling("No inf checks were recorded for this optimizer.")
+    assert [finding.id for finding in diagnose(story.build())] == ["no-inf-checks"]
 
 
 def test_the_first_skipped_steps_of_a_healthy_run_are_silent() -> None:
