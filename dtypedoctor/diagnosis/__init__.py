@@ -15,6 +15,7 @@ from dtypedoctor.diagnosis.silent.forward import detect_integer_casts, detect_ro
 from dtypedoctor.diagnosis.silent.positional import detect_rotary_tables, detect_rounded_positions
 from dtypedoctor.diagnosis.silent.training import detect_stall, detect_underflow
 from dtypedoctor.diagnosis.streams import detect_stale_streams
+from dtypedoctor.diagnosis.tie_breakers import with_tie_breakers
 from dtypedoctor.trace.reader import Trace
 
 Detector = Callable[[Trace], Iterable[Finding]]
@@ -43,5 +44,5 @@ DETECTORS: dict[str, Detector] = {
 def diagnose(trace: Trace) -> tuple[Finding, ...]:
     """Everything that the detectors see in ``trace``, the root cause before its consequences."""
     found = [finding for detector in DETECTORS.values() for finding in findings_of(detector, trace)]
-    ordered = most_severe_first(found)
+    ordered = tuple(with_tie_breakers(finding, trace) for finding in most_severe_first(found))
     return tuple(map(doubted, ordered)) if trace.damage else ordered

@@ -5,11 +5,20 @@ from dataclasses import dataclass
 
 from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.results import Bearing
 
 __all__ = ["RemedyLine", "cured_sentence", "cures", "legend", "outcome_words", "remedy_lines"]
 
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
+_BEARINGS = {
+    None: "passes, as without",
+    Bearing.NEEDED: "passes",
+    Bearing.NOT_NEEDED: "fails as before",
+    Bearing.MOVED: "fails elsewhere",
+}
+"""The outcomes of a run under another condition, which is no cure."""
 _MARK = " Unsafe."
+_DIAGNOSTIC = " A diagnosis, no cure."
 _UNSAFE = "Unsafe: it may only hide the failure instead of curing it."
 _MOST_NAMED = 2
 """Remedies that a headline names."""
@@ -23,7 +32,8 @@ class RemedyLine:
     Attributes:
         id: its id.
         change: what it changes, beginning with a capital letter; empty where that is not known.
-        outcome: ``fixed``, ``not fixed``, ``not tried``, ``raises, as intended``, ``never reached``.
+        outcome: ``fixed``, ``not fixed``, ``not tried``, ``raises, as intended``, ``never reached``; of a run under another
+            condition ``passes``, ``fails as before``, ``fails elsewhere``.
         reason: what decided.
         result: how far its run came, beside the untreated one (``3 of 3 steps, 0 before``); empty without a run.
         cures: whether it fixes.
@@ -39,6 +49,8 @@ class RemedyLine:
 
 def outcome_words(trial: Trial) -> str:
     """The outcome of a trial as it is written in running text."""
+    if trial.diagnostic is not None:
+        return _BEARINGS[trial.diagnostic.bearing]
     if trial.as_intended:
         return "raises, as intended"
     return "never reached" if trial.never_reached else _WORDS[trial.outcome]
@@ -51,12 +63,12 @@ def legend(lines: Sequence[RemedyLine]) -> str:
 
 def cures(report: Report) -> list[RemedyLine]:
     """The remedies that were tried and fix it, in the order in which they were tried."""
-    return [_of_trial(trial, report) for trial in report.trials if trial.outcome is Outcome.FIXED]
+    return [line for trial in report.trials if (line := _of_trial(trial, report)).cures]
 
 
 def cured_sentence(trials: Sequence[Trial]) -> str:
     """What cures, to be put behind a headline; remedies that may only hide the failure count where nothing else helps."""
-    fixed = [trial for trial in trials if trial.outcome is Outcome.FIXED]
+    fixed = [trial for trial in trials if _cures(trial)]
     safe = [trial.remedy for trial in fixed if trial.safe]
     if safe:
         more = f" (and {len(safe) - _MOST_NAMED} more)" if len(safe) > _MOST_NAMED else ""
@@ -73,12 +85,22 @@ def remedy_lines(report: Report) -> list[RemedyLine]:
 def _of_trial(trial: Trial, report: Report) -> RemedyLine:
     return RemedyLine(
         id=trial.remedy,
-        change=_sentence(trial.summary) + ("" if trial.safe else _MARK),
+        change=_sentence(trial.summary) + _mark(trial),
         outcome=outcome_words(trial),
         reason=trial.reason,
         result=_result(trial, report),
-        cures=trial.outcome is Outcome.FIXED,
+        cures=_cures(trial),
     )
+
+
+def _cures(trial: Trial) -> bool:
+    return trial.outcome is Outcome.FIXED and trial.diagnostic is None
+
+
+def _mark(trial: Trial) -> str:
+    if trial.diagnostic is not None:
+        return _DIAGNOSTIC
+    return "" if trial.safe else _MARK
 
 
 def _result(trial: Trial, report: Report) -> str:

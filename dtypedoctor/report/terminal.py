@@ -38,6 +38,10 @@ _OUTCOME_STYLE = {
     "not tried": "yellow",
     "never reached": "yellow",
     "raises, as intended": "green",
+    "passes": "green",
+    "passes, as without": "yellow",
+    "fails as before": "yellow",
+    "fails elsewhere": "yellow",
 }
 _LABELS, _NARROWEST = 19, 15
 """Columns of the row labels, and the fewest that a run takes in the before/after table."""

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 DTypeName = Literal["float16", "bfloat16", "float32", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=100)]
+ConditionName = Literal["autocast-off", "eager-attention", "compile-off", "loss-scale-one"]
 
 
 class Strict(BaseModel):
@@ -268,6 +269,9 @@ class Scenario(Strict):
         default=None, description="Run it in several processes; only `train`, `forward` and scripts can be."
     )
     corrections: list[CorrectionSpec] = Field(default_factory=list, description="Corrections switched on in this run.")
+    conditions: list[ConditionName] = Field(
+        default_factory=list, description="Conditions of the whole process that are switched from outside in this run."
+    )
     remedies: list[Name] = Field(
         default_factory=list, description="Remedies to try beside those that the findings propose."
     )

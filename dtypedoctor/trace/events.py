@@ -282,6 +282,19 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """A condition of the whole process was switched from outside, and that made a difference ``effects`` times so far.
+
+    ``reason`` says why it made none.
+    """
+
+    n: int
+    id: str
+    effects: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerState:
     """A gradient scaler finished a step."""
 
@@ -362,6 +375,7 @@ KINDS: dict[str, type[Any]] = {
     "metric": Metric,
     "logprobs": ProbeLogProbs,
     "correction": Correction,
+    "condition": Condition,
     "scaler": ScalerState,
     "observation": Observation,
     "not-watched": NotWatched,

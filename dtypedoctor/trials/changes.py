@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.trials.references import is_script
 
 Change = Callable[[Scenario], Scenario]
 
@@ -31,6 +32,22 @@ def with_corrections(*corrections: str) -> Change:
         return scenario.with_changes(corrections=present + [{"id": c} for c in corrections if c not in known])
 
     return change
+
+
+def with_conditions(*conditions: str) -> Change:
+    """Switches conditions of the whole process that are not switched already."""
+
+    def change(scenario: Scenario) -> Scenario:
+        added = [name for name in conditions if name not in scenario.conditions]
+        return scenario.with_changes(conditions=[*scenario.conditions, *added])
+
+    return change
+
+
+def from_outside(condition: str, otherwise: Change) -> Change:
+    """Switches a condition of the process that runs a script; a scenario without one is changed ``otherwise``."""
+    switch = with_conditions(condition)
+    return lambda scenario: (switch if is_script(scenario) else otherwise)(scenario)
 
 
 def with_model(**changes: Any) -> Change:

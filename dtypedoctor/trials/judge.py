@@ -12,6 +12,7 @@ from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Correction, Metric, Raised
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trials.conditions import diagnostic, without_effect
 from dtypedoctor.trials.parity import parity
 from dtypedoctor.trials.remedies import Remedy
 from dtypedoctor.trials.results import Outcome, RunSummary, Trial
@@ -41,6 +42,7 @@ class Yardstick:
         reference: summary and trace of the healthy run, where there is one.
         twin: trace of the float32 twin, where there is one.
         raised: what the untreated run raised, where it did.
+        failed: trace of the untreated run, where it failed.
     """
 
     before: RunSummary
@@ -48,6 +50,7 @@ class Yardstick:
     reference: tuple[RunSummary, Trace] | None = None
     twin: Trace | None = None
     raised: Raised | None = None
+    failed: Trace | None = None
 
 
 def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) -> Trial:
@@ -55,16 +58,20 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) ->
     refused = next((c for c in run.trace.all(Correction) if not c.installed), None)
     if refused is not None:
         return not_tried(remedy, _why_not_installed(refused))
+    idle = without_effect(remedy.id, scenario, run.trace)
+    if idle:
+        return not_tried(remedy, idle)
     after = summarise(remedy.id, run, scenario, yardstick.twin)
     reason = next(_objections(remedy, run, after, yardstick), "")
     base = _ratio_base(yardstick)
     last = {c.id: c for c in run.trace.all(Correction)}
+    probe = diagnostic(remedy.id, scenario, run.trace, yardstick.failed, passes=not reason)
     return Trial(
         remedy=remedy.id,
         summary=remedy.summary,
         outcome=Outcome.NOT_FIXED if reason else Outcome.FIXED,
         reason=reason or "all steps done, the finding is gone, everything finite",
-        safe=remedy.safe,
+        safe=remedy.safe and probe is None,
         run=after,
         parity=parity(run.trace, yardstick.reference[1]) if yardstick.reference else None,
         rescued_elements=sum(c.rescued for c in last.values()) if last else None,
@@ -75,6 +82,7 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) ->
         output_error=after.output_error,
         as_intended=_as_intended(remedy, run),
         never_reached=_never_reached(run, yardstick.raised),
+        diagnostic=probe,
     )
 
 

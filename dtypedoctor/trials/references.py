@@ -35,9 +35,8 @@ def float32_twin(scenario: Scenario) -> Scenario | None:
     """
     if is_script(scenario):
         return None
-    return scenario.with_changes(
-        steps=[_in_float32(step) for step in scenario.model_dump()["steps"] if _builds_or_unloads(step)], corrections=[]
-    )
+    steps = [_in_float32(step) for step in scenario.model_dump()["steps"] if _builds_or_unloads(step)]
+    return scenario.with_changes(steps=steps, corrections=[], conditions=[])
 
 
 def is_script(scenario: Scenario) -> bool:

@@ -7,7 +7,9 @@ from dtypedoctor.trials.changes import (
     all_of,
     autocast_of_model,
     fresh_process,
+    from_outside,
     with_autocast,
+    with_conditions,
     with_corrections,
     with_custom_options,
     with_model,
@@ -21,8 +23,8 @@ class Remedy:
     Attributes:
         id: kebab-case id.
         summary: what it changes, one sentence.
-        safe: whether it keeps the meaning of the run; an unsafe one casts what disagrees without a word, so it may hide a
-            failure instead of curing it.
+        safe: whether it keeps the meaning of the run; an unsafe one casts what disagrees without a word, or takes away what
+            the program asks for, so it may hide a failure instead of curing it.
         change: gives the changed scenario.
         strict: it is not there to cure but to raise where the others would cast.
     """
@@ -78,7 +80,7 @@ _AUTOCAST = (
         id="autocast-off",
         summary="open no autocast region",
         safe=True,
-        change=with_autocast(None),
+        change=from_outside("autocast-off", otherwise=with_autocast(None)),
     ),
     Remedy(
         id="autocast-bfloat16",
@@ -227,7 +229,29 @@ _COMPILING = (
     ),
 )
 
+_CONDITIONS = (
+    Remedy(
+        id="eager-attention",
+        summary="compute attention in steps, with torch's math backend and transformers' eager code, never in a fused kernel",
+        safe=False,
+        change=with_conditions("eager-attention"),
+    ),
+    Remedy(
+        id="compile-off",
+        summary="run what torch.compile has made as the Python code that it is",
+        safe=False,
+        change=with_conditions("compile-off"),
+    ),
+    Remedy(
+        id="loss-scale-one",
+        summary="hold the scale of every gradient scaler at 1; steps whose gradients are not finite are still skipped",
+        safe=False,
+        change=with_conditions("loss-scale-one"),
+    ),
+)
+
 REMEDIES: dict[str, Remedy] = {
-    remedy.id: remedy for remedy in (*_OVERFLOW, *_AUTOCAST, *_FUSED_LORA, *_DEQUANTIZE, *_NORMS, *_COMPILING)
+    remedy.id: remedy
+    for remedy in (*_OVERFLOW, *_AUTOCAST, *_FUSED_LORA, *_DEQUANTIZE, *_NORMS, *_COMPILING, *_CONDITIONS)
 }
 """Every remedy by its id."""

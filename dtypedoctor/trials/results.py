@@ -50,6 +50,27 @@ class RunSummary:
     """Relative error of the outputs before the first step against the float32 twin, where measured."""
 
 
+class Bearing(StrEnum):
+    """What a run under another condition says about a failure."""
+
+    NEEDED = "needed"
+    """It is gone: what was taken away is necessary for it."""
+    NOT_NEEDED = "not-needed"
+    """It is where it was."""
+    MOVED = "moved"
+    """The run fails elsewhere, so it does not tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnostic:
+    """A run under another condition, which shows whether a failure needs that condition, and cures nothing."""
+
+    effects: int
+    """How often the condition made a difference."""
+    bearing: Bearing | None = None
+    """None where the untreated run did not fail."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A remedy that was tried by running the changed scenario, or the reason why it was not."""
@@ -73,6 +94,8 @@ class Trial:
     """Whether a remedy that is there to raise, and not to cure, has raised."""
     never_reached: bool = False
     """Whether the run failed as before without having called any of the remedy's corrections, so that it says nothing of them."""
+    diagnostic: Diagnostic | None = None
+    """What it says where a condition was switched from outside, which cures nothing even where the outcome is ``fixed``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

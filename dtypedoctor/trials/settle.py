@@ -34,7 +34,7 @@ CORROBORATIONS: Mapping[str, tuple[str, ...]] = {"autocast-contradicts-model": (
 
 def settled(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Finding, ...]:
     """The findings, those proven whose cause was taken away in a trial and took the failure with it."""
-    fixed = {trial.remedy: trial for trial in trials if trial.outcome is Outcome.FIXED}
+    fixed = {t.remedy: t for t in trials if t.outcome is Outcome.FIXED and t.diagnostic is None}
     return tuple(_settled(finding, fixed) for finding in findings)
 
 

@@ -16,6 +16,7 @@ from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request, Window
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trials.conditions import weighed
 from dtypedoctor.trials.judge import Yardstick, judge, not_tried
 from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.preflight import check_checkpoints, joined
@@ -114,6 +115,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
             reference=(reference_summary, reference.trace) if reference and reference_summary else None,
             twin=exact,
             raised=before.trace.last(Raised),
+            failed=before.trace if failed else None,
         )
         trials = tuple(_try(r, scenario, run, yardstick, plan) for r in _proposed(scenario, findings, failed=failed))
     return Treatment(
@@ -123,7 +125,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         closer=closer,
         no_closer=no_closer,
         diagnosed=diagnosed,
-        findings=settled(findings, trials),
+        findings=weighed(settled(findings, trials), trials),
         observer=observer,
         reference=reference,
         reference_summary=reference_summary,
@@ -237,8 +239,10 @@ def _try(remedy: Remedy, scenario: Scenario, run: RunRequest, yardstick: Yardsti
 def _why_not(remedy: Remedy, scenario: Scenario, changed: Scenario, plan: Plan) -> str:
     """Why the remedy is not to be tried; empty if it is."""
     if is_script(scenario) and changed.steps == scenario.steps and changed != scenario:
-        allowed = plan.only is None or remedy.id in plan.only
-        return "" if allowed else f"not asked for: --try {remedy.id} runs the script again with it switched on"
+        if plan.only is None or remedy.id in plan.only:
+            return ""
+        use = ", which shows whether the failure needs what it takes away" if changed.conditions else ""
+        return f"not asked for: --try {remedy.id} runs the script again with it switched on{use}"
     if is_script(scenario):
         return "only the script itself can do that: it is not switched on from outside"
     return "" if changed != scenario else "it would change nothing in this scenario"

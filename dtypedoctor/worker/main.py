@@ -24,6 +24,7 @@ from dtypedoctor.trace.ranks import header
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.capturing import capturing
 from dtypedoctor.worker.compiling import compiling
+from dtypedoctor.worker.conditions.switching import Conditions
 from dtypedoctor.worker.environment import describe_environment
 from dtypedoctor.worker.parallel import parallel, take_device
 from dtypedoctor.worker.resources import MemoryMeter, checksum
@@ -53,6 +54,8 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
         every=1 if request.windows else request.scenario.watch_every,
     )
     run = _Run(request, instruments, directory, stock or Stock())
+    conditions = Conditions(writer, request.scenario.conditions)
+    conditions.begin()
     outcome = "completed"
     try:
         run.all_stages()
@@ -64,6 +67,7 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
         outcome = "raised"
     finally:
         instruments.stop()
+        conditions.end()
     run.conclude(outcome)
     writer.close()
     return {"completed": 0, "raised": 1, "refused": 2}[outcome]

@@ -7,6 +7,7 @@ from torch import nn
 
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.worker.conditions.switching import Conditions
 from dtypedoctor.worker.process_watch import ProcessWatch
 from dtypedoctor.worker.resources import StepDigest
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ScriptWatch:
-    """The instruments, the corrections to switch on, and the digest of what the script trains.
+    """The instruments, the conditions and corrections to switch, and the digest of what the script trains.
 
     Args:
         writer: where the records go.
@@ -29,6 +30,7 @@ class ScriptWatch:
         self.process = ProcessWatch(writer, watch=request["watch"], windows=windows, every=every)
         self._corrections: Any = request["scenario"]["corrections"]
         self._outside: OutsideCorrections | None = None
+        self._conditions = Conditions(writer, request["scenario"]["conditions"])
         self._digest = StepDigest() if request["witness"] else None
 
     def start(self) -> None:
@@ -38,6 +40,7 @@ class ScriptWatch:
             instruments.modules.before_root.append(self._correct)
         if self._digest is not None:
             instruments.phases.after_step.append(self._digest.add)
+        self._conditions.begin()  # before the instruments, which then see what they make of the script
         self.process.start()
 
     def finish(self, error: BaseException | None, libraries: Sequence[str]) -> int:
@@ -45,6 +48,7 @@ class ScriptWatch:
         steps = self.process.finish(error, libraries)
         if self._outside is not None:
             self._outside.conclude()
+        self._conditions.end()
         return steps
 
     @property

@@ -17,8 +17,17 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.report.contract import json_schema
 from dtypedoctor.report.model import SCHEMA, Parity, Report, RunSummary, StripRow, Trial
 from dtypedoctor.report.to_json import from_json, render_json
+from dtypedoctor.trials.results import Diagnostic
 
-PARTS = {"link": Link, "finding": Finding, "run": RunSummary, "parity": Parity, "trial": Trial, "strip": StripRow}
+PARTS = {
+    "link": Link,
+    "finding": Finding,
+    "run": RunSummary,
+    "parity": Parity,
+    "trial": Trial,
+    "strip": StripRow,
+    "diagnostic": Diagnostic,
+}
 
 
 def test_the_schema_is_a_json_schema() -> None:

@@ -1,0 +1,69 @@
+"""Offers to run again under another condition where that tells two causes apart: no autocast, attention in steps, nothing compiled,
+a loss scale of 1."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.ids import FAMILIES
+from dtypedoctor.diagnosis.observations import observed
+from dtypedoctor.trace.events import ScalerState
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["TIE_BREAKERS", "with_tie_breakers"]
+
+RANGE = frozenset(
+    {"float16-overflow", "norm-square-overflow", "attention-score-overflow", "backward-overflow", "gradient-underflow",
+     "silent-rescue", "domain-error"}
+)  # fmt: skip
+"""Findings of values that a wider dtype may hold."""
+REGIONS = frozenset(FAMILIES["dtype-mismatch"]) | {"stale-autocast-cache"}
+"""Findings of dtypes that autocast may have chosen."""
+OF_THE_COMPILER = frozenset({"compile-graph-break", "recompile-limit"})
+"""Findings that are gone without the compiler whatever their cause."""
+FUSED = re.compile(
+    r"(?<!_math)_(flash|efficient|cudnn)_attention|flash_attn|flex_attention|scaled_dot_product_attention\b"
+)
+"""Kernels and functions that compute attention in one piece."""
+
+
+def with_tie_breakers(finding: Finding, trace: Trace) -> Finding:
+    """The finding, proposing those conditions that would settle something about it, behind what may cure it."""
+    if finding.severity is Severity.INFO:
+        return finding
+    offered = [name for name, settles in TIE_BREAKERS.items() if settles(finding, trace)]
+    return replace(finding, remedies=tuple(dict.fromkeys((*finding.remedies, *offered))))
+
+
+def _autocast(finding: Finding, trace: Trace) -> bool:
+    """Without regions that cast, values have the dtypes that the program itself gave them."""
+    dtypes = {o.values["wanted"] for o in observed(trace, "autocast-region") if o.values["enabled"]}
+    if finding.id in RANGE:
+        return finding.dtype in dtypes
+    return finding.id in REGIONS and bool(dtypes)
+
+
+def _fused_attention(finding: Finding, trace: Trace) -> bool:
+    """A fused kernel shows nothing of what is inside it, and has arithmetic of its own."""
+    return finding.op is not None and FUSED.search(finding.op) is not None
+
+
+def _compiled(finding: Finding, trace: Trace) -> bool:
+    """With every operator on record nothing is compiled, so a finding from such a trace is not the compiler's."""
+    compiled = any(o.values["unique_graphs"] for o in observed(trace, "compile"))
+    return compiled and finding.severity is Severity.ERROR and finding.id not in OF_THE_COMPILER
+
+
+def _scaled(finding: Finding, trace: Trace) -> bool:
+    """A gradient leaves the range by itself, or because the loss was multiplied."""
+    return finding.id in ("backward-overflow", "loss-scale-exhausted") and bool(trace.all(ScalerState))
+
+
+TIE_BREAKERS: Mapping[str, Callable[[Finding, Trace], bool]] = {
+    "autocast-off": _autocast,
+    "eager-attention": _fused_attention,
+    "compile-off": _compiled,
+    "loss-scale-one": _scaled,
+}
+"""By condition, whether a run under it would settle something about a finding of a trace."""

@@ -1,0 +1,110 @@
+"""What a run under another condition says: whether the failure needs the condition that was taken away."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.modules import first_nonfinite
+from dtypedoctor.diagnosis.wording import failing_line
+from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.trace.events import Condition, Raised
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trials.results import Bearing, Diagnostic, Trial
+
+__all__ = ["diagnostic", "weighed", "without_effect"]
+
+CLAIMS: Mapping[str, str] = {
+    "autocast-bypass": "autocast-off",
+    "autocast-contradicts-model": "autocast-off",
+    "custom-function-autocast": "autocast-off",
+    "stale-autocast-cache": "autocast-off",
+    "compile-only-nonfinite": "compile-off",
+}
+"""Findings that name a condition as their cause: a failure that is there without it has another one."""
+
+PROOFS = frozenset({"autocast-bypass", "compile-only-nonfinite"})
+"""Those of them that a run without the condition proves: it takes away the cause and nothing besides."""
+
+
+def without_effect(condition: str, scenario: Scenario, trace: Trace) -> str:
+    """Why a run under ``condition`` was no trial of it; empty if it was, or if it was not switched from outside."""
+    if condition not in scenario.conditions:
+        return ""
+    last = _last(condition, trace)
+    if last is None:
+        return "it never took effect before the process died"
+    return "" if last.effects else f"it never took effect: {last.reason}"
+
+
+def diagnostic(
+    condition: str, scenario: Scenario, trace: Trace, before: Trace | None, *, passes: bool
+) -> Diagnostic | None:
+    """What the run under ``condition`` says about the run ``before``; None where nothing was switched from outside.
+
+    Args:
+        condition: its id.
+        scenario: what was run.
+        trace: of that run.
+        before: trace of the untreated run; None where that did not fail.
+        passes: whether nothing speaks against calling the run cured.
+    """
+    last = _last(condition, trace)
+    if condition not in scenario.conditions or last is None:
+        return None
+    if before is None:
+        return Diagnostic(effects=last.effects)
+    if passes:
+        return Diagnostic(effects=last.effects, bearing=Bearing.NEEDED)
+    alike = bool(_places(trace) & _places(before))
+    return Diagnostic(effects=last.effects, bearing=Bearing.NOT_NEEDED if alike else Bearing.MOVED)
+
+
+def _last(condition: str, trace: Trace) -> Condition | None:
+    return next((c for c in reversed(trace.all(Condition)) if c.id == condition), None)
+
+
+def _places(trace: Trace) -> frozenset[tuple[str | None, ...]]:
+    """Where a run fails: the first place that is not finite, else where it raises, else what is found in it."""
+    bad = first_nonfinite(trace)
+    if bad is not None:
+        return frozenset({("nonfinite", bad[1].fqn, bad[1].phase)})
+    raised = trace.last(Raised)
+    if raised is not None:
+        return frozenset({("raised", raised.type, failing_line(raised))})
+    return frozenset(("finding", f.id, f.fqn) for f in diagnose(trace) if f.severity is not Severity.INFO)
+
+
+def weighed(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Finding, ...]:
+    """The findings with what the runs under other conditions say of them.
+
+    A run speaks of the findings that propose it and of the first one. It proves a finding that names the condition as its cause,
+    or takes its proof away.
+    """
+    known = tuple(findings)
+    tried = [(trial, trial.diagnostic) for trial in trials if trial.diagnostic is not None and trial.diagnostic.bearing]
+    return tuple(_weighed(f, [t for t in tried if i == 0 or t[0].remedy in f.remedies]) for i, f in enumerate(known))
+
+
+def _weighed(finding: Finding, tried: Iterable[tuple[Trial, Diagnostic]]) -> Finding:
+    for trial, found in tried:
+        claimed = CLAIMS.get(finding.id) == trial.remedy
+        if claimed and found.bearing is Bearing.NEEDED and finding.id in PROOFS:
+            finding = replace(finding, confidence=Confidence.PROVEN)
+        if claimed and found.bearing is Bearing.NOT_NEEDED:
+            finding = replace(finding, confidence=Confidence.POSSIBLE)
+        finding = replace(finding, evidence=(*finding.evidence, *_said(trial, found, claimed=claimed)))
+    return finding
+
+
+def _said(trial: Trial, found: Diagnostic, *, claimed: bool) -> Iterator[str]:
+    times = "once" if found.effects == 1 else f"{found.effects} times"
+    run = f"The same run under one other condition ({trial.summary}; {trial.remedy}, which took effect {times})"
+    if found.bearing is Bearing.NEEDED:
+        yield f"{run} shows nothing of this: what was taken away is necessary for it. That is a diagnosis and no cure."
+    elif found.bearing is Bearing.NOT_NEEDED:
+        yield f"{run} fails in the same way: what was taken away is not necessary for it."
+        if claimed:
+            yield "That contradicts the cause named here, so it is not called proven."
+    else:
+        yield f"{run} fails elsewhere ({trial.reason}), so it does not tell whether what was taken away is necessary."

@@ -1,0 +1,195 @@
+"""Runs under another condition: when they are proposed, what they say of a failure, and that they are no cures."""
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+from nonfinite_examples import overflow
+from traces import TraceBuilder
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.diagnosis.tie_breakers import TIE_BREAKERS, with_tie_breakers
+from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.remedy_lines import cured_sentence, cures, remedy_lines
+from dtypedoctor.scenario.model import ConditionName, Scenario
+from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
+from dtypedoctor.trials.conditions import CLAIMS, PROOFS, diagnostic, weighed, without_effect
+from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, Trial
+
+SCRIPT = Scenario.model_validate(
+    {"name": "case", "summary": "A case.", "steps": [{"workload": {"kind": "script", "path": "train.py"}}]}
+)
+FOUND = Finding(
+    id="float16-overflow",
+    severity=Severity.ERROR,
+    confidence=Confidence.PROVEN,
+    op="aten.mm.default",
+    dtype="float16",
+    summary="",
+    cause="",
+    remedies=("bfloat16",),
+)
+
+
+def test_a_condition_has_one_id_everywhere() -> None:
+    """In a scenario, behind --try, and where it is proposed."""
+    names = get_args(ConditionName)
+    assert set(names) == set(TIE_BREAKERS)
+    assert [REMEDIES[name].change(SCRIPT).conditions for name in names] == [[name] for name in names]
+    assert set(CLAIMS.values()) <= set(names)
+    assert set(CLAIMS) >= PROOFS
+    assert set(CLAIMS) <= FINDING_IDS
+
+
+def test_a_scenario_without_a_script_closes_its_own_regions() -> None:
+    """Its autocast is a key of its file."""
+    own: dict[str, Any] = {"model": {"name": "builtin:llama"}, "workload": {"kind": "forward"}}
+    scenario = Scenario.model_validate(
+        {"name": "case", "summary": "A case.", "steps": [own | {"autocast": {"dtype": "float16"}}]}
+    )
+    changed = REMEDIES["autocast-off"].change(scenario)
+    assert (changed.conditions, changed.steps[0].autocast) == ([], None)
+
+
+def seen(kind: str, **values: Any) -> Observation:
+    """An observation of the first step."""
+    return Observation(n=9000, step=1, call=1, phase="forward", kind=kind, values=values)
+
+
+REGION = seen("autocast-region", device="cpu", wanted="float16", enabled=True, source=None)
+GRAPHS = seen("compile", unique_graphs=2)
+SCALER = ScalerState(n=9000, step=1, scale=65536.0, found_inf=True, skipped=True)
+
+
+@pytest.mark.parametrize(
+    ("finding", "record", "offered"),
+    [
+        (FOUND, REGION, ("autocast-off",)),
+        (FOUND, replace(REGION, values=REGION.values | {"enabled": False}), ()),
+        (FOUND, replace(REGION, values=REGION.values | {"wanted": "bfloat16"}), ()),
+        (replace(FOUND, id="head-dtype-mismatch", dtype="float32"), REGION, ("autocast-off",)),
+        (replace(FOUND, id="nonfinite-input"), REGION, ()),
+        (FOUND, GRAPHS, ("compile-off",)),
+        (FOUND, replace(GRAPHS, values={"unique_graphs": 0}), ()),
+        (replace(FOUND, id="compile-graph-break"), GRAPHS, ()),
+        (replace(FOUND, id="backward-overflow"), SCALER, ("loss-scale-one",)),
+        (FOUND, SCALER, ()),
+        (replace(FOUND, op="aten._scaled_dot_product_flash_attention_for_cpu.default"), SCALER, ("eager-attention",)),
+        (replace(FOUND, op="aten._scaled_dot_product_efficient_attention_backward.default"), SCALER,
+         ("eager-attention",)),
+        (replace(FOUND, op="aten._scaled_dot_product_attention_math.default"), SCALER, ()),
+        (replace(FOUND, severity=Severity.INFO), REGION, ()),
+    ],
+)  # fmt: skip
+def test_a_condition_is_proposed_where_it_settles_something(
+    finding: Finding, record: Observation | ScalerState, offered: tuple[str, ...]
+) -> None:
+    """Behind what may cure, and nowhere else."""
+    assert with_tie_breakers(finding, TraceBuilder().add(record).build()).remedies == ("bfloat16", *offered)
+
+
+def test_a_diagnosis_proposes_them() -> None:
+    """The overflow of a trace in which a region of its dtype was open."""
+    (plain,) = diagnose(overflow().build())
+    (region,) = diagnose(overflow().add(REGION).build())
+    assert region.remedies == (*plain.remedies, "autocast-off")
+
+
+def under(*states: Condition, failing: bool = False) -> TraceBuilder:
+    """A run with these states of a condition, that overflows or does not."""
+    return (overflow() if failing else TraceBuilder().sample("out", 3.0)).add(*states)
+
+
+def state(effects: int, reason: str = "") -> Condition:
+    """A state of autocast-off."""
+    return Condition(n=9000, id="autocast-off", effects=effects, reason=reason)
+
+
+def test_a_condition_that_made_no_difference_was_not_tried() -> None:
+    """It says why; a process that died before is another matter; a run that was not to have it is none."""
+    off = REMEDIES["autocast-off"].change(SCRIPT)
+    assert (
+        without_effect("autocast-off", off, under(state(0, "no region")).build()) == "it never took effect: no region"
+    )
+    assert without_effect("autocast-off", off, under().build()) == "it never took effect before the process died"
+    assert without_effect("autocast-off", off, under(state(1), state(7)).build()) == ""
+    assert without_effect("autocast-off", SCRIPT, under().build()) == ""
+
+
+def test_what_the_run_says_is_read_from_where_it_fails() -> None:
+    """Nowhere, at the same place, or at another; nothing where the untreated run did not fail."""
+    off = REMEDIES["autocast-off"].change(SCRIPT)
+    before = overflow().build()
+    error = Raised(
+        n=9001,
+        step=1,
+        call=1,
+        phase="forward",
+        type="RuntimeError",
+        message="mixed",
+        frames=["/x/a.py:1 f"],
+        modules=[],
+    )
+
+    def read(trace: TraceBuilder, *, passes: bool) -> Diagnostic | None:
+        return diagnostic("autocast-off", off, trace.build(), before, passes=passes)
+
+    assert read(under(state(2)), passes=True) == Diagnostic(effects=2, bearing=Bearing.NEEDED)
+    assert read(under(state(2), failing=True), passes=False) == Diagnostic(effects=2, bearing=Bearing.NOT_NEEDED)
+    assert read(under(state(2)).add(error), passes=False) == Diagnostic(effects=2, bearing=Bearing.MOVED)
+    healthy = diagnostic("autocast-off", off, under(state(2)).build(), None, passes=True)
+    assert healthy == Diagnostic(effects=2, bearing=None)
+
+
+def trial(bearing: Bearing, remedy: str = "autocast-off") -> Trial:
+    """A run under another condition."""
+    passes = bearing is Bearing.NEEDED
+    return Trial(
+        remedy=remedy,
+        summary="open no region",
+        outcome=Outcome.FIXED if passes else Outcome.NOT_FIXED,
+        reason="" if passes else "b is not finite in step 2",
+        safe=False,
+        diagnostic=Diagnostic(effects=3, bearing=bearing),
+    )
+
+
+@pytest.mark.parametrize(
+    ("finding", "bearing", "confidence", "said"),
+    [
+        ("autocast-bypass", Bearing.NEEDED, Confidence.PROVEN, "what was taken away is necessary"),
+        ("autocast-bypass", Bearing.NOT_NEEDED, Confidence.POSSIBLE, "contradicts the cause"),
+        ("autocast-bypass", Bearing.MOVED, Confidence.LIKELY, "fails elsewhere (b is not finite in step 2)"),
+        ("autocast-contradicts-model", Bearing.NEEDED, Confidence.LIKELY, "what was taken away is necessary"),
+        ("float16-overflow", Bearing.NEEDED, Confidence.LIKELY, "what was taken away is necessary"),
+        ("float16-overflow", Bearing.NOT_NEEDED, Confidence.LIKELY, "what was taken away is not necessary"),
+    ],
+)
+def test_a_condition_proves_or_denies_only_a_finding_that_names_it_as_its_cause(
+    finding: str, bearing: Bearing, confidence: Confidence, said: str
+) -> None:
+    """For the others it is one more measurement, and what takes away more than the cause proves nothing."""
+    (found,) = weighed([replace(FOUND, id=finding, confidence=Confidence.LIKELY)], [trial(bearing)])
+    assert found.confidence is confidence
+    assert said in " ".join(found.evidence)
+    assert "took effect 3 times" in found.evidence[0]
+
+
+def test_a_run_speaks_of_the_first_finding_and_of_those_that_propose_it() -> None:
+    """Not of one that has nothing to do with it."""
+    other = replace(FOUND, id="update-stall")
+    proposing = replace(other, remedies=("autocast-off",))
+    first, second, third = weighed([FOUND, other, proposing], [trial(Bearing.NEEDED)])
+    assert (len(first.evidence), len(second.evidence), len(third.evidence)) == (1, 0, 1)
+
+
+def test_a_run_that_passes_under_another_condition_is_not_called_a_cure() -> None:
+    """Neither in the headline nor in the table."""
+    report = Report(name="case", status=Status.FINDINGS, headline="", trials=(trial(Bearing.NEEDED),))
+    assert cures(report) == []
+    assert cured_sentence(report.trials) == ""
+    (line,) = remedy_lines(report)
+    assert (line.outcome, line.change) == ("passes", "Open no region. A diagnosis, no cure.")
