@@ -48,6 +48,8 @@ class Finding:
         summary: the headline, one sentence.
         cause: why it happens, one paragraph.
         evidence: measurements, one sentence each.
+        provenance: where the dtype that does not fit came from, from the failing op back.
+        met: where the dtype that it met came from, from the other operand back to its origin.
         remedies: ids of remedies to try, best first.
         references: public tickets of the same failure.
         rank: the process that it was seen on first; None where there is one process only.
@@ -71,6 +73,7 @@ class Finding:
     references: tuple[str, ...] = ()
     rank: int | None = None
     consequence_of: str | None = None
+    met: tuple[Link, ...] = ()
 
 
 def most_severe_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -35,6 +35,7 @@ def located(
     dtype: str | None = None,
     source: str | None = None,
     provenance: tuple[Link, ...] = (),
+    met: tuple[Link, ...] = (),
     cls: str = "",
 ) -> Finding:
     """The statement with its coordinates, its remedies (those for a module of class ``cls`` first) and its references.
@@ -55,6 +56,7 @@ def located(
         cause=said.cause,
         evidence=said.evidence,
         provenance=provenance,
+        met=met,
         remedies=() if said.severity is Severity.INFO else remedies_for(said.id, cls),
         references=references_of(said.id),
     )

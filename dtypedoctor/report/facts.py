@@ -6,7 +6,7 @@ from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.diagnosis.mismatch.regions import OWN_WORKLOADS
-from dtypedoctor.report.model import Observer, Outcome, Report, Status
+from dtypedoctor.report.model import Observer, Report, Status
 from dtypedoctor.report.numbers import ABSENT
 from dtypedoctor.report.text import one_line
 
@@ -14,11 +14,10 @@ __all__ = [
     "CONFIDENCE",
     "PROVEN_MEANS",
     "STATUS",
-    "chain",
+    "chains",
     "ended_with",
     "environment_rows",
     "link_dtypes",
-    "no_cure",
     "observer_sentence",
     "place",
     "title",
@@ -70,12 +69,24 @@ def title(finding: Finding) -> str:
     return f"Where it surfaces: {finding.summary}" if finding.consequence_of else finding.summary
 
 
-def chain(finding: Finding) -> tuple[Link, ...]:
-    """Where the dtype came from, as rows: a last link that goes back to the failing op itself is told with that op."""
-    links = finding.provenance
+def chains(finding: Finding) -> Iterator[tuple[str, tuple[Link, ...]]]:
+    """The provenance chains of a finding that has any: what each is about, and its links in a reader's words."""
+    if finding.provenance:
+        yield "where the dtype came from, back from the failing op", tuple(map(_worded, _joined(finding.provenance)))
+    if finding.met:
+        yield "where the dtype that it met came from", tuple(map(_worded, finding.met))
+
+
+def _joined(links: tuple[Link, ...]) -> tuple[Link, ...]:
+    """A last link that goes back to the failing op itself is told with that op."""
     if len(links) < 2 or (links[0].fqn, links[0].source) != (links[-1].fqn, links[-1].source):
         return links
-    return (replace(links[0], op=f"{links[0].op} ({links[-1].op})"), *links[1:-1])
+    return (replace(links[0], op=f"{links[0].op} ({links[-1].op.replace(f'{links[0].op} is ', '')})"), *links[1:-1])
+
+
+def _worded(link: Link) -> Link:
+    """Names of parameters without that of the module, which the link has already."""
+    return replace(link, op=link.op.replace(f"{link.fqn}.", "")) if link.fqn else link
 
 
 def watched_and_not(observer: Observer) -> str:
@@ -89,12 +100,6 @@ def ended_with(report: Report) -> str:
     """What the untreated run raised, when and where; empty where it did not raise, or the headline says it already."""
     ended = report.before.ended if report.before is not None else "completed"
     return one_line(ended, 400) if report.status is Status.FINDINGS and ended != "completed" else ""
-
-
-def no_cure(report: Report) -> str:
-    """What is said where no remedy cures."""
-    tried = any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials)
-    return "none of the remedies tried" if tried else "no remedy was tried"
 
 
 def link_dtypes(link: Link) -> str:

@@ -2,26 +2,24 @@
 
 from collections.abc import Sequence
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.dtypes import short_name
 from dtypedoctor.report.elements import Html, el, join, table
 from dtypedoctor.report.facts import (
     CONFIDENCE,
     PROVEN_MEANS,
     STATUS,
-    chain,
+    chains,
     ended_with,
     environment_rows,
     link_dtypes,
-    no_cure,
     observer_sentence,
     place,
     title,
-    watched_and_not,
 )
+from dtypedoctor.report.first_screen import ERROR, MODULE, Fact, first_screen
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import ABSENT
-from dtypedoctor.report.remedy_lines import cures
 from dtypedoctor.report.reproduction import ELSEWHERE, reproduction_script
 from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines
 from dtypedoctor.report.text import one_line
@@ -35,52 +33,80 @@ _MOST_CHANGES = 300
 def verdict(report: Report) -> Html:
     """What failed, where, how sure, what cures it; then cause and evidence of every finding."""
     status = el("span", STATUS[report.status], class_=f"pill {report.status.value}")
+    ran = what_ran(report)
     head = el(
         "header",
-        el(
-            "p",
-            status,
-            " ",
-            el("span", one_line(report.name) + (f": {what_ran(report)}" if what_ran(report) else ""), class_="dim"),
-        ),
+        el("p", status, " ", el("span", one_line(report.name) + (f": {ran}" if ran else ""), class_="dim")),
         el("h1", one_line(report.headline, 600)),
         el("p", el("code", ended_with(report)), class_="raised") if ended_with(report) else Html(),
-        el("p", _trusted(report), class_="dim") if report.findings else Html(),
+        el("p", PROVEN_MEANS, class_="dim") if _something_is_proven(report) else Html(),
     )
-    findings = [_finding(finding, first=index == 0, report=report) for index, finding in enumerate(report.findings)]
-    return el("section", head, *findings, id="verdict", class_="card")
+    return el("section", head, _first_finding(report), *map(_finding, report.findings[1:]), id="verdict", class_="card")
 
 
-def _trusted(report: Report) -> str:
-    """What *proven* means, and whether the run was the same without the watch."""
-    proven = any(finding.confidence is Confidence.PROVEN for finding in report.findings)
-    same = watched_and_not(report.observer)
-    return " ".join(filter(None, (PROVEN_MEANS if proven else "", f"Without the watch: {same}." if same else "")))
+def _something_is_proven(report: Report) -> bool:
+    return any(finding.confidence is Confidence.PROVEN for finding in report.findings)
 
 
-def _finding(finding: Finding, *, first: bool, report: Report) -> Html:
-    facts = [("what", el("code", finding.id)), ("how sure", f"{finding.severity}, {CONFIDENCE[finding.confidence]}")]
-    facts += [
-        (label, _goto(value) if label == "module" and report.pictures else el("code", value))
-        for label, value in place(finding)
+def _first_finding(report: Report) -> Html:
+    """The facts of the first screen beside the story of the finding that they are about."""
+    shown = [fact for fact in first_screen(report) if fact.label != ERROR]  # the error stands above
+    if not shown:
+        return Html()
+    goto = _goto if report.pictures else _name
+    facts = [(fact.label, goto(fact.code) if fact.label == MODULE else _fact(fact)) for fact in shown]
+    return el("div", _facts(facts), _story(report.findings[0]), class_="finding")
+
+
+def _finding(finding: Finding) -> Html:
+    """Another finding, folded away under its title."""
+    facts = [
+        ("what", join((_name(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}"))),
+        *((label, _name(value)) for label, value in place(finding)),
     ]
-    if first:
-        facts.append(("cured by", _cures(report) or no_cure(report)))
-    listed = el("dl", *(join((el("dt", label), el("dd", value))) for label, value in facts), class_="facts")
-    story = [el("h3", "Cause"), el("p", finding.cause)]
+    return el(
+        "details",
+        el("summary", _name(finding.id), " ", one_line(title(finding), 300)),
+        el("div", _facts(facts), _story(finding), class_="finding"),
+    )
+
+
+def _facts(facts: Sequence[tuple[str, Html]]) -> Html:
+    return el("dl", *(join((el("dt", label), el("dd", value))) for label, value in facts), class_="facts")
+
+
+def _fact(fact: Fact) -> Html:
+    return join((_name(fact.code) if fact.code else Html(), fact.joint, fact.text))
+
+
+def _name(name: str) -> Html:
+    return el("code", one_line(name))
+
+
+def _story(finding: Finding) -> Html:
+    """Cause, evidence, where the dtypes came from, and where else it was seen."""
+    parts = [el("h3", "Cause"), el("p", finding.cause)]
     if finding.evidence:
-        story += [el("h3", "Evidence"), el("ul", *(el("li", one_line(item, 1000)) for item in finding.evidence))]
-    if finding.provenance:
-        story += [el("h3", "Where the dtype came from"), _chain(finding)]
+        parts += [el("h3", "Evidence"), el("ul", *(el("li", one_line(item, 1000)) for item in finding.evidence))]
+    for about, links in chains(finding):
+        parts += [el("h3", about.capitalize()), el("ol", *map(_link_of_chain, links), class_="chain")]
     if finding.references:
-        story += [
-            el("h3", "The same failure elsewhere"),
-            el("ul", *(el("li", _link(url)) for url in finding.references)),
-        ]
-    body = el("div", listed, el("div", *story, class_="story"), class_="finding")
-    if first:
-        return body
-    return el("details", el("summary", el("code", finding.id), " ", one_line(title(finding), 300)), body)
+        elsewhere = el("ul", *(el("li", _reference(url)) for url in finding.references))
+        parts += [el("h3", "The same failure elsewhere"), elsewhere]
+    return el("div", *parts, class_="story")
+
+
+def _link_of_chain(link: Link) -> Html:
+    return el(
+        "li",
+        el("strong", link_dtypes(link)),
+        " ",
+        el("span", one_line(link.op), class_="dim"),
+        " ",
+        _name(link.fqn or "(no module)"),
+        " ",
+        el("span", one_line(link.source or ""), class_="dim"),
+    )
 
 
 def _goto(fqn: str) -> Html:
@@ -90,36 +116,13 @@ def _goto(fqn: str) -> Html:
     )
 
 
-def _cures(report: Report) -> Html:
-    """Each remedy that fixes, what it changes, and how far its run came."""
-    return join(
-        el(
-            "p",
-            el("code", one_line(line.id)),
-            ": ",
-            line.change.rstrip("."),
-            f" ({line.result})" if line.result else "",
-        )
-        for line in cures(report)
-    )
-
-
-def _link(url: str) -> Html:
+def _reference(url: str) -> Html:
     shown = one_line(url, 300)
     return (
         el("a", shown, href=url, rel="noreferrer noopener")
         if url.startswith("https://") and url == shown
         else join((shown,))
     )
-
-
-def _chain(finding: Finding) -> Html:
-    links = [
-        el("li", el("code", one_line(link.fqn or "(no module)")), " ", el("span", one_line(link.op), class_="dim"), " ",
-           el("strong", link_dtypes(link)), " ", el("span", one_line(link.source or ""), class_="dim"))
-        for link in chain(finding)
-    ]  # fmt: skip
-    return el("ol", *links, class_="chain")
 
 
 def strip(report: Report) -> Html:

@@ -9,20 +9,18 @@ from dtypedoctor.report.facts import (
     CONFIDENCE,
     PROVEN_MEANS,
     STATUS,
-    chain,
-    ended_with,
+    chains,
     environment_rows,
     link_dtypes,
-    no_cure,
     observer_sentence,
     place,
     title,
-    watched_and_not,
 )
+from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.markdown_text import bullets, code, details, fenced, prose, size, table
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import ABSENT, series
-from dtypedoctor.report.remedy_lines import RemedyLine, cures, legend, remedy_lines
+from dtypedoctor.report.remedy_lines import legend, remedy_lines
 from dtypedoctor.report.reproduction import ELSEWHERE, reproduction_script
 from dtypedoctor.report.strip import scale_caption, strip_lines
 from dtypedoctor.report.what_ran import what_ran
@@ -36,8 +34,6 @@ _FINDINGS_IN_FULL, _REST = 3, 4000
 """Findings that are told in full, and the bytes for a table of the others."""
 _WIDEST, _MOST_RUNS = 6, 12
 """Runs side by side in one table, and in all."""
-_MOST_CURES = 6
-"""Remedies that are told in the first table."""
 
 
 def render_markdown(report: Report) -> str:
@@ -100,32 +96,28 @@ def _about(report: Report) -> str:
 
 
 def _summary(report: Report, room: int) -> str:
-    finding = report.findings[0]
-    error = ended_with(report)
-    rows = [["**error**", code(error, 400)]] if error else []
-    rows.append(["**what**", f"{code(finding.id)} ({finding.severity}, {CONFIDENCE[finding.confidence]})"])
-    rows += [[f"**{label}**", code(value)] for label, value in place(finding)]
-    same = watched_and_not(report.observer)
-    rows += [["**without the watch**", same]] if same else []
-    cured = [_cure(line) for line in cures(report)[:_MOST_CURES]] or [no_cure(report)]
-    rows += [["**or by**" if position else "**cured by**", text] for position, text in enumerate(cured)]
+    rows = [
+        [f"**{fact.label}**", code(fact.code, 400) + fact.joint + prose(fact.text, 400)]
+        for fact in first_screen(report)
+    ]
     proven = any(f.confidence is Confidence.PROVEN for f in report.findings)
     return table(["", ""], rows, room - 200) + (f"\n\n{PROVEN_MEANS}" if proven else "")
 
 
-def _cure(line: RemedyLine) -> str:
-    result = f" ({line.result})" if line.result else ""
-    return f"{code(line.id, 100)}: {prose(line.change.rstrip('.'), 200)}{result}"
-
-
 def _findings(report: Report, room: int) -> str:
-    parts = []
-    shown, rest = report.findings[:_FINDINGS_IN_FULL], report.findings[_FINDINGS_IN_FULL:]
-    share = (room - _REST if rest else room) // max(len(shown), 1)
-    for position, finding in enumerate(shown, start=1):
-        heading = f"### {position}. {prose(title(finding), 400)}" if len(report.findings) > 1 else "### Why"
-        body = _finding(finding, share - size(heading) - 400, first=position == 1)
-        parts.append(f"{heading}\n\n{body}")
+    if not report.findings:
+        return ""
+    first, *others = report.findings[:_FINDINGS_IN_FULL]
+    rest = report.findings[_FINDINGS_IN_FULL:]
+    share = (room - _REST if rest else room) // (1 + len(others)) - 900  # for the heading, and the facts below it
+    parts = ["### Why", _story(first, share)]
+    for position, finding in enumerate(others, start=2):
+        facts = ", ".join(f"{label} {code(value)}" for label, value in place(finding))
+        parts += [
+            f"### Finding {position}. {prose(title(finding), 400)}",
+            f"{code(finding.id)} ({finding.severity}, {CONFIDENCE[finding.confidence]}). {facts}",
+            _story(finding, share),
+        ]
     if rest:
         rows = [[code(f.id), str(f.severity), code(f.fqn or "", 120), prose(f.summary, 300)] for f in rest]
         body = table(["id", "severity", "module", "summary"], rows, _REST)
@@ -133,21 +125,16 @@ def _findings(report: Report, room: int) -> str:
     return "\n\n".join(parts)
 
 
-def _finding(finding: Finding, room: int, *, first: bool) -> str:
-    parts = []
-    if not first:
-        facts = ", ".join(f"{label} {code(value)}" for label, value in place(finding))
-        parts.append(f"{code(finding.id)} ({finding.severity}, {CONFIDENCE[finding.confidence]}). {facts}")
-    parts.append(f"**Cause.** {prose(finding.cause, 1200)}")
+def _story(finding: Finding, room: int) -> str:
+    """Cause, evidence, where the dtypes came from, and where else it was seen."""
+    parts = [f"**Cause.** {prose(finding.cause, 1200)}"]
     if finding.evidence:
         parts.append("**Evidence.**\n\n" + bullets([prose(item, 600) for item in finding.evidence], room // 3))
-    if finding.provenance:
+    for about, links in chains(finding):
         rows = [
-            [code(link.fqn or "–"), code(link.op), prose(link_dtypes(link)), code(link.source or "–")]
-            for link in chain(finding)
+            [prose(link_dtypes(link)), code(link.op), code(link.fqn or "–"), code(link.source or "–")] for link in links
         ]
-        shown = table(["module", "op", "dtype", "source"], rows, room // 3)
-        parts.append(f"**Where the dtype came from** (from the failing op back to its origin).\n\n{shown}")
+        parts.append(f"**{about.capitalize()}.**\n\n" + table(["dtype", "op", "module", "source"], rows, room // 5))
     if finding.references:
         parts.append(
             "**The same failure elsewhere.**\n\n" + bullets([prose(url, 300) for url in finding.references], room // 8)

@@ -5,22 +5,21 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.report.bisection_terminal import bisection_part
 from dtypedoctor.report.comparison import Column, compare, runs
 from dtypedoctor.report.facts import (
     CONFIDENCE,
     PROVEN_MEANS,
     STATUS,
-    chain,
-    ended_with,
+    chains,
     environment_rows,
     link_dtypes,
     observer_sentence,
     place,
     title,
-    watched_and_not,
 )
+from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.numbers import ABSENT, series
 from dtypedoctor.report.remedy_lines import RemedyLine, legend, remedy_lines
@@ -53,8 +52,12 @@ def render_terminal(report: Report, console: Console) -> None:
     """Prints ``report`` on ``console``, as wide as the console is, without colour where the console has none."""
     page = Page(console)
     _headline(page, report)
-    for position, finding in enumerate(report.findings, start=1):
-        _finding(page, finding, f" {position} of {len(report.findings)}" if len(report.findings) > 1 else "")
+    for finding in report.findings[:1]:
+        page.heading("Why")
+        _story(page, finding)
+    for position, finding in enumerate(report.findings[1:], start=2):
+        page.heading(f"Finding {position} of {len(report.findings)}")
+        _finding(page, finding)
     _strip(page, report)
     _remedies(page, remedy_lines(report))
     _comparison(page, report)
@@ -67,18 +70,17 @@ def render_terminal(report: Report, console: Console) -> None:
 
 
 def _headline(page: Page, report: Report) -> None:
+    """The first screen: the verdict, what ran, and a reader's first questions."""
     style = "bold green" if report.status is Status.HEALTHY else "bold red"
     page.line(f"{STATUS[report.status]}: {one_line(report.headline, 600)}", style=style)
-    error = ended_with(report)
-    if error:
-        page.line(f"Error: {error}", style="bold")
     ran = what_ran(report)
     page.line(f"scenario {one_line(report.name)}" + (f": {ran}" if ran else ""), style="dim")
-    same = watched_and_not(report.observer)
-    if same and report.findings:
-        page.line(f"without the watch: {same}", style="dim")
+    facts = first_screen(report)
+    if facts:
+        page.gap()
+        page.table([page.text(fact.label, "dim"), page.text(fact.code + fact.joint + fact.text)] for fact in facts)
     if any(finding.confidence is Confidence.PROVEN for finding in report.findings):
-        page.line(PROVEN_MEANS, style="dim")
+        page.line(PROVEN_MEANS, style="dim", indent=2)
 
 
 def _strip(page: Page, report: Report) -> None:
@@ -106,29 +108,34 @@ def _strip_row(page: Page, line: StripLine, names: int) -> list[Text]:
     return [page.text(cell, style) for cell in cells]
 
 
-def _finding(page: Page, finding: Finding, number: str) -> None:
-    page.heading(f"Finding{number}")
+def _finding(page: Page, finding: Finding) -> None:
     head = f"{finding.severity.upper()} {one_line(finding.id)}  ({CONFIDENCE[finding.confidence]})"
     page.line(head, style=_SEVERITY_STYLE[finding.severity], indent=2)
     page.line(title(finding), indent=2)
-    facts = [*place(finding), ("cause", finding.cause)]
-    page.table([page.text(label, "dim"), page.text(value)] for label, value in facts)
+    page.table([page.text(label, "dim"), page.text(value)] for label, value in place(finding))
+    _story(page, finding)
+
+
+def _story(page: Page, finding: Finding) -> None:
+    page.line("cause", style="dim", indent=2)
+    page.line(finding.cause, indent=4)
     page.bullets("evidence", finding.evidence)
-    links = [
-        f"{one_line(link.fqn or '(no module)')}: {one_line(link.op)}, {link_dtypes(link)}"
-        + (f", {one_line(link.source)}" if link.source else "")
-        for link in chain(finding)
-    ]
-    page.bullets("where the dtype came from", links)
+    for about, links in chains(finding):
+        page.bullets(about, [_link(link) for link in links])
     page.bullets("the same failure elsewhere", finding.references)
+
+
+def _link(link: Link) -> str:
+    source = f", {one_line(link.source)}" if link.source else ""
+    return f"{link_dtypes(link)}: {one_line(link.op)} in {one_line(link.fqn or '(no module)')}{source}"
 
 
 def _remedies(page: Page, lines: Sequence[RemedyLine]) -> None:
     if lines:
         page.heading("Remedies, those that cure first")
     for line in lines:
-        reason = f". {line.reason}" if line.reason else ""
-        page.line(f"{one_line(line.id)}: {line.outcome}{reason}", style=_OUTCOME_STYLE[line.outcome], indent=2)
+        reason = f" – {line.reason}" if line.reason else ""
+        page.line(f"{one_line(line.id)}: {line.outcome}{reason}", style=_OUTCOME_STYLE.get(line.outcome, ""), indent=2)
         if line.change:
             page.line(line.change, style="dim", indent=4)
     if legend(lines):
@@ -166,17 +173,14 @@ def _side_by_side(page: Page, labels: Sequence[str], columns: Sequence[Column]) 
 
 def _per_step(page: Page, report: Report) -> None:
     compared = runs(report)
-    for quantity, values in (
-        ("loss", [run.loss for run in compared]),
-        ("grad_norm", [run.grad_norm for run in compared]),
-        ("reward", [run.reward for run in compared]),
+    for quantity, told in (
+        ("loss", [(run.label, run.loss) for run in compared if run.loss]),
+        ("grad_norm", [(run.label, run.grad_norm) for run in compared if run.grad_norm]),
+        ("reward", [(run.label, run.reward) for run in compared if run.reward]),
     ):
-        if any(len(value) > 1 for value in values):
+        if any(len(values) > 1 for _, values in told):
             page.heading(f"{quantity} per step")
-            page.table(
-                [page.text(one_line(run.label, 40), "dim"), page.text(series(value))]
-                for run, value in zip(compared, values, strict=True)
-            )
+            page.table([page.text(one_line(label, 40), "dim"), page.text(series(values))] for label, values in told)
 
 
 def _certificates(page: Page, report: Report) -> None:

@@ -33,9 +33,13 @@ class Page:
         """A line or a paragraph."""
         self._console.print(Padding(self.text(text, style), (0, 0, 0, indent), expand=False), highlight=False)
 
+    def gap(self) -> None:
+        """An empty line."""
+        self._console.print()
+
     def heading(self, title: str) -> None:
         """The title of a part, with space before it."""
-        self._console.print()
+        self.gap()
         self.line(title, style="bold")
 
     def table(self, rows: Iterable[Sequence[Text]], header: Sequence[str] = (), indent: int = 2) -> None:

@@ -98,6 +98,10 @@ def mismatch() -> Report:
             Link(fqn="model.layers.3.input_layernorm", op="aten.mul.Tensor", dtype_in="bfloat16", dtype_out="float32",
                  source="modeling_llama.py:67"),
         ),
+        met=(
+            Link(fqn="model.layers.3.self_attn.q_proj", op="load-dtype: model.layers.3.self_attn.q_proj.weight", dtype_in=None,
+                 dtype_out="bfloat16", source="linear.py:134"),
+        ),
         remedies=("norm-output-to-input-dtype", "norm-weights-to-model-dtype"),
         references=("https://github.com/NVIDIA-NeMo/Automodel/issues/1622",),
     )  # fmt: skip

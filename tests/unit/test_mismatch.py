@@ -48,6 +48,12 @@ def test_the_chain_goes_from_the_refusing_op_back_to_the_norm_without_its_views(
     assert next(detect_mismatch(bare)).confidence is Confidence.LIKELY
 
 
+def test_the_other_side_of_a_mismatch_has_a_chain_too() -> None:
+    """The float32 of the norm met the dtype that the projection's weight was loaded in."""
+    (finding,) = detect_mismatch(norm(casts_back=False))
+    assert [(link.op, link.dtype_out) for link in finding.met] == [("load-dtype: query.weight", HALF)]
+
+
 def test_a_keep_list_that_left_the_norm_in_float32_is_named() -> None:
     """Matched by substring, as such lists are."""
     trace = norm(casts_back=False)

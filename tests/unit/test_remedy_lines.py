@@ -5,9 +5,10 @@ from dataclasses import replace
 from report_builders import hostile, mismatch, overflow
 
 from dtypedoctor.report.comparison import compare
-from dtypedoctor.report.facts import ended_with, environment_rows, no_cure
+from dtypedoctor.report.facts import ended_with, environment_rows
+from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.markdown import render_markdown
-from dtypedoctor.report.model import Outcome, Report
+from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.report.remedy_lines import cured_sentence, cures, legend, remedy_lines
 
 
@@ -105,8 +106,14 @@ def test_a_headline_names_safe_cures_and_few_of_them() -> None:
 
 
 def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
-    """None of those tried cures, or none was tried at all."""
+    """None of those tried cures, or none was tried at all and one could be, or there is none."""
     report = overflow()
     refused, failed = report.trials[2], replace(report.trials[0], outcome=Outcome.NOT_FIXED)
-    assert no_cure(replace(report, trials=(refused,))) == "no remedy was tried"
-    assert no_cure(replace(report, trials=(refused, failed))) == "none of the remedies tried"
+
+    def told(*trials: Trial) -> list[tuple[str, str]]:
+        facts = first_screen(replace(report, trials=trials, findings=(replace(report.findings[0], remedies=()),)))
+        return [(fact.label, fact.code or fact.text) for fact in facts if fact.label in ("cured by", "not tried yet")]
+
+    assert told(refused) == [("not tried yet", refused.remedy)]
+    assert told(refused, failed) == [("cured by", "none of the remedies tried")]
+    assert told() == [("cured by", "no remedy is known to dtypedoctor")]

@@ -6,11 +6,12 @@ import pytest
 from report_builders import mismatch, overflow
 
 from dtypedoctor.diagnosis.finding import Link
-from dtypedoctor.report.facts import chain, observer_sentence, place, title, watched_and_not
+from dtypedoctor.report.facts import chains, observer_sentence, place, title, watched_and_not
 from dtypedoctor.report.markdown import render_markdown
 from dtypedoctor.report.model import Observer
 from dtypedoctor.report.what_ran import what_ran
 
+BACK = "where the dtype came from, back from the failing op"
 SCENARIO = {
     "name": "case",
     "summary": "It fails.",
@@ -59,13 +60,25 @@ def test_a_line_of_the_program_itself_is_said_to_be_the_workload_of_the_scenario
 
 
 def test_a_chain_that_ends_at_the_failing_op_tells_it_once() -> None:
-    """The reason stands beside the op; any other chain is told as it is."""
-    found = mismatch().findings[0]
-    assert chain(found) == found.provenance
+    """The reason stands beside the op, without its name; any other chain is told as it is."""
+    found = replace(mismatch().findings[0], met=())
+    assert dict(chains(found)) == {BACK: found.provenance}
     first = found.provenance[0]
-    last = Link(fqn=first.fqn, op="inplace: not cast", dtype_in=None, dtype_out="float32", source=first.source)
-    told = chain(replace(found, provenance=(*found.provenance, last)))
+    last = Link(
+        fqn=first.fqn, op=f"inplace: {first.op} is not cast", dtype_in=None, dtype_out="float32", source=first.source
+    )
+    told = dict(chains(replace(found, provenance=(*found.provenance, last))))[BACK]
     assert [link.op for link in told] == ["aten.mm.default (inplace: not cast)", "aten.mul.Tensor"]
+
+
+def test_both_sides_of_a_mismatch_are_told() -> None:
+    """Where the odd dtype came from, and the one that it met; a parameter is named once."""
+    (_, odd), (about, met) = chains(mismatch().findings[0])
+    assert len(odd) == 2
+    assert about == "where the dtype that it met came from"
+    assert [(link.fqn, link.op, link.dtype_out) for link in met] == [
+        ("model.layers.3.self_attn.q_proj", "load-dtype: weight", "bfloat16")
+    ]
 
 
 def test_a_consequence_is_headed_as_one() -> None:

@@ -58,6 +58,7 @@ def finding(case: Case, verdict: Verdict) -> Finding:
         dtype=odd.dtype if odd is not None else None,
         source=op.source,
         provenance=_chain(case, odd, verdict),
+        met=_other_side(case, odd),
         cls=case.census.class_of(op.root, verdict.fqn or ""),
     )
 
@@ -155,3 +156,10 @@ def _chain(case: Case, odd: Operand | None, verdict: Verdict) -> tuple[Link, ...
     if verdict.reason is None:
         return chain
     return (*chain, Link(fqn=verdict.fqn, op=verdict.reason, dtype_in=None, dtype_out=dtype, source=op.source))
+
+
+def _other_side(case: Case, odd: Operand | None) -> tuple[Link, ...]:
+    """Where the dtype that the odd operand met came from: the chain of the operand of another dtype whose birth says most."""
+    others = [operand for operand in case.operands if odd is not None and operand.dtype != odd.dtype]
+    known = [operand for operand in others if operand.birth.reason is not Reason.ELSEWHERE]
+    return next((operand.birth.chain for operand in [*known, *others]), ())

@@ -1,0 +1,71 @@
+"""What a reader must know within ten seconds, as labelled facts that every format lays out: what, how sure, where, what cures."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dtypedoctor.report.facts import CONFIDENCE, ended_with, place, watched_and_not
+from dtypedoctor.report.model import Outcome, Report
+from dtypedoctor.report.remedy_lines import RemedyLine, cures, remedy_lines
+from dtypedoctor.report.text import one_line
+
+__all__ = ["ERROR", "MODULE", "Fact", "first_screen"]
+
+ERROR, MODULE = "error", "module"
+"""Labels of the facts that quote what was raised and that name a module."""
+_MOST = 6
+"""Remedies that are told here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One labelled fact.
+
+    Attributes:
+        label: what it is, e.g. ``source``.
+        code: a name or a message, to be shown letter by letter; empty where there is none.
+        text: what is said about it, after a colon, or the fact itself where there is no ``code``.
+    """
+
+    label: str
+    code: str = ""
+    text: str = ""
+
+    @property
+    def joint(self) -> str:
+        """What stands between ``code`` and ``text``."""
+        return ": " if self.code and self.text else ""
+
+
+def first_screen(report: Report) -> tuple[Fact, ...]:
+    """The facts about the most important finding, in the order of a reader's questions; empty where nothing was found."""
+    return tuple(_facts(report)) if report.findings else ()
+
+
+def _facts(report: Report) -> Iterator[Fact]:
+    finding = report.findings[0]
+    if error := ended_with(report):
+        yield Fact(label=ERROR, code=error)
+    yield Fact(label="what", code=one_line(finding.id), text=f"{finding.severity}, {CONFIDENCE[finding.confidence]}")
+    yield from (Fact(label=label, code=value) for label, value in place(finding))
+    yield from _cures(report)
+    if same := watched_and_not(report.observer):
+        yield Fact(label="without the watch", text=same)
+
+
+def _cures(report: Report) -> Iterator[Fact]:
+    told = cures(report)[:_MOST]
+    yield from (_remedy("or by" if position else "cured by", line) for position, line in enumerate(told))
+    if told:
+        return
+    if any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials):
+        yield Fact(label="cured by", text="none of the remedies tried")
+        return
+    untried = remedy_lines(report)[:_MOST]
+    yield from (_remedy("or" if position else "not tried yet", line) for position, line in enumerate(untried))
+    if not untried:
+        yield Fact(label="cured by", text="no remedy is known to dtypedoctor")
+
+
+def _remedy(label: str, line: RemedyLine) -> Fact:
+    result = f" ({line.result})" if line.result else ""
+    return Fact(label=label, code=one_line(line.id), text=f"{line.change.rstrip('.')}{result}")
