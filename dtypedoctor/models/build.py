@@ -137,11 +137,12 @@ def _require(model: nn.Module, method: str, key: str) -> None:
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts what a checkpoint would hold, as ``from_pretrained`` does: ``model.to(dtype)`` would round the rotary tables,
-    which are buffers that no checkpoint holds.
+    which are buffers that no checkpoint holds. Packed weights and integers are what they are.
     """
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            parameter.data = parameter.data.to(dtype)
+            if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
+                parameter.data = parameter.data.to(dtype)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(dtype)

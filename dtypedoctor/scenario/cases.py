@@ -25,7 +25,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "grpo": {"kind": "grpo", "steps": 4, "gradient_accumulation": 2},
     "generate": {"kind": "generate"},
 }
-"""Settings of a workload of which only the name was given."""
+"""Settings of a workload of which only the name was given; a shipped scenario that does the same keeps its own."""
 
 _ONE_PASS = {"kind": "forward", "backward": True}
 """What is done where no workload was named."""
@@ -48,7 +48,8 @@ def case_of(model: str, dtype: str, workload: str | None = None) -> Scenario:
         step = shipped.model_dump()["steps"][0]
         step["model"]["dtype"] = dtype
     if workload is not None:
-        step["workload"] = _settings(workload, step["workload"])
+        own = step["workload"] if shipped is not None and step["workload"]["kind"] == workload else None
+        step["workload"] = own or WORKLOADS[workload]
     values: dict[str, Any] = {"name": _name(model), "summary": f"{model} in {dtype}.", "steps": [step]}
     if shipped is not None:
         values |= {"references": shipped.references, "seed": shipped.seed}
@@ -57,11 +58,6 @@ def case_of(model: str, dtype: str, workload: str | None = None) -> Scenario:
     except ValidationError as refused:
         error = refused.errors(include_url=False)[0]
         raise UsageError(f"--{error['loc'][-1]}: {in_words(error)}") from refused
-
-
-def _settings(workload: str, present: dict[str, Any]) -> dict[str, Any]:
-    """The workload's defaults, or the shipped scenario's own settings where it does the same."""
-    return present if present["kind"] == workload else WORKLOADS[workload]
 
 
 def _name(model: str) -> str:

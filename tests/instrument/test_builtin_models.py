@@ -1,12 +1,15 @@
 """Builtin models as scenarios ask for them, their float32 twins, and letting go of them."""
 
+import sys
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor
 from watched import watched
 
@@ -14,7 +17,8 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.kernels.llama_forward import is_fused
 from dtypedoctor.models.build import build
-from dtypedoctor.scenario.model import Model, Scenario
+from dtypedoctor.models.perturbation import perturb
+from dtypedoctor.scenario.model import Model, Perturbation, Scenario
 from dtypedoctor.workloads.context import Context, Holder
 from dtypedoctor.workloads.probe import random_tokens, token_log_probabilities
 from dtypedoctor.workloads.unload import run_unload
@@ -122,3 +126,38 @@ def test_an_unloaded_model_is_gone(tmp_path: Path) -> None:
     watched(tmp_path, work)
     assert gone is not None
     assert gone() is None
+
+
+def test_moved_weights_come_with_moved_gradients() -> None:
+    """By at least the smallest number of the dtype, which is what float16 rounds small gradients to; zeros stay zeros."""
+    plain, moved = (torch.nn.Linear(4, 3, bias=False) for _ in range(2))
+    weights = torch.tensor([[1.0, 0.5, 0.25, 0.0]] * 3)
+    for linear in (plain, moved):
+        linear.weight.data = weights.clone()
+    perturb(moved, Perturbation(dtype="float16"))
+    change = (moved.weight - weights).abs().detach()
+    assert torch.equal(change, torch.tensor([[2**-10, 2**-11, 2**-12, 0.0]] * 3))
+    for linear in (plain, moved):
+        (linear(torch.tensor([[1e-9, 1.0, 0.0, 0.0]])).sum() * 1e-3).backward()
+    assert plain.weight.grad is not None
+    assert moved.weight.grad is not None
+    away = (moved.weight.grad - plain.weight.grad).abs()
+    assert torch.all(away[:, 0] > 1000 * plain.weight.grad[:, 0].abs())
+    assert torch.all(away[:, 1] < 0.01 * plain.weight.grad[:, 1])
+    assert away[:, 1].any()
+    assert not away[:, 2:].any()
+
+
+def test_a_factory_may_pack_its_weights_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casting the model to the scenario's dtype leaves packed bytes and integers alone."""
+    packed = Linear4bit(64, 64, bias=False, compute_dtype=torch.float16)
+    packed.weight = Params4bit(torch.randn(64, 64), requires_grad=False, quant_type="nf4")
+    factory = torch.nn.Sequential(packed.to("cpu"), torch.nn.LayerNorm(64))
+    packing = ModuleType("packing")
+    monkeypatch.setattr(packing, "factory", lambda: factory, raising=False)
+    monkeypatch.setitem(sys.modules, "packing", packing)
+    before = packed.weight.data.clone()
+    built: Any = build(Model(name="packing:factory", dtype="float16"), CPU, 3407).model
+    assert torch.equal(built[0].weight.data, before)
+    assert built[1].weight.dtype == torch.float16
+    assert built(torch.randn(2, 64, dtype=torch.float16)).isfinite().all()

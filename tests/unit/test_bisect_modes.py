@@ -75,6 +75,15 @@ def test_what_is_on_is_switched_off() -> None:
     assert not any(name.startswith("compiled") for name in found)
 
 
+@pytest.mark.parametrize(("workload", "backward"), [("forward", False), (None, True)])
+def test_a_named_forward_pass_has_no_backward_pass(workload: str | None, backward: bool) -> None:
+    """Both are done only where nobody says what to do."""
+    assert (
+        case_of("package.module:factory", "float16", workload).model_dump()["steps"][0]["workload"]["backward"]
+        is backward
+    )
+
+
 def test_no_run_is_made_twice_under_two_names(grpo: dict[str, Mode]) -> None:
     """Every row is another scenario."""
     scenarios = [mode.scenario for mode in grpo.values()]

@@ -1,7 +1,8 @@
 """How far a run's outputs may be from those of the float32 reference.
 
-The yardstick is the reference itself: how much its outputs change when each weight moves by one unit in the last place of
-the dtype under suspicion. A run in that dtype rounds weights and intermediates by half of that at most.
+The yardstick is the reference itself: how much its outputs change when each weight, and each gradient that comes back, moves
+by one unit in the last place of the dtype under suspicion. A run in that dtype rounds them, and intermediates, by half of
+that at most.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from dtypedoctor.trace.reader import Trace
 __all__ = ["FACTOR", "Excess", "Reading", "Tolerance", "derive"]
 
 FACTOR = 4.0
-"""Multiple of the sensitivity that is accepted. Healthy float16 and bfloat16 runs of the builtin models are at 0.2 to 0.5
+"""Multiple of the sensitivity that is accepted. Healthy float16 and bfloat16 runs of the builtin models are at 0.2 to 0.6
 times the sensitivity; weights that were read in another format than they were written in are at 30 times and more."""
 
 LOG_PROBABILITIES, LOSS = "log-probabilities", "loss"
@@ -72,7 +73,7 @@ def derive(reference: Trace, perturbed: Iterable[Trace], *, sampled: bool, given
 
     Args:
         reference: its trace in float32.
-        perturbed: the same with weights moved by one unit in the last place.
+        perturbed: the same with weights and gradients moved by one unit in the last place.
         sampled: the workload draws tokens, so that after the first step runs differ by luck; only outputs before it count.
         given: a limit that is taken for every reading instead of the derived ones.
     """
