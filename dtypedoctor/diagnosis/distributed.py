@@ -1,4 +1,4 @@
-"""What the traces of several ranks say together: where a failure began, and which collective carried it to the others."""
+"""What the traces of several ranks say together: where a failure began, and what carried it to the others."""
 
 import re
 import signal
@@ -21,6 +21,9 @@ SENT, RECEIVED = "sent", "received"
 ONE_SIDED = frozenset({"broadcast", "scatter"})
 """Collectives to which one rank alone sends something."""
 
+SEND, RECV = "send", "recv"
+"""A message from one rank to another: as it is called where it leaves and where it arrives."""
+
 OF_ANOTHER_RANK = re.compile(
     r"closed by peer|reset by peer|remote process exited|broken pipe|NCCL (watchdog|operation|communicator)|heartbeat",
     re.IGNORECASE,
@@ -28,7 +31,10 @@ OF_ANOTHER_RANK = re.compile(
 """What collectives say on the ranks that are left when another one has died."""
 
 Key = tuple[str, int, str, int]
-"""Process group and tensor, step, collective, number among those of the step: equal for what ranks do together."""
+"""Process group and tensor (or ends of a message), step, collective, number among those of the step.
+
+Equal for what ranks do together; both ends of a message are called :data:`SEND`.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,12 @@ class Rank:
 
     def entered(self, before: float = inf) -> int:
         """How many collectives to which every rank sends something it had entered before an event: a clock that all share."""
-        return sum(sample.n < before and key[2] not in ONE_SIDED for key, sample in self.collectives[SENT].items())
+        not_shared = {*ONE_SIDED, SEND}
+        return sum(sample.n < before and key[2] not in not_shared for key, sample in self.collectives[SENT].items())
+
+    def messages(self, kind: str) -> int:
+        """How many messages it has sent, or received."""
+        return sum(key[2] == SEND for key in self.collectives[kind])
 
     @property
     def last_module(self) -> str:
@@ -86,7 +97,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """A collective that brought something not finite from one rank to others.
+    """A collective or a message that brought something not finite from one rank to others.
 
     Attributes:
         sent: what the source put in, and ``site`` where and as what.
@@ -115,7 +126,7 @@ def leading_rank(ranks: Sequence[Rank]) -> int:
 
 
 def carrier(ranks: Sequence[Rank], source: int) -> Carried | None:
-    """The first collective after the failure began that brought it from rank ``source`` to others."""
+    """The first collective or message after the failure began that brought it from rank ``source`` to others."""
     origin = next(rank for rank in ranks if rank.number == source)
     if origin.first is None:
         return None
@@ -145,7 +156,9 @@ def coverage_of(ranks: Sequence[Rank]) -> Iterator[str]:
         count = rank.entered()
         behind = " and never entered the next one, in which others wait" if rank.stopped and count < furthest else ""
         where = "" if rank.trace.end is not None and rank.code == 0 else f", {rank.last_module}"
-        yield f"rank {rank.number}: {rank.ended}{where}; it entered {count} collective(s){behind}"
+        sent, received = rank.messages(SENT), rank.messages(RECEIVED)
+        messages = f"; it sent {sent} message(s) and received {received}" if sent or received else ""
+        yield f"rank {rank.number}: {rank.ended}{where}; it entered {count} collective(s){behind}{messages}"
 
 
 def _told(ranks: Sequence[Rank], source: int) -> Iterator[str]:
@@ -161,7 +174,7 @@ def _told(ranks: Sequence[Rank], source: int) -> Iterator[str]:
     if carried is not None:
         yield _in_words(carried, source)
     elif len(ranks) > 1:
-        yield "No collective that was watched carried it to another rank."
+        yield "No collective or message that was watched carried it to another rank."
 
 
 def _first_place(origin: Rank, first: Incident) -> str:
@@ -172,6 +185,8 @@ def _first_place(origin: Rank, first: Incident) -> str:
 
 def _in_words(carried: Carried, source: int) -> str:
     site, sent = carried.site, carried.sent
+    if site.cls == SEND:
+        return _message_in_words(carried, source)
     victims = ", ".join(map(str, carried.victims))
     unit = f" of {short(site.fqn)}" if site.fqn else ""
     return (
@@ -181,23 +196,37 @@ def _in_words(carried: Carried, source: int) -> str:
     )
 
 
+def _message_in_words(carried: Carried, source: int) -> str:
+    site, sent = carried.site, carried.sent
+    (victim,) = carried.victims
+    inside = f" inside of {short(site.fqn)}" if site.fqn else ""
+    return (
+        f"The send from rank {source} to rank {victim}{inside} in the {site.phase} pass of step {sent.step} ({site.dtype}, "
+        f"{site.shape}) carried it: rank {source} sent {sent.num_nan} NaN and {sent.num_inf} inf, and what rank {victim} received "
+        "is not finite."
+    )
+
+
 def _numbered(trace: Trace, kind: str) -> Iterator[tuple[Key, Sample]]:
     passed: Counter[tuple[str, int, str]] = Counter()
     for sample in trace.samples:
         site = trace.sites.get(sample.site)
         if site is not None and site.kind == kind:
-            place = (site.index, sample.step, site.cls)
+            place = (site.index, sample.step, SEND if site.cls == RECV else site.cls)
             yield (*place, passed[place]), sample
             passed[place] += 1
 
 
 def _is_victim(rank: Rank, key: Key) -> bool:
-    group = key[0].partition(":")[0]
     sent = rank.collectives[SENT].get(key)
-    received = [
-        s for k, s in rank.collectives[RECEIVED].items() if (k[0].partition(":")[0], *k[1:]) == (group, *key[1:])
-    ]
+    together = _together(key)
+    received = [sample for other, sample in rank.collectives[RECEIVED].items() if _together(other) == together]
     return (sent is None or sent.finite) and any(not sample.finite for sample in received)
+
+
+def _together(key: Key) -> tuple[object, ...]:
+    """The same for everything that one collective or message holds, whichever of its tensors a key is of."""
+    return key if key[2] == SEND else (key[0].partition(":")[0], *key[1:])
 
 
 def _was_carried(rank: Rank) -> bool:

@@ -1,6 +1,7 @@
-"""The collective operators of ``torch.distributed``: what their arguments mean, and when one is over."""
+"""The operators of ``torch.distributed`` that communicate: what their arguments mean, and when one is over."""
 
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -8,11 +9,11 @@ from torch import distributed as dist
 
 
 class Followed(NamedTuple):
-    """A collective operator: its public name, and which of its arguments are its operands and its results."""
+    """An operator: its public name, and which of its arguments are its operands and its results, None where it has none."""
 
     name: str
-    operands: int = 1
-    results: int = 0
+    operands: int | None = 1
+    results: int | None = 0
 
 
 _IN_PLACE = 0
@@ -32,8 +33,10 @@ FOLLOWED = {
     "scatter_": Followed("scatter"),
     "alltoall_": Followed("all_to_all"),
     "alltoall_base_": Followed("all_to_all"),
+    "send": Followed("send", _IN_PLACE, None),
+    "recv_": Followed("recv", None, _IN_PLACE),
 }
-"""Operators of the namespace ``c10d``. Point-to-point messages have no counterpart on every rank and are left out."""
+"""Operators of the namespace ``c10d``."""
 
 
 def flat(value: Any) -> list[Tensor]:
@@ -48,6 +51,24 @@ def root_of(name: str, args: tuple[Any, ...], group: int) -> int | None:
     if name == "broadcast":
         return int(args[group + 1])
     return int(args[group + 2]) if name == "reduce" else None
+
+
+def route_of(name: str, args: tuple[Any, ...], place: int, group: Any) -> str | None:
+    """``FROM>TO`` for a point-to-point message, with ``/TAG`` where it has one; None for a collective.
+
+    Args:
+        name: public name of the operator.
+        args: its arguments.
+        place: which of them is the group.
+        group: the group; the ranks that are returned are those of the job.
+    """
+    if name not in ("send", "recv"):
+        return None
+    peer, tag = int(args[place + 1]), int(args[place + 2])
+    there = dist.get_process_group_ranks(group)[peer]
+    here = dist.get_rank()
+    ends = f"{here}>{there}" if name == "send" else f"{there}>{here}"
+    return f"{ends}/{tag}" if tag else ends
 
 
 def work_of(answer: Any) -> Any:
@@ -78,3 +99,42 @@ def called_from_python() -> bool:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and "/torch/distributed/" in frame.f_code.co_filename
+
+
+def follow_works(
+    waited: Callable[[Any], None], coalescing: Callable[[], None], coalesced: Callable[[Any], None]
+) -> Callable[[], None]:
+    """Tells of works that somebody has waited for, and of operators that are put together.
+
+    Args:
+        waited: called with a work when waiting for it is over.
+        coalescing: called when a group begins to put operators together, which have no works of their own from then on.
+        coalesced: called with the work of all of them (or None) when they are issued.
+
+    Returns:
+        What puts everything back.
+    """
+    undo: list[Callable[[], None]] = []
+
+    def after(owner: Any, name: str, told: Callable[[Any, Any], None]) -> None:
+        original = getattr(owner, name)
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            told(self, result)
+            return result
+
+        setattr(owner, name, watched)
+        undo.append(lambda: setattr(owner, name, original))
+
+    for kind in (dist.Work, *dist.Work.__subclasses__()):
+        if "wait" in vars(kind):
+            after(kind, "wait", lambda work, _: waited(work))
+    after(dist.ProcessGroup, "_start_coalescing", lambda *_: coalescing())
+    after(dist.ProcessGroup, "_end_coalescing", lambda _, work: coalesced(work))
+
+    def put_back() -> None:
+        while undo:
+            undo.pop()()
+
+    return put_back

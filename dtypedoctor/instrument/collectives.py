@@ -1,4 +1,4 @@
-"""The collectives of ``torch.distributed``: what each rank put in, and what came back.
+"""The collectives and messages of ``torch.distributed``: what each rank put in, and what came back.
 
 A kernel of the dispatcher is put above the backends' own ones, so that collectives are seen whoever calls them: Python code,
 FSDP, or the C++ reducer of ``DistributedDataParallel``. Operands are measured where the tensors of modules are, before the
@@ -6,7 +6,8 @@ collective is queued; results once it is known to have been waited for, or to be
 
 Each tensor is a sample of a site whose ``kind`` is ``sent`` or ``received``, whose ``cls`` is the collective, whose ``fqn`` is the
 module (the shard unit, for FSDP) and whose ``index`` is ``GROUP:NUMBER``, the name of the process group and the tensor's number.
-A rank issues the collectives of a group in the same order as the others, so that those of several traces can be matched.
+A rank issues the collectives of a group in the same order as the others, so that those of several traces can be matched. Of a
+point-to-point message the ``cls`` is ``send`` or ``recv`` and the ``index`` is ``GROUP:FROM>TO`` on both sides, in ranks of the job.
 """
 
 import os
@@ -24,8 +25,10 @@ from dtypedoctor.instrument.c10d_operators import (
     Followed,
     called_from_python,
     flat,
+    follow_works,
     is_over,
     root_of,
+    route_of,
     work_of,
 )
 from dtypedoctor.instrument.guard import Guard
@@ -102,6 +105,7 @@ class Collectives:
         self._library: torch.library.Library | None = None
         self._undo: Callable[[], None] = lambda: None
         self._pending: list[_Pending] = []
+        self._coalesced: list[Row] | None = None
         self._places: dict[tuple[int, str, str], Place] = {}
         self._groups: set[str] = set()
         self._inside = False
@@ -115,6 +119,7 @@ class Collectives:
         """Stops watching; results that have not been waited for stay unknown."""
         self.settle()
         self._pending.clear()
+        self._coalesced = None
         self._remove()
 
     def keep_compiler_out(self) -> None:
@@ -149,19 +154,10 @@ class Collectives:
             packet = getattr(torch.ops.c10d, name, None)
             if packet is not None:
                 library.impl(name, self._kernel(packet.default, followed), "ADInplaceOrView", with_keyset=True)
-        original = dist.Work.wait
-        waited = self._guard.shield(self._waited, "what some collectives returned")
-
-        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(work, *args, **kwargs)
-            waited(work)
-            return result
-
-        def undo() -> None:
-            dist.Work.wait = original  # type: ignore[method-assign]
-
-        dist.Work.wait = wait  # type: ignore[method-assign, assignment]
-        self._undo = undo
+        shield, what = self._guard.shield, "what some collectives returned"
+        self._undo = follow_works(
+            shield(self._waited, what), shield(self._coalescing, what), shield(self._issued_together, what)
+        )
 
     def _kernel(self, operator: Any, followed: Followed) -> Callable[..., Any]:
         issued = self._guard.shield(self._issued, "what went into some collectives")
@@ -191,21 +187,37 @@ class Collectives:
         group = dist.ProcessGroup.unbox(args[place])
         self._describe(group)
         root = root_of(followed.name, args, place)
-        if root is None or followed.name != "broadcast" or root == group.rank():
-            self._measure(list(self._rows(followed, SENT, group, args[followed.operands])))
-        if root is None or followed.name != "reduce" or root == group.rank():
-            results += self._rows(followed, RECEIVED, group, args[followed.results])
+        route = route_of(followed.name, args, place, group)
+        there = f"{group.group_name}:{route or ''}"
+        if followed.operands is not None and (root is None or followed.name != "broadcast" or root == group.rank()):
+            self._measure(list(self._rows(followed.name, SENT, there, args[followed.operands])))
+        if followed.results is not None and (root is None or followed.name != "reduce" or root == group.rank()):
+            results += self._rows(followed.name, RECEIVED, there, args[followed.results])
 
     def _returned(self, answer: Any, rows: list[Row]) -> None:
         if not rows:
             return
-        work = work_of(answer)
+        if self._coalesced is not None:
+            self._coalesced += rows
+        else:
+            self._await(work_of(answer), rows)
+
+    def _await(self, work: Any, rows: list[Row]) -> None:
         by_reducer = not called_from_python()
         pending = _Pending(work, rows, [version_of(tensor) for _, _, tensor in rows], by_reducer)
         if work is None:
             self._measure(rows)
         else:
             self._pending = [*self._pending[1 - MAX_PENDING :], pending]
+
+    def _coalescing(self) -> None:
+        """From here on nothing is sent until all that is put together is."""
+        self._coalesced = []
+
+    def _issued_together(self, work: Any) -> None:
+        rows, self._coalesced = self._coalesced, None
+        if rows:
+            self._await(work, rows)
 
     def _waited(self, work: Any) -> None:
         """Somebody has waited: what comes next on the current stream sees the result."""
@@ -218,15 +230,14 @@ class Collectives:
         if rows:
             self._sample(rows)
 
-    def _rows(self, followed: Followed, kind: str, group: Any, value: Any) -> Iterator[Row]:
+    def _rows(self, name: str, kind: str, there: str, value: Any) -> Iterator[Row]:
         root, fqn = self._unit()
-        place = self._places.setdefault((root, fqn, followed.name), Place(root, fqn, followed.name))
+        place = self._places.setdefault((root, fqn, name), Place(root, fqn, name))
         phase = self._position.phase
         for number, tensor in enumerate(flat(value)):
             if measurable(tensor):
-                looks = Looks(
-                    phase, kind, f"{group.group_name}:{number}", tensor.dtype, tensor.shape, None, tensor.device
-                )
+                index = f"{there}{number}" if there.endswith(":") else there  # a message has one tensor
+                looks = Looks(phase, kind, index, tensor.dtype, tensor.shape, None, tensor.device)
                 yield place, looks, tensor.detach()  # backends write without counting, so the object must be a new one
 
     def _unit(self) -> tuple[int, str]:

@@ -52,6 +52,43 @@ DDP = (
     dist.destroy_process_group()
 """
 )
+PIPELINE = (
+    BEGIN
+    + """
+    class Stage(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.down(self.up(x) * gain)
+
+    def passed(*pairs):
+        for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, 1 - rank) for way, tensor in pairs]):
+            work.wait()
+
+    gain = 1.0
+    stage = Stage().half()
+    optimizer = torch.optim.SGD(stage.parameters(), lr=1e-3)
+    for step in range(1, 4):
+        gain = 1e6 if (rank, step) == (0, 2) else 1.0
+        if rank == 0:
+            out = stage(torch.randn(4, 8, generator=data).half())
+            gradient = torch.empty_like(out)
+            passed((dist.isend, out.detach()))
+            passed((dist.irecv, gradient))
+            out.backward(gradient)
+        else:
+            arrived = torch.empty(4, 8, dtype=torch.half)
+            passed((dist.irecv, arrived))
+            arrived.requires_grad_()
+            (stage(arrived).float() ** 2).mean().backward()
+            passed((dist.isend, arrived.grad))
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+"""
+)
 MIXED = (
     BEGIN
     + """
@@ -126,6 +163,20 @@ def test_an_overflow_on_one_rank_is_told_with_the_all_reduce_that_carried_it(tmp
         in said(report)
     )
     assert (out / "before" / LEADING).resolve().name == "rank-1"
+
+
+def test_an_overflow_in_one_stage_of_a_pipeline_is_told_with_the_message_that_carried_it(tmp_path: Path) -> None:
+    """There is no collective at all: the second stage gets infinities, and sends gradients that are not finite back."""
+    finished, out = execute(tmp_path, PIPELINE, "--")
+    assert finished.code == 10
+    report = report_of(out)
+    first = report["findings"][0]
+    assert (first["id"], first["rank"], first["op"], first["step"]) == ("float16-overflow", 0, "aten.mul.Tensor", 2)
+    assert (
+        "The send from rank 0 to rank 1 in the forward pass of step 2 (float16, [4, 8]) carried it: rank 0 sent"
+        in said(report)
+    )
+    assert report["coverage"][0].endswith("it sent 3 message(s) and received 3")
 
 
 def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:

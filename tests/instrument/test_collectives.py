@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import torch
@@ -83,6 +83,51 @@ def test_an_asynchronous_collective_is_measured_when_somebody_waits_for_it(tmp_p
         work.wait()
         tensor.fill_(9.0)  # the program goes on with it
     assert watched.seen() == [("sent", "all_reduce", "0:0", 1.0, 0), ("received", "all_reduce", "0:0", 1.0, 0)]
+
+
+@pytest.fixture
+def pair() -> Iterator[Any]:
+    """A group of two whose other process is only pretended: messages go nowhere, and none changes a tensor."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("pair")
+def test_messages_are_measured_with_where_they_come_from_and_go_to(tmp_path: Path) -> None:
+    """What is sent when it is sent; what is received when somebody has waited for it. A tag is part of the way."""
+    with Watched(tmp_path) as watched:
+        dist.send(torch.tensor([2.0, float("nan")]), 1)
+        dist.recv(torch.tensor([3.0]), 1)
+        arriving, leaving = torch.tensor([5.0]), torch.tensor([4.0])
+        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, arriving, 1, tag=7), dist.P2POp(dist.isend, leaving, 1)])
+        for work in works:
+            work.wait()
+    assert watched.seen() == [
+        ("sent", "send", "0:0>1", 2.0, 1),
+        ("received", "recv", "0:1>0", 3.0, 0),
+        ("sent", "send", "0:0>1", 4.0, 0),
+        ("received", "recv", "0:1>0/7", 5.0, 0),
+    ]
+
+
+def test_what_is_put_together_has_arrived_when_the_work_of_all_is_waited_for(tmp_path: Path, pair: Any) -> None:
+    """As NCCL does it: operators that are coalesced have no works of their own, and nothing is there before the last one."""
+    first, second = torch.tensor([0.0]), torch.tensor([0.0])
+    with Watched(tmp_path) as watched:
+        pair._start_coalescing(torch.device("cpu"))
+        for tensor in (first, second):
+            dist.irecv(tensor, 1)
+        work = pair._end_coalescing(torch.device("cpu"))
+        first.detach().fill_(1.0)
+        second.data.fill_(2.0)
+        work.wait()
+    assert [(kind, index, absmax) for kind, _, index, absmax, _ in watched.seen()] == [
+        ("received", "0:1>0", 1.0),
+        ("received", "0:1>0", 2.0),
+    ]
 
 
 @pytest.mark.usefixtures("group")

@@ -82,7 +82,8 @@ def test_what_no_collective_has_carried_is_told_so() -> None:
     alone = (rank(0, _healthy()), ranks[1])
     assert carrier(alone, 1) is None
     assert (
-        across_ranks([FOUND], alone, 1)[0].evidence[1] == "No collective that was watched carried it to another rank."
+        across_ranks([FOUND], alone, 1)[0].evidence[1]
+        == "No collective or message that was watched carried it to another rank."
     )
 
 
