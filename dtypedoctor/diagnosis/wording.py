@@ -64,13 +64,23 @@ def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
 
 
 def failing_line(raised: Raised) -> str | None:
-    """``file.py:line`` of the innermost frame that computes: neither torch's nor one that watches or counts its calls."""
+    """``package/file.py:line`` of the innermost frame that computes: neither torch's nor one that watches or counts its calls."""
     between = ("/torch/", "/dtypedoctor/instrument/", "/dtypedoctor/corrections/")
     computing = [frame for frame in raised.frames if not any(part in frame for part in between)]
-    return computing[-1].rsplit("/", 1)[-1].split(" ")[0] if computing else None
+    return _line(computing[-1]) if computing else None
 
 
 def raising_line(raised: Raised) -> str | None:
-    """``file.py:line`` of the innermost frame outside of torch and of the doctor; None where there is none."""
+    """``package/file.py:line`` of the innermost frame outside of torch and of the doctor; None where there is none."""
     outside = [frame for frame in raised.frames if "/torch/" not in frame and "/dtypedoctor/" not in frame]
-    return outside[-1].rsplit("/", 1)[-1].split(" ")[0] if outside else None
+    return _line(outside[-1]) if outside else None
+
+
+def _line(frame: str) -> str:
+    """The place of a frame, its path from the top of an installed package on; of other code the file's name."""
+    at, _, _ = frame.rpartition(" ")
+    _, found, rest = at.rpartition("/dtypedoctor/")
+    if found:
+        return f"dtypedoctor/{rest}"
+    _, installed, rest = at.rpartition("/site-packages/")
+    return rest if installed else at.rpartition("/")[-1]

@@ -2,6 +2,7 @@
 
 from types import FrameType
 
+from torch._ops import OpOverload
 from torch.autograd.function import FunctionCtx
 
 _NOT_THE_USERS = ("torch.", "dtypedoctor.instrument", "dtypedoctor.worker")
@@ -25,6 +26,15 @@ def _from_package(path: str, module: str) -> str:
     parts = path.split("/")
     depth = len(module.split(".")) + (parts[-1] == "__init__.py")
     return "/".join(part for part in parts[-depth:] if part)
+
+
+def raising_operator(error: BaseException) -> str | None:
+    """The operator that raised ``error``, e.g. ``aten.mm.default``; None where its kernel was called without a Python frame."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    called = innermost.tb_frame.f_locals.get("self") if innermost is not None else None
+    return str(called) if isinstance(called, OpOverload) else None
 
 
 def function_context(frame: FrameType | None) -> FunctionCtx | None:

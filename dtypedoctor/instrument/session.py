@@ -13,6 +13,7 @@ from dtypedoctor.instrument.autocast import AutocastLog, RegionLog
 from dtypedoctor.instrument.code_places import CodePlaces
 from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.facts import ModelFacts
+from dtypedoctor.instrument.frames import raising_operator
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.op_windows import OpWindow, OpWindows
@@ -226,6 +227,7 @@ class Instruments:
                 message=str(error)[:2000],
                 frames=[f"{f.filename}:{f.lineno} {f.name}" for f in frames],
                 modules=modules,
+                op=raising_operator(error),
             )
         )
 

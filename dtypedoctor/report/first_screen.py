@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.report.facts import CONFIDENCE, ended_with, place, watched_and_not
 from dtypedoctor.report.model import Outcome, Report
 from dtypedoctor.report.remedy_lines import RemedyLine, cures, remedy_lines
@@ -47,9 +48,17 @@ def _facts(report: Report) -> Iterator[Fact]:
         yield Fact(label=ERROR, code=error)
     yield Fact(label="what", code=one_line(finding.id), text=f"{finding.severity}, {CONFIDENCE[finding.confidence]}")
     yield from (Fact(label=label, code=value) for label, value in place(finding))
+    yield from (_surface(other) for other in report.findings[1:] if other.consequence_of == finding.id)
     yield from _cures(report)
     if same := watched_and_not(report.observer):
         yield Fact(label="without the watch", text=same)
+
+
+def _surface(consequence: Finding) -> Fact:
+    """Where a root cause that is no operation shows first."""
+    told = dict(place(consequence))
+    where = [told[label] for label in ("op", MODULE, "source") if label in told]
+    return Fact(label="surfaces at", code=", ".join(where))
 
 
 def _cures(report: Report) -> Iterator[Fact]:

@@ -226,7 +226,8 @@ class Raised:
     """An exception reached the top of a workload or script.
 
     ``frames`` are the innermost stack frames as ``file:line function``, outermost first; ``modules`` the module calls
-    that were open, outermost first; for a failed check of a recomputation, the module that was recomputed.
+    that were open, outermost first; for a failed check of a recomputation, the module that was recomputed. ``op`` is the
+    operator that raised, where one was called from Python, as it is while operators are looked at.
     """
 
     n: int
@@ -238,6 +239,7 @@ class Raised:
     frames: list[str]
     modules: list[str]
     function: str | None = None
+    op: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

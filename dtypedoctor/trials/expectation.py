@@ -22,9 +22,9 @@ def is_met(expect: Expectation, findings: Sequence[Finding], trials: Sequence[Tr
         return False, "Not as the scenario says: " + "; ".join(wrong) + "."
     if not expect.findings:
         return True, "As the scenario says: healthy."
-    cures = expect.cured_by or ["nothing"]
-    verb = "cures" if len(cures) == 1 else "each cure"
-    return True, f"As the scenario says: it fails, and {' and '.join(cures)} {verb} it."
+    if len(expect.cured_by) < 2:
+        return True, f"As the scenario says: it fails, and {next(iter(expect.cured_by), 'nothing')} cures it."
+    return True, f"As the scenario says: it fails, and each of these cures it: {', '.join(expect.cured_by)}."
 
 
 def _about_findings(expect: Expectation, findings: Sequence[Finding]) -> Iterator[str]:

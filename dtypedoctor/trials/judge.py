@@ -143,19 +143,28 @@ def _objections(remedy: Remedy, run: Run, after: RunSummary, yardstick: Yardstic
 
 
 def _beside_before(ended: str, run: Run, before: Raised | None) -> str:
-    """How a run ended, in words, beside what the untreated run raised: the same or another error, at the same or another line."""
+    """How a run ended, in words, beside what the untreated run raised: the same or another error, in the same or another place."""
     raised = run.trace.last(Raised)
     if before is None or raised is None or run.died:
         return ended
-    uncalled = "".join(f"; nothing had called {c.id} by then" for c in never_called(run.trace))
-    _, message, line = _error(raised)
-    if (raised.type, message) == (before.type, before.message):
-        where = "at the same line" if line == failing_line(before) else f"at another line, {line},"
-        moved = (raised.step, raised.phase) != (before.step, before.phase)
-        when = f", now in step {raised.step} ({raised.phase})" if moved else ""
-        return f"fails {where} with the same error{when}{uncalled}"
-    where = f"at {'the same' if line == failing_line(before) else 'another'} line, {line}, " if line else ""
-    return f"fails {where}with another error: {ended}{uncalled}"
+    uncalled = [correction.id for correction in never_called(run.trace)]
+    idle = f"; nothing had called {' or '.join(uncalled)} by then" if uncalled else ""
+    place = _beside_place(raised, before)
+    if (raised.type, raised.message) != (before.type, before.message):
+        return f"fails {place}with another error: {ended}{idle}"
+    moved = (raised.step, raised.phase) != (before.step, before.phase)
+    when = f", now in step {raised.step} ({raised.phase})" if moved else ""
+    return f"fails {place}with the same error{when}{idle}"
+
+
+def _beside_place(raised: Raised, before: Raised) -> str:
+    """Where it failed, and whether the untreated run failed there too; empty where that is not known."""
+    line = failing_line(raised)
+    if line is None:
+        return ""
+    alike = line == failing_line(before) and (raised.op == before.op or None in (raised.op, before.op))
+    what = f"{raised.op} at {line}" if raised.op else line
+    return f"at {'the same' if alike else 'another'} {'operation' if raised.op else 'line'}, {what}, "
 
 
 def _ratio_base(yardstick: Yardstick) -> RunSummary | None:

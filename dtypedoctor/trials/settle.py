@@ -44,8 +44,8 @@ def _settled(finding: Finding, fixed: Mapping[str, Trial]) -> Finding:
         return finding
     others = [fixed[name] for name in CORROBORATIONS.get(finding.id, ()) if name in fixed]
     said = [
-        f"The same run with one change, {proving.summary}, does {_steps(proving.run)} and shows nothing of this ({proving.remedy}).",
-        *(f"So does the run with another change, {t.summary}: {_steps(t.run)} ({t.remedy})." for t in others if t.run),
+        f"The same run with {proving.remedy} ({proving.summary}) does {_steps(proving.run)} and shows nothing of this.",
+        *(f"So does the run with {t.remedy} ({t.summary}): {_steps(t.run)}." for t in others if t.run),
     ]
     return replace(finding, confidence=Confidence.PROVEN, evidence=(*finding.evidence, *said))
 

@@ -2,10 +2,13 @@
 
 import sys
 from types import FrameType
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtypedoctor.instrument.frames import source_of
+from dtypedoctor.instrument.frames import raising_operator, source_of
 
 
 def frame_of(path: str, module: str) -> FrameType:
@@ -30,3 +33,27 @@ def frame_of(path: str, module: str) -> FrameType:
 def test_a_place_begins_at_the_top_of_its_package(path: str, module: str, expected: str) -> None:
     """Enough to find the line, and nothing of the machine that it is on."""
     assert source_of(frame_of(path, module)) == expected
+
+
+class Passing(TorchDispatchMode):
+    """Calls every operator as it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls it."""
+        return func(*args, **(kwargs or {}))
+
+
+def refused() -> RuntimeError:
+    """What a product of two dtypes raises."""
+    with pytest.raises(RuntimeError) as caught:
+        _ = torch.zeros(2, 2) @ torch.zeros(2, 2, dtype=torch.bfloat16)
+    return caught.value
+
+
+def test_the_operator_that_raised_is_known_where_it_was_called_from_python() -> None:
+    """A dispatch mode is Python; without one the kernel is called below it and leaves no frame."""
+    with Passing():
+        inside = refused()
+    assert raising_operator(inside) == "aten.mm.default"
+    assert raising_operator(refused()) is None
+    assert raising_operator(ValueError("never raised")) is None

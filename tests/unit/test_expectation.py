@@ -27,6 +27,11 @@ TRIED = trials(cure=Outcome.FIXED, cast=Outcome.NOT_FIXED, other=Outcome.FIXED)
 def test_everything_came_true() -> None:
     """Further findings behind the expected ones, notes and other remedies do not matter."""
     assert is_met(EXPECTED, FOUND, TRIED) == (True, "As the scenario says: it fails, and cure cures it.")
+    two = Expectation(findings=["root"], cured_by=["cure", "other"])
+    assert is_met(two, FOUND, TRIED) == (
+        True,
+        "As the scenario says: it fails, and each of these cures it: cure, other.",
+    )
 
 
 @pytest.mark.parametrize(

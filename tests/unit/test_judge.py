@@ -147,7 +147,7 @@ def failed(message: str, frame: str) -> Raised:
 @pytest.mark.parametrize(
     ("message", "frame", "said"),
     [
-        ("mixed", "lora.py:7", "fails at the same line with the same error"),
+        ("mixed", "lora.py:7", "fails at the same line, lora.py:7, with the same error"),
         ("mixed", "lora.py:9", "fails at another line, lora.py:9, with the same error"),
         ("other", "lora.py:7", "fails at the same line, lora.py:7, with another error: RuntimeError in step 1 (forward): other"),
         ("other", "mlp.py:7", "fails at another line, mlp.py:7, with another error: RuntimeError in step 1 (forward): other"),
@@ -157,6 +157,22 @@ def test_a_failure_is_told_beside_that_of_the_untreated_run(message: str, frame:
     """What a remedy moves is another thing than what it leaves as it was."""
     trial = tried(trained(1).add(failed(message, frame)), steps=1, raised=failed("mixed", "lora.py:7"))
     assert (trial.outcome, trial.reason, trial.never_reached) == (Outcome.NOT_FIXED, said, False)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("aten.mm.default", "aten.mm.default", "at the same operation, aten.mm.default at lora.py:7,"),
+        ("aten.mm.default", "aten.bmm.default", "at another operation, aten.bmm.default at lora.py:7,"),
+        (None, "aten.bmm.default", "at the same operation, aten.bmm.default at lora.py:7,"),
+        ("aten.mm.default", None, "at the same line, lora.py:7,"),
+    ],
+)
+def test_the_operation_that_raised_is_named_where_it_is_known(before: str | None, after: str | None, said: str) -> None:
+    """Two operations of one line are told apart if both are known."""
+    raised = failed("mixed", "lora.py:7")
+    trial = tried(trained(1).add(replace(raised, op=after)), steps=1, raised=replace(raised, op=before))
+    assert trial.reason == f"fails {said} with the same error"
 
 
 def test_the_same_error_at_another_moment_is_told_with_its_moment() -> None:

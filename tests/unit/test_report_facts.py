@@ -7,6 +7,7 @@ from report_builders import mismatch, overflow
 
 from dtypedoctor.diagnosis.finding import Link
 from dtypedoctor.report.facts import chains, observer_sentence, place, title, watched_and_not
+from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.markdown import render_markdown
 from dtypedoctor.report.model import Observer
 from dtypedoctor.report.what_ran import what_ran
@@ -101,3 +102,13 @@ def test_the_same_error_without_the_watch_is_good_news(observer: Observer, said:
     """Only where nothing is known does the report say that nothing could be checked."""
     assert watched_and_not(observer) == said
     assert observer_sentence(observer).startswith(begins)
+
+
+def test_a_root_cause_that_is_no_operation_is_told_with_where_it_surfaces() -> None:
+    """The first screen answers *where* with the operation that refused."""
+    surface = mismatch().findings[0]
+    root = replace(surface, id="autocast-contradicts-model", fqn=None, op=None, source=None)
+    report = replace(mismatch(), findings=(root, replace(surface, consequence_of=root.id)))
+    told = {fact.label: fact.code for fact in first_screen(report)}
+    assert told["surfaces at"] == "aten.mul.Tensor, model.layers.3.input_layernorm, modeling_llama.py:67"
+    assert "surfaces at" not in {fact.label for fact in first_screen(mismatch())}

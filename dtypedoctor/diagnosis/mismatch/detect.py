@@ -27,7 +27,7 @@ from dtypedoctor.diagnosis.mismatch.regions import (
 from dtypedoctor.diagnosis.mismatch.report import Verdict, finding
 from dtypedoctor.diagnosis.mismatch.shards import mixed_shard_units
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.wording import how_the_run_ended, short
+from dtypedoctor.diagnosis.wording import failing_line, how_the_run_ended, short
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.reader import Trace
 
@@ -97,13 +97,20 @@ def _by_message(trace: Trace, raised: Raised, complaint: Complaint) -> Finding:
     """What the exception alone says, where no op trace was open."""
     module = raised.modules[-1] if raised.modules else None
     dtypes = " and ".join(complaint.dtypes) or "different dtypes"
-    place = raised.frames[-1].rsplit("/", 1)[-1].split(" ")[0] if raised.frames else None
     statement = Statement(
         id="operand-dtype-mismatch",
         confidence=Confidence.POSSIBLE,
-        summary=f"An operation in {short(module)} got {dtypes}.",
+        summary=f"{raised.op or 'An operation'} in {short(module)} got {dtypes}.",
         cause="The message says so; no op trace shows the operands, so where the odd one comes from is not known.",
         evidence=how_the_run_ended(trace),
     )
     dtype = complaint.dtypes[0] if complaint.dtypes else None
-    return located(statement, phase=raised.phase, step=raised.step, fqn=module, dtype=dtype, source=place)
+    return located(
+        statement,
+        phase=raised.phase,
+        step=raised.step,
+        fqn=module,
+        op=raised.op,
+        dtype=dtype,
+        source=failing_line(raised),
+    )
