@@ -7,6 +7,7 @@ import pytest
 from launched import launched, llama
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import (
     End,
     Metric,
@@ -18,6 +19,7 @@ from dtypedoctor.trace.events import (
     Stage,
 )
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.workloads import WORKLOADS
 
 TRAINING = [
     {"kind": "train", "steps": 2, "sequence_length": 8},
@@ -35,6 +37,12 @@ def metrics(trace: Trace) -> list[tuple[int, set[str]]]:
 def probed(trace: Trace) -> list[tuple[int, bool]]:
     """Step of every probe, and whether it was before training."""
     return [(probe.step, probe.untrained) for probe in trace.all(ProbeLogProbs)]
+
+
+def test_every_workload_that_a_scenario_can_name_is_there() -> None:
+    """A script is run by the worker itself, with the session around it."""
+    workload = Scenario.model_json_schema()["$defs"]["ScenarioStep"]["properties"]["workload"]
+    assert {*WORKLOADS, "script"} == set(workload["discriminator"]["mapping"])
 
 
 @pytest.mark.parametrize("workload", TRAINING, ids=lambda workload: str(workload["kind"]))
