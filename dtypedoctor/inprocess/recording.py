@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -21,7 +22,7 @@ from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.trials.treatment import examine
 from dtypedoctor.worker.elsewhere import Elsewhere
 from dtypedoctor.worker.process_watch import ProcessWatch
-from dtypedoctor.worker.tracebacks import hide_own_frames
+from dtypedoctor.worker.tracebacks import hide_in_excepthook, hide_own_frames
 
 TRACE = "before"
 """Where the trace lies in the run directory; the same as after ``dtypedoctor exec``."""
@@ -65,6 +66,7 @@ class Recording:
         self._owner = os.getpid()
         self._elsewhere = Elsewhere()
         self._began = time.perf_counter()
+        self._show_frames: Callable[[], None] = lambda: None
 
     @property
     def active(self) -> bool:
@@ -91,6 +93,8 @@ class Recording:
         self._elsewhere.begin()
         self._watch = ProcessWatch(writer, every=self._every)
         self._watch.start()
+        # What ends the program is shown before anybody can tell the watch of it.
+        self._show_frames = hide_in_excepthook()
         if model is not None:
             self._watch.instruments.attach(model)
         _current = self
@@ -113,6 +117,7 @@ class Recording:
 
     def _concluded(self, watch: ProcessWatch, writer: TraceWriter, error: BaseException | None, note: str) -> Report:
         self._elsewhere.end()
+        self._show_frames()
         if error is not None:
             hide_own_frames(error)
         raised = error if not isinstance(error, SystemExit) else None

@@ -1,6 +1,7 @@
 """Takes the doctor's own frames out of tracebacks, so that a script's errors look as they do without it."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -22,15 +23,24 @@ def hide_own_frames(error: BaseException) -> None:
             waiting += one.exceptions
 
 
-def hide_in_excepthook() -> None:
-    """Lets whatever ``sys.excepthook`` is now see exceptions without this package's frames."""
+def hide_in_excepthook() -> Callable[[], None]:
+    """Lets whatever ``sys.excepthook`` is now see exceptions without this package's frames; nothing else of them is changed.
+
+    Returns:
+        What puts the hook back, unless somebody has set another one since.
+    """
     shown = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         hide_own_frames(error)
         shown(kind, error, error.__traceback__)
 
+    def put_back() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = shown
+
     sys.excepthook = hook
+    return put_back
 
 
 def _foreign(traceback: TracebackType | None) -> TracebackType | None:

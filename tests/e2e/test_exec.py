@@ -310,6 +310,29 @@ def test_a_time_limit_ends_the_script_and_says_so(tmp_path: Path) -> None:
     assert "time limit" in report["headline"]
 
 
+def test_a_hang_inside_of_a_module_is_told_with_the_module(tmp_path: Path) -> None:
+    """The second step never returns from its second layer; the headline says so, and in which step and pass."""
+    source = """
+        import time
+        import torch
+        from torch import nn
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in (1, 2):
+            if step == 2:
+                net[1].register_forward_pre_hook(lambda *_: time.sleep(600))
+            net(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    """
+    finished, out = execute(tmp_path, "--time-limit", "20", script(tmp_path, source))
+    assert finished.code == 10
+    assert "Traceback" not in finished.err
+    report = report_of(out)
+    assert report["status"] == "worker-died"
+    assert "was stopped at its time limit" in report["headline"]
+    assert report["headline"].endswith("the last module entered was 1 (float32 in, float32 out) in step 2 (forward).")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_goes_to_the_script_and_the_report_is_written(number: int, tmp_path: Path) -> None:
     """Ctrl-C as KeyboardInterrupt; the script ends as it does alone."""

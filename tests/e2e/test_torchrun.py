@@ -44,6 +44,8 @@ DDP = (
         gain = 1e6 if (fault, rank, step) == ("overflow", 1, 2) else 1.0
         if (fault, rank, step) == ("kill", 1, 2):
             net.module.down.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        if (fault, rank, step) == ("hang", 1, 2):
+            net.module.down.register_forward_pre_hook(lambda *_: signal.pause())
         loss = (net(x).float() ** 2).mean()
         loss.backward()
         optimizer.step()
@@ -189,6 +191,17 @@ def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:
     assert "module.down" in report["headline"]
     assert "in step 2 (forward)" in report["headline"]
     assert report["coverage"][1].startswith("rank 1: was killed by SIGKILL")
+
+
+def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    """Both are stopped at the time limit; the report is about the one that never entered the collective."""
+    finished, out = execute(tmp_path, DDP, "--time-limit", "30", "--", "hang")
+    assert finished.code == 10
+    report = report_of(out)
+    assert report["status"] == "worker-died"
+    assert report["headline"].startswith("Rank 1 of 2 was stopped at its time limit")
+    assert "module.down" in report["headline"]
+    assert "never entered the next one, in which others wait" in report["coverage"][1]
 
 
 def test_a_sharded_scenario_with_a_precision_policy_is_healthy(tmp_path: Path) -> None:

@@ -85,6 +85,31 @@ def test_an_exception_leaves_the_block_as_it_was_raised(tmp_path: Path) -> None:
     assert not [frame for frame in raised.frames if f"{OWN_CODE}instrument" in frame]
 
 
+def test_what_python_prints_of_an_exception_does_not_show_the_doctor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer's callback is not told of the exception that ends the program: Python prints it before the watch ends."""
+    watched = dtypedoctor.watch(out=tmp_path / "run")
+    watched.__enter__()
+    try:
+        BadGradient.apply(nn.Linear(2, 2)(torch.ones(1, 2))).sum().backward()
+    except ValueError as error:
+        hidden = [
+            frame.filename
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "/instrument/phases" in frame.filename
+        ]
+        sys.excepthook(type(error), error, error.__traceback__)
+        shown = error
+    watched.__exit__(None, None, None)
+    printed = capsys.readouterr().err
+    assert hidden
+    assert "ValueError: ('bad gradient', 7)" in printed
+    assert f"{OWN_CODE}instrument" not in printed
+    assert printed.count("  File ") == len(traceback.extract_tb(shown.__traceback__))
+    assert shown.args == ("bad gradient", 7)
+
+
 @pytest.mark.parametrize(("code", "status"), [(0, "healthy"), (None, "healthy"), (3, "error"), ("no data", "error")])
 def test_leaving_the_program_inside_the_block_is_no_failure_of_its_own(
     code: int | str | None, status: str, tmp_path: Path
