@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.amp.autocast_mode import autocast
@@ -15,18 +16,28 @@ from dtypedoctor.worker.conditions.patching import replaced
 @contextmanager
 def _off(took_effect: TookEffect) -> Iterator[None]:
     """Where regions are entered is where all of them meet: with statements, decorators, trainers, custom functions, graphs."""
-    enter = autocast.__enter__
+    enter, leave = autocast.__enter__, autocast.__exit__
+    wanted: WeakKeyDictionary[autocast, list[bool]] = WeakKeyDictionary()
 
     @wraps(enter)
     def __enter__(region: autocast) -> Any:  # noqa: N807
-        wanted = region._enabled
+        wanted.setdefault(region, []).append(region._enabled)
         region._enabled = False
         entered = enter(region)
-        if wanted and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(region.device):
+        asked = wanted[region][-1]
+        if asked and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(region.device):
             took_effect()
         return entered
 
-    with replaced(autocast, "__enter__", __enter__):
+    @wraps(leave)
+    def __exit__(region: autocast, *how: Any) -> Any:  # noqa: N807
+        """A region can be entered again: a decorator's is, at each call."""
+        left = leave(region, *how)
+        if wanted.get(region):
+            region._enabled = wanted[region].pop()
+        return left
+
+    with replaced(autocast, "__enter__", __enter__), replaced(autocast, "__exit__", __exit__):
         yield
 
 
