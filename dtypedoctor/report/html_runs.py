@@ -7,7 +7,7 @@ from dtypedoctor.report.comparison import Column, compare, runs
 from dtypedoctor.report.elements import Html, el, join, table
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import ABSENT
-from dtypedoctor.report.remedy_lines import legend, remedy_lines
+from dtypedoctor.report.remedy_lines import legend, remedy_lines, which_one
 from dtypedoctor.report.text import one_line
 
 __all__ = ["comparison", "remedies"]
@@ -28,7 +28,15 @@ def remedies(report: Report) -> Html:
     ]
     shown = table(["remedy", "what it changes", "outcome"], rows, "Those that cure first")
     note = el("p", legend(lines), class_="dim") if legend(lines) else Html()
-    return el("section", el("h2", "Remedies"), shown, note, id="remedies", class_="card")
+    return el("section", el("h2", "Remedies"), shown, note, _which_one(report), id="remedies", class_="card")
+
+
+def _which_one(report: Report) -> Html:
+    choice = which_one(report)
+    if not choice:
+        return Html()
+    items = (el("li", el("code", one_line(remedy)), f" if {when}") for remedy, when in choice)
+    return join((el("h3", "Which one: prefer"), el("ul", *items)))
 
 
 def comparison(report: Report) -> Html:

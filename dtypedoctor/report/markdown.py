@@ -20,7 +20,7 @@ from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.markdown_text import bullets, code, details, fenced, prose, size, table
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import ABSENT, series
-from dtypedoctor.report.remedy_lines import legend, remedy_lines
+from dtypedoctor.report.remedy_lines import legend, remedy_lines, which_one
 from dtypedoctor.report.reproduction import ELSEWHERE, reproduction_script
 from dtypedoctor.report.strip import scale_caption, strip_lines
 from dtypedoctor.report.what_ran import what_ran
@@ -154,8 +154,11 @@ def _remedies(report: Report, room: int) -> str:
         ]
         for line in lines
     ]
-    shown = "### Remedies\n\n" + table(["remedy", "what it changes", "outcome"], rows, room - 200)
-    return "\n\n".join(filter(None, (shown, legend(lines))))
+    parts = ["### Remedies", table(["remedy", "what it changes", "outcome"], rows, room - 2000), legend(lines)]
+    choice = [f"{code(remedy, 100)} if {prose(when, 300)}" for remedy, when in which_one(report)]
+    if choice:
+        parts.append("**Which one.** Prefer\n\n" + bullets(choice, 1600))
+    return "\n\n".join(filter(None, parts))
 
 
 def _comparison(report: Report, room: int) -> str:

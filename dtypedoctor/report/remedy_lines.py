@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dtypedoctor.report.model import Outcome, Report, Trial
+from dtypedoctor.trials.preferences import PREFER
 from dtypedoctor.trials.remedies import REMEDIES
 from dtypedoctor.trials.results import Bearing
 
-__all__ = ["RemedyLine", "cured_sentence", "cures", "legend", "outcome_words", "remedy_lines"]
+__all__ = ["RemedyLine", "cured_sentence", "cures", "legend", "outcome_words", "remedy_lines", "which_one"]
 
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
 _BEARINGS = {
@@ -64,6 +65,12 @@ def legend(lines: Sequence[RemedyLine]) -> str:
 def cures(report: Report) -> list[RemedyLine]:
     """The remedies that were tried and fix it, in the order in which they were tried."""
     return [line for trial in report.trials if (line := _of_trial(trial, report)).cures]
+
+
+def which_one(report: Report) -> list[tuple[str, str]]:
+    """Where several remedies cure and keep the meaning of the run: the id of each, and when to prefer it."""
+    told = [(line.id, PREFER[line.id]) for line in cures(report) if line.id in PREFER]
+    return told if len(told) > 1 else []
 
 
 def cured_sentence(trials: Sequence[Trial]) -> str:

@@ -22,7 +22,7 @@ from dtypedoctor.report.facts import (
 from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.numbers import ABSENT, series
-from dtypedoctor.report.remedy_lines import RemedyLine, legend, remedy_lines
+from dtypedoctor.report.remedy_lines import RemedyLine, legend, remedy_lines, which_one
 from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines
 from dtypedoctor.report.terminal_page import Page
 from dtypedoctor.report.text import fold, one_line
@@ -60,6 +60,7 @@ def render_terminal(report: Report, console: Console) -> None:
         _finding(page, finding)
     _strip(page, report)
     _remedies(page, remedy_lines(report))
+    page.bullets("which one: prefer", [f"{remedy} if {when}" for remedy, when in which_one(report)])
     _comparison(page, report)
     _per_step(page, report)
     bisection_part(page, report)

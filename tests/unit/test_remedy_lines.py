@@ -9,7 +9,9 @@ from dtypedoctor.report.facts import ended_with, environment_rows
 from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.markdown import render_markdown
 from dtypedoctor.report.model import Outcome, Report, Trial
-from dtypedoctor.report.remedy_lines import cured_sentence, cures, legend, remedy_lines
+from dtypedoctor.report.remedy_lines import cured_sentence, cures, legend, remedy_lines, which_one
+from dtypedoctor.trials.preferences import PREFER
+from dtypedoctor.trials.remedies import REMEDIES
 
 
 def with_a_failed_first_trial() -> Report:
@@ -117,3 +119,18 @@ def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
     assert told(refused) == [("not tried yet", refused.remedy)]
     assert told(refused, failed) == [("cured by", "none of the remedies tried")]
     assert told() == [("cured by", "no remedy is known to dtypedoctor")]
+
+
+def test_of_several_cures_the_report_says_when_to_prefer_which() -> None:
+    """One alone leaves no choice, and a remedy that may only hide the failure is never preferred."""
+    report = overflow()
+    assert [remedy for remedy, _ in which_one(report)] == ["gemma4-mlp-float32-product", "bfloat16"]
+    assert which_one(replace(report, trials=report.trials[1:])) == []
+    page = render_markdown(report)
+    assert "**Which one.** Prefer\n\n- `gemma4-mlp-float32-product` if the run has to stay in float16" in page
+
+
+def test_every_remedy_that_keeps_the_meaning_of_the_run_has_a_preference() -> None:
+    """Those that only raise, change nothing where it matters, or show what a failure needs have none."""
+    safe = {remedy.id for remedy in REMEDIES.values() if remedy.safe and not remedy.strict}
+    assert set(PREFER) == safe - {"reconcile-dtypes-honouring-keep-list"}
