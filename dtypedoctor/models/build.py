@@ -2,7 +2,6 @@
 
 import fnmatch
 import importlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,23 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
+from transformers import set_seed
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.models.builtin import BUILTINS, builder_arguments
 from dtypedoctor.models.float32_twin import widen
 from dtypedoctor.models.perturbation import perturb
+from dtypedoctor.models.pretrained import load_pretrained
 from dtypedoctor.models.quantization import quantize_linears
 from dtypedoctor.models.tokenizer import byte_tokenizer
-from dtypedoctor.scenario.model import Lora, Model, Outlier, Quantization
+from dtypedoctor.scenario.model import Lora, Model, Outlier
 
 BUILTIN = "builtin:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A model on its device with the tokenizer that belongs to it."""
+    """A model on its device with the tokenizer that belongs to it; None for a checkpoint that has none."""
 
     model: nn.Module
     tokenizer: Any
@@ -47,7 +47,8 @@ def build(spec: Model, device: torch.device, seed: int) -> Built:
     elif ":" in spec.name and not Path(spec.name).exists():
         built = _prepare(_from_factory(spec), byte_tokenizer(), spec, dtype, device)
     else:
-        built = _pretrained(spec, dtype, device)
+        model, tokenizer = load_pretrained(spec, dtype, device)
+        built = Built(model=model, tokenizer=tokenizer)
     model = built.model
     if spec.lora is not None:
         set_seed(seed)
@@ -158,40 +159,6 @@ def _scale(model: nn.Module, outlier: Outlier) -> None:
     with torch.no_grad():
         for parameter in matching:
             parameter.mul_(outlier.scale)
-
-
-def _pretrained(spec: Model, dtype: torch.dtype, device: torch.device) -> Built:
-    if spec.outliers:
-        raise UsageError(f"{spec.name}: outliers are for builtin models", "Remove `outliers`: real weights need none.")
-    arguments: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
-    if spec.attention is not None:
-        arguments["attn_implementation"] = spec.attention
-    if spec.quantization is not None:
-        arguments["quantization_config"] = _bnb_config(spec.quantization, dtype)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(spec.name, **arguments)
-        tokenizer = AutoTokenizer.from_pretrained(spec.name)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        place = "folder" if Path(spec.name).exists() else "model id"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        offline = " HF_HUB_OFFLINE is set." if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise UsageError(
-            f"cannot load the {place} {spec.name!r}: {reason}",
-            f"Give builtin:NAME, a folder with config.json and weights, or a hub id that can be reached.{offline}",
-        ) from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return Built(model=model, tokenizer=tokenizer)
-
-
-def _bnb_config(spec: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=spec.kind,
-        bnb_4bit_use_double_quant=spec.nested,
-        bnb_4bit_compute_dtype=getattr(torch, spec.compute_dtype) if spec.compute_dtype else dtype,
-        llm_int8_skip_modules=list(spec.skip),
-    )
 
 
 def _adapt(model: nn.Module, spec: Lora) -> nn.Module:

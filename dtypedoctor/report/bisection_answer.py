@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 
-from dtypedoctor.report.numbers import counted
+from dtypedoctor.report.numbers import counted, number
 from dtypedoctor.trials.bisection.results import Bisection, End
-from dtypedoctor.trials.bisection.symptoms import Kind, part_in_words
+from dtypedoctor.trials.bisection.symptoms import Kind, Symptom, part_in_words
 from dtypedoctor.trials.results import Outcome
 
 __all__ = ["answer"]
 
 _MOST_NAMED = 5
+_NEAR_THE_END = 0.5
+"""Share of a dtype's range from which on a healthy run says so: a factor of two is little for activations."""
 
 
 def answer(found: Bisection) -> str:
@@ -63,6 +65,7 @@ def _enumerated(names: Sequence[str]) -> str:
 def _healthy(found: Bisection) -> str:
     told = (
         f"It does not fail: finite, without a dtype error, and as near to float32 as rounding allows{_how_near(found)}."
+        f"{_near_the_end(found.failure)}"
     )
     others = [finding.id for finding in found.treatment.findings]
     return (
@@ -72,6 +75,13 @@ def _healthy(found: Bisection) -> str:
     )
 
 
+def _near_the_end(healthy: Symptom) -> str:
+    """What is about to overflow: other tokens may bring it over the end."""
+    if healthy.share is None or healthy.share < _NEAR_THE_END or healthy.absmax is None or healthy.fqn is None:
+        return ""
+    return f" {part_in_words(healthy.fqn)} comes to {number(healthy.absmax)}, {healthy.share:.0%} of what its dtype can hold."
+
+
 def _how_near(found: Bisection) -> str:
     return f" ({found.tolerance:.3g} accepted)" if found.tolerance is not None else ""
 
@@ -79,6 +89,13 @@ def _how_near(found: Bisection) -> str:
 def _domain_error(found: Bisection) -> str:
     name = "domain-error: it" if found.failure.kind is Kind.NOT_FINITE else "It"
     return f"{name} fails in float32 as well, so this is no matter of precision ({found.note})."
+
+
+def _rounded_weights(found: Bisection) -> str:
+    return (
+        f"The weights do not survive the cast: as the dtype rounds them it fails even in float32 ({found.note}), as they were before "
+        "it does not. Keeping modules in float32 comes too late for that; load these weights in a wider dtype."
+    )
 
 
 def _outside(found: Bisection) -> str:
@@ -104,6 +121,7 @@ _ANSWERS: dict[End, Callable[[Bisection], str]] = {
     End.FOUND: _found,
     End.HEALTHY: _healthy,
     End.DOMAIN_ERROR: _domain_error,
+    End.ROUNDED_WEIGHTS: _rounded_weights,
     End.OUTSIDE: _outside,
     End.UNRESOLVED: _unresolved,
     End.INTERRUPTED: _interrupted,

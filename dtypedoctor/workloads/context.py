@@ -69,6 +69,20 @@ class Context:
         return self.holder.built
 
     @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer.
+
+        Raises:
+            UsageError: the checkpoint has none.
+        """
+        if self.built.tokenizer is None:
+            raise UsageError(
+                f"the model has no tokenizer, and {self.stage.workload.kind} needs one",
+                "Save one beside the weights (save_pretrained), or use the forward or train workload.",
+            )
+        return self.built.tokenizer
+
+    @property
     def model(self) -> nn.Module:
         """What a workload calls: the model, compiled or wrapped if the scenario asks for that."""
         return next(model for model in (self.compiled, self.wrapped, self.built.model) if model is not None)

@@ -25,7 +25,7 @@ def run_grpo(context: Context) -> None:
         reward_funcs=distinct_characters,
         args=config,
         train_dataset=prompts(settings.prompts),
-        processing_class=context.built.tokenizer,
+        processing_class=context.tokenizer,
         callbacks=[StepReporter(context)],
     )
     with context.region():

@@ -27,7 +27,7 @@ def random_tokens(vocabulary: int, shape: tuple[int, int], seed: int, device: to
 def token_log_probabilities(model: nn.Module, seed: int, device: torch.device) -> list[float | None]:
     """log p(token | tokens before it) for every token of the probe batch but the first of each sequence, in float32.
 
-    The probe batch holds (2, 24) token ids. The model is put into evaluation mode for the pass and back afterwards; an
+    The probe batch holds (2, 24) token ids; an encoder-decoder reads them and is asked to repeat them. The model is put into evaluation mode for the pass and back afterwards; an
     element that is not finite is None.
     """
     vocabulary = vocabulary_of(model)
@@ -37,8 +37,14 @@ def token_log_probabilities(model: nn.Module, seed: int, device: torch.device) -
     model.eval()
     try:
         with torch.no_grad():
-            logits = model(input_ids=tokens).logits[:, :-1].float()
+            logits = model(input_ids=tokens, **_decoded(model, tokens)).logits[:, :-1].float()
     finally:
         model.train(training)
     values = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).flatten().tolist()
     return [value if isfinite(value) else None for value in values]
+
+
+def _decoded(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """What a decoder reads beside the encoder; nothing for a model without one."""
+    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return {"decoder_input_ids": tokens} if both else {}

@@ -16,7 +16,7 @@ def run_sft(context: Context) -> None:
         model=context.model,
         args=SFTConfig(max_length=settings.max_length, **shared_settings(context, settings)),
         train_dataset=sums(settings.examples),
-        processing_class=context.built.tokenizer,
+        processing_class=context.tokenizer,
         callbacks=[StepReporter(context)],
     )
     with context.region():

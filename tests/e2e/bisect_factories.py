@@ -52,6 +52,17 @@ class Overflowing(Plain):
         return x + torch.tanh(self.linear(x)) * TOO_LARGE / TOO_LARGE
 
 
+class Peak(Plain):
+    """Has a part whose output is close to what float16 can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clamp = nn.Hardtanh(60000, 60001)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.clamp(x) / 1e8
+
+
 class NoLogarithm(Plain):
     """Takes the logarithm of what is negative: NaN in any dtype."""
 
@@ -107,6 +118,19 @@ def domain() -> nn.Module:
 def untouchable() -> nn.Module:
     """Fails otherwise as soon as the culprit is kept in float32."""
     return Tower(Plain(), Untouchable())
+
+
+def weights_too_large() -> nn.Module:
+    """Holds a weight that float16 has no number for, and does not need it exactly."""
+    block = Plain()
+    with torch.no_grad():
+        block.linear.weight[0, 0] = TOO_LARGE
+    return Tower(Plain(), block)
+
+
+def nearly() -> nn.Module:
+    """Comes near to the end of float16's range, and stays in it."""
+    return Tower(Plain(), Peak())
 
 
 def moody() -> nn.Module:

@@ -222,6 +222,8 @@ def test_scattered_culprits_are_found_and_nothing_else(bisect: InThisProcess, tm
     [
         ("bisect_factories:healthy", 0, "healthy", "It does not fail"),
         ("builtin:llama-tiny", 0, "healthy", "It does not fail"),
+        ("bisect_factories:nearly", 0, "healthy", "blocks.1.clamp comes to 60000, 92% of what its dtype can hold."),
+        ("bisect_factories:weights_too_large", 10, "rounded-weights", "The weights do not survive the cast"),
         ("bisect_factories:domain", 10, "domain-error", "domain-error: it fails in float32 as well"),
         ("bisect_factories:untouchable", 10, "unresolved", "somebody has replaced my forward"),
         ("factories:killed", 10, "domain-error", "It fails in float32 as well"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor
+from transformers import T5Config, T5ForConditionalGeneration
 from watched import watched
 
 from dtypedoctor.errors import UsageError
@@ -161,3 +162,13 @@ def test_a_factory_may_pack_its_weights_itself(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(built[0].weight.data, before)
     assert built[1].weight.dtype == torch.float16
     assert built(torch.randn(2, 64, dtype=torch.float16)).isfinite().all()
+
+
+def test_a_folder_needs_neither_a_tokenizer_nor_a_causal_model(tmp_path: Path) -> None:
+    """The class that an encoder-decoder's checkpoint names is loaded, and its outputs can be compared."""
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    built = build(Model(name=str(tmp_path), dtype="float16"), CPU, 3407)
+    assert type(built.model) is T5ForConditionalGeneration
+    assert built.tokenizer is None
+    assert outputs(built.model).isfinite().all()

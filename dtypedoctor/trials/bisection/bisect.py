@@ -15,7 +15,7 @@ from dtypedoctor.trials.bisection.forest import Forest, called_modules, plant, s
 from dtypedoctor.trials.bisection.laboratory import Laboratory
 from dtypedoctor.trials.bisection.modes import modes
 from dtypedoctor.trials.bisection.offers import offered_corrections, with_offers
-from dtypedoctor.trials.bisection.probes import KEEP, Workload, cheaper, describe, with_kept
+from dtypedoctor.trials.bisection.probes import KEEP, Workload, cheaper, describe, unrounded, with_kept
 from dtypedoctor.trials.bisection.questions import Answer, Question, Watch, ask
 from dtypedoctor.trials.bisection.reproduction import reproduce
 from dtypedoctor.trials.bisection.results import Bisection, End
@@ -119,8 +119,9 @@ class _Bisecting:
     def _on(self, bench: Bench, found: Bisection) -> Bisection:
         """The answers on one workload."""
         if not bench.healthy.healthy:
-            end = End.DOMAIN_ERROR if bench.healthy.outcome(found.failure) is Outcome.FAIL else End.UNRESOLVED
-            return replace(found, end=end, note=f"the float32 reference: {bench.healthy.reason}")
+            return replace(
+                found, end=self._fails_throughout(bench, found), note=f"the float32 reference: {bench.healthy.reason}"
+            )
         forest = self._forest(bench, found)
         self._told.forest(forest)
         self._told.stage(f"which modules, by {bench.workload.words}")
@@ -136,6 +137,13 @@ class _Bisecting:
         except KeyboardInterrupt:
             return replace(found, end=End.INTERRUPTED, note="the whole scenario was not tried with them")
         return replace(found, trials=(trial,), confirmed=confirmed)
+
+    def _fails_throughout(self, bench: Bench, found: Bisection) -> End:
+        """What it means that the float32 reference is not healthy either."""
+        if bench.healthy.outcome(found.failure) is not Outcome.FAIL:
+            return End.UNRESOLVED
+        before_rounding = self._lab.run(Request(scenario=unrounded(bench.workload.scenario)))
+        return End.ROUNDED_WEIGHTS if symptom_of(before_rounding).healthy else End.DOMAIN_ERROR
 
     def _forest(self, bench: Bench, found: Bisection) -> Forest:
         before = found.treatment.before.trace

@@ -6,7 +6,7 @@ from typing import Any
 
 from dtypedoctor.scenario.model import Forward, Generate, Grpo, Scenario, Sft, Train
 
-__all__ = ["Workload", "cheaper", "narrow_dtype", "perturbed", "reference", "samples_tokens", "with_kept"]
+__all__ = ["Workload", "cheaper", "narrow_dtype", "perturbed", "reference", "samples_tokens", "unrounded", "with_kept"]
 
 KEEP = "keep-float32"
 
@@ -73,8 +73,18 @@ def reference(scenario: Scenario) -> Scenario:
     return scenario.with_changes(steps=steps, corrections=[])
 
 
+def unrounded(scenario: Scenario) -> Scenario:
+    """The reference with the weights as they were before any dtype rounded them."""
+    exact = reference(scenario)
+    steps = exact.model_dump()["steps"]
+    for step in steps:
+        if step["model"] is not None:
+            step["model"]["dtype"] = "float32"
+    return exact.with_changes(steps=steps)
+
+
 def perturbed(scenario: Scenario) -> tuple[Scenario, ...]:
-    """The reference with every weight moved by one unit in the last place of the scenario's narrowest dtype, several times."""
+    """The reference with every weight and gradient moved by one unit in the last place of the scenario's narrowest dtype, several times."""
     exact = reference(scenario)
     found = []
     for seed in SEEDS:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from dtypedoctor.diagnosis.incidents import Incident, incidents
 from dtypedoctor.diagnosis.window import is_dtype_error
@@ -43,6 +44,7 @@ class Symptom:
             dtype's range where nothing failed.
         absmax: the largest finite magnitude among the module outputs and gradients in 16-bit dtypes (in any dtype, where
             there are no such).
+        share: that over the largest number of its dtype.
         seconds: wall-clock time of the run.
     """
 
@@ -54,6 +56,7 @@ class Symptom:
     call: int | None = None
     fqn: str | None = None
     absmax: float | None = None
+    share: float | None = None
     seconds: float = 0.0
 
     @property
@@ -86,10 +89,12 @@ def symptom_of(run: Run, tolerance: Tolerance | None = None) -> Symptom:
     incident = next(iter(incidents(trace)), None)
     found = next(_symptoms(run, tolerance, incident), None)
     last = incident.sample if incident is not None and found is not None else None
-    fqn, absmax = _peak(trace, last)
+    peak = _peak(trace, last)
     if found is None:
-        return Symptom(kind=Kind.HEALTHY, reason="healthy", fqn=fqn, absmax=absmax, seconds=run.exit.seconds)
-    return replace(found, absmax=absmax, seconds=run.exit.seconds)
+        found = Symptom(kind=Kind.HEALTHY, reason="healthy", fqn=peak.fqn if peak else None)
+    if peak is not None:
+        found = replace(found, absmax=peak.absmax, share=peak.share)
+    return replace(found, seconds=run.exit.seconds)
 
 
 def refused(message: str) -> Symptom:
@@ -189,9 +194,15 @@ def _origin(trace: Trace, sample: Sample, site: Site) -> str:
     return fqn + OWN
 
 
-def _peak(trace: Trace, until: Sample | None) -> tuple[str | None, float | None]:
+class _Peak(NamedTuple):
+    share: float
+    absmax: float
+    fqn: str
+
+
+def _peak(trace: Trace, until: Sample | None) -> _Peak | None:
     """The module that came nearest to the end of its dtype's range, and the largest magnitude that it reached."""
-    best: tuple[float, float, str] | None = None
+    best: _Peak | None = None
     for narrow in (True, False):
         for sample in trace.samples:
             if until is not None and sample.n > until.n and sample.call > until.call:
@@ -203,8 +214,8 @@ def _peak(trace: Trace, until: Sample | None) -> tuple[str | None, float | None]
             if narrow and dtype.bits > 16:
                 continue
             share = sample.absmax / dtype.max
-            if best is None or share > best[0]:
-                best = share, sample.absmax, site.fqn
+            if best is None or share > best.share:
+                best = _Peak(share, sample.absmax, site.fqn)
         if best is not None:
             break
-    return (best[2], best[1]) if best else (None, None)
+    return best
