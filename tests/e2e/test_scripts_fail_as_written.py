@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,14 +43,25 @@ def bare(script: Callable[[], None]) -> None:
     script()
 
 
-def compiled(script: Callable[[], None]) -> set[str]:
-    """The script, then what Dynamo's own counters say of graph breaks and of the recompile limit."""
+def counted(script: Callable[[], None]) -> set[str]:
+    """Nothing around the script; afterwards, what Dynamo's own counters say of graph breaks and of the recompile limit."""
+    script()
     from torch._dynamo.utils import counters
 
-    script()
     limited = any("recompile limit exceeded" in reason for reason in counters["unimplemented"])
     found = {"compile-graph-break": bool(counters["graph_break"]), "recompile-limit": limited}
     return {name for name, present in found.items() if present}
+
+
+@pytest.fixture(scope="module")
+def bare_ends(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Ended]:
+    """How a script ends by itself, run once for all tests that want to know; of a compiled one, with Dynamo's counts."""
+
+    @cache
+    def ended(case: Case) -> Ended:
+        return run_forked(case.path, tmp_path_factory.mktemp(case.name), counted if case in COMPILED else bare)
+
+    return ended
 
 
 def witnessed(script: Callable[[], None]) -> Account:
@@ -78,15 +90,15 @@ def assert_ends_as_written(case: Case, ended: Ended) -> None:
 
 
 @pytest.mark.parametrize("case", ALL, ids=ids)
-def test_a_script_run_bare_ends_as_its_header_says(case: Case, tmp_path: Path) -> None:
+def test_a_script_run_bare_ends_as_its_header_says(case: Case, bare_ends: Callable[[Case], Ended]) -> None:
     """Raises what it says or nothing, and shows its symptom in its own output."""
-    assert_ends_as_written(case, run_forked(case.path, tmp_path, bare))
+    assert_ends_as_written(case, bare_ends(case))
 
 
 @pytest.mark.parametrize("case", COMPILED, ids=ids)
-def test_dynamo_counts_what_the_header_says(case: Case, tmp_path: Path) -> None:
+def test_dynamo_counts_what_the_header_says(case: Case, bare_ends: Callable[[Case], Ended]) -> None:
     """Dynamo's counters hold a graph break or a recompile limit exactly where the header names it."""
-    assert run_forked(case.path, tmp_path, compiled).evidence == set(case.ids) & COUNTED
+    assert bare_ends(case).evidence == set(case.ids) & COUNTED
 
 
 @pytest.mark.parametrize("case", of("nonfinite"), ids=ids)
@@ -129,9 +141,9 @@ def test_a_silent_op_runs_in_the_module_that_the_header_names(case: Case, tmp_pa
 
 
 @pytest.mark.parametrize("case", of("healthy"), ids=ids)
-def test_a_healthy_script_prints_no_bad_number(case: Case, tmp_path: Path) -> None:
+def test_a_healthy_script_prints_no_bad_number(case: Case, bare_ends: Callable[[Case], Ended], tmp_path: Path) -> None:
     """Whatever it prints is finite, and a second run prints the same."""
-    first, second = (run_forked(case.path, tmp_path, bare).output for _ in range(2))
+    first, second = bare_ends(case).output, run_forked(case.path, tmp_path, bare).output
     assert not re.search(r"\b(nan|inf)\b", first, re.IGNORECASE)
     assert TIMING.sub("", first) == TIMING.sub("", second)
 
