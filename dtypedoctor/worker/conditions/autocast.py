@@ -25,7 +25,7 @@ def _off(took_effect: TookEffect) -> Iterator[None]:
         region._enabled = False
         entered = enter(region)
         asked = wanted[region][-1]
-        if asked and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(region.device):
+        if asked and not torch.is_autocast_enabled(region.device):
             took_effect()
         return entered
 
