@@ -9,7 +9,7 @@ from dtypedoctor.report.numbers import number
 __all__ = ["line_chart"]
 
 _WIDTH, _HEIGHT = 360, 170
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 12, 22
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 10, 12, 22
 
 Values = Sequence[float | None]
 

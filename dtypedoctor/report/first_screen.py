@@ -51,7 +51,7 @@ def _facts(report: Report) -> Iterator[Fact]:
     yield from (_surface(other) for other in report.findings[1:] if other.consequence_of == finding.id)
     yield from _cures(report)
     if same := watched_and_not(report.observer):
-        yield Fact(label="without the watch", text=same)
+        yield Fact(label="unwatched", text=same)
 
 
 def _surface(consequence: Finding) -> Fact:

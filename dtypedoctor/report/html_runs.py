@@ -7,7 +7,7 @@ from dtypedoctor.report.comparison import Column, compare, runs
 from dtypedoctor.report.elements import Html, el, join, table
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import ABSENT
-from dtypedoctor.report.remedy_lines import legend, remedy_lines, which_one
+from dtypedoctor.report.remedy_lines import RemedyLine, legend, remedy_lines, which_one
 from dtypedoctor.report.text import one_line
 
 __all__ = ["comparison", "remedies"]
@@ -22,13 +22,17 @@ def remedies(report: Report) -> Html:
         [
             el("code", one_line(line.id)),
             line.change,
-            join((el("strong", line.outcome), f": {one_line(line.reason, 600)}" if line.reason else "")),
+            join((_outcome(line), f": {one_line(line.reason, 600)}" if line.reason else "")),
         ]
         for line in lines
     ]
     shown = table(["remedy", "what it changes", "outcome"], rows, "Those that cure first")
     note = el("p", legend(lines), class_="dim") if legend(lines) else Html()
     return el("section", el("h2", "Remedies"), shown, note, _which_one(report), id="remedies", class_="card")
+
+
+def _outcome(line: RemedyLine) -> Html:
+    return el("strong", line.outcome, class_="good" if line.cures else None)
 
 
 def _which_one(report: Report) -> Html:

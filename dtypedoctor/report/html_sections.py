@@ -1,6 +1,6 @@
 """The parts of the HTML page that need no script."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.dtypes import short_name
@@ -19,7 +19,8 @@ from dtypedoctor.report.facts import (
 )
 from dtypedoctor.report.first_screen import ERROR, MODULE, Fact, first_screen
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.numbers import ABSENT
+from dtypedoctor.report.numbers import ABSENT, counted
+from dtypedoctor.report.remedy_lines import cures
 from dtypedoctor.report.reproduction import ELSEWHERE, reproduction_script
 from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines
 from dtypedoctor.report.text import one_line
@@ -32,16 +33,30 @@ _MOST_CHANGES = 300
 
 def verdict(report: Report) -> Html:
     """What failed, where, how sure, what cures it; then cause and evidence of every finding."""
-    status = el("span", STATUS[report.status], class_=f"pill {report.status.value}")
+    pills = [el("span", STATUS[report.status], class_=f"pill {report.status.value}"), *_pills(report)]
     ran = what_ran(report)
     head = el(
         "header",
-        el("p", status, " ", el("span", one_line(report.name) + (f": {ran}" if ran else ""), class_="dim")),
+        el(
+            "p",
+            *(join((pill, " ")) for pill in pills),
+            el("span", one_line(report.name) + (f": {ran}" if ran else ""), class_="dim"),
+        ),
         el("h1", one_line(report.headline, 600)),
         el("p", el("code", ended_with(report)), class_="raised") if ended_with(report) else Html(),
         el("p", PROVEN_MEANS, class_="dim") if _something_is_proven(report) else Html(),
     )
     return el("section", head, _first_finding(report), *map(_finding, report.findings[1:]), id="verdict", class_="card")
+
+
+def _pills(report: Report) -> Iterator[Html]:
+    """How sure the most important finding is, and how many remedies cure it and keep the meaning of the run."""
+    if not report.findings:
+        return
+    yield el("span", report.findings[0].confidence.upper(), class_="pill plain")
+    cured = sum(line.safe for line in cures(report))
+    if cured:
+        yield el("span", f"CURED BY {counted(cured, 'REMEDY', 'REMEDIES')}", class_="pill good")
 
 
 def _something_is_proven(report: Report) -> bool:
@@ -215,6 +230,8 @@ def reproduce(report: Report) -> Html:
     rows = [[el("code", one_line(name)), one_line(value, 500)] for name, value in environment_rows(report.environment)]
     if rows:
         parts.append(el("details", el("summary", "Environment"), table([], rows, "Versions, device and variables")))
+    if not any(parts[1:]):
+        return Html()
     return el("section", *parts, id="reproduce", class_="card")
 
 

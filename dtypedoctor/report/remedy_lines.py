@@ -38,6 +38,7 @@ class RemedyLine:
         reason: what decided.
         result: how far its run came, beside the untreated one (``3 of 3 steps, 0 before``); empty without a run.
         cures: whether it fixes.
+        safe: whether it keeps the meaning of the run.
     """
 
     id: str
@@ -46,6 +47,7 @@ class RemedyLine:
     reason: str
     result: str = ""
     cures: bool = False
+    safe: bool = False
 
 
 def outcome_words(trial: Trial) -> str:
@@ -97,6 +99,7 @@ def _of_trial(trial: Trial, report: Report) -> RemedyLine:
         reason=trial.reason,
         result=_result(trial, report),
         cures=_cures(trial),
+        safe=trial.safe,
     )
 
 

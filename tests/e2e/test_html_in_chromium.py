@@ -1,5 +1,6 @@
 """The HTML report in a real browser, opened from disk as a maintainer would."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,6 +223,57 @@ def test_light_and_dark(opened: webdriver.Chrome) -> None:
     button(opened, "Light / dark").click()
     assert background(opened) == "rgba(244, 246, 248, 1)"
     opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+FAINT = (Path(__file__).parent / "faint_texts.js").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("typed", ["", "gate_proj"])
+def test_every_text_can_be_read(opened: webdriver.Chrome, scheme: str, typed: str) -> None:
+    """The contrast that WCAG 2.2 asks for (AA), in both schemes: with the origin selected, and beside what a filter leaves."""
+    opened.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    opened.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys(typed)
+    opened.execute_script("for (const part of document.querySelectorAll('details')) part.open = true")  # type: ignore[no-untyped-call]
+    measured = opened.execute_script(FAINT)  # type: ignore[no-untyped-call]
+    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert measured["texts"] > 100
+    assert measured["faint"] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_focus_and_what_is_not_finite_stand_out(opened: webdriver.Chrome, scheme: str) -> None:
+    """WCAG 2.2 asks for 3:1 beside what is no text."""
+    opened.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    colours = {
+        "inf": (".hatch-inf-back", "fill"),
+        "nan": (".hatch-nan-back", "fill"),
+        "focus": (".row[aria-selected='true']", "outline-color"),
+    }
+    selected(opened).send_keys(Keys.ARROW_RIGHT)
+    card = opened.find_element(By.CSS_SELECTOR, "#map").value_of_css_property("background-color")
+    found = {
+        name: contrast(opened.find_element(By.CSS_SELECTOR, where).value_of_css_property(what), card)
+        for name, (where, what) in colours.items()
+    }
+    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert all(ratio >= 3 for ratio in found.values()), found
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours as WCAG defines it, from ``rgb(…)``."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_a_phone_needs_no_sideways_scrolling(opened: webdriver.Chrome) -> None:

@@ -1,6 +1,6 @@
 // What a reader can do: choose lane, step, runs and filter; move with mouse and keys; go to the origin.
 
-const KEYS = [["↑ ↓", "module"], ["← →", "close, open"], [", .", "step"], ["/", "filter"], ["o", "origin"], ["Enter", "details"]];
+const KEYS = [["↑ ↓", "module"], ["← →", "close, open"], [", .", "step"], ["/", "filter"], ["Enter", "details"], ...(origin ? [["o", "origin"]] : [])];
 
 // ------------------------------------------------------------------ tools
 

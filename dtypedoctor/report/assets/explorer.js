@@ -166,6 +166,7 @@ function renderRows() {
   const key = focused ? focused.dataset.key : null;
   const { rows, found } = visibleRows();
   ui.rows.style.setProperty("--runs", shownRuns().length);
+  ui.rows.classList.toggle("alone", shownRuns().length === 1);
   renderHeads();
   const width = columnWidth();
   drawn = rows.map((row) => makeRow(row, width));
@@ -190,7 +191,9 @@ function renderHeads() {
 
 function axis(columns, width) {
   const every = Math.max(1, Math.ceil(34 / width));
-  const labels = columns.map((label, i) => (i % every ? null : make("text", { x: (i * width).toFixed(1), y: 10 }, label.split("–")[0])));
+  const fits = (label, i) => i % every === 0 && i * width + 6 * label.length <= Math.max(columns.length * width, 12);
+  const shown = columns.map((label) => label.split("–")[0]);
+  const labels = shown.map((label, i) => (fits(label, i) ? make("text", { x: (i * width).toFixed(1), y: 10 }, label) : null));
   return make("svg", { width: (columns.length * width).toFixed(2), height: 13, "aria-hidden": "true" }, labels);
 }
 
@@ -206,7 +209,7 @@ function renderStep() {
     value.title = describe(cell);
     for (const { cells, box } of heats) {
       box.querySelector(".now")?.remove();
-      if (state.column < cells.length) box.firstChild.append(frame(state.column * width, width));
+      if (cells[state.column]) box.firstChild.append(frame(state.column * width, width));
     }
   }
   if (state.selected) renderDetail(state.selected);
