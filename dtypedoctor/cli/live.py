@@ -33,9 +33,9 @@ class LiveView:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._region.__exit__(kind, error, tb)
 
-    def begin(self, label: str, directory: Path) -> None:
+    def begin(self, label: str) -> None:
         """A run starts."""
-        self._label, self._began, self._follower = label, time.monotonic(), Follower(directory)
+        self._label, self._began, self._follower = label, time.monotonic(), None
         if not self._region.changes and self._every_run:
             self._region.leave(f"{label} …")
 
@@ -50,9 +50,11 @@ class LiveView:
             self._region.leave(f"{self._label:<36} {seconds:5.1f} s  {outcome}", cut=True)
 
     def progress(self, directory: Path) -> None:
-        """Called while the run goes on."""
-        if not self._region.changes or self._follower is None:
+        """Called while the run goes on, with where its trace is; of several processes with that of rank 0."""
+        if not self._region.changes:
             return
+        if self._follower is None:
+            self._follower = Follower(directory)
         where = self._follower.where()
         text = Text.assemble((f"{self._label}", "bold"), f"  {time.monotonic() - self._began:5.1f} s")
         if where is None:

@@ -37,7 +37,7 @@ def treat_scenario(scenario: Scenario, directory: Path, plan: Plan, view: LiveVi
     with _removed_if_refused(directory), view, _starter(scenario, directory, view) as start:
 
         def launch(label: str, request: Request) -> Run:
-            view.begin(label, directory / label)
+            view.begin(label)
             finished = start(request, directory / label)
             view.end(how_it_ended(finished))
             return finished
@@ -98,7 +98,7 @@ def _removed_if_refused(directory: Path) -> Iterator[None]:
 def _starter(scenario: Scenario, directory: Path, view: LiveView) -> Iterator[Start]:
     """What runs a scenario: torchrun for several processes, a fresh interpreter for a script, else a warm server."""
     if scenario.distributed is not None:
-        yield lambda request, place: run_ranks(request, place, live=False)
+        yield lambda request, place: run_ranks(request, place, live=False, progress=view.progress)
     elif isinstance(scenario.steps[0].workload, Script):
         yield lambda request, place: run_script(request, place, live=False)
     else:

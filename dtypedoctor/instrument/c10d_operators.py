@@ -83,10 +83,17 @@ def is_over(work: Any) -> bool:
 
 
 def _has_failed(work: Any) -> bool:
+    """Asked of its future, as torch warns the program where a work is asked itself."""
     try:
-        return not work.is_success()
+        future = work.get_future()
     except RuntimeError:  # the backend does not say
         return False
+    try:
+        if future.done():
+            future.value()
+    except RuntimeError:
+        return True
+    return False
 
 
 _BETWEEN = ("dtypedoctor.", "torch._dynamo")

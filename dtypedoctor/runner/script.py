@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
@@ -44,7 +44,14 @@ def run_script(request: Request, directory: Path, *, live: bool) -> Run:
     return collect(directory, ended, foreign=True)
 
 
-def run_process(command: Sequence[str], directory: Path, *, live: bool, time_limit: float) -> WorkerExit:
+def run_process(
+    command: Sequence[str],
+    directory: Path,
+    *,
+    live: bool,
+    time_limit: float,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> WorkerExit:
     """Runs a command in a process group of its own until it ends or its time limit is over.
 
     Args:
@@ -52,13 +59,14 @@ def run_process(command: Sequence[str], directory: Path, *, live: bool, time_lim
         directory: where what it writes is kept.
         live: see :func:`run_script`.
         time_limit: seconds.
+        meanwhile: called now and then while it runs.
     """
     began = time.monotonic()
     with Streams(directory, live=live) as streams:
         with streams.ends() as (out, err), _standard_input(live) as given:
             process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, process_group=0)
         with _forwarding(process), Foreground(process) if live else nullcontext() as foreground:
-            timed_out = not _wait(process, streams, began + time_limit, foreground)
+            timed_out = not _wait(process, streams, began + time_limit, foreground, meanwhile)
         streams.show_rest()
     return WorkerExit(code=process.wait(), timed_out=timed_out, seconds=time.monotonic() - began)
 
@@ -74,8 +82,8 @@ def _standard_input(live: bool) -> Iterator[int | None]:
         yield subprocess.DEVNULL
 
 
-def _wait(process: "subprocess.Popen[bytes]", streams: Streams, deadline: float,
-          foreground: Foreground | None) -> bool:  # fmt: skip
+def _wait(process: "subprocess.Popen[bytes]", streams: Streams, deadline: float, foreground: Foreground | None,
+          meanwhile: Callable[[], None]) -> bool:  # fmt: skip
     """Waits for the process, showing what it writes; False if it had to be stopped at its time limit."""
     ended = os.pidfd_open(process.pid)
     try:
@@ -88,6 +96,7 @@ def _wait(process: "subprocess.Popen[bytes]", streams: Streams, deadline: float,
             streams.show(min(left, LONGEST_WAIT), ended)
             if foreground is not None:
                 foreground.stop_with_it()
+            meanwhile()
     finally:
         os.close(ended)
     return True

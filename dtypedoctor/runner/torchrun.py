@@ -9,7 +9,7 @@ from typing import Any
 
 from dtypedoctor.runner.child import STDERR, STDOUT
 from dtypedoctor.runner.directories import make_directory
-from dtypedoctor.runner.launch import Run, WorkerExit, collect
+from dtypedoctor.runner.launch import Progress, Run, WorkerExit, collect
 from dtypedoctor.runner.script import BOOT, run_process
 from dtypedoctor.scenario.model import Script
 from dtypedoctor.scenario.request import REQUEST, Request
@@ -26,13 +26,14 @@ _KEPT, _SHOWN = "--redirects", "--tee"
 _BOTH_STREAMS = "3"
 
 
-def run_ranks(request: Request, directory: Path, *, live: bool) -> Run:
+def run_ranks(request: Request, directory: Path, *, live: bool, progress: Progress = lambda _: None) -> Run:
     """Runs ``request`` in as many processes as its scenario says, on this machine.
 
     Args:
         request: what each of them is to do.
         directory: holds afterwards a directory for each rank, and what torchrun itself printed; must not exist yet.
         live: show what the processes write, each line with the rank that wrote it.
+        progress: called now and then, while they run, with the directory of rank 0.
 
     Returns:
         The run of the rank that failed first, or of rank 0; its ``ranks`` are those of all.
@@ -48,13 +49,16 @@ def run_ranks(request: Request, directory: Path, *, live: bool) -> Run:
         place.mkdir()
         (place / REQUEST).write_text(_for_rank(request, rank).model_dump_json(), encoding="utf-8")
     command = [sys.executable, "-P", *_torchrun(directory.resolve(), count, live=live)]
-    ended = run_process(command, directory, live=live, time_limit=request.scenario.time_limit)
+    first = rank_directory(directory, 0)
+    ended = run_process(
+        command, directory, live=live, time_limit=request.scenario.time_limit, meanwhile=lambda: progress(first)
+    )
     _sort_streams(directory, count)
     failures = _failures(directory)
     foreign = isinstance(request.scenario.steps[0].workload, Script)
     runs = [_collect(directory, rank, ended, failures, foreign=foreign) for rank in range(count)]
-    first = min(failures, key=lambda rank: float(failures[rank]["time"]), default=0)
-    return led_by(tuple(runs), first)
+    leading = min(failures, key=lambda rank: float(failures[rank]["time"]), default=0)
+    return led_by(tuple(runs), leading)
 
 
 def led_by(ranks: tuple[Run, ...], rank: int) -> Run:

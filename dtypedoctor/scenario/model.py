@@ -266,7 +266,7 @@ class Scenario(Strict):
         "with `0`, only the residual stream and the loss. A closer look at a failure measures all.",
     )  # fmt: skip
     distributed: Distributed | None = Field(
-        default=None, description="Run it in several processes; only `train`, `forward` and scripts can be."
+        default=None, description="Run it in several processes; `generate`, `unload` and compiled steps cannot be."
     )
     corrections: list[CorrectionSpec] = Field(default_factory=list, description="Corrections switched on in this run.")
     conditions: list[ConditionName] = Field(
@@ -287,9 +287,13 @@ class Scenario(Strict):
 
     @model_validator(mode="after")
     def _can_be_distributed(self) -> Self:
-        for step in self.steps if self.distributed is not None else ():
-            if step.workload.kind not in ("train", "forward", "script"):
-                raise ValueError(f"a step of kind {step.workload.kind} runs in one process only")
+        spec = self.distributed
+        for step in self.steps if spec is not None else ():
+            kind = step.workload.kind
+            if kind in ("generate", "unload"):
+                raise ValueError(f"a step of kind {kind} runs in one process only")
+            if kind in ("sft", "grpo") and spec is not None and spec.strategy == "fsdp":
+                raise ValueError(f"the trainer of a step of kind {kind} wraps its model itself, with ddp only")
             if step.compile is not None:
                 raise ValueError("a compiled model runs in one process only")
         return self

@@ -9,7 +9,7 @@ from torch import nn
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.residual import residual_blocks
-from dtypedoctor.scenario.model import Distributed
+from dtypedoctor.scenario.model import Distributed, Grpo, Sft
 from dtypedoctor.trace.ranks import member
 from dtypedoctor.workloads.context import Context
 
@@ -47,6 +47,8 @@ def parallel(context: Context) -> Iterator[None]:
         model = context.built.model
         if spec.strategy == "fsdp":
             _shard(model, spec)
+        elif isinstance(context.stage.workload, (Sft, Grpo)):
+            pass  # the trainer finds the group, and wraps the model itself
         elif any(parameter.requires_grad for parameter in model.parameters()):
             context.wrapped = nn.parallel.DistributedDataParallel(model)
             context.instruments.name_as(context.wrapped, model)

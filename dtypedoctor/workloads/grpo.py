@@ -20,14 +20,16 @@ def run_grpo(context: Context) -> None:
         beta=settings.beta,
         **shared_settings(context, settings),
     )
+    reporter = StepReporter(context)
     trainer = GRPOTrainer(
         model=context.model,
         reward_funcs=distinct_characters,
         args=config,
         train_dataset=prompts(settings.prompts),
         processing_class=context.tokenizer,
-        callbacks=[StepReporter(context)],
+        callbacks=[reporter],
     )
+    reporter.trainer = trainer
     with context.region():
         trainer.train()
 

@@ -12,13 +12,15 @@ def run_sft(context: Context) -> None:
     """Trains the model for the scenario's number of steps; exceptions of the trainer are the scenario's result."""
     settings = context.stage.workload
     assert isinstance(settings, Sft)
+    reporter = StepReporter(context)
     trainer = SFTTrainer(
         model=context.model,
         args=SFTConfig(max_length=settings.max_length, **shared_settings(context, settings)),
         train_dataset=sums(settings.examples),
         processing_class=context.tokenizer,
-        callbacks=[StepReporter(context)],
+        callbacks=[reporter],
     )
+    reporter.trainer = trainer
     with context.region():
         trainer.train()
 

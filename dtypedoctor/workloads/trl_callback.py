@@ -33,12 +33,23 @@ def shared_settings(context: Context, settings: Grpo | Sft) -> dict[str, Any]:
 
 
 class StepReporter(TrainerCallback):
-    """Records loss, grad_norm, reward and time of every step, and probes the policy after it."""
+    """Records loss, grad_norm, reward and time of every step, and probes the policy after it.
+
+    Attributes:
+        trainer: the trainer that it is a callback of, once that is there.
+    """
 
     def __init__(self, context: Context) -> None:
+        self.trainer: Any = None
         self._context = context
         self._began = 0.0
         self._seconds = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Of several processes each calls the model through a wrapper: it goes by the model's name."""
+        wrapper, model = self.trainer.model_wrapped, self._context.model
+        if wrapper is not model:
+            self._context.instruments.name_as(wrapper, model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts the clock of a step."""

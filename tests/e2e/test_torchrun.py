@@ -1,15 +1,23 @@
 """Several processes: real torchrun, two ranks over gloo, tiny models."""
 
+import fcntl
 import os
+import re
+import struct
 import subprocess
 import sys
+import termios
 import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Finished, dtypedoctor, report_of
 
+from dtypedoctor.trace.events import Root
 from dtypedoctor.trace.ranks import LEADING
 from dtypedoctor.trace.reader import Trace, read_trace
 
@@ -108,6 +116,18 @@ FSDP = """
       - model: {name: "builtin:llama-tiny", options: {hidden: 32, intermediate: 64}}
         workload: {kind: train, steps: 2, sequence_length: 8}
     distributed: {processes: 2, strategy: fsdp, param_dtype: bfloat16, reduce_dtype: float32}
+"""
+
+
+SFT = """
+    name: tuned
+    summary: TRL's supervised trainer, in as many processes as the command line says.
+    steps:
+      - model:
+          name: "builtin:llama-tiny"
+          options: {hidden: 32, intermediate: 64}
+          lora: {r: 4, alpha: 8, targets: [q_proj, v_proj]}
+        workload: {kind: sft, steps: 2, examples: 8, max_length: 16}
 """
 
 
@@ -219,6 +239,50 @@ def test_a_sharded_scenario_with_a_precision_policy_is_healthy(tmp_path: Path) -
         assert any(site.kind == "param" and site.shape[0] == 16 for site in trace.sites.values())  # half of 32 rows
 
 
+def test_a_trainer_of_trl_runs_in_several_processes_and_a_terminal_shows_how_far_it_is(tmp_path: Path) -> None:
+    """It wraps the model itself; modules have the names that they have in one process, and rank 0 tells of its steps."""
+    path, out = written(tmp_path, SFT, "tuned.yaml"), tmp_path / "run"
+    terminal, end = os.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    shown: list[bytes] = []
+    reader = threading.Thread(target=lambda: shown.extend(_chunks(terminal)))
+    reader.start()
+    command = [
+        sys.executable,
+        "-m",
+        "dtypedoctor",
+        "run",
+        "--nproc",
+        "2",
+        "--no-remedies",
+        "--out",
+        str(out),
+        str(path),
+    ]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    done = subprocess.run(
+        command, env=os.environ | paths, stdout=subprocess.DEVNULL, stderr=end, check=False, timeout=240
+    )
+    os.close(end)
+    reader.join()
+    text = b"".join(shown).decode()
+    assert done.returncode == 0, text
+    assert re.search(r"before\S*\s.*step [12]  \w+  base_model", text)
+    report = report_of(out)
+    assert (report["status"], report["before"]["steps_completed"]) == ("healthy", 2)
+    assert report["observer"]["bitwise_equal"] is True
+    for trace in ranks_of(out):
+        assert [root.cls for root in trace.all(Root)] == ["PeftModelForCausalLM"]
+        assert any((site.kind, site.cls) == ("received", "all_reduce") for site in trace.sites.values())
+
+
+def _chunks(descriptor: int) -> Iterator[bytes]:
+    """What is written to the other end of a terminal, until that is closed."""
+    with suppress(OSError):
+        while True:
+            yield os.read(descriptor, 4096)
+
+
 def test_a_mixed_shard_unit_is_found_before_fsdp_refuses_it(tmp_path: Path) -> None:
     """The call of fully_shard is enough, although it succeeds; FSDP2 itself complains in the first forward pass."""
     path, out = written(tmp_path, MIXED, "work.py"), tmp_path / "run"
@@ -256,7 +320,8 @@ def test_a_job_that_torchrun_has_started_records_each_rank_by_itself(tmp_path: P
         (["exec", "--nproc", "two", "work.py"], {}, "nproc"),
         (["exec", "--nproc", "2", "missing.py"], {}, "missing.py: no such script"),
         (["exec", "--nproc", "2", "work.py"], {"RANK": "0", "WORLD_SIZE": "2"}, "one of several already"),
-        (["run", "gemma4_grpo_fp16", "--nproc", "2"], {}, "grpo runs in one process only"),
+        (["run", "nf4_dequant_compile", "--nproc", "2"], {}, "a compiled model runs in one process only"),
+        (["run", "sequential_loads_sampling", "--nproc", "2"], {}, "generate runs in one process only"),
     ],
 )
 def test_what_cannot_be_distributed_is_refused(
