@@ -31,7 +31,8 @@ def recipe(module: nn.Module, tensors: Tensors, *, own: bool, path: str = "weigh
     """How to make ``module`` without calling its constructor.
 
     ``class`` (as ``package.module:Name``), ``attributes`` (see :func:`describe`; what cannot be described is left out),
-    ``parameters`` and ``buffers`` (keys of tensors), ``children`` by name, ``forward`` where the instance has its own one.
+    ``parameters`` and ``buffers`` (keys of tensors; of packed 4-bit weights ``{"packed": key, "state": {...}}``, with what
+    bitsandbytes would save beside them), ``children`` by name, ``forward`` where the instance has its own one.
     With ``own`` the modules in it are not described, only named: ``children`` then holds None for each, and real
     containers for lists of them.
 
@@ -54,9 +55,7 @@ def recipe(module: nn.Module, tensors: Tensors, *, own: bool, path: str = "weigh
                 described["attributes"][name] = found
     for kind, held in (("parameters", module._parameters), ("buffers", module._buffers)):
         for name, tensor in held.items():
-            if tensor is not None and hasattr(tensor, "quant_state"):
-                raise TypeError("packed 4-bit weights cannot be carried into a script")
-            described[kind][name] = tensors.keep(f"{path}{name}", tensor) if tensor is not None else None
+            described[kind][name] = _keep(tensor, tensors, f"{path}{name}") if tensor is not None else None
     for name, child in module._modules.items():
         if child is None or (own and not _holds_only_modules(child)):
             described["children"][name] = None
@@ -65,17 +64,35 @@ def recipe(module: nn.Module, tensors: Tensors, *, own: bool, path: str = "weigh
     return described
 
 
-_NEEDED = frozenset({"_disable_adapters", "_active_adapter", "_cast_input_dtype_enabled", "_caches"})
+def _keep(tensor: Tensor, tensors: Tensors, key: str) -> str | dict[str, Any]:
+    state: Any = getattr(tensor, "quant_state", None)
+    if state is None:
+        return tensors.keep(key, tensor)
+    parts = {name: tensors.keep(f"{key}.packed.{name}", part) for name, part in state.as_dict(packed=True).items()}
+    return {"packed": tensors.keep(f"{key}.packed", tensor), "state": parts}
+
+
+_NEEDED = frozenset(
+    {
+        "_disable_adapters",
+        "_active_adapter",
+        "_cast_input_dtype_enabled",
+        "_caches",
+        "_flat_weights_names",
+        "_all_weights",
+    }
+)
 """Attributes with a leading underscore that a forward may read; torch's own ones are made by ``nn.Module.__init__``."""
 
 
 def describe(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:
     """A value as JSON: ``{"value": ...}``, ``{"float": "nan"}``, ``{"tensor": key}``, ``{"tuple": [...]}``, ``{"list": [...]}``, ``{"dict": {...}}``,
-    ``{"mapping": "module:Class", "values": {...}}``, ``{"dtype": name}``, ``{"function": "module:name"}``, ``{"config": "module:Class", "values": {...}}``, else ``{"opaque": class name}``.
+    ``{"mapping": "module:Class", "values": {...}}``, ``{"dtype": name}``, ``{"device": name}``, ``{"function": "module:name"}`` (a class as well),
+    ``{"config": "module:Class", "values": {...}}``, ``{"object": "module:Class", "values": {...}}``, else ``{"opaque": class name}``.
 
     Args:
         value: what to describe.
-        tensors: keeps tensors; without it they are opaque.
+        tensors: keeps tensors; without it they are opaque, and so are objects, such as key-value caches, that hold some.
         path: key for a tensor.
     """  # fmt: skip
     if isinstance(value, Tensor):
@@ -86,6 +103,8 @@ def describe(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:
         return {"value": value}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": "cpu"}  # where the tensors are kept
     if isinstance(value, (tuple, list)):
         items = [describe(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
         return {"tuple" if isinstance(value, tuple) else "list": items}
@@ -96,23 +115,39 @@ def describe(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:
             if type(value) is dict
             else {"mapping": importable(type(value)), "values": items_by_name}
         )
-    return _describe_object(value)
+    return _describe_object(value, tensors, path)
 
 
-def _describe_object(value: Any) -> dict[str, Any]:
+def _describe_object(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:
     to_dict = getattr(value, "to_dict", None)
     try:
         if callable(to_dict) and hasattr(type(value), "from_dict"):
             return {
                 "config": importable(type(value)),
                 "values": describe(to_dict(), None, ""),
-                "attention": describe(getattr(value, "_attn_implementation", None), None, ""),
+                "chosen": {name: describe(getattr(value, name, None), None, "") for name in _CHOSEN},
             }
-        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
             return {"function": importable(value)}
+        if tensors is not None and not isinstance(value, nn.Module) and path.count(".") <= _DEEPEST:
+            return _describe_state(value, tensors, path)
     except TypeError:
         pass
     return {"opaque": type(value).__name__}
+
+
+def _describe_state(value: Any, tensors: Tensors, path: str) -> dict[str, Any]:
+    """An object by its class and what it holds; what cannot be described is left out."""
+    cls = importable(type(value))
+    held = {name: describe(item, tensors, f"{path}.{name}") for name, item in vars(value).items()}
+    return {"object": cls, "values": {"dict": {name: item for name, item in held.items() if "opaque" not in item}}}
+
+
+_CHOSEN = ("_attn_implementation", "_experts_implementation")
+"""What a configuration has been told since it was made; ``to_dict`` leaves it out."""
+
+_DEEPEST = 8
+"""Objects in objects that are followed: a key-value cache has layers, which have tensors; a ring would have no end."""
 
 
 def importable(thing: Any) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 __all__ = ["run_clean"]
 
 
-def run_clean(script: Path, time_limit: float) -> tuple[int, str]:
+def run_clean(script: Path, time_limit: float) -> tuple[int, str, str]:
     """Runs ``script`` in its own directory; modules of the present directory can be imported, nothing else is passed on.
 
     Returns:
-        The exit status (minus the signal that ended it, -1 at the time limit) and what it wrote, output before errors.
+        The exit status (minus the signal that ended it, -1 at the time limit), its output, and what it wrote of errors.
     """
     paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
@@ -29,5 +29,5 @@ def run_clean(script: Path, time_limit: float) -> tuple[int, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return -1, f"it was stopped after {time_limit:.0f} s"
-    return done.returncode, done.stdout + done.stderr
+        return -1, "", f"it was stopped after {time_limit:.0f} s"
+    return done.returncode, done.stdout, done.stderr

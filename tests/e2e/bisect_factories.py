@@ -60,7 +60,8 @@ class Peak(Plain):
         self.clamp = nn.Hardtanh(60000, 60001)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.clamp(x) / 1e8
+        clamped: Tensor = self.clamp(x)
+        return super().forward(x) + clamped / 1e8
 
 
 class NoLogarithm(Plain):

@@ -101,4 +101,5 @@ def test_a_module_that_must_not_be_kept_alone_is_no_culprit(seed: int) -> None:
     assert runs(frozenset([other, emitting])) is Outcome.FAIL
     result = found(roles)
     assert result.culprits == (other,)
+    assert result.probes <= bound(1)
     assert result.one_minimal

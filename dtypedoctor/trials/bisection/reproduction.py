@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ TIME_LIMIT = 300.0
 """Seconds for the script: it imports the module's library."""
 
 MOST_TRIED = 3
-"""Culprits for which a script is tried."""
+"""Culprits for which a script is tried; after them what holds them all."""
 
 WRONG = 1e-2
 """Relative error from which on a module by itself is called inaccurate; float16 and bfloat16 round to less."""
@@ -62,14 +63,23 @@ def reproduce(lab: Laboratory, bench: Bench, culprits: Sequence[str]) -> Reprodu
     failure = symptom_of(untreated, bench.tolerance)
     if failure.phase == "optimizer" or failure.call is None:
         return Reproduction(module=culprits[0], reason="it fails outside of the modules' own calls")
-    order = sorted(culprits, key=lambda culprit: culprit != failure.fqn)
+    order = [*sorted(culprits, key=lambda culprit: culprit != failure.fqn)[:MOST_TRIED], *_around(culprits)]
     versions = untreated.trace.environment.get("versions", {})
     tried: list[Reproduction] = []
-    for culprit in order[:MOST_TRIED]:
+    for culprit in order:
         tried.append(_attempt(lab, bench, culprit, failure, _made_with(versions)))
         if tried[-1].script:  # another attempt would write over its files
             return tried[-1]
     return tried[0]
+
+
+def _around(culprits: Sequence[str]) -> tuple[str, ...]:
+    """The smallest module that holds several culprits, which may fail only together; none where that is the whole model."""
+    if len(culprits) < 2:
+        return ()
+    paths = [culprit.removesuffix(OWN).split(".") for culprit in culprits]
+    common = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+    return (".".join(common),) if common and common != [""] else ()
 
 
 def _attempt(lab: Laboratory, bench: Bench, culprit: str, failure: Symptom, made_with: str) -> Reproduction:
@@ -91,18 +101,19 @@ def _attempt(lab: Laboratory, bench: Bench, culprit: str, failure: Symptom, made
             text = script_text(description, claim, configs=configs)
         except CannotBeWrittenError as error:
             return Reproduction(module=culprit, reason=str(error))
-        status, said = _written(lab.directory, text, captured / _CAPTURED[1])
+        status, said, errors = _written(lab.directory, text, captured / _CAPTURED[1])
         line = next((line for line in said.splitlines() if line.startswith(_FAILS)), "")
         if status == 1 and line:
             size = (lab.directory / TENSORS).stat().st_size
             return Reproduction(module=culprit, script=SCRIPT, bytes=size, said=line)
-        reason = f"by itself the module does not fail: {_last_line(said)}"
+        ended = status in (0, 2)  # in its own words
+        reason = f"by itself the module does not fail: {_last_line(said if ended else errors)}"
     for name in (SCRIPT, TENSORS):
         (lab.directory / name).unlink(missing_ok=True)
     return Reproduction(module=culprit, reason=reason)
 
 
-def _written(directory: Path, text: str, tensors: Path) -> tuple[int, str]:
+def _written(directory: Path, text: str, tensors: Path) -> tuple[int, str, str]:
     (directory / SCRIPT).write_text(text, encoding="utf-8")
     shutil.copyfile(tensors, directory / TENSORS)
     return run_clean(directory / SCRIPT, TIME_LIMIT)

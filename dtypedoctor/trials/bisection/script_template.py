@@ -23,6 +23,7 @@ CHECK = "{check}"
 LIMIT = {limit!r}  # of the relative error, where accuracy is checked
 AUTOCAST = {autocast}
 HALF = (torch.float16, torch.bfloat16)
+WIDE = []  # holds something while the call is made in float32
 LEFT = []  # what has left the module, in order: to the modules in it, and as its output
 RETURNED = []  # what the modules in it are going to return
 
@@ -66,12 +67,15 @@ def made(cls, attributes, parameters={{}}, buffers={{}}, children={{}}, forward=
     torch.nn.Module.__init__(instance)
     vars(instance).update(attributes)
     for name, value in parameters.items():
-        trained = value is not None and value.is_floating_point()
-        instance.register_parameter(name, None if value is None else torch.nn.Parameter(value, requires_grad=trained))
+        if value is not None and not hasattr(value, "quant_state"):
+            value = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
+        instance.register_parameter(name, value)
     for name, value in buffers.items():
         instance.register_buffer(name, value)
     for name, child in children.items():
         instance.add_module(name, child)
+    if hasattr(instance, "_init_flat_weights"):  # recurrent modules of torch hold their weights twice
+        instance._init_flat_weights()
     if forward is not None:
         instance.forward = types.MethodType(found(forward), instance)
     return instance
@@ -85,10 +89,32 @@ def found(name):
     return thing
 
 
-def configured(cls, values, attention):
+def configured(cls, values, chosen):
     config = found(cls).from_dict(values)
-    config._attn_implementation = attention
+    for name, value in chosen.items():
+        if value is not None:
+            setattr(config, name, value)
     return config
+
+
+def holding(cls, values):
+    """An object of a class, with what it held."""
+    instance = found(cls).__new__(found(cls))
+    vars(instance).update(values)
+    return instance
+
+
+def packed(data, state):
+    """A 4-bit weight of bitsandbytes; in float32 its codes stay what they are."""
+    weight = found("bitsandbytes.nn:Params4bit").from_prequantized(data, state, device="cpu")
+    weight.quant_state.dtype = dtype(str(weight.quant_state.dtype).removeprefix("torch."))
+    return weight
+
+
+def dtype(name):
+    """A dtype that the module or its caller named; float32 stands for the narrow ones while the call is made in it."""
+    named = getattr(torch, name)
+    return torch.float32 if WIDE and named in HALF else named
 
 
 def tensors(value):
@@ -129,10 +155,12 @@ def largest(tensor):
 def attempt(wide):
     """Makes the call; in float32 with ``wide``. What has left the module, and what it raised."""
     T = load(Path(__file__).with_name("repro.safetensors"))
+    WIDE[:] = [wide] if wide else []
     if wide:
-        T = {{name: tensor.float() if tensor.dtype in HALF else tensor for name, tensor in T.items()}}
+        T = {{name: t.float() if t.dtype in HALF and ".packed" not in name else t for name, t in T.items()}}
     if CHECK == "backward":
-        T = {{name: t.requires_grad_() if t.is_floating_point() and "gradient" not in name else t for name, t in T.items()}}
+        fixed = [name for name, t in T.items() if not t.is_floating_point() or "gradient" in name or ".packed" in name]
+        T = {{name: t if name in fixed else t.requires_grad_() for name, t in T.items()}}
     LEFT.clear()
     RETURNED[:] = [(name, result(T)) for name, result in CALLS]
     raised = None

@@ -83,7 +83,7 @@ class _Writer:
         if kind == "tensor":
             return f"T[{content!r}]"
         if kind == "dtype":
-            return f"torch.{content}"
+            return f"dtype({content!r})"
         if kind == "tuple":
             return f"({''.join(self.value(item) + ', ' for item in content).rstrip()})" if content else "()"
         if kind == "list":
@@ -97,7 +97,7 @@ class _Writer:
         lines = [f"made({recipe['class']!r},"]
         lines.append(f"    attributes={_dictionary(self._attributes(recipe))},")
         for kind in ("parameters", "buffers"):
-            held = {name: f"T[{key!r}]" if key is not None else "None" for name, key in recipe[kind].items()}
+            held = {name: _held(kept) for name, kept in recipe[kind].items()}
             if held:
                 lines.append(f"    {kind}={_dictionary(held)},")
         if recipe["children"]:
@@ -127,15 +127,27 @@ class _Writer:
             return f"found({described['function']!r})"
         if kind == "mapping":
             return f"found({described['mapping']!r})(**{self._mapping(described['values'])})"
+        if kind == "device":
+            return f"torch.device({described['device']!r})"
+        if kind == "object":
+            return f"holding({described['object']!r}, {self.value(described['values'])})"
         if kind == "config":
             values = self.value(described["values"])
-            return f"configured({described['config']!r}, {values}, {self.value(described['attention'])})"
+            return f"configured({described['config']!r}, {values}, {self._mapping(described['chosen'])})"
         raise CannotBeWrittenError(f"a {described[kind]} cannot be carried into a script")
 
 
-_KINDS = frozenset(
-    {"value", "float", "tensor", "dtype", "tuple", "list", "dict", "function", "mapping", "config", "opaque"}
-)
+_KINDS = frozenset({
+    "value", "float", "tensor", "dtype", "device", "tuple", "list", "dict", "function", "mapping", "config", "object", "opaque",
+})  # fmt: skip
+
+
+def _held(kept: str | Mapping[str, Any] | None) -> str:
+    """A parameter or buffer as an expression."""
+    if kept is None or isinstance(kept, str):
+        return "None" if kept is None else f"T[{kept!r}]"
+    state = ", ".join(f"{name!r}: T[{key!r}]" for name, key in kept["state"].items())
+    return f"packed(T[{kept['packed']!r}], {{{state}}})"
 
 
 def _dictionary(expressions: Mapping[str, str]) -> str:
