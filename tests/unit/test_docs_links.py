@@ -43,3 +43,17 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         seen.add(page)
         waiting += [(page.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(page.read_text("utf-8"))]
     assert sorted(str(page.relative_to(ROOT)) for page in set(PAGES) - seen) == []
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "contributing.md"])
+def test_every_module_that_a_developer_is_sent_to_exists(page: str) -> None:
+    """In running text from the package or one of its rooms on, in commands from the root; NAME stands for one to write."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w./*-])(?:[a-z_\d]+/)*[a-z_\d]+\.py\b", text))
+    modules = [
+        path.relative_to(ROOT).as_posix()
+        for room in ("dtypedoctor", "docs", "tests")
+        for path in (ROOT / room).rglob("*.py")
+    ]
+    assert named
+    assert sorted(name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in modules)) == []
