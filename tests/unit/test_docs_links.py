@@ -57,3 +57,10 @@ def test_every_module_that_a_developer_is_sent_to_exists(page: str) -> None:
     ]
     assert named
     assert sorted(name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in modules)) == []
+
+
+def test_every_room_of_the_house_is_on_its_plan() -> None:
+    """Each package has its one reason to change in the table of the architecture."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = {path.parent.name for path in (ROOT / "dtypedoctor").glob("*/__init__.py")}
+    assert rooms == set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE))
