@@ -142,9 +142,9 @@ class _Walk:
     def back(self, tensor: TensorNote, user: Op) -> Birth:
         """The birth of the dtype of ``tensor``."""
         for _ in range(MAX_WALK):
-            if tensor.origin and tensor.dtype == self._dtype:
-                return self._end(self._named(tensor, user))
             maker = self._known.maker(tensor, user)
+            if tensor.origin and tensor.dtype == self._dtype and not _is_refilled(maker, tensor):
+                return self._end(self._named(tensor, user))
             if maker is None:
                 break
             born = self._dequantised(maker) if is_dequantisation(maker) else self._born_at(maker, tensor)
@@ -225,6 +225,11 @@ class _Walk:
         links = self._links
         kept = links if len(links) < MAX_LINKS else [*links[: MAX_LINKS // 2], *links[-MAX_LINKS // 2 :]]
         return replace(birth, promoted=self._promoted, chain=(*kept, last))
+
+
+def _is_refilled(maker: Op | None, tensor: TensorNote) -> bool:
+    """Whether memory that a module holds was filled with the bits of another dtype: a name then says nothing of its values."""
+    return maker is not None and tensor.origin in ("attribute", "buffer") and _reads_bits(maker, tensor)
 
 
 def _reads_bits(op: Op, tensor: TensorNote) -> bool:

@@ -90,13 +90,13 @@ def is_wrong(observation: Observation) -> bool:
 def _may_be_filled_unseen(birth: Birth, measured: Observation) -> bool:
     """Whether an operand's memory may have been filled by a kernel that no mode sees (ctypes, Triton).
 
-    New memory that nobody was seen to write to is; memory from before the window only where its dtype is not the state's,
-    because a dense matrix of the same shape may come from there too. What holds the weight's values is the weight.
+    New memory that nobody was seen to write to is; memory from before the window, whoever holds it, only where its dtype is not
+    the state's, because a dense matrix of the same shape may come from there too. What holds the weight's values is the weight.
     """
     if not is_wrong(measured):
         return True
     if birth.reason is Reason.FACTORY:
         return birth.op is not None and overload_free(birth.op.op) in UNCOMPUTED
-    if birth.reason is Reason.ELSEWHERE:
+    if birth.reason in (Reason.ELSEWHERE, Reason.ATTRIBUTE, Reason.BUFFER):
         return bool(measured.values.get("dtype") != measured.values.get("quant_dtype"))
     return False

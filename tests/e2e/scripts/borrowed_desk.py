@@ -1,0 +1,55 @@
+# expect:
+#   id: stale-dequant-buffer
+#   fqn: first
+#   op: aten.mm.default
+#   phase: forward
+#   step: 2
+#   raises: RuntimeError
+#   family: mismatch
+#   raised_in: first
+#   why: the scratch is an attribute of the layer's class, made in the first model's bfloat16 and filled for the second in float16
+
+import bitsandbytes.functional as q4
+import torch
+from torch import nn
+
+
+class Packed(nn.Module):
+    desk = None
+
+    def __init__(self, fan_in, fan_out, dtype):
+        super().__init__()
+        weight = torch.randn(fan_out, fan_in, dtype=dtype) / fan_in**0.5
+        self.packed, self.state = q4.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+
+    @classmethod
+    def unpacked(cls, packed, state):
+        need = state.shape.numel()
+        if cls.desk is None or cls.desk.numel() < need:
+            cls.desk = torch.empty(need, dtype=state.dtype)
+        dense = cls.desk[:need].view(state.shape)
+        dense.view(torch.int16).copy_(q4.dequantize_4bit(packed, state).view(torch.int16))
+        return dense
+
+    def forward(self, x):
+        return x @ self.unpacked(self.packed, self.state).t()
+
+
+class Proofreader(nn.Module):
+    def __init__(self, dtype, dim=64, vocab=100):
+        super().__init__()
+        self.emb = nn.Embedding(vocab, dim, dtype=dtype)
+        self.first, self.second = Packed(dim, 128, dtype), Packed(128, dim, dtype)
+
+    def forward(self, ids):
+        h = self.emb(ids)
+        return (h + self.second(torch.tanh(self.first(h)))) @ self.emb.weight.t()
+
+
+torch.manual_seed(3)
+sentence = torch.randint(0, 100, (1, 9))
+for language, dtype in (("fr", torch.bfloat16), ("de", torch.float16)):
+    reader = Proofreader(dtype)
+    with torch.no_grad():
+        print(language, reader(sentence).argmax(-1).tolist())
+    del reader
