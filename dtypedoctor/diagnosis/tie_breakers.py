@@ -18,8 +18,17 @@ RANGE = frozenset(
      "silent-rescue", "domain-error"}
 )  # fmt: skip
 """Findings of values that a wider dtype may hold."""
-REGIONS = frozenset(FAMILIES["dtype-mismatch"]) | {"stale-autocast-cache"}
-"""Findings of dtypes that autocast may have chosen."""
+_OF_STORAGE = frozenset(
+    {
+        "quant-state-dtype",
+        "stale-dequant-buffer",
+        "packed-weight-used-as-dense",
+        "merge-dtype-mismatch",
+        "fsdp-mixed-dtypes",
+    }
+)
+REGIONS = (frozenset(FAMILIES["dtype-mismatch"]) - _OF_STORAGE) | {"stale-autocast-cache"}
+"""Findings of dtypes that autocast may have chosen: not of weights that are stored otherwise than they are used."""
 OF_THE_COMPILER = frozenset({"compile-graph-break", "recompile-limit"})
 """Findings that are gone without the compiler whatever their cause."""
 FUSED = re.compile(

@@ -52,7 +52,7 @@ class RemedyLine:
 
 def outcome_words(trial: Trial) -> str:
     """The outcome of a trial as it is written in running text."""
-    if trial.diagnostic is not None:
+    if trial.diagnostic is not None and trial.outcome is not Outcome.NOT_TRIED:
         return _BEARINGS[trial.diagnostic.bearing]
     if trial.as_intended:
         return "raises, as intended"

@@ -15,7 +15,7 @@ from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.conditions import diagnostic, without_effect
 from dtypedoctor.trials.parity import parity
 from dtypedoctor.trials.remedies import Remedy
-from dtypedoctor.trials.results import Outcome, RunSummary, Trial
+from dtypedoctor.trials.results import Diagnostic, Outcome, RunSummary, Trial
 from dtypedoctor.trials.summary import how_it_ended, summarise
 
 MIN_STEPS_FOR_RATIO = 3
@@ -60,7 +60,7 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) ->
         return not_tried(remedy, _why_not_installed(refused))
     idle = without_effect(remedy.id, scenario, run.trace)
     if idle:
-        return not_tried(remedy, idle)
+        return not_tried(remedy, idle, condition=True)
     after = summarise(remedy.id, run, scenario, yardstick.twin)
     reason = next(_objections(remedy, run, after, yardstick), "")
     base = _ratio_base(yardstick)
@@ -115,9 +115,16 @@ def _as_intended(remedy: Remedy, run: Run) -> bool:
     return remedy.strict and raised is not None and raised.type == STRICT_ERROR
 
 
-def not_tried(remedy: Remedy, reason: str) -> Trial:
-    """A trial that says why there was none."""
-    return Trial(remedy=remedy.id, summary=remedy.summary, outcome=Outcome.NOT_TRIED, reason=reason, safe=remedy.safe)
+def not_tried(remedy: Remedy, reason: str, *, condition: bool = False) -> Trial:
+    """A trial that says why there was none; ``condition`` where it would have been a run under another condition."""
+    return Trial(
+        remedy=remedy.id,
+        summary=remedy.summary,
+        outcome=Outcome.NOT_TRIED,
+        reason=reason,
+        safe=remedy.safe and not condition,
+        diagnostic=Diagnostic(effects=0) if condition else None,
+    )
 
 
 def _objections(remedy: Remedy, run: Run, after: RunSummary, yardstick: Yardstick) -> Iterator[str]:

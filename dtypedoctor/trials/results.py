@@ -66,9 +66,9 @@ class Diagnostic:
     """A run under another condition, which shows whether a failure needs that condition, and cures nothing."""
 
     effects: int
-    """How often the condition made a difference."""
+    """How often the condition made a difference; 0 where it was not tried."""
     bearing: Bearing | None = None
-    """None where the untreated run did not fail."""
+    """None where it was not tried, or the untreated run did not fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -227,12 +227,13 @@ def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool
 def _try(remedy: Remedy, scenario: Scenario, run: RunRequest, yardstick: Yardstick, plan: Plan) -> Trial:
     changed = remedy.change(scenario)
     reason = _why_not(remedy, scenario, changed, plan)
+    condition = changed.conditions != scenario.conditions
     if reason:
-        return not_tried(remedy, reason)
+        return not_tried(remedy, reason, condition=condition)
     try:
         tried = run(f"remedy-{remedy.id}", Request(scenario=changed, repeats="before"))
     except UsageError as refused:  # what can be run untreated may still not be possible with the remedy
-        return not_tried(remedy, refused.message)
+        return not_tried(remedy, refused.message, condition=condition)
     return judge(remedy, changed, tried, yardstick)
 
 
@@ -241,7 +242,11 @@ def _why_not(remedy: Remedy, scenario: Scenario, changed: Scenario, plan: Plan) 
     if is_script(scenario) and changed.steps == scenario.steps and changed != scenario:
         if plan.only is None or remedy.id in plan.only:
             return ""
-        use = ", which shows whether the failure needs what it takes away" if changed.conditions else ""
+        use = (
+            ", which shows whether the failure needs what it takes away"
+            if changed.conditions != scenario.conditions
+            else ""
+        )
         return f"not asked for: --try {remedy.id} runs the script again with it switched on{use}"
     if is_script(scenario):
         return "only the script itself can do that: it is not switched on from outside"

@@ -122,6 +122,7 @@ def test_a_condition_that_makes_no_difference_is_not_tried(tmp_path: Path) -> No
     treatment = treated(tmp_path, source, *reasons)
     tried = {trial.remedy: trial for trial in treatment.trials if trial.remedy in reasons}
     assert [trial.outcome for trial in tried.values()] == [Outcome.NOT_TRIED] * len(reasons)
+    assert not any(trial.safe for trial in tried.values())
     assert all(tried[name].reason.startswith(f"it never took effect: {why}") for name, why in reasons.items())
     assert not any(name in said for said in treatment.findings[0].evidence for name in reasons)
 

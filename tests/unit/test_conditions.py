@@ -16,6 +16,7 @@ from dtypedoctor.report.remedy_lines import cured_sentence, cures, remedy_lines
 from dtypedoctor.scenario.model import ConditionName, Scenario
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
 from dtypedoctor.trials.conditions import CLAIMS, PROOFS, diagnostic, weighed, without_effect
+from dtypedoctor.trials.judge import not_tried
 from dtypedoctor.trials.remedies import REMEDIES
 from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, Trial
 
@@ -72,6 +73,7 @@ SCALER = ScalerState(n=9000, step=1, scale=65536.0, found_inf=True, skipped=True
         (FOUND, replace(REGION, values=REGION.values | {"wanted": "bfloat16"}), ()),
         (replace(FOUND, id="head-dtype-mismatch", dtype="float32"), REGION, ("autocast-off",)),
         (replace(FOUND, id="nonfinite-input"), REGION, ()),
+        (replace(FOUND, id="stale-dequant-buffer"), REGION, ()),
         (FOUND, GRAPHS, ("compile-off",)),
         (FOUND, replace(GRAPHS, values={"unique_graphs": 0}), ()),
         (replace(FOUND, id="compile-graph-break"), GRAPHS, ()),
@@ -193,3 +195,5 @@ def test_a_run_that_passes_under_another_condition_is_not_called_a_cure() -> Non
     assert cured_sentence(report.trials) == ""
     (line,) = remedy_lines(report)
     assert (line.outcome, line.change) == ("passes", "Open no region. A diagnosis, no cure.")
+    (line,) = remedy_lines(replace(report, trials=(not_tried(REMEDIES["compile-off"], "why", condition=True),)))
+    assert (line.outcome, line.change.rpartition(". ")[2]) == ("not tried", "A diagnosis, no cure.")
