@@ -10,8 +10,10 @@ import atexit
 import importlib
 import multiprocessing
 import os
+import signal
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
@@ -35,28 +37,40 @@ def preload(libraries: frozenset[str]) -> None:
     _call(("import", tuple(name for library in wanted for name in SLOW_PARTS.get(library, (library,)))))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Child:
     """A process that was forked from the nursery; one lives at a time."""
 
     pid: int
-    _nursery: Connection
+    code: int | None = None
+    """Exit code once it was waited for."""
 
     def over(self) -> bool:
         """Whether it has ended."""
-        return self._nursery.poll()
+        return self.code is not None or _nursery().poll()
 
     def wait(self) -> int:
         """Its exit code, the negative number of a signal; waits for its end."""
-        return int(self._nursery.recv())
+        if self.code is None:
+            self.code = int(_nursery().recv())
+        return self.code
+
+
+_last = Child(pid=0, code=0)
 
 
 def fork(function: Callable[..., Any], *arguments: object) -> Child:
     """Run ``function`` of an importable module in a new child; it exits with the integer returned, with 1 if it raises."""
-    return Child(pid=int(_call(("fork", (function, arguments)))), _nursery=_nursery())
+    global _last
+    _last = Child(pid=int(_call(("fork", (function, arguments)))))
+    return _last
 
 
 def _call(request: tuple[str, Any]) -> Any:
+    if _last.code is None:  # a test was ended while it waited
+        with suppress(ProcessLookupError):
+            os.kill(_last.pid, signal.SIGKILL)
+        _last.wait()
     nursery = _nursery()
     nursery.send(request)
     answer = nursery.recv()
