@@ -49,7 +49,7 @@ def recipe(module: nn.Module, tensors: Tensors, *, own: bool, path: str = "weigh
     for name, value in module.__dict__.items():
         if name == "forward":
             described["forward"] = importable(getattr(value, "__func__", value))
-        elif not name.startswith("_") or name in _NEEDED:
+        elif name not in _TORCH:
             found = describe(value, None, "")
             if "opaque" not in found:
                 described["attributes"][name] = found
@@ -72,17 +72,8 @@ def _keep(tensor: Tensor, tensors: Tensors, key: str) -> str | dict[str, Any]:
     return {"packed": tensors.keep(f"{key}.packed", tensor), "state": parts}
 
 
-_NEEDED = frozenset(
-    {
-        "_disable_adapters",
-        "_active_adapter",
-        "_cast_input_dtype_enabled",
-        "_caches",
-        "_flat_weights_names",
-        "_all_weights",
-    }
-)
-"""Attributes with a leading underscore that a forward may read; torch's own ones are made by ``nn.Module.__init__``."""
+_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""What ``nn.Module.__init__`` makes and nobody sets."""
 
 
 def describe(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:

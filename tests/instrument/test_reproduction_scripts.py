@@ -63,7 +63,7 @@ def cached() -> tuple[nn.Module, dict[str, Any]]:
 def experts() -> tuple[nn.Module, dict[str, Any]]:
     """A configuration was told which implementation to use after it was made."""
     config = MixtralConfig(hidden_size=16, intermediate_size=16, num_local_experts=2)
-    config._experts_implementation = "eager"
+    config._experts_implementation = "batched_mm"
     return scaled(MixtralExperts(config), 100.0), {
         "hidden_states": torch.ones(3, 16, dtype=HALF),
         "top_k_index": torch.zeros(3, 1, dtype=torch.int64),
@@ -101,8 +101,10 @@ def test_a_kept_call_becomes_a_script_that_fails_as_it_says(
     make: Callable[[], tuple[nn.Module, dict[str, Any]]], own: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In float16 something that leaves the module is not finite, in float32 everything is."""
-    text = written(*make(), tmp_path, own=own)
+    module, given = make()
+    text = written(module.eval(), given, tmp_path, own=own)
     assert "dtypedoctor" not in text
+    assert "'training': False" in text
     status, line = said(tmp_path, capsys)
     assert status == 1, line
     assert line.startswith("FAILS: ")
@@ -113,7 +115,8 @@ class Ring(nn.Module):
     """Is given an object that holds itself."""
 
     def forward(self, x: Tensor, ring: Any) -> Tensor:
-        return x * ring.scale * ring.scale
+        once: Tensor = x * ring.scale
+        return once * ring.scale
 
 
 class Link:
