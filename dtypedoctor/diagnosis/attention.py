@@ -1,16 +1,27 @@
 """``attention-score-overflow`` and ``fully-masked-row``: what goes wrong between queries, keys, mask and softmax."""
 
-from dtypedoctor.diagnosis.births import has_inf
+from dtypedoctor.diagnosis.births import ancestry, has_inf
 from dtypedoctor.diagnosis.experiments import attention_experiment
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.origin import PRODUCTS, SOFTMAX, Origin
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
 from dtypedoctor.diagnosis.statement import Statement, found_at
-from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, place, short
+from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, magnitudes, place, short
+from dtypedoctor.trace.events import Op
 
 TO_SOFTMAX = 12
 """Scaling, soft capping, masks, casts and reshapes lie between the scores and their softmax, each an op."""
+
+
+_CURES = {
+    False: "A query that may look at nothing needs a rule of its own, or a mask that leaves it one position.",
+    True: (
+        "Not every entry was -inf at first: the mask holds finite numbers, and what was added to them left the range. One mask made by "
+        "torch.where, or scores and mask added in float32, leave such a row finite."
+    ),
+}
+"""What to do, by whether the mask was finite."""
 
 
 def judge_attention_scores(origin: Origin) -> Finding | None:
@@ -48,14 +59,16 @@ def judge_masked_row(origin: Origin) -> Finding | None:
     op = origin.op
     scores = next(t for t in op.inputs if has_inf(t))
     tried = attention_experiment(origin.trace, op)
+    left = next(iter(ancestry(origin.graph, op).computed), None)
     said = Statement(
         id="fully-masked-row",
         summary=f"{short(place(op))} takes a softmax over rows in which every position is masked, in step {op.step}.",
         cause=(
             "Softmax subtracts the largest entry of a row. Where every entry is -inf that is -inf - (-inf), which is NaN "
-            "in every dtype. A query that may look at nothing needs a rule of its own, or a mask that leaves it one position."
+            f"in every dtype. {_CURES[left is not None]}"
         ),
         evidence=(
+            *((_how_it_left(left),) if left is not None else ()),
             f"The scores that {op.op} got hold {scores.num_neginf} times -inf, no +inf and no NaN.",
             f"{bad_elements(origin.result)} of its result are NaN.",
             *(tried.evidence if tried is not None else ()),
@@ -63,3 +76,8 @@ def judge_masked_row(origin: Origin) -> Finding | None:
         ),
     )
     return found_at(origin, said)
+
+
+def _how_it_left(op: Op) -> str:
+    made = next(t for t in op.outputs if not t.finite)
+    return f"{op.op} at {op.source} made -inf of finite {made.dtype} numbers, absmax {magnitudes(op)}."

@@ -1,12 +1,13 @@
 """``backward-overflow``: the forward is finite and a gradient leaves the range."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
 from dtypedoctor.diagnosis.statement import Statement, found_at
-from dtypedoctor.diagnosis.wording import limit_of, place, short
+from dtypedoctor.diagnosis.wording import limit_of, module_of, place, short
 from dtypedoctor.trace.events import ScalerState
 from dtypedoctor.trace.reader import Trace
 
@@ -16,9 +17,13 @@ def judge_backward(origin: Origin) -> Finding | None:
     op, dtype = origin.op, origin.result.dtype
     if op.phase != "backward" or not origin.leaves_a_narrow_range:
         return None
+    confidence = Confidence.PROVEN if origin.is_proven else Confidence.LIKELY
+    parameter = _added_up(origin)
+    if parameter is not None:
+        return replace(found_at(origin, _of_a_sum(origin, parameter, confidence)), fqn=module_of(parameter))
     said = Statement(
         id="backward-overflow",
-        confidence=Confidence.PROVEN if origin.is_proven else Confidence.LIKELY,
+        confidence=confidence,
         summary=f"The gradients overflow {dtype} in the backward of {short(place(op))}, in step {op.step}: {needs(origin)}.",
         cause=(
             "Gradients have their own magnitudes: the product of all slopes between the loss and a tensor. The values of the "
@@ -27,6 +32,30 @@ def judge_backward(origin: Origin) -> Finding | None:
         evidence=(*overflow_evidence(origin), *_about_the_scale(origin)),
     )
     return found_at(origin, said)
+
+
+def _added_up(origin: Origin) -> str | None:
+    """The parameter to whose gradient the op adds that of one more backward pass; None for every other op."""
+    op, seen = origin.op, origin.incident
+    if not op.inplace or place(op) is not None or seen.kind != "grad":
+        return None
+    sites = [origin.trace.sites[sample.site] for sample in seen.samples]
+    return next((s.fqn for s in sites if s.kind == "grad" and s.shape == origin.result.shape), None)
+
+
+def _of_a_sum(origin: Origin, parameter: str, confidence: Confidence) -> Statement:
+    op, dtype = origin.op, origin.result.dtype
+    return Statement(
+        id="backward-overflow",
+        confidence=confidence,
+        summary=f"The gradient of {short(parameter)} overflows {dtype} where backward passes are added up, in step {op.step}: "
+        f"{needs(origin)}.",
+        cause=(
+            f"Each backward pass adds to the gradient that the ones before it have left, in the parameter's own {dtype}. Every part "
+            f"is finite, their sum is not. Divide the loss by the number of passes, or keep the parameters in float32."
+        ),
+        evidence=(*overflow_evidence(origin), *_about_the_scale(origin)),
+    )
 
 
 def is_of_the_loss_scale(origin: Origin) -> bool:

@@ -61,11 +61,16 @@ def last_bad_before(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> Op 
 
 
 def bad_ends(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> list[Op]:
-    """The ops before event ``n`` with bad results that no other op before it uses: gradients, updated parameters."""
+    """The wanted ops before event ``n`` with bad results that no other of them uses: gradients, updated parameters.
+
+    A program that only looks at its gradients, to print them or to clip them, does not count as a user.
+    """
     found = [op for op in graph.ops if op.n < n and wanted(op) and not all(t.finite for t in op.outputs)]
-    return [
-        op for op in found if not any(user.n < n for t in op.outputs if not t.finite for user in graph.consumers(t))
-    ]
+
+    def is_used(tensor: TensorNote) -> bool:
+        return any(user.n < n and wanted(user) for user in graph.consumers(tensor))
+
+    return [op for op in found if not any(is_used(t) for t in op.outputs if not t.finite)]
 
 
 def ancestry(graph: OpGraph, last: Op) -> Ancestry:

@@ -7,6 +7,9 @@ from dtypedoctor.diagnosis.origin import FLOAT32_MAX, Origin
 from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, magnitudes, place, short
 
+HALF = frozenset({"float16", "bfloat16"})
+"""Dtypes in which a difference of two close numbers, or a small one, is easily rounded to 0."""
+
 
 def judge_domain(origin: Origin) -> Finding | None:
     """What no wider dtype would have helped; also the verdict of last resort on an op that could not be replayed."""
@@ -16,13 +19,29 @@ def judge_domain(origin: Origin) -> Finding | None:
         id="domain-error",
         confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
         summary=f"{op.op} in {short(place(op))} has no finite float32 result for its operands, in step {op.step} ({op.phase}).",
-        cause=(
-            "The operation is not defined for these operands (a division by zero, the logarithm of a negative number …) "
-            "or its result is larger than float32 can hold. This is not a mixed-precision problem."
-        ),
+        cause=_cause(origin),
         evidence=tuple(_evidence(origin)),
     )
     return found_at(origin, said)
+
+
+def _cause(origin: Origin) -> str:
+    replay = origin.replay
+    if replay is not None and replay.finite and replay.absmax is not None and replay.absmax > FLOAT32_MAX:
+        return (
+            "The operands have grown so far that the result is beyond float32's range too: the run diverges (learning rate, "
+            "initialisation, gradients that are not clipped). This is not a mixed-precision problem."
+        )
+    undefined = (
+        "The operation is not defined for these operands (a division by zero, the logarithm of a negative number …)"
+    )
+    narrow = next((t.dtype for t in origin.op.inputs if t.dtype in HALF), None)
+    if narrow is None:
+        return f"{undefined} or its result is larger than float32 can hold. This is not a mixed-precision problem."
+    return (
+        f"{undefined}, and no wider dtype helps it. Its operands are {narrow}, though: one that was rounded to 0 (or to 1) "
+        "just before would be another number in float32."
+    )
 
 
 def _evidence(origin: Origin) -> Iterator[str]:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.origin import Origin
+from dtypedoctor.diagnosis.origin import NARROW, Origin
 from dtypedoctor.diagnosis.statement import Statement, found_at
-from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, module_of, place, short
+from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, module_of, place, short
 from dtypedoctor.trace.events import Op, TensorNote
 
 HELD = frozenset({"parameter", "buffer", "attribute"})
@@ -45,15 +45,22 @@ def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
         id="nonfinite-input",
         confidence=Confidence.LIKELY,
         summary=f"{what} that {op.op} at {op.source} uses is not finite already, in step {op.step}.",
-        cause="The data holds NaN or inf before the model computes anything, so no dtype of the model can help.",
+        cause=f"The data holds NaN or inf before the model computes anything, so no dtype of the model can help.{_cast(tensor)}",
         evidence=(
-            f"Of {bad_elements(tensor)} ({tensor.dtype}) {tensor.num_nan} are NaN.",
+            f"{bad_elements(tensor)} ({tensor.dtype}): {tensor.num_nan} NaN, {tensor.num_posinf + tensor.num_neginf} inf.",
             f"{op.op} at {op.source} is the first that uses it; no op that was watched has made it.",
             *how_the_run_ended(origin.trace),
         ),
     )
     fqn = _outermost(origin) if tensor.origin == "input" else place(op)
     return replace(found_at(origin, said), fqn=fqn, op=None, phase=_phase(op))
+
+
+def _cast(tensor: TensorNote) -> str:
+    """What infinities in a narrow dtype suggest, where nothing was divided to make NaN."""
+    if tensor.dtype not in NARROW or tensor.num_nan:
+        return ""
+    return f" It is {tensor.dtype}: numbers beyond {limit_of(tensor.dtype):.6g} become inf when data is cast to it."
 
 
 def _phase(op: Op) -> str:

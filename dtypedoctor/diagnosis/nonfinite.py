@@ -6,6 +6,7 @@ from dtypedoctor.diagnosis.attention import judge_attention_scores, judge_masked
 from dtypedoctor.diagnosis.backward import is_of_the_loss_scale, judge_backward
 from dtypedoctor.diagnosis.by_module import judge_by_module
 from dtypedoctor.diagnosis.compile_only import judge_compiled
+from dtypedoctor.diagnosis.constants import judge_constant
 from dtypedoctor.diagnosis.domain import judge_domain
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.givens import judge_given
@@ -31,8 +32,9 @@ JUDGES: tuple[Callable[[Origin], Finding | None], ...] = (
 
 
 def detect_nonfinite(trace: Trace) -> Iterator[Finding]:
-    """The origin of the first inf or NaN that gets anywhere, and overflows that were swallowed on the way."""
-    found = tuple(_first_that_matters(trace))
+    """The origin of the first inf or NaN that gets anywhere, overflows that were swallowed on the way, and one that was refused."""
+    refused = judge_constant(trace)
+    found = tuple(_first_that_matters(trace)) if refused is None else (refused,)
     yield from found
     places = {(finding.op, finding.source) for finding in found}
     yield from (f for f in swallowed_overflows(trace) if (f.op, f.source) not in places)

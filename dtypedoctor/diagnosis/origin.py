@@ -22,6 +22,8 @@ PRODUCTS = frozenset({"mm", "bmm", "baddbmm", "addmm", "matmul", "addbmm"})
 FLOAT32_MAX = limit_of("float32")
 NEAR_THE_LIMIT = 0.25
 """Share of a dtype's range; where finite elements are beyond it, infinite ones beside them may be an overflow."""
+MASK = 0.99
+"""Share of a dtype's range beyond which a number is not computed but chosen, for a mask to add."""
 MAX_TRIED = 20
 """Bad values of one call whose origin is looked for, the last first."""
 
@@ -133,12 +135,14 @@ def search(graph: OpGraph, incident: Incident) -> Search:
     def inside(op: Op) -> bool:
         if incident.phase == "optimizer":
             return op.phase == "optimizer" and op.step == incident.step
+        if incident.kind in GRADIENTS:  # a backward pass goes through all calls that the loss was made of
+            return op.phase not in ("forward", "generate") and op.step == incident.step
         return op.call == incident.call
 
     if not any(op.n < incident.n and inside(op) for op in graph.ops):
         return Search(covered=False)
     if incident.kind in GRADIENTS | {"param"}:  # each gradient is used by itself, so the earliest origin of all counts
-        followed = bad_ends(graph, incident.last_n, lambda op: inside(op) and op.phase not in ("forward", "generate"))
+        followed = bad_ends(graph, incident.last_n, inside)
         origins = [origin for op in followed if (origin := _origin(graph, op, incident)) is not None]
         origin = min(origins, key=lambda o: o.op.n, default=None)
     else:
@@ -146,13 +150,14 @@ def search(graph: OpGraph, incident: Incident) -> Search:
         followed = [op for op in reversed(ends) if op is not None]
         found = (_origin(graph, op, incident) for op in followed)
         origin = next((origin for origin in found if origin is not None), None)
-    return Search(covered=True, origin=origin, harmless=bool(followed) and origin is None)
+    harmless = bool(followed) and origin is None and incident.kind != "grad"  # nothing masks what an optimizer is given
+    return Search(covered=True, origin=origin, harmless=harmless)
 
 
 def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
     found = ancestry(graph, last)
     maker = found.nan_makers[0] if found.nan_makers else None
-    if maker is not None and _masks_everything(graph.trace, maker, found.computed):
+    if maker is not None and _masks_everything(graph, maker, found.computed):
         return Origin(graph, maker, incident, masked=True)
     computed = next((op for op in found.computed), None)
     given = [(op, t) for op, t in found.given if _counts(t)]
@@ -166,18 +171,37 @@ def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
     return Origin(graph, maker, incident) if maker is not None else None
 
 
-def _masks_everything(trace: Trace, maker: Op, computed: tuple[Op, ...]) -> bool:
+def _masks_everything(graph: OpGraph, maker: Op, computed: tuple[Op, ...]) -> bool:
     """Whether a softmax made NaN of rows of ``-inf`` that come from a mask and not from a product that overflowed.
 
     Both may have happened at once; the experiment on the same attention says which of them the rows that are NaN come from.
     """
-    tried = attention_experiment(trace, maker)
+    tried = attention_experiment(graph.trace, maker)
     if tried is not None:
         return tried.is_of_the_mask
     bad = [t for t in maker.inputs if not t.finite]
     if overload_free(maker.op) not in SOFTMAX or not bad or not only_negative_inf(bad):
         return False
-    return not any(overload_free(op.op) in PRODUCTS for op in computed)
+    return not any(overload_free(op.op) in PRODUCTS or _leaves_the_range(graph, op) for op in computed)
+
+
+def _leaves_the_range(graph: OpGraph, op: Op) -> bool:
+    """Whether ``op`` makes infinities of ordinary numbers, and not by adding something to the smallest number of a mask."""
+    replay = graph.replay(op, "float32", "float64")
+    limit = limit_of(next((t.dtype for t in op.outputs if not t.finite), ""))
+    if replay is None or replay.absmax is None or not limit < replay.absmax <= FLOAT32_MAX:
+        return False
+    masks = any(t.absmax is not None and t.absmax >= MASK * limit for t in op.inputs)
+    return not masks and not any(abs(number) >= MASK * limit for number in _numbers(op))
+
+
+def _numbers(op: Op) -> Iterator[float]:
+    """The numbers among an op's arguments that are no tensors."""
+    for text in op.scalars:
+        try:
+            yield float(text)
+        except ValueError:  # a truth value, a list
+            continue
 
 
 def _counts(tensor: TensorNote) -> bool:

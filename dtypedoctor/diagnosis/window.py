@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.doubts import doubtful_weights
-from dtypedoctor.diagnosis.incidents import incidents
+from dtypedoctor.diagnosis.incidents import Incident, incidents
 from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.diagnosis.origin import searched
 from dtypedoctor.scenario.request import Window
@@ -60,8 +60,22 @@ def _unsettled(trace: Trace) -> Iterator[Window]:
         if seen.covered and not seen.harmless:
             return
         if not seen.covered:
-            outside = incident.kind == "loss"  # everything that modules returned was finite
-            yield _window(incident.phase, incident.call, incident.step, early=outside)
+            yield _of_incident(trace, incident)
+
+
+def _of_incident(trace: Trace, incident: Incident) -> Window:
+    if incident.phase != "optimizer" and (incident.call == 0 or _is_of_a_sum(trace, incident)):
+        return Window(step=incident.step, until="optimizer", early=True)
+    outside = incident.kind == "loss"  # everything that modules returned was finite
+    return _window(incident.phase, incident.call, incident.step, early=outside)
+
+
+def _is_of_a_sum(trace: Trace, incident: Incident) -> bool:
+    """Whether a gradient that several backward passes have added up is not finite, and none of them passed on anything bad."""
+    losses = (
+        s for s in trace.samples if s.step == incident.step and s.n < incident.n and trace.sites[s.site].kind == "loss"
+    )
+    return incident.kind == "grad" and len({sample.call for sample in losses}) > 1
 
 
 def _of_zeros(trace: Trace) -> Iterator[Window]:

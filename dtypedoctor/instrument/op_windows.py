@@ -42,8 +42,9 @@ class OpWindows:
         self.scaled_backward: list[Callable[[list[Tensor]], None]] = []
 
     def start(self) -> None:
-        """The program begins: what is made before the first call belongs to it."""
+        """The program begins: what is made before the first call belongs to it, and to the first step."""
         self._open_early(0)
+        self._open_whole(self._position.step)
 
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins."""
@@ -85,13 +86,23 @@ class OpWindows:
                 self._begin(window)
 
     def after_step(self) -> None:
-        """An optimizer step has ended."""
-        if self._is("optimizer"):
+        """An optimizer step has ended, or a loss scaler has skipped it; it is counted in a moment."""
+        if self._is("optimizer") and not self._is_to_come():
             self._close()
+        self._open_whole(self._position.step + 1)
+
+    def _open_whole(self, step: int) -> None:
+        for window in self._windows:
+            if window.early and window.until == "optimizer" and window.step == step:
+                self._begin(window)
+
+    def _is_to_come(self) -> bool:
+        """Whether the open window holds a whole step that is not over before another of several optimizers has taken its own."""
+        return self._open is not None and self._open.early and self._position.step <= self._open.step
 
     def _open_early(self, call: int) -> None:
         for window in self._windows:
-            if window.early and window.call == call + 1:
+            if window.early and window.until != "optimizer" and window.call == call + 1:
                 self._begin(window)
 
     def _begins_here(self) -> tuple[str, ...]:

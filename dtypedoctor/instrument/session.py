@@ -151,11 +151,12 @@ class Instruments:
         """Forgets ``model``, so that its memory can be freed; its number is not given to another."""
         self.names.remove_root(model)
 
-    def _sample_collective(self, rows: Sequence[Row]) -> None:
+    def _sample_collective(self, rows: Sequence[Row], at_once: bool) -> None:
         if not self._modules.whole:
             return
         self._modules.sample_rows(rows)
-        self._modules.flush()  # in the order of the stream: what comes next overwrites the operands
+        if at_once:  # in the order of the stream: what comes next overwrites them
+            self._modules.flush()
 
     def _before_call(self, module: nn.Module) -> None:
         if self._watch:
@@ -202,6 +203,8 @@ class Instruments:
             self.names.glance_at_parameters()
 
     def _after_scaler(self, scaler: Any, optimizer: Optimizer, skipped: bool) -> None:
+        if skipped:
+            self._windows.after_step()
         if self._watch:
             self._scaler.tell(scaler, skipped)
 

@@ -15,7 +15,8 @@ class Window(Strict):
     It opens before the outermost module call number ``call`` (or, with ``until: optimizer``, before the optimizer step
     number ``step``) and closes at the next outermost call or backward pass (``next-call``), after the next backward pass
     (``backward``) or after the optimizer step (``optimizer``). An ``early`` one opens when the call before has ended (at the
-    start of the program for the first), so that what is computed outside of all modules in between is in it. With ``scaled``
+    start of the program for the first), so that what is computed outside of all modules in between is in it; one that waits
+    for an optimizer step opens when the step before is done, and so holds a whole training step. With ``scaled``
     the gradients of the call's backward pass are computed beside it from a loss that is multiplied by a loss scale. An
     ``eager`` one opens no op trace, under which nothing is compiled: the call is made as it is, and again in eager mode.
     """

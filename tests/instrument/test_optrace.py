@@ -79,6 +79,27 @@ def test_an_overflow_in_the_backward_pass_is_found_at_the_forward_line_that_it_d
     assert finding.source.startswith("test_optrace.py:")
 
 
+def test_a_whole_step_is_looked_at_from_the_end_of_the_one_before(tmp_path: Path) -> None:
+    """No module is called in it; the step that a loss scaler skips ends as the others do."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def work(_: object) -> None:
+        for factor in (2.0, float("inf"), 3.0, 5.0, 7.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    trace = watched(tmp_path, work, OpWindow(call=0, step=3, until="optimizer", early=True))
+    factors = [
+        op.scalars for op in trace.all(Op) if op.op == "aten.mul.Tensor" and op.phase == "forward" and op.step == 3
+    ]
+    assert ["3.0"] in factors
+    assert not {2, 5} & {op.step for op in trace.all(Op)}
+
+
 def test_an_op_that_refuses_mixed_dtypes_is_recorded_with_its_operands_and_a_replay(tmp_path: Path) -> None:
     """The refused op, its operands' dtypes and the parameter's name are in the trace; with equal dtypes it runs."""
     net = Product().bfloat16()

@@ -21,6 +21,7 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.scenario.request import Window
+from dtypedoctor.trace.events import Raised
 
 
 def only(trace: TraceBuilder) -> Finding:
@@ -141,6 +142,88 @@ def test_of_several_gradients_the_earliest_op_is_blamed() -> None:
     assert only(trace).fqn == "out"
 
 
+def test_a_gradient_of_a_loss_over_several_calls_is_followed_through_the_whole_backward_pass() -> None:
+    """The ops of a backward pass count as of the last call before it; the module whose gradient is bad returned in an earlier one."""
+    trace = TraceBuilder().sample("tower", 1.0, call=1).sample("tower", 1.0, call=2)
+    trace.sample("", 2.0, kind="loss", call=2, dtype="float32")
+    birth = trace.op("aten.div.Tensor", "", [tensor(1, dtype="float32"), tensor(2, 0.0, dtype="float32")],
+                     [tensor(3, dtype="float32", inf=1)], phase="backward", call=2, root=-1)  # fmt: skip
+    replayed(trace, birth.n, None, finite=False)
+    trace.sample("tower", 0.0, nan=1, kind="grad_output", phase="backward", call=1, dtype="float32")
+    finding = only(trace)
+    assert (finding.id, finding.fqn, finding.op) == ("domain-error", None, "aten.div.Tensor")
+
+
+def added_up(*, looked_at: bool) -> TraceBuilder:
+    """Two backward passes of which the second one's sum leaves float16; the program looks at the gradient afterwards."""
+    trace = TraceBuilder().sample("", 2.0, kind="loss", call=1).sample("", 2.0, kind="loss", call=2)
+    if looked_at:
+        birth = trace.op("aten.add_.Tensor", "", [tensor(1, 4e4), tensor(2, 3e4)], [tensor(3, inf=1)], phase="backward",
+                         call=2, root=-1, inplace=True)  # fmt: skip
+        replayed(trace, birth.n, 7e4)
+        trace.op("aten.abs.default", "", [tensor(3, inf=1)], [tensor(4, inf=1)], call=2, root=-1)
+    return trace.sample("out.weight", 1.0, inf=1, kind="grad", phase="backward", call=2, shape=[2, 4])
+
+
+def test_gradients_that_overflow_where_they_are_added_up_name_their_parameter() -> None:
+    """Also where the program reads them before the optimizer does."""
+    finding = only(added_up(looked_at=True))
+    assert (finding.id, finding.fqn, finding.op, finding.confidence) == (
+        "backward-overflow",
+        "out",
+        "aten.add_.Tensor",
+        Confidence.PROVEN,
+    )
+    assert "out.weight" in finding.summary
+
+
+def test_a_sum_of_gradients_is_looked_at_in_all_of_its_parts() -> None:
+    """The last backward pass may have been given the inf by an earlier one."""
+    assert suspicious_windows(added_up(looked_at=False).build()) == (Window(step=1, until="optimizer", early=True),)
+
+
+def test_scores_that_overflow_outside_of_a_product_are_no_mask() -> None:
+    """Distances are negated before the softmax: -inf in every place, and nobody has masked anything."""
+    trace = TraceBuilder()
+    birth = trace.op("aten.sum.dim_IntList", "", [tensor(1, 6e4)], [tensor(2, inf=8)], root=-1)
+    replayed(trace, birth.n, 2.5e5)
+    trace.op("aten.neg.default", "", [tensor(2, inf=8)], [tensor(3, num_neginf=8)], root=-1)
+    trace.op("aten._softmax.default", "", [tensor(3, num_neginf=8)], [tensor(4, nan=8)], root=-1)
+    assert only(trace.sample("", 0.0, nan=8, kind="loss")).op == "aten.sum.dim_IntList"
+
+
+@pytest.mark.parametrize("masks", [{"inputs": 65504.0, "scalars": []}, {"inputs": 1.0, "scalars": ["-1e9"]}])
+def test_a_mask_of_large_numbers_that_leaves_the_range_is_still_a_mask(masks: dict[str, Any]) -> None:
+    """The report names the op that made the -inf."""
+    trace = TraceBuilder()
+    birth = trace.op("aten.add.Tensor", "look", [tensor(1, masks["inputs"]), tensor(2, 64.0)], [tensor(3, num_neginf=8)],
+                     scalars=masks["scalars"])  # fmt: skip
+    replayed(trace, birth.n, 65568.0)
+    trace.op("aten._softmax.default", "look", [tensor(3, num_neginf=8)], [tensor(4, nan=8)])
+    finding = only(trace.sample("look", 0.0, nan=8).sample("", 0.0, nan=8))
+    assert (finding.id, finding.op) == ("fully-masked-row", "aten._softmax.default")
+    assert finding.evidence[0].startswith("aten.add.Tensor at model.py:7 made -inf of finite float16 numbers")
+
+
+def test_a_number_that_torch_refuses_to_make_float16_is_an_overflow() -> None:
+    """The operator and the module are those of the exception; other conversions are none of our business."""
+    for dtype, ids in (("c10::Half", ["float16-overflow"]), ("at::Half", ["float16-overflow"]), ("uint8_t", [])):
+        message = f"value cannot be converted to type {dtype} without overflow"
+        trace = TraceBuilder()
+        raised = Raised(n=trace.n(), step=1, call=1, phase="forward", type="RuntimeError", message=message,
+                        frames=["/home/me/theatre.py:10 forward"], modules=["", "look"], op="aten.masked_fill.Scalar")  # fmt: skip
+        found = diagnose(trace.add(raised).build(outcome="raised"))
+        assert [finding.id for finding in found] == ids
+        assert all((f.fqn, f.op, f.source) == ("look", raised.op, "theatre.py:10") for f in found)
+
+
+def test_what_diverges_is_told_from_what_is_undefined() -> None:
+    """The one needs another learning rate, the other another formula."""
+    assert "the run diverges" in only(overflow(dtype="float32", float32=5.2e173)).cause
+    assert "not defined" in only(overflow(dtype="float32", float32=None, finite=False)).cause
+    assert "rounded to 0" in only(overflow(dtype="bfloat16", float32=None, finite=False)).cause
+
+
 def test_a_bad_value_matters_where_it_gets_to_a_loss_a_gradient_a_result_or_a_sampler() -> None:
     """And nowhere else."""
     mask = TraceBuilder().sample("mask", 1.0, inf=4).sample("", 3.0)
@@ -167,6 +250,12 @@ def test_a_bad_loss_of_finite_outputs_is_looked_for_outside_of_the_modules() -> 
     """The window opens before the call, when the batch is made."""
     trace = TraceBuilder().sample("", 1.0, call=3).sample("", 1.0, nan=1, kind="loss", call=3)
     assert suspicious_windows(trace.build()) == (Window(call=3, early=True),)
+
+
+def test_a_program_that_calls_no_module_is_looked_at_for_a_whole_step() -> None:
+    """There is no call at which the window could open."""
+    trace = TraceBuilder().sample("", 1.0, nan=1, kind="loss", call=0, step=3)
+    assert suspicious_windows(trace.build()) == (Window(step=3, until="optimizer", early=True),)
 
 
 def test_a_sampler_that_refuses_is_looked_at_although_every_output_is_finite() -> None:
