@@ -78,7 +78,13 @@ class Rank:
         return {kind: dict(_numbered(self.trace, kind)) for kind in (SENT, RECEIVED)}
 
     def entered(self, before: float = inf) -> int:
-        """How many collectives to which every rank sends something it had entered before an event: a clock that all share."""
+        """How many collectives to which every rank sends something it had entered before an event: a clock that all share.
+
+        At the end of the trace it is the count that was kept beside it: of a rank that waits for ever in a collective, what
+        it has sent may still be on the device.
+        """
+        if before == inf and self.trace.collectives is not None:
+            return self.trace.collectives
         not_shared = {*ONE_SIDED, SEND}
         return sum(sample.n < before and key[2] not in not_shared for key, sample in self.collectives[SENT].items())
 

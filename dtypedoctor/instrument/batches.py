@@ -1,4 +1,8 @@
-"""Puts tensors of one device together, launches their measurement, and finds the results without waiting."""
+"""Puts tensors of one device together, launches their measurement, and finds the results without waiting.
+
+Those of each stream are launched on it, and only when those of all streams are: FSDP goes to and fro between streams dozens of
+times a step, and each launch costs the host more than a module's whole call.
+"""
 
 import time
 from collections import deque
@@ -30,6 +34,7 @@ class Row:
     Attributes:
         tensor: the tensor until it is launched, then None.
         version: its version when it was handed over.
+        stream: handle of the stream that it was handed over on.
         held: the tensor as long as it lives.
         gate: a row that must not be finite for this one to be measured.
         entries: sequence number, step, call and site of each sample that it is.
@@ -39,11 +44,12 @@ class Row:
         index: where later batches find it as a gate.
     """
 
-    __slots__ = ("counts", "doubts", "entries", "gate", "held", "index", "lost", "tensor", "version")
+    __slots__ = ("counts", "doubts", "entries", "gate", "held", "index", "lost", "stream", "tensor", "version")
 
-    def __init__(self, tensor: Tensor | None, version: int, gate: "Row | None" = None) -> None:
+    def __init__(self, tensor: Tensor | None, version: int, stream: int = 0, gate: "Row | None" = None) -> None:
         self.tensor = tensor
         self.version = version
+        self.stream = stream
         self.held = ref(tensor) if tensor is not None else None
         self.gate = gate
         self.entries: list[tuple[int, int, int, int]] = []
@@ -74,11 +80,11 @@ class Batches:
     def __init__(self, rows: DeviceRows, device: torch.device) -> None:
         self._rows = rows
         self._device = device
-        self._open: list[Row] = []
+        self._open: dict[int, list[Row]] = {}
         self._gated: list[Row] = []
         self._kept = 0
         self._current_stream = _stream_getter(device)
-        self._stream = self._current_stream()
+        self._home = self._current_stream()
         self._flying: deque[tuple[int, list[Row]]] = deque()
         self.dead = False
         """Whether the device has stopped to answer."""
@@ -92,24 +98,27 @@ class Batches:
         return len(flying) > MOST_UNREAD or (len(flying) > AHEAD and self._rows.arrived(flying[-AHEAD][0], 1) is None)
 
     def add(self, tensor: Tensor, gate: Row | None = None) -> Row:
-        """Hands over a tensor; it goes with the next batch, behind a gate with the first batch after that of its gate."""
+        """Hands over a tensor; it goes with the next batch, behind a gate with the first batch after that of its gate.
+
+        A gate on another stream would not be ready in time: it is ignored.
+        """
         size = tensor.nbytes
         if size == 0:
             empty = Row(None, 0)
             empty.counts = (0.0, 0, 0)
             return empty
         stream = self._current_stream()
-        if stream != self._stream:
-            self.launch()
-            self._stream = stream
-        self._kept += size
-        if gate is not None:
-            row = Row(tensor.detach(), version_of(tensor), gate)
+        self._kept += size if stream == self._home else tensor.untyped_storage().nbytes()  # of a buffer it may be a part
+        if gate is not None and gate.stream == stream:
+            row = Row(tensor.detach(), version_of(tensor), stream, gate)
             self._gated.append(row)
             return row
-        row = Row(tensor, version_of(tensor))
-        self._open.append(row)
-        if len(self._open) >= self._rows.limit or self._kept >= KEPT_BYTES:
+        row = Row(tensor if gate is None else tensor.detach(), version_of(tensor), stream)
+        waiting = self._open.get(stream)
+        if waiting is None:
+            waiting = self._open[stream] = []
+        waiting.append(row)
+        if len(waiting) >= self._rows.limit or self._kept >= KEPT_BYTES:
             self.launch()
         return row
 
@@ -119,17 +128,21 @@ class Batches:
         Returns:
             The rows that were left out, because their tensors have been changed in place since they were handed over.
         """
-        batch, self._open = self._open, []
+        waiting, self._open = self._open, {}
         self._kept = 0
         changed = []
-        for row in batch:
-            if row.tensor is not None and version_of(row.tensor) != row.version:
-                changed.append(row)
-                row.lost = True
-        # The newest first: what has just been written is still in the device's cache, until older tensors push it out.
-        self._send([row for row in reversed(batch) if not row.lost])
-        for row in batch:
-            row.tensor = None
+        # The home stream comes last: results are written in the order of launches, and what modules have returned is only
+        # known then if what went into the collectives before it is known as well.
+        for stream in sorted(waiting, key=lambda stream: stream == self._home):
+            batch = waiting[stream]
+            for row in batch:
+                if row.tensor is not None and version_of(row.tensor) != row.version:
+                    changed.append(row)
+                    row.lost = True
+            # The newest first: what has just been written is still in the device's cache, until older tensors push it out.
+            self._send([row for row in reversed(batch) if not row.lost])
+            for row in batch:
+                row.tensor = None
         self._let_gated_in()
         return changed
 
@@ -142,7 +155,7 @@ class Batches:
                 row.lost = True
                 row.tensor = None
             else:
-                self._open.append(row)
+                self._open.setdefault(row.stream, []).append(row)
 
     def _send(self, batch: list[Row]) -> None:
         for first in range(0, len(batch), self._rows.limit):
@@ -164,10 +177,22 @@ class Batches:
         self._flying.append((number, batch))
 
     def _launch_on_stream(self, batch: list[Row]) -> int:
-        if self._device.type != "cuda" or self._stream == self._current_stream():
+        """Launches rows of one stream.
+
+        Memory that the allocator has given to another stream is used again as soon as nobody holds it, and nothing on that
+        stream waits for this one: the allocator is told that it is being read here.
+        """
+        handle = batch[0].stream
+        if self._device.type != "cuda" or handle == self._home == self._current_stream():
             return self._rows.launch(_asked(batch))
-        with torch.cuda.stream(torch.cuda.ExternalStream(self._stream, device=self._device)):
-            return self._rows.launch(_asked(batch))
+        stream = torch.cuda.ExternalStream(handle, device=self._device)
+        with torch.cuda.stream(stream):
+            number = self._rows.launch(_asked(batch))
+        if handle != self._home:
+            for row in batch:
+                if row.tensor is not None:
+                    row.tensor.record_stream(stream)
+        return number
 
     def drain(self) -> list[Row]:
         """The rows whose results have arrived since the last time, in the order of their launches."""

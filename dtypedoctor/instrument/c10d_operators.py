@@ -37,6 +37,8 @@ FOLLOWED = {
     "recv_": Followed("recv", None, _IN_PLACE),
 }
 """Operators of the namespace ``c10d``."""
+SHARED = frozenset(one.name for one in FOLLOWED.values()) - {"broadcast", "scatter", "send", "recv"}
+"""Collectives to which every rank of the group sends something."""
 
 
 def flat(value: Any) -> list[Tensor]:

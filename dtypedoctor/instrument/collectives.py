@@ -1,8 +1,9 @@
 """The collectives and messages of ``torch.distributed``: what each rank put in, and what came back.
 
 A kernel of the dispatcher is put above the backends' own ones, so that collectives are seen whoever calls them: Python code,
-FSDP, or the C++ reducer of ``DistributedDataParallel``. Operands are measured where the tensors of modules are, before the
-collective is queued; results once it is known to have been waited for, or to be over. Nothing is waited for here.
+FSDP, or the C++ reducer of ``DistributedDataParallel``. Operands are measured as the tensors of modules are, results once the
+collective is known to have been waited for, or to be over. Nothing is waited for here. Only what is about to be overwritten is
+measured at once: backends write to tensors without counting that, so that it would not be noticed later.
 
 Each tensor is a sample of a site whose ``kind`` is ``sent`` or ``received``, whose ``cls`` is the collective, whose ``fqn`` is the
 module (the shard unit, for FSDP) and whose ``index`` is ``GROUP:NUMBER``, the name of the process group and the tensor's number.
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch import distributed as dist
 
 from dtypedoctor.instrument.c10d_operators import (
     FOLLOWED,
+    SHARED,
     Followed,
     called_from_python,
     flat,
@@ -46,6 +49,9 @@ SENT, RECEIVED = "sent", "received"
 
 MAX_PENDING = 64
 """Collectives whose results are waited for at a time; their tensors are kept alive until then."""
+
+MOST_UNREAD = 512
+"""Buffers that are remembered before those are looked for of which nothing waits to be measured any more."""
 
 UNIT_FILE = "_fsdp_param_group.py"
 """Where FSDP2 issues the collectives of a shard unit, outside of every module call in the backward pass."""
@@ -86,7 +92,7 @@ class Collectives:
         position: shared coordinates.
         names: knows the modules that are open.
         guard: keeps this watch's own errors from the program.
-        sample: measures rows now.
+        sample: measures rows; the second argument says whether now, or with what else there is to measure.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Collectives:
         position: Position,
         names: Names,
         guard: Guard,
-        sample: Callable[[Sequence[Row]], None],
+        sample: Callable[[Sequence[Row], bool], None],
     ) -> None:
         self._writer = writer
         self._position = position
@@ -106,6 +112,7 @@ class Collectives:
         self._undo: Callable[[], None] = lambda: None
         self._pending: list[_Pending] = []
         self._coalesced: list[Row] | None = None
+        self._unread: dict[int, ref[Tensor]] = {}
         self._places: dict[tuple[int, str, str], Place] = {}
         self._groups: set[str] = set()
         self._inside = False
@@ -189,8 +196,13 @@ class Collectives:
         root = root_of(followed.name, args, place)
         route = route_of(followed.name, args, place, group)
         there = f"{group.group_name}:{route or ''}"
+        if followed.name in SHARED:
+            self._writer.entered_collective()
+        if followed.results is not None and self._about_to_overwrite(args[followed.results]):
+            self._sample((), True)
         if followed.operands is not None and (root is None or followed.name != "broadcast" or root == group.rank()):
-            self._measure(list(self._rows(followed.name, SENT, there, args[followed.operands])))
+            rows = list(self._rows(followed.name, SENT, there, args[followed.operands]))
+            self._measure(rows, at_once=followed.operands == followed.results)
         if followed.results is not None and (root is None or followed.name != "reduce" or root == group.rank()):
             results += self._rows(followed.name, RECEIVED, there, args[followed.results])
 
@@ -226,9 +238,22 @@ class Collectives:
         for one in ready:
             self._measure(one.rows)
 
-    def _measure(self, rows: list[Row]) -> None:
-        if rows:
-            self._sample(rows)
+    def _measure(self, rows: list[Row], *, at_once: bool = False) -> None:
+        if not rows:
+            return
+        self._sample(rows, at_once)
+        if not at_once:
+            self._unread |= {tensor.untyped_storage().data_ptr(): ref(tensor) for _, _, tensor in rows}
+        if len(self._unread) > MOST_UNREAD:
+            self._unread = {address: held for address, held in self._unread.items() if held() is not None}
+
+    def _about_to_overwrite(self, results: Any) -> bool:
+        """Whether memory is written to now that may still have to be measured."""
+        found = False
+        for tensor in flat(results):
+            held = self._unread.pop(tensor.untyped_storage().data_ptr(), None)
+            found = found or (held is not None and held() is not None)
+        return found
 
     def _rows(self, name: str, kind: str, there: str, value: Any) -> Iterator[Row]:
         root, fqn = self._unit()

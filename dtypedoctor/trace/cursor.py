@@ -8,7 +8,16 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["CURSOR", "CURSOR_FORMAT", "CURSOR_MAGIC", "CursorPage", "Stopped", "read_mark", "read_stopped"]
+__all__ = [
+    "CURSOR",
+    "CURSOR_FORMAT",
+    "CURSOR_MAGIC",
+    "CursorPage",
+    "Stopped",
+    "read_entered",
+    "read_mark",
+    "read_stopped",
+]
 
 CURSOR = "cursor.bin"
 CURSOR_FORMAT = struct.Struct("<QIIII")
@@ -18,6 +27,9 @@ CURSOR_MAGIC = 0xD7D0C708
 _STOPPED = struct.Struct("<IQI")
 """Error number, records that were not written, magic."""
 _STOPPED_AT = 64
+_ENTERED = struct.Struct("<QI")
+"""Collectives that were entered, magic."""
+_ENTERED_AT = 128
 _PAGE = 4096
 
 
@@ -72,6 +84,10 @@ class CursorPage:
         """Notes that nothing is recorded any more, and how many records that has cost so far."""
         _STOPPED.pack_into(self._page, _STOPPED_AT, errno, lost, CURSOR_MAGIC)
 
+    def entered(self, collectives: int) -> None:
+        """Notes how many collectives were entered so far."""
+        _ENTERED.pack_into(self._page, _ENTERED_AT, collectives, CURSOR_MAGIC)
+
     def close(self) -> None:
         """Lets go of the page."""
         self._page.close()
@@ -91,3 +107,11 @@ def read_stopped(data: bytes) -> Stopped | None:
         return None
     errno, lost, magic = _STOPPED.unpack_from(data, _STOPPED_AT)
     return Stopped(errno, lost) if magic == CURSOR_MAGIC else None
+
+
+def read_entered(data: bytes) -> int | None:
+    """How many collectives it had entered; None where nobody has counted."""
+    if len(data) < _ENTERED_AT + _ENTERED.size:
+        return None
+    collectives, magic = _ENTERED.unpack_from(data, _ENTERED_AT)
+    return int(collectives) if magic == CURSOR_MAGIC else None

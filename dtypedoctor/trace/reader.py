@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.trace.canonical import CanonicalNames
-from dtypedoctor.trace.cursor import CURSOR, Stopped, read_mark, read_stopped
+from dtypedoctor.trace.cursor import CURSOR, Stopped, read_entered, read_mark, read_stopped
 from dtypedoctor.trace.details import FOLDED, detail_files
 from dtypedoctor.trace.events import End, Environment, Header, Metric, Root, Sample, Site
 from dtypedoctor.trace.folding import Folded, from_json
@@ -41,6 +41,7 @@ class Trace:
         sites: the places where samples were taken, by id.
         damage: a sentence for each part of the file that could not be read.
         cursor: the module entered last, where the worker got that far.
+        collectives: how many collectives to which every rank sends something were entered; None where none was.
         stopped: why the recording ended before the process did; None where it did not.
         folded: totals of the steps of a long run of which no single measurement is kept; None where all are.
     """
@@ -50,6 +51,7 @@ class Trace:
     sites: dict[int, Site]
     damage: tuple[str, ...] = ()
     cursor: Cursor | None = None
+    collectives: int | None = None
     stopped: Stopped | None = None
     folded: Folded | None = None
 
@@ -123,6 +125,7 @@ def read_trace(directory: Path) -> Trace:
         damage=(*damage, *_recording_stopped(page)),
         stopped=read_stopped(page),
         cursor=_cursor(page, sites),
+        collectives=read_entered(page),
         folded=folded,
     )
 

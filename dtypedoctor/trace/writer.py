@@ -66,6 +66,7 @@ class TraceWriter:
         self._directory = directory
         self._nonfinite: set[int] = set()
         self._next = 0
+        self._entered = 0
         self._disowned = False
         self._stopped = 0
         self._lost = 0
@@ -118,6 +119,12 @@ class TraceWriter:
         """Notes, in memory shared with the file system, the module that is being entered (no system call)."""
         if not self._disowned:
             self._cursor.mark(self._next, step, call, site)
+
+    def entered_collective(self) -> None:
+        """Counts, in the same memory, a collective that is being entered and to which every rank sends something."""
+        self._entered += 1
+        if not self._disowned:
+            self._cursor.entered(self._entered)
 
     def disown(self) -> None:
         """Writes nothing more. For a forked child, whose parent goes on writing the same file."""
