@@ -33,9 +33,13 @@ _TRIVIAL = re.compile(
 )
 """Values that tell nothing: small numbers, switches, and what a former redaction has left."""
 
-_VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&)\]}|]+)"""
-_ASSIGNED = re.compile(rf"""(?<![\w.-])(["']?)([\w.-]++)\1(\s*+(?:=|:(?!:|//))\s*+)({_VALUE})""")
-_OPTION = re.compile(rf"(?<![\w-])(--?[\w-]++)(\s++)(?!-)({_VALUE})")
+_QUOTES = ("'\"'\"'", '\\"', "\\'", '"', "'")
+"""What may stand around names and values: a quote as a shell (``shlex.join``) or a string literal writes it in another, or itself."""
+_QUOTE = "|".join(map(re.escape, _QUOTES))
+_VALUE = re.compile(rf"""({_QUOTE})(?:(?!\1)[^\n])*\1|(?!\\["'])[^\s"',;&)\]}}|]+""")
+_ASSIGNED = re.compile(rf"""(?<![\w.-])((?:{_QUOTE})?)([\w.-]++)\1(\s*+(?:=|:(?!:|//))\s*+)""")
+_OPTION = re.compile(r"(?<![\w-])(?P<option>--?[\w-]++)\s++(?!-)")
+_BEGINNING = re.compile(r"\s*+")
 
 _SHAPES = tuple(
     (re.compile(pattern), replacement)
@@ -70,32 +74,42 @@ def without_secrets(text: str) -> str:
     """``text`` with every secret replaced by a word in angle brackets; doing it twice changes nothing more."""
     for pattern, replacement in _SHAPES:
         text = pattern.sub(replacement, text)
-    text = _ASSIGNED.sub(_keep_unless(_assigns_a_secret), text)
-    return _OPTION.sub(_keep_unless(lambda match: names_a_secret(match[1])), text)
+    text = _without_values(text, _ASSIGNED, _assigns_a_secret)
+    return _without_values(text, _OPTION, lambda head: names_a_secret(head["option"]))
 
 
-def _assigns_a_secret(match: re.Match[str]) -> bool:
-    quote, name, sign, value = match.groups()
+def _without_values(text: str, heads: re.Pattern[str], is_secret: Callable[[re.Match[str]], bool]) -> str:
+    """``text`` with the values replaced that stand behind ``heads`` and are secret.
+
+    What another value holds is looked at too: in ``ValueError: password=blue`` it is the password that matters.
+    """
+    parts, done, at = [], 0, 0
+    while (head := heads.search(text, at)) is not None:
+        at = head.end()
+        if not is_secret(head):
+            continue
+        value = _VALUE.match(text, at)
+        if value is None or _TRIVIAL.fullmatch(value[0].strip("\"'\\")):
+            continue
+        quote = value[1] or ""
+        parts += [text[done:at], f"{quote}{SECRET}{quote}"]
+        done = at = value.end()
+    return "".join(parts) + text[done:]
+
+
+def _assigns_a_secret(head: re.Match[str]) -> bool:
+    quote, name, sign = head.groups()
     if names_a_secret(name):
         running_text = ":" in sign and not quote and name.lower() in ("token", "tokens")
-        return not running_text or (len(value) >= 8 and any(c.isdigit() for c in value))
-    return "=" in sign and _is_variable(match, name) and name not in ALLOWED_VARIABLES
+        value = _VALUE.match(head.string, head.end()) if running_text else None
+        return not running_text or (value is not None and len(value[0]) >= 8 and any(c.isdigit() for c in value[0]))
+    return "=" in sign and _is_variable(head, name) and name not in ALLOWED_VARIABLES
 
 
-def _is_variable(match: re.Match[str], name: str) -> bool:
+def _is_variable(head: re.Match[str], name: str) -> bool:
     """Whether an assignment is to an environment variable and not, say, a figure in a sentence (``DTYPE=float16``)."""
     if not name.replace("_", "").isalnum() or not name.isupper():
         return False
-    before = match.string[: match.start()]
-    return "_" in name or name in _IDENTITY or not before.strip() or before.endswith(("export ", "declare -x ", "env "))
-
-
-def _keep_unless(is_secret: Callable[[re.Match[str]], bool]) -> Callable[[re.Match[str]], str]:
-    def replaced(match: re.Match[str]) -> str:
-        value = match[match.lastindex or 0]
-        if _TRIVIAL.fullmatch(value.strip("\"'")) or not is_secret(match):
-            return match[0]
-        quote = value[0] if value[0] in "\"'" else ""
-        return f"{match[0][: len(match[0]) - len(value)]}{quote}{SECRET}{quote}"
-
-    return replaced
+    if "_" in name or name in _IDENTITY or _BEGINNING.fullmatch(head.string, 0, head.start()):
+        return True
+    return head.string[max(0, head.start() - 12) : head.start()].endswith(("export ", "declare -x ", "env "))

@@ -1,14 +1,17 @@
 """What must not stand in a public ticket is not in a report."""
 
 import io
+import json
+import shlex
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planting import HOST, SECRETS, USER, planted, rich_report, texts
+from planting import planted, rich_report, texts
 from report_builders import healthy, mismatch, overflow, worker_died
 from rich.console import Console
+from secret_texts import HOST, SECRETS, USER
 
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.private_paths import short_paths
@@ -68,6 +71,7 @@ def test_a_report_without_secrets_stays_as_it_is(report: Report) -> None:
         "AssertionError: BLOCK_SIZE=1024 must divide K=128, LR=1e-3, DTYPE=float16",
         '{"pad_token": "<pad>", "eos_token": "</s>", "max_new_tokens": 8}',
         "tokens per second: 13.2, per token: median is 3",
+        "Unexpected token: 'float' after key: \"lr\"",
         "dtypedoctor run scenarios/gemma4_grpo_fp16.yaml --out runs/first",
         "transformers/models/gemma4/modeling_gemma4.py:1074",
         "OMP_NUM_THREADS=4 CUDA_VISIBLE_DEVICES=0 dtypedoctor run x.yaml",
@@ -134,6 +138,22 @@ def test_the_folder_that_a_command_is_typed_in_is_no_password(monkeypatch: pytes
     monkeypatch.setenv("PWD", "/srv/projects/llama")
     monkeypatch.setenv("OLDPWD", "/srv/projects")
     assert redact("dtypedoctor exec /srv/projects/llama/train.py") == "dtypedoctor exec train.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            shlex.join(["x.py", "{'api_key': 'blue', 'lr': 3}"]),
+            shlex.join(["x.py", "{'api_key': '<secret>', 'lr': 3}"]),
+        ),
+        (json.dumps('{"api_key": "blue"}'), json.dumps('{"api_key": "<secret>"}')),
+        ("PASSWORD=\"deep 'blue' sea\" run", 'PASSWORD="<secret>" run'),
+    ],
+)
+def test_values_in_quotes_within_quotes_are_seen(text: str, expected: str) -> None:
+    """A dictionary as a shell writes it in a command line, or a string literal in a message."""
+    assert clean(text) == expected
 
 
 def test_an_option_and_its_value_may_be_apart() -> None:
