@@ -23,6 +23,10 @@ MAX_CHECKS = 400
 """Comparisons in one window; each costs a pass over a matrix."""
 
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.addmm_.", "aten.bmm.", "aten.baddbmm.", "aten.matmul.", "aten.linear.")
+_CASTS = ("aten._to_copy.",)
+
+SAME = 0.1
+"""Relative error below which bits are those of the weight; bits of another format give 0.7 and more."""
 
 
 @dataclass(slots=True)
@@ -38,9 +42,13 @@ class _Packed:
 
 
 class WeightCheck:
-    """Writes an :class:`Observation` of kind ``packed-weight`` for each operand that has the shape of a packed weight.
+    """Compares each operand that has the shape of a packed weight.
 
-    Values: ``of`` (number of the op), ``operand`` (index over its inputs), ``weight`` (name of the packed weight that it is
+    An :class:`Observation` of kind ``packed-bits`` (``weight``, ``dtype``, ``quant_dtype``) says that an operand of a product or
+    cast is typed as another dtype than the quantisation state's and holds the bits of that weight in the state's own: memory that
+    was filled in one format and is read in another. One of kind ``packed-weight`` is written for each operand of a product.
+
+    Its values: ``of`` (number of the op), ``operand`` (index over its inputs), ``weight`` (name of the packed weight that it is
     closest to, among those of the module), ``dtype`` and ``quant_dtype``, ``relative_error`` (norm of the difference over the
     norm of the weight; None where it is not finite). Whether the operand is meant to be that weight at all is for the
     reader to find out.
@@ -59,34 +67,56 @@ class WeightCheck:
 
     def check(self, n: int, op: str, operands: list[Tensor], root: int, fqn: str) -> None:
         """Compares the operands of op ``n``, which runs in module ``fqn``."""
-        if not self._packed or not op.startswith(_PRODUCTS):
+        if not self._packed or not op.startswith(_PRODUCTS + _CASTS):
             return
         for index, operand in enumerate(operands):
             if self._left and measurable(operand) and operand.dim() == 2:
-                self._compare(n, index, operand.detach(), root, fqn)
+                self._compare_bits(operand.detach(), root, fqn)
+                if op.startswith(_PRODUCTS):
+                    self._compare(n, index, operand.detach(), root, fqn)
+
+    def _fitting(self, operand: Tensor, root: int, fqn: str) -> list[_Packed]:
+        return [p for p in self._packed if p.root == root and _is_near(p.owner, fqn) and _fits(operand, p.state)]
+
+    def _compare_bits(self, operand: Tensor, root: int, fqn: str) -> None:
+        for packed in self._fitting(operand, root, fqn):
+            stored = packed.state.dtype
+            if stored == operand.dtype or stored.itemsize != operand.dtype.itemsize:
+                continue
+            self._left -= 1
+            if _relative_error(operand.view(stored), packed) < SAME:
+                values = {"weight": packed.name, "dtype": dtype_name(operand), "quant_dtype": _name(stored)}
+                self._write("packed-bits", packed.owner, values)
 
     def _compare(self, n: int, index: int, operand: Tensor, root: int, fqn: str) -> None:
-        fitting = [p for p in self._packed if p.root == root and _is_near(p.owner, fqn) and _fits(operand, p.state)]
+        fitting = self._fitting(operand, root, fqn)
         if not fitting:
             return
         self._left -= 1
         errors = [(_relative_error(operand, packed), packed) for packed in fitting]
         error, closest = min(errors, key=lambda found: found[0])
-        position = self._position
         values = {
             "of": n,
             "operand": index,
             "weight": closest.name,
             "dtype": dtype_name(operand),
-            "quant_dtype": str(closest.state.dtype).removeprefix("torch."),
+            "quant_dtype": _name(closest.state.dtype),
             "relative_error": error if isfinite(error) else None,
         }
+        self._write("packed-weight", closest.owner, values)
+
+    def _write(self, kind: str, owner: str, values: dict[str, Any]) -> None:
+        position = self._position
         self._writer.write(
             Observation(
                 n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
-                kind="packed-weight", fqn=closest.owner, values=values,
+                kind=kind, fqn=owner, values=values,
             )
         )  # fmt: skip
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _packed_weights(names: Names) -> Iterator[_Packed]:

@@ -1,6 +1,7 @@
 """Operators that return nothing and fill memory that they were given, as bitsandbytes' CUDA kernels do."""
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from watched import watched
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.trace.events import Op
+from dtypedoctor.trace.reader import Trace
 
 WINDOW = OpWindow(call=1, step=0, until="next-call")
 
@@ -35,16 +37,34 @@ CODE = quantize_4bit(torch.ones(64, 64), quant_type="nf4")[1].code
 BUFFERS: dict[str, Tensor] = {}
 """Shared memory as libraries keep it, by device."""
 
+Fill = Callable[[Tensor, Tensor, torch.dtype, Tensor], None]
+
+
+def fill_unseen(packed: Tensor, absmax: Tensor, dtype: torch.dtype, out: Tensor) -> None:
+    """Fills memory as a C library does: no operator writes to it."""
+    state = QuantState(absmax, shape=out.shape, blocksize=64, quant_type="nf4", dtype=dtype)
+    state.code = CODE
+    dense = dequantize_4bit(packed, state).contiguous()
+    ctypes.memmove(out.data_ptr(), dense.data_ptr(), out.nbytes)
+
 
 class Projection(nn.Module):
-    """Multiplies with its packed weight, dequantised into shared memory that was made before, typed as ``read``."""
+    """Multiplies with its packed weight, dequantised into shared memory that was made before, typed as ``read``.
 
-    def __init__(self, fill: torch._ops.OpOverload, read: torch.dtype) -> None:
+    ``kept`` says where that memory is kept: in a ``global``, in an ``attribute`` or in a registered ``buffer``.
+    """
+
+    def __init__(self, fill: Fill, read: torch.dtype, kept: str) -> None:
         super().__init__()
         packed, state = quantize_4bit(torch.randn(64, 64, dtype=torch.float16), quant_type="nf4")
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.weight.quant_state = state
-        BUFFERS["cpu"] = torch.zeros(64 * 64, dtype=read)
+        memory = torch.zeros(64 * 64, dtype=read)
+        BUFFERS["cpu"] = memory
+        if kept == "attribute":
+            self.memory = memory
+        if kept == "buffer":
+            self.register_buffer("memory", memory)
         self.fill = fill
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,20 +74,52 @@ class Projection(nn.Module):
         return x @ memory.view(64, 64).t()
 
 
-@pytest.mark.parametrize(("read", "found"), [(torch.bfloat16, ["stale-dequant-buffer"]), (torch.float16, [])])
-def test_garbage_in_filled_memory_is_traced_back_to_the_packed_weight(
-    fill: torch._ops.OpOverload, read: torch.dtype, found: list[str], tmp_path: Path
-) -> None:
-    """Under autocast nothing raises; where the memory has the state's own dtype there is nothing to find."""
-    net = Projection(fill, read)
+def multiplied(net: Projection, folder: Path) -> Trace:
+    """The trace of one product under autocast."""
     x = torch.randn(3, 64, dtype=torch.float16)
 
     def work(_: object) -> None:
         with torch.autocast("cpu", dtype=torch.float16):
             net(x)
 
-    trace = watched(tmp_path, work, WINDOW)
+    return watched(folder, work, WINDOW)
+
+
+WRONG, RIGHT = (torch.bfloat16, ["stale-dequant-buffer"]), (torch.float16, [])
+
+
+@pytest.mark.parametrize("kept", ["global", "attribute", "buffer"])
+@pytest.mark.parametrize(("read", "found"), [WRONG, RIGHT])
+def test_garbage_in_filled_memory_is_traced_back_to_the_packed_weight(
+    fill: torch._ops.OpOverload, read: torch.dtype, found: list[str], kept: str, tmp_path: Path
+) -> None:
+    """Wherever it is kept; under autocast nothing raises; in memory of the state's own dtype there is nothing to find."""
+    trace = multiplied(Projection(fill, read, kept), tmp_path)
     assert [finding.id for finding in diagnose(trace)] == found
     [op] = [op for op in trace.all(Op) if "dequantize_into" in op.op]
     assert op.out_variant
     assert [(note.dtype, note.shape) for note in op.outputs] == [("float16", [64, 64])]
+
+
+@pytest.mark.parametrize("kept", ["global", "attribute", "buffer"])
+@pytest.mark.parametrize(("read", "found"), [WRONG, RIGHT])
+def test_memory_that_is_filled_unseen_is_told_by_its_values(
+    read: torch.dtype, found: list[str], kept: str, tmp_path: Path
+) -> None:
+    """Nothing that the trace shows has written to it, and what holds it has a name of its own."""
+    trace = multiplied(Projection(fill_unseen, read, kept), tmp_path)
+    findings = diagnose(trace)
+    assert [finding.id for finding in findings] == found
+    assert all("The same bits read as float16 are the weight." in finding.evidence for finding in findings)
+
+
+def test_another_matrix_of_the_same_shape_is_not_taken_for_the_weight(tmp_path: Path) -> None:
+    """A bfloat16 matrix that a module keeps beside its packed float16 weight is what it is."""
+
+    class Rotated(Projection):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.memory.view(64, 64)
+
+    net = Rotated(fill_unseen, torch.bfloat16, "buffer")
+    nn.init.normal_(net.memory)
+    assert diagnose(multiplied(net, tmp_path)) == ()

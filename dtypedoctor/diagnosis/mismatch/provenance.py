@@ -69,6 +69,16 @@ class Provenance:
         made = self.graph.producer(tensor)
         if made is not None and made.n < user.n:
             return made
+        return self._last_write(tensor, user)
+
+    def refilled(self, tensor: TensorNote, user: Op) -> Op | None:
+        """The op that filled memory which a module holds with the bits of another dtype: its name says nothing of its values then."""
+        if tensor.origin not in ("attribute", "buffer"):
+            return None
+        wrote = self._last_write(tensor, user)
+        return wrote if wrote is not None and _reads_bits(wrote, tensor) else None
+
+    def _last_write(self, tensor: TensorNote, user: Op) -> Op | None:
         wrote = [op for op in self._writers.get(tensor.storage, ()) if op.n < user.n]
         return wrote[-1] if wrote else None
 
@@ -142,9 +152,10 @@ class _Walk:
     def back(self, tensor: TensorNote, user: Op) -> Birth:
         """The birth of the dtype of ``tensor``."""
         for _ in range(MAX_WALK):
-            maker = self._known.maker(tensor, user)
-            if tensor.origin and tensor.dtype == self._dtype and not _is_refilled(maker, tensor):
+            refilled = self._known.refilled(tensor, user)
+            if tensor.origin and tensor.dtype == self._dtype and refilled is None:
                 return self._end(self._named(tensor, user))
+            maker = refilled or self._known.maker(tensor, user)
             if maker is None:
                 break
             born = self._dequantised(maker) if is_dequantisation(maker) else self._born_at(maker, tensor)
@@ -225,11 +236,6 @@ class _Walk:
         links = self._links
         kept = links if len(links) < MAX_LINKS else [*links[: MAX_LINKS // 2], *links[-MAX_LINKS // 2 :]]
         return replace(birth, promoted=self._promoted, chain=(*kept, last))
-
-
-def _is_refilled(maker: Op | None, tensor: TensorNote) -> bool:
-    """Whether memory that a module holds was filled with the bits of another dtype: a name then says nothing of its values."""
-    return maker is not None and tensor.origin in ("attribute", "buffer") and _reads_bits(maker, tensor)
 
 
 def _reads_bits(op: Op, tensor: TensorNote) -> bool:

@@ -28,6 +28,7 @@ class Unpacked:
         state_dtype: what the quantisation state says.
         measured: whether its values were compared with bitsandbytes' own dequantisation.
         error: the relative error found; None where it is not finite, or nothing was measured.
+        misread: whether the bits of what was read are the weight, in the format that the quantisation state says.
     """
 
     op: Op
@@ -37,6 +38,7 @@ class Unpacked:
     state_dtype: str | None
     measured: bool
     error: float | None
+    misread: bool = False
 
     @classmethod
     def of(cls, provenance: Provenance, op: Op, index: int, birth: Birth) -> "Unpacked | None":
@@ -45,7 +47,8 @@ class Unpacked:
                          and o.values.get("of") == op.n and o.values.get("operand") == index), None)  # fmt: skip
         birth = provenance.before_casts(birth)
         goes_back = birth.reason in (Reason.QUANT_STATE, Reason.REINTERPRETED)
-        if not goes_back and (measured is None or not _may_be_filled_unseen(birth, measured)):
+        misread = measured is not None and _is_misread(provenance, measured)
+        if not goes_back and (measured is None or not (misread or _may_be_filled_unseen(birth, measured))):
             return None
         values = measured.values if measured is not None else {}
         name = birth.name if goes_back else values.get("weight")
@@ -60,6 +63,7 @@ class Unpacked:
             state_dtype=stated or birth.quant_dtype,
             measured=measured is not None,
             error=values.get("relative_error"),
+            misread=misread,
         )
 
     @property
@@ -78,6 +82,8 @@ class Unpacked:
                 f"The matrix that was multiplied is {self.birth.dtype}; its relative error against bitsandbytes' own "
                 f"dequantisation in float32 is {size}."
             )
+        if self.misread:
+            said.append(f"The same bits read as {self.state_dtype} are the weight.")
         return tuple(said)
 
 
@@ -90,13 +96,19 @@ def is_wrong(observation: Observation) -> bool:
 def _may_be_filled_unseen(birth: Birth, measured: Observation) -> bool:
     """Whether an operand's memory may have been filled by a kernel that no mode sees (ctypes, Triton).
 
-    New memory that nobody was seen to write to is; memory from before the window, whoever holds it, only where its dtype is not
-    the state's, because a dense matrix of the same shape may come from there too. What holds the weight's values is the weight.
+    New memory that nobody was seen to write to is; memory from before the window only where its dtype is not the state's,
+    because a dense matrix of the same shape may come from there too. What holds the weight's values is the weight.
     """
     if not is_wrong(measured):
         return True
     if birth.reason is Reason.FACTORY:
         return birth.op is not None and overload_free(birth.op.op) in UNCOMPUTED
-    if birth.reason in (Reason.ELSEWHERE, Reason.ATTRIBUTE, Reason.BUFFER):
+    if birth.reason is Reason.ELSEWHERE:
         return bool(measured.values.get("dtype") != measured.values.get("quant_dtype"))
     return False
+
+
+def _is_misread(provenance: Provenance, measured: Observation) -> bool:
+    """Whether memory that was read in another dtype, by the product or by a cast before it, holds the weight in the state's own."""
+    seen = (o for o in provenance.graph.trace.all(Observation) if o.kind == "packed-bits" and o.call == measured.call)
+    return is_wrong(measured) and any(o.values["weight"] == measured.values.get("weight") for o in seen)
