@@ -190,6 +190,12 @@ def test_a_correction_that_nothing_had_called_before_the_same_failure_says_nothi
     assert ("nothing had called norm-output-cast" in trial.reason) is never
 
 
+def test_a_correction_that_nothing_had_called_before_another_failure_is_not_called_unreached() -> None:
+    """Something has changed by it all the same."""
+    trial = tried(corrected(hits=0).add(failed("mixed", "lora.py:9")), raised=failed("mixed", "lora.py:7"))
+    assert (trial.outcome, trial.never_reached) == (Outcome.NOT_FIXED, False)
+
+
 def test_what_corrections_have_rescued_is_counted_at_the_end() -> None:
     """The last record of each correction holds its totals; without a correction there is nothing to count."""
     trial = tried(corrected(hits=9, rescued=3, clamped=4))

@@ -34,6 +34,14 @@ def test_the_divergence_is_the_mean_of_exp_d_minus_d_minus_one() -> None:
     assert found.max_kl == pytest.approx((math.exp(0.5) - 1.5) / 2)
 
 
+def test_the_95th_percentile_lies_between_two_steps_in_proportion() -> None:
+    """Of two steps it is 5 % of the way from the larger to the smaller."""
+    found = parity(run([-1.0], [-2.0]), run([-1.0], [-1.0]))
+    assert found is not None
+    assert found.p95_kl == pytest.approx(0.95 * (math.e - 2))
+    assert found.median_kl == pytest.approx(0.5 * (math.e - 2))
+
+
 def test_small_differences_are_not_rounded_away() -> None:
     """A difference of 1e-9 still gives d²/2."""
     found = parity(run([-1.0 - 1e-7]), run([-1.0]))

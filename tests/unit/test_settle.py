@@ -1,10 +1,12 @@
 """Findings that a trial proves."""
 
+from dataclasses import replace
+
 import pytest
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.trials.remedies import REMEDIES
-from dtypedoctor.trials.results import Outcome, RunSummary, Trial
+from dtypedoctor.trials.results import Diagnostic, Outcome, RunSummary, Trial
 from dtypedoctor.trials.settle import COUNTERFACTUALS, settled
 
 
@@ -49,6 +51,10 @@ def test_a_cure_that_changes_the_cause_alone_proves_it() -> None:
         pytest.param(trial("quant-state-dtype", Outcome.NOT_TRIED, ran=False), id="it was not tried"),
         pytest.param(trial("casts-everywhere"), id="it casts other things too"),
         pytest.param(trial("norm-output-cast"), id="it is about another cause"),
+        pytest.param(
+            replace(trial("quant-state-dtype"), diagnostic=Diagnostic(effects=1)),
+            id="it is a condition, which cures nothing",
+        ),
     ],
 )
 def test_anything_else_proves_nothing(tried: Trial) -> None:

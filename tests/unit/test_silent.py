@@ -19,7 +19,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.scenario.request import Window
-from dtypedoctor.trace.events import Metric, ScalerState
+from dtypedoctor.trace.events import Correction, Metric, ScalerState
 
 
 def only(trace: TraceBuilder) -> Finding:
@@ -118,6 +118,15 @@ def test_a_correction_that_is_not_installed_or_never_called_is_not_applied() -> 
     assert only(correction(hits=5, rescued=7)).id == "silent-rescue"
 
 
+def test_a_correction_whose_calls_were_never_counted_is_not_said_to_be_uncalled() -> None:
+    """A run that dies leaves the record of its installation, which counts nothing yet."""
+    trace = TraceBuilder()
+    trace.add(
+        Correction(n=trace.n(), id="safe-product", target="MLP.forward", installed=True, reason="", proof="replaced")
+    )
+    assert diagnose(trace.build()) == ()
+
+
 @pytest.mark.parametrize(
     ("trace", "found"),
     [
@@ -127,6 +136,12 @@ def test_a_correction_that_is_not_installed_or_never_called_is_not_applied() -> 
         (pretrained("float32", "float16", "float16"), False),
         (state_loaded(512), True),
         (state_loaded(0), False),
+        (
+            seen(
+                "state-loaded", casts={"float32->float16": 1000}, became_inf=0, became_zero=1, elements=1000, names=[]
+            ),
+            False,
+        ),
         (
             seen("state-loaded", casts={"float32->bfloat16": 9}, became_inf=0, became_zero=0, elements=9, names=[]),
             False,

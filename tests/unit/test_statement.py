@@ -1,0 +1,44 @@
+"""From a statement to a finding: remedies and references follow from its id, the order of findings from their severity."""
+
+import pytest
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity, most_severe_first
+from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.statement import Statement, located
+
+
+def said(name: str = "float16-overflow", severity: Severity = Severity.ERROR) -> Statement:
+    """A statement with this id and severity."""
+    return Statement(id=name, severity=severity, summary="It fails.", cause="Because.", evidence=("Measured.",))
+
+
+def test_the_remedy_for_the_class_of_the_module_comes_first() -> None:
+    """It changes less than one for any module."""
+    finding = located(said(), phase="forward", cls="Gemma4TextMLP")
+    assert finding.remedies == ("gemma4-mlp-float32-product", "bfloat16")
+    assert located(said(), phase="forward").remedies == ("bfloat16",)
+
+
+def test_what_is_mere_information_proposes_no_remedy() -> None:
+    """It is no failure, so nothing could cure it."""
+    assert located(said(severity=Severity.WARNING), phase="forward").remedies
+    assert located(said(severity=Severity.INFO), phase="forward").remedies == ()
+
+
+@pytest.mark.parametrize("finding", sorted(FINDING_IDS))
+def test_every_finding_has_public_references(finding: str) -> None:
+    """Whatever detector says it."""
+    assert all(address.startswith("https://github.com/") for address in references_of(finding))
+    assert located(said(finding), phase=None).references == references_of(finding) != ()
+
+
+def test_findings_are_ordered_by_severity_and_keep_their_order_otherwise() -> None:
+    """Errors, warnings, information."""
+
+    def finding(name: str, severity: Severity) -> Finding:
+        return Finding(id=name, severity=severity, confidence=Confidence.LIKELY, summary="", cause="")
+
+    mixed = [finding("a", Severity.INFO), finding("b", Severity.WARNING), finding("c", Severity.ERROR),
+             finding("d", Severity.WARNING), finding("e", Severity.ERROR)]  # fmt: skip
+    assert [one.id for one in most_severe_first(mixed)] == ["c", "e", "b", "d", "a"]
