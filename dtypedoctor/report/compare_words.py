@@ -21,12 +21,14 @@ def headline(found: TraceComparison) -> str:
     if found.first is None:
         return f"DIVERGED: {why[0]}"
     first, other = found.first, found.first_nonfinite
-    sentence = (
-        f"DIVERGED: {place_words(first)} is the first to differ, in {when_words(first)}: {difference_words(first)}."
-    )
     if other is None or other == first:
-        return sentence
-    return f"{sentence} NaN or inf in one run only begins with {place_words(other)}, in {when_words(other)}."
+        return (
+            f"DIVERGED: {place_words(first)} is the first to differ, in {when_words(first)}: {difference_words(first)}."
+        )
+    return (  # a NaN or inf that only one has matters more than the drift that comes before it
+        f"DIVERGED: {place_words(other)}, in {when_words(other)}: {difference_words(other)}. Before that, finite values "
+        f"differ first in {place_words(first)}, in {when_words(first)}: {difference_words(first)}."
+    )
 
 
 def reasons(found: TraceComparison) -> list[str]:
