@@ -13,7 +13,7 @@ from dtypedoctor.diagnosis.silent.absorbed import detect_rescues
 from dtypedoctor.diagnosis.silent.agreement import detect_gap, detect_missing_patches
 from dtypedoctor.diagnosis.silent.forward import detect_integer_casts, detect_router_flips, detect_stale_cache
 from dtypedoctor.diagnosis.silent.positional import detect_rotary_tables, detect_rounded_positions
-from dtypedoctor.diagnosis.silent.training import detect_stall, detect_underflow
+from dtypedoctor.diagnosis.silent.training import detect_partial_stall, detect_stall, detect_underflow
 from dtypedoctor.diagnosis.streams import detect_stale_streams
 from dtypedoctor.diagnosis.tie_breakers import with_tie_breakers
 from dtypedoctor.trace.reader import Trace
@@ -34,8 +34,9 @@ DETECTORS: dict[str, Detector] = {
     "update-stall": detect_stall,
     "router-flips": detect_router_flips,
     "logprob-gap": detect_gap,
-    "rotary-tables": detect_rotary_tables,
     "rounded-positions": detect_rounded_positions,
+    "partial-stall": detect_partial_stall,
+    "rotary-tables": detect_rotary_tables,
     "loading": detect_loading,
 }
 """Every detector by the name of its family; of two findings of the same severity the one of the earlier family comes first."""

@@ -52,7 +52,7 @@ def located(
         step=step,
         dtype=dtype,
         source=source,
-        summary=said.summary,
+        summary=_as_sentence(said.summary),
         cause=said.cause,
         evidence=said.evidence,
         provenance=provenance,
@@ -60,6 +60,11 @@ def located(
         remedies=() if said.severity is Severity.INFO else remedies_for(said.id, cls),
         references=references_of(said.id),
     )
+
+
+def _as_sentence(summary: str) -> str:
+    """With a capital where it begins with words of prose (`the outermost module`); names stay as they are."""
+    return f"The {summary.removeprefix('the ')}" if summary.startswith("the ") else summary
 
 
 def found_at(origin: Origin, said: Statement) -> Finding:

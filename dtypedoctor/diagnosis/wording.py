@@ -8,7 +8,7 @@ from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["bad_elements", "failing_line", "how_the_run_ended", "limit_of", "listed", "magnitudes", "module_of", "place", "raising_line",
-           "short"]  # fmt: skip
+           "short", "short_parameter"]  # fmt: skip
 
 OUTSIDE = -1
 """``Op.root`` of an op that ran outside of every module call."""
@@ -19,6 +19,12 @@ def short(fqn: str | None) -> str:
     if fqn is None:
         return "the code outside of all modules"
     return ".".join(fqn.split(".")[-3:]) or "the outermost module"
+
+
+def short_parameter(name: str) -> str:
+    """The name of a parameter behind the tail of its module's that a person recognises."""
+    module, _, own = name.rpartition(".")
+    return f"{short(module)}.{own}" if module else own
 
 
 def place(op: Op) -> str | None:
@@ -66,13 +72,13 @@ def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
 def failing_line(raised: Raised) -> str | None:
     """``package/file.py:line`` of the innermost frame that computes: neither torch's nor one that watches or counts its calls."""
     between = ("/torch/", "/dtypedoctor/instrument/", "/dtypedoctor/corrections/")
-    computing = [frame for frame in raised.frames if not any(part in frame for part in between)]
+    computing = [frame for frame in _at_work(raised) if not any(part in frame for part in between)]
     return _line(computing[-1]) if computing else None
 
 
 def raising_line(raised: Raised) -> str | None:
     """``package/file.py:line`` of the innermost frame outside of torch and of the doctor; None where there is none."""
-    outside = [frame for frame in raised.frames if "/torch/" not in frame and "/dtypedoctor/" not in frame]
+    outside = [frame for frame in _at_work(raised) if "/torch/" not in frame and "/dtypedoctor/" not in frame]
     return _line(outside[-1]) if outside else None
 
 
@@ -84,3 +90,8 @@ def _line(frame: str) -> str:
         return f"dtypedoctor/{rest}"
     _, installed, rest = at.rpartition("/site-packages/")
     return rest if installed else at.rpartition("/")[-1]
+
+
+def _at_work(raised: Raised) -> list[str]:
+    """The frames without those that only hand on what somebody else computes with a subclass of tensors."""
+    return [frame for frame in raised.frames if not frame.endswith((" __torch_function__", " __torch_dispatch__"))]

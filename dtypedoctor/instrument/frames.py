@@ -6,16 +6,21 @@ from torch._ops import OpOverload
 from torch.autograd.function import FunctionCtx
 
 _NOT_THE_USERS = ("torch.", "dtypedoctor.instrument", "dtypedoctor.worker")
+_PASSING_ON = frozenset({"__torch_function__", "__torch_dispatch__"})
+"""Methods by which a subclass of tensors hands on what somebody else computes with it."""
 
 
 def source_of(frame: FrameType | None) -> str | None:
     """``package/file.py:line`` of the innermost frame that is neither torch's nor the doctor's; None where there is none.
 
+    What a subclass of tensors only hands on is the line's that asked for it.
+
     The path begins at the top of the package that the code belongs to; of a script it is the file's name.
     """
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module != "torch" and not module.startswith(_NOT_THE_USERS):
+        whose = module != "torch" and not module.startswith(_NOT_THE_USERS)
+        if whose and frame.f_code.co_name not in _PASSING_ON:
             return f"{_from_package(frame.f_code.co_filename, module)}:{frame.f_lineno}"
         frame = frame.f_back
     return None

@@ -52,8 +52,8 @@ _SKIPPED = frozenset({"aten.detach.default", "aten.alias.default", "aten._local_
 class OpTrace(OperatorMode):
     """Records ops while it is entered. Use :meth:`open` and :meth:`close`; both may be called more than once.
 
-    For an op that raises, an :class:`Observation` of kind ``autocast-regions`` follows: ``of`` (number of the op) and
-    ``regions``, the open ones from the outermost in, each ``device``, ``wanted`` (dtype), ``enabled``, ``source``.
+    For an op that raises, an :class:`Observation` of kind ``autocast-regions`` follows: ``of`` (number of the op), ``device``
+    (type of its operands' device) and ``regions``, the open ones from the outermost in, each ``device``, ``wanted`` (dtype), ``enabled``, ``source``.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class OpTrace(OperatorMode):
         operands = tensors_of(arguments)
         place = self._whereabouts.here(sys._getframe(), _device(operands))
         self._write(n, str(func), place, (inputs, []), schema=func, scalars=scalars(arguments), error=_line(error))
-        self._note_regions(n)
+        self._note_regions(n, _device(operands))
         self._weights.check(n, str(func), operands, place.root, place.fqn)
         if not any(map(is_spread, operands)):
             replay_refused(self._writer, n, func, arguments)
@@ -187,9 +187,10 @@ class OpTrace(OperatorMode):
             self._last_error = str(error)
             arguments = (args, kwargs)
             n = self._writer.next_n()
-            place = self._whereabouts.here(sys._getframe(), _device(tensors_of(arguments)))
-            self._write(n, name, place, (self._notes(tensors_of(arguments)), []), error=_line(error))
-            self._note_regions(n)
+            operands = tensors_of(arguments)
+            place = self._whereabouts.here(sys._getframe(), _device(operands))
+            self._write(n, name, place, (self._notes(operands), []), error=_line(error))
+            self._note_regions(n, _device(operands))
             replay_refused(self._writer, n, func, arguments)
 
     def refused_by_module(self, module: nn.Module, args: Any, error: BaseException) -> None:
@@ -202,7 +203,7 @@ class OpTrace(OperatorMode):
             n = self._writer.next_n()
             place = self._whereabouts.here(sys._getframe(), _device(operands))
             self._write(n, f"module.{type(module).__name__}", place, (self._notes(operands), []), error=_line(error))
-            self._note_regions(n)
+            self._note_regions(n, _device(operands))
 
     def _notes(self, tensors: list[Tensor]) -> list[TensorNote]:
         held = [(tensor, local_part(tensor)) for tensor in tensors]
@@ -248,7 +249,7 @@ class OpTrace(OperatorMode):
             )
         )
 
-    def _note_regions(self, n: int) -> None:
+    def _note_regions(self, n: int, device: str) -> None:
         regions = [
             {"device": r.device, "wanted": r.wanted, "enabled": r.enabled, "source": r.source}
             for r in self._autocast.open_regions
@@ -257,7 +258,7 @@ class OpTrace(OperatorMode):
         self._writer.write(
             Observation(
                 n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
-                kind="autocast-regions", fqn=None, values={"of": n, "regions": regions},
+                kind="autocast-regions", fqn=None, values={"of": n, "device": device, "regions": regions},
             )
         )  # fmt: skip
 

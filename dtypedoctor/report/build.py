@@ -63,7 +63,7 @@ def _status(treatment: Treatment) -> Status:
 
 
 def _headline(treatment: Treatment, primary: Finding | None) -> str:
-    if primary is not None:
+    if primary is not None and primary.severity is not Severity.INFO:
         return f"{primary.summary}{cured_sentence(treatment.trials)}"
     before = treatment.before_summary
     if treatment.before.died:
@@ -80,7 +80,8 @@ def _headline(treatment: Treatment, primary: Finding | None) -> str:
         return f"Nothing found until the script left without letting Python finish: {_as_far_as_known(treatment)}."
     if treatment.observer.bitwise_equal is False:
         return f"Nothing found while it was watched, but the watch changed the run: {treatment.observer.reason}."
-    return f"Nothing found: {_done(treatment)}."
+    noted = f" Noted: {primary.summary}" if primary is not None else ""
+    return f"Nothing found{' that is wrong' if noted else ''}: {_done(treatment)}.{noted}"
 
 
 def _why_blind(trace: Trace) -> str:

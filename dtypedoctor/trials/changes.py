@@ -50,6 +50,12 @@ def from_outside(condition: str, otherwise: Change) -> Change:
     return lambda scenario: (switch if is_script(scenario) else otherwise)(scenario)
 
 
+def with_kernels(*ids: str) -> Change:
+    """Switches on corrections of dtypedoctor's own kernels; a script has kernels of its own, so it stays as it is."""
+    switch = with_corrections(*ids)
+    return lambda scenario: scenario if is_script(scenario) else switch(scenario)
+
+
 def with_model(**changes: Any) -> Change:
     """Sets fields of every model of the scenario."""
 

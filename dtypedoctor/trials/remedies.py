@@ -12,6 +12,7 @@ from dtypedoctor.trials.changes import (
     with_conditions,
     with_corrections,
     with_custom_options,
+    with_kernels,
     with_model,
 )
 
@@ -101,43 +102,43 @@ _FUSED_LORA = (
         id="cast-after-dequantize",
         summary="cast each dequantised weight to the activations' dtype, whatever it was",
         safe=False,
-        change=with_corrections("cast-after-dequantize"),
+        change=with_kernels("cast-after-dequantize"),
     ),
     Remedy(
         id="backward-autocast-off",
         summary="run the hand-written backward passes without autocast, casting gradients and weights to the input's dtype",
         safe=False,
-        change=with_corrections("backward-autocast-off"),
+        change=with_kernels("backward-autocast-off"),
     ),
     Remedy(
         id="out-of-place-addmm",
         summary="add the LoRA products out of place, where autocast casts them; the autocast dtype stays as it is",
         safe=False,
-        change=with_corrections("out-of-place-addmm"),
+        change=with_kernels("out-of-place-addmm"),
     ),
     Remedy(
         id="decode-in-input-dtype",
         summary="cast everything to the activations' dtype when a single new token is decoded",
         safe=False,
-        change=with_corrections("decode-in-input-dtype"),
+        change=with_kernels("decode-in-input-dtype"),
     ),
     Remedy(
         id="casts-forward-and-backward",
         summary="cast-after-dequantize and backward-autocast-off together (the pull request's first version)",
         safe=False,
-        change=with_corrections("cast-after-dequantize", "backward-autocast-off"),
+        change=with_kernels("cast-after-dequantize", "backward-autocast-off"),
     ),
     Remedy(
         id="casts-everywhere",
         summary="cast-after-dequantize, backward-autocast-off and decode-in-input-dtype together",
         safe=False,
-        change=with_corrections("cast-after-dequantize", "backward-autocast-off", "decode-in-input-dtype"),
+        change=with_kernels("cast-after-dequantize", "backward-autocast-off", "decode-in-input-dtype"),
     ),
     Remedy(
         id="quant-state-dtype-and-casts",
         summary="quant-state-dtype with the casts kept as a fallback (the pull request's second version)",
         safe=False,
-        change=with_corrections("quant-state-dtype", "cast-after-dequantize", "backward-autocast-off"),
+        change=with_kernels("quant-state-dtype", "cast-after-dequantize", "backward-autocast-off"),
     ),
     Remedy(
         id="autocast-and-quant-state-dtype",
@@ -149,7 +150,7 @@ _FUSED_LORA = (
         id="strict",
         summary="cast nothing: raise where weight, quantisation state, activations and autocast disagree",
         safe=True,
-        change=with_corrections("strict"),
+        change=with_kernels("strict"),
         strict=True,
     ),
 )
@@ -159,19 +160,19 @@ _DEQUANTIZE = (
         id="dequant-buffer-keyed-by-dtype",
         summary="keep one dequantise buffer per device and dtype",
         safe=True,
-        change=with_corrections("dequant-buffer-keyed-by-dtype"),
+        change=with_kernels("dequant-buffer-keyed-by-dtype"),
     ),
     Remedy(
         id="dequant-no-shared-buffer",
         summary="dequantise each weight into memory of its own",
         safe=True,
-        change=with_corrections("dequant-no-shared-buffer"),
+        change=with_kernels("dequant-no-shared-buffer"),
     ),
     Remedy(
         id="dequant-float32-kernel",
         summary="dequantise a float32 quantisation state with the float32 kernel",
         safe=True,
-        change=with_corrections("dequant-float32-kernel"),
+        change=with_kernels("dequant-float32-kernel"),
     ),
     Remedy(
         id="fresh-process",
@@ -210,7 +211,7 @@ _NORMS = (
         id="cast-at-lora-input",
         summary="cast the input of every LoRA layer; defensive: whatever widened the activations still does",
         safe=False,
-        change=with_corrections("cast-at-lora-input"),
+        change=with_kernels("cast-at-lora-input"),
     ),
 )
 
@@ -219,13 +220,13 @@ _COMPILING = (
         id="nf4-custom-op",
         summary="register the NF4 fast path as an operator that the compiler does not look into",
         safe=True,
-        change=with_corrections("nf4-custom-op"),
+        change=with_kernels("nf4-custom-op"),
     ),
     Remedy(
         id="nf4-stream-per-call",
         summary="launch the NF4 fast path on the stream that is current at each call",
         safe=True,
-        change=with_corrections("nf4-stream-per-call"),
+        change=with_kernels("nf4-stream-per-call"),
     ),
 )
 

@@ -35,6 +35,22 @@ def test_a_place_begins_at_the_top_of_its_package(path: str, module: str, expect
     assert source_of(frame_of(path, module)) == expected
 
 
+def test_a_subclass_of_tensors_that_hands_on_is_not_the_place() -> None:
+    """The line that asked for the product is."""
+    seen: list[str | None] = []
+
+    class HandingOn(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(source_of(sys._getframe()))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    torch.ones(2, 2) @ torch.ones(2, 2).as_subclass(HandingOn)
+    line = sys._getframe().f_lineno - 1
+    assert seen[-1] is not None
+    assert seen[-1].endswith(f"test_frames.py:{line}")
+
+
 class Passing(TorchDispatchMode):
     """Calls every operator as it is."""
 

@@ -90,6 +90,7 @@ DETECTOR_EXAMPLES: dict[str, dict[str, Example]] = {
     },
     "gradient-underflow": {"gradient-underflow": pair(lambda: scaled(2), lambda: scaled(40))},
     "update-stall": {"update-stall": pair(updates, lambda: updates(lost=32))},
+    "partial-stall": {"update-stall": pair(lambda: updates(moving=640), lambda: updates(lost=32, moving=640))},
     "router-flips": {"router-flip": pair(lambda: router(18), lambda: router(2))},
     "logprob-gap": {"logprob-gap": pair(twins, lambda: twins(dropout=True))},
     "rotary-tables": {"rounded-rotary-buffer": pair(rotary, TraceBuilder)},

@@ -36,10 +36,11 @@ def absorbed(op: str, *scalars: str, error: float = 1.0, by_mask: bool = False, 
                 elements=768, by_mask=by_mask, through=[*through, op], born=BORN | {"op": born.pop("by", BORN["op"])} | born)  # fmt: skip
 
 
-def updates(wanted: int = 64, lost: int = 64) -> TraceBuilder:
-    """What the checks of an optimizer have found so far."""
+def updates(wanted: int = 64, lost: int = 64, *, moving: int = 0) -> TraceBuilder:
+    """What the checks of an optimizer have found so far; ``moving`` updates of other parameters arrive."""
     one = {"wanted": wanted, "lost": lost, "dtype": "bfloat16", "absmax": 1.0, "update": 1e-5}
-    return seen("updates", optimizer="AdamW", lr=1e-5, checks=2, first_step=1, parameters={"norm.weight": one})
+    return seen("updates", optimizer="AdamW", lr=1e-5, checks=2, first_step=1, parameters={"norm.weight": one},
+                wanted=wanted + moving, lost=lost)  # fmt: skip
 
 
 def scaled(zeros_scaled: int, *, scaler: bool = False) -> TraceBuilder:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, norm, packed, quant_state, stale_buffer
+from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, head, norm, packed, quant_state, stale_buffer
 from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
 
 from dtypedoctor.diagnosis.finding import Confidence, Severity
@@ -233,6 +233,25 @@ def test_a_failed_comparison_of_a_recomputation_names_the_op_that_differs() -> N
     )
     assert (finding.id, finding.fqn, finding.op) == ("recompute-dtype-mismatch", "stage", "aten.linspace.default")
     assert finding.confidence is Confidence.PROVEN
+
+
+def test_a_region_for_the_operands_own_device_is_not_for_another_one() -> None:
+    """A disabled region inside it is why nothing is cast."""
+    story = Story().body(F32)
+    operands = [story.given("float16"), story.parameter("body.weight", F32, note=False)]
+    refused = story.refuse("aten.mm.default", "body", operands, PRODUCT)
+    regions = [
+        {"device": "cpu", "wanted": "float16", "enabled": True, "source": "train.py:3"},
+        {"device": "cpu", "wanted": "bfloat16", "enabled": False, "source": "train.py:4"},
+    ]
+    trace = story.saw("autocast-regions", of=refused.n, device="cpu", regions=regions).ended()
+    assert "autocast-wrong-device" not in {found.id for found in detect_mismatch(trace)}
+
+
+def test_the_last_layers_headline_says_which_dtype_is_whose() -> None:
+    """Its own first, then that of what it is given."""
+    (found,) = detect_mismatch(head(dtype=F32))
+    assert found.summary.endswith("is float32 and is given bfloat16.")
 
 
 def test_a_region_for_a_device_that_nothing_runs_on_is_information_only() -> None:

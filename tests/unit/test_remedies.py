@@ -36,6 +36,18 @@ def test_corrections_are_added_once_and_in_order() -> None:
     assert [correction.id for correction in changed.corrections] == ["strict", "quant-state-dtype"]
 
 
+@pytest.mark.parametrize(
+    "remedy", ["out-of-place-addmm", "dequant-float32-kernel", "cast-at-lora-input", "casts-everywhere"]
+)
+def test_kernels_of_the_doctors_own_are_not_corrected_in_a_script(remedy: str) -> None:
+    """A script has other kernels, so the remedy leaves it as it is and cannot be asked for."""
+    script = Scenario.model_validate(
+        {"name": "case", "summary": "A case.", "steps": [{"workload": {"kind": "script", "path": "train.py"}}]}
+    )
+    assert REMEDIES[remedy].change(script) == script
+    assert REMEDIES[remedy].change(scenario({"model": LLAMA})).corrections
+
+
 def test_an_autocast_region_gets_the_dtype_of_the_model_inside_it() -> None:
     """Also in a step that goes on with the model of the step before; a float32 model's region is left alone."""
     regions = {"autocast": {"dtype": "float16"}}

@@ -1,8 +1,11 @@
 """Findings about what goes wrong in silence, from observations made by hand."""
 
+from dataclasses import replace
+
 import pytest
 from silent_examples import (
     absorbed,
+    cast,
     correction,
     pretrained,
     rotary,
@@ -19,13 +22,22 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.scenario.request import Window
-from dtypedoctor.trace.events import Correction, Metric, ScalerState
+from dtypedoctor.trace.events import Correction, Metric, Observation, ScalerState
 
 
 def only(trace: TraceBuilder) -> Finding:
     """The one finding in a trace."""
     (finding,) = diagnose(trace.build())
     return finding
+
+
+def test_a_few_weights_that_stall_do_not_speak_before_a_router_that_flips() -> None:
+    """Where most of what is trained stands still, that comes first."""
+    for moving, order in ((0, ["update-stall", "router-flip"]), (640, ["router-flip", "update-stall"])):
+        trace = updates(moving=moving)
+        for record in router(18).build().all(Observation):
+            trace.add(record)
+        assert [finding.id for finding in diagnose(trace.build())] == order
 
 
 @pytest.mark.parametrize(
@@ -41,6 +53,16 @@ def test_a_clamp_at_the_edge_of_the_range_is_a_rescue_whatever_it_returns(
     """So is a `where` whose condition asks for finite values."""
     finding = only(trace)
     assert (finding.id, finding.severity) == ("silent-rescue", severity)
+
+
+def test_a_line_that_cuts_off_activations_is_one_finding_for_all_its_modules() -> None:
+    """The first module has the finding, the others are named in it."""
+    trace = cast()
+    (first,) = trace.build().all(Observation)
+    trace.add(replace(first, n=trace.n(), values={**first.values, "fqn": "layers.7"}))
+    found = only(trace)
+    assert found.fqn == first.values["fqn"]
+    assert "The same line does so in layers.7." in found.evidence
 
 
 def test_an_overflow_that_leaves_the_right_values_behind_is_information() -> None:

@@ -11,6 +11,8 @@ __all__ = ["attention_operands", "cache_of_another_dtype", "merged_features"]
 
 OUTLIVES_THE_CALL = frozenset({Reason.ATTRIBUTE, Reason.BUFFER, Reason.ELSEWHERE})
 FLASH = "flash-attention"
+KEY_AND_VALUE = (1, 2)
+"""Operands of an attention kernel that a memory can be."""
 
 
 def cache_of_another_dtype(case: Case) -> Verdict | None:
@@ -49,7 +51,7 @@ def attention_operands(case: Case) -> Verdict | None:
     odd = case.odd if case.odd is not None else next(iter(case.operands), None)
     if odd is None:
         return None
-    if odd.birth.reason in (Reason.ATTRIBUTE, Reason.ELSEWHERE) and odd.birth.promoted is None and len(case.dtypes) > 1:
+    if _is_memory(odd) and len(case.dtypes) > 1:
         return _cache(case, odd, f"{said(case)} reads it beside {case.rule} queries.")
     dtypes = ", ".join(operand.dtype for operand in case.operands)
     return Verdict(
@@ -108,6 +110,14 @@ def _target_and_source(case: Case) -> tuple[Operand | None, Operand | None]:
     if len(operands) < 2 or operands[0].index != 0:
         return None, None
     return operands[0], operands[-1]
+
+
+def _is_memory(operand: Operand) -> bool:
+    """Whether attention reads what was there before the call, as it was; a buffer in the place of the mask is a mask."""
+    birth = operand.birth
+    if birth.promoted is not None:
+        return False
+    return operand.index in KEY_AND_VALUE if birth.reason is Reason.BUFFER else _outlives_the_call(birth)
 
 
 def _outlives_the_call(birth: Birth) -> bool:

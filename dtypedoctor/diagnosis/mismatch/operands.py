@@ -112,17 +112,24 @@ def _head(case: Case, odd: Operand) -> Verdict:
             f"{head} is {case.rule} and casts nothing."
         )
     else:
-        cause = (
-            f"{described(birth)[0].upper()}{described(birth)[1:]}; the body hands on {case.rule}, and nothing casts it."
-        )
+        cause = f"The weight is {described(birth)}; the body hands on {case.rule}, and nothing casts it."
     return Verdict(
         id="head-dtype-mismatch",
         confidence=_confidence(case, odd),
         blamed=odd,
         fqn=place(case.op) if birth.reason is Reason.COMPUTE_DTYPE else wrapper or birth.fqn,
-        summary=f"The last layer, {head}, and what it is given have different dtypes: {' and '.join(case.dtypes)}.",
+        summary=f"The last layer, {head}, is {_own_dtype(case)} and is given {_given_dtype(case)}.",
         cause=cause,
     )
+
+
+def _own_dtype(case: Case) -> str | None:
+    """The dtype of the layer's own weight; what it should have been where none of its parameters was an operand."""
+    return next((operand.dtype for operand in case.operands if operand.tensor.origin == "parameter"), case.rule)
+
+
+def _given_dtype(case: Case) -> str | None:
+    return next((dtype for dtype in case.dtypes if dtype != _own_dtype(case)), None)
 
 
 def _fallback(case: Case, odd: Operand) -> Verdict:

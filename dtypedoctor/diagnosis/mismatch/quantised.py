@@ -12,7 +12,7 @@ from dtypedoctor.diagnosis.mismatch.report import Verdict, is_settled, said
 from dtypedoctor.diagnosis.mismatch.unpacked import Unpacked, is_wrong
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.wording import place, short
+from dtypedoctor.diagnosis.wording import listed, place, short
 from dtypedoctor.trace.events import Observation, Op
 from dtypedoctor.trace.reader import Trace
 
@@ -101,6 +101,7 @@ def dequantised_to_another_dtype(case: Case) -> Verdict | None:
         confidence=Confidence.PROVEN if is_settled(case, odd) else Confidence.LIKELY,
         evidence=found.evidence,
         blamed=odd,
+        unfit=frozenset({"dequant-float32-kernel"}),  # the values are right
     )
 
 
@@ -140,7 +141,7 @@ def _silent(found: list[Unpacked]) -> Finding:
     stale = first.state_dtype != read
     name = "stale-dequant-buffer" if stale else "quant-state-dtype"
     owners = list(dict.fromkeys(one.owner for one in found))
-    others = (f"{len(owners) - 1} more packed weights are as wrong.",) if len(owners) > 1 else ()
+    others = (f"As wrong: the packed weights of {listed(owners[1:])}.",) if len(owners) > 1 else ()
     statement = Statement(
         id=name,
         summary=_stale_summary(first, read) if stale else _kernel_summary(first),

@@ -9,8 +9,9 @@ from dtypedoctor.diagnosis.mismatch.arguments import who_is_what
 from dtypedoctor.diagnosis.mismatch.birth import Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.mismatch.census import HALF, Census
-from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CONVOLUTIONS, PRODUCTS, writes
+from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CASTS, CONVOLUTIONS, PRODUCTS, writes
 from dtypedoctor.diagnosis.mismatch.report import Verdict, described, said
+from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import place, short
 from dtypedoctor.trace.events import Flow, Observation
@@ -56,7 +57,6 @@ def custom_function(case: Case) -> Verdict | None:
         proven = case.ran("equal-dtypes") and case.ran(f"all-as-{case.op.autocast}")
     else:
         return None
-    evidence = f"{case.op.function}: forward at {context.get('forward_source')} under autocast {forward or 'off'}, backward under "
     return Verdict(
         id="custom-function-autocast",
         fqn=place(case.op),
@@ -64,11 +64,21 @@ def custom_function(case: Case) -> Verdict | None:
         cause=cause,
         confidence=Confidence.PROVEN if proven else Confidence.LIKELY,
         reason=f"{Reason.CUSTOM_FUNCTION}: {case.op.function}",
-        evidence=(f"{evidence}{case.op.autocast or 'off'} (custom_fwd recorded: {used}).",),
+        unfit=_unfit(case),
+        evidence=(_both_regions(case, context),),
     )
 
 
-_MEET = "So gradients in the region's dtype meet the tensors that were saved before they were cast."
+def _both_regions(case: Case, context: dict[str, Any]) -> str:
+    forward = f"its forward at {context.get('forward_source')} ran {_under(context.get('forward_autocast'))}"
+    return f"{case.op.function}: {forward}, its backward {_under(case.op.autocast)}."
+
+
+def _under(region: str | None) -> str:
+    return f"under {region} autocast" if region else "without autocast"
+
+
+_MEET = "Gradients in the region's dtype meet the tensors that were saved before they were cast."
 
 
 def _context(case: Case) -> dict[str, Any] | None:
@@ -100,7 +110,13 @@ def autocast_bypass(case: Case) -> Verdict | None:
         blamed=_before_casts(case),
         confidence=Confidence.PROVEN if case.ran(f"all-as-{region}") else Confidence.LIKELY,
         reason=f"{Reason.INPLACE if writes(case.op) else Reason.AUTOCAST_LIST}: {said(case)} is not cast",
+        unfit=_unfit(case),
     )
+
+
+def _unfit(case: Case) -> frozenset[str]:
+    """The remedy that adds out of place is for sums that are made in place."""
+    return frozenset() if case.op.inplace and case.family == "addmm" else frozenset({"out-of-place-addmm"})
 
 
 def _why_not_cast(case: Case) -> str:
@@ -117,11 +133,12 @@ def _why_not_cast(case: Case) -> str:
 def _cast_ones(case: Case, region: str) -> str:
     """Where the operands in the dtype of the region come from: ops that autocast has cast for, or elsewhere."""
     births = [operand.birth for operand in case.operands if operand.dtype == region]
-    cast = [b.chain[0] for b in births if b.reason is Reason.AUTOCAST_LIST and len(b.chain) > 1]
+    made = [b.chain[0] for b in births if b.reason is Reason.AUTOCAST_LIST and len(b.chain) > 1]
+    ops = [f"{link.op} at {link.source}" for link in made if overload_free(link.op) not in CASTS]
+    by_autocast = [f"{' and '.join(dict.fromkeys(ops))}, whose operands autocast casts"] if ops else []
+    by_hand = [f"a cast to {region} at {link.source}" for link in made if overload_free(link.op) in CASTS]
     others = [described(b) for b in births if b.reason is not Reason.AUTOCAST_LIST or len(b.chain) == 1]
-    ops = list(dict.fromkeys(f"{link.op} at {link.source}" for link in cast))
-    by_autocast = [f"{' and '.join(ops)}, whose operands autocast casts"] if ops else []
-    return " and ".join([*by_autocast, *dict.fromkeys(others)])
+    return " and ".join([*dict.fromkeys([*by_hand, *others]), *by_autocast])
 
 
 def _the_rest(case: Case) -> str:

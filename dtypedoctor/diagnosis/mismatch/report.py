@@ -1,13 +1,13 @@
 """Puts what is known of a refused operation into a finding."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.wording import how_the_run_ended, place, short
+from dtypedoctor.diagnosis.wording import how_the_run_ended, place, short, short_parameter
 from dtypedoctor.dtypes import DTYPES
 
 __all__ = ["Verdict", "described", "finding", "is_settled", "met", "said"]
@@ -26,6 +26,7 @@ class Verdict:
         evidence: sentences of the rule's own; what every refusal shows is added to them.
         blamed: the operand whose chain is the provenance; the odd one where left out.
         reason: the named reason in which the chain ends, where it is not the birth of the operand.
+        unfit: remedies of this finding that do nothing about this op.
     """
 
     id: str
@@ -36,6 +37,7 @@ class Verdict:
     evidence: tuple[str, ...] = ()
     blamed: Operand | None = None
     reason: str | None = None
+    unfit: frozenset[str] = frozenset()
 
 
 def finding(case: Case, verdict: Verdict) -> Finding:
@@ -49,7 +51,7 @@ def finding(case: Case, verdict: Verdict) -> Finding:
         cause=verdict.cause,
         evidence=(met(case), *verdict.evidence, *_experiments(case, odd), *how_the_run_ended(case.trace)),
     )
-    return located(
+    found = located(
         statement,
         phase=op.phase,
         step=op.step,
@@ -61,12 +63,13 @@ def finding(case: Case, verdict: Verdict) -> Finding:
         met=_other_side(case, odd),
         cls=case.census.class_of(op.root, verdict.fqn or ""),
     )
+    return replace(found, remedies=tuple(remedy for remedy in found.remedies if remedy not in verdict.unfit))
 
 
 def met(case: Case) -> str:
     """Which operands the op got, as a sentence."""
     operands = ", ".join(
-        t.dtype + (f" ({short(t.name)})" if t.name and t.origin != "input" else "")
+        t.dtype + (f" ({short_parameter(t.name)})" if t.name and t.origin != "input" else "")
         for t in case.op.inputs
         if t.dtype in DTYPES or t.origin == "parameter"
     )

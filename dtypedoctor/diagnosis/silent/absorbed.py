@@ -88,8 +88,8 @@ def _evidence(seen: Observation) -> Iterator[str]:
         yield f"From there to the first finite result: {', '.join(values['through'])}."
     difference = values["relative_error"]
     yield (
-        f"The result of {values['op']} differs from that of the same operations in float32 by {difference:.2g} of its largest "
-        "magnitude."
+        f"The result of {values['op']} differs from that of the same operations in float32 by {difference:.2g} times its "
+        "largest magnitude."
     )
 
 

@@ -6,6 +6,7 @@ from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.statement import Statement, found_in
 from dtypedoctor.diagnosis.wording import listed, short
+from dtypedoctor.trace.events import Observation
 from dtypedoctor.trace.reader import Trace
 
 FLIPPED = 0.005
@@ -35,15 +36,18 @@ def detect_stale_cache(trace: Trace) -> Iterator[Finding]:
                 f"{values['weight']} differs from what it was at the first call in the region; run again without the cache, the "
                 f"layer's result differs by {values['relative_error']:.2g} of its largest magnitude."
             ),
-            f"Layers seen so: {listed([o.values['fqn'] or '(the outermost module)' for o in seen])}.",
+            f"Layers seen so: {listed([_module(o) for o in seen])}.",
         ),
     )
     yield found_in(first, said, dtype=values["dtype"], source=values["region"])
 
 
 def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
-    """Activations that went through an integer dtype and came back as numbers."""
-    for seen in observed(trace, "float-to-int"):
+    """Activations that went through an integer dtype and came back as numbers; a line of code tells once of all its modules."""
+    by_line: dict[tuple[str, ...], list[Observation]] = {}
+    for one in observed(trace, "float-to-int"):
+        by_line.setdefault((one.values["op"], one.values["source"], one.values["to"]), []).append(one)
+    for seen, *others in by_line.values():
         values = seen.values
         said = Statement(
             id="float-to-int-cast",
@@ -55,13 +59,18 @@ def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
             ),
             evidence=(
                 (
-                    f"The {values['elements']} integers are off from the activation by {values['relative_error']:.2g} of its "
+                    f"The {values['elements']} integers differ from the activation by {values['relative_error']:.3g} times its "
                     "Euclidean norm."
                 ),
                 "They are never used to look something up.",
+                *((f"The same line does so in {listed([_module(o) for o in others])}.",) if others else ()),
             ),
         )
         yield found_in(seen, said, dtype=values["to"], op=values["op"], source=values["source"])
+
+
+def _module(seen: Observation) -> str:
+    return seen.values["fqn"] or "(the outermost module)"
 
 
 def detect_router_flips(trace: Trace) -> Iterator[Finding]:
@@ -92,7 +101,7 @@ def detect_router_flips(trace: Trace) -> Iterator[Finding]:
                 "float32 on the same operands; everything up to the selection was run again."
             ),
             f"For {values['tied']} tokens the scores on both sides of the border are equal.",
-            f"Routers seen so: {listed([o.values['fqn'] or '(the outermost module)' for o in flipping])}.",
+            f"Routers seen so: {listed([_module(o) for o in flipping])}.",
         ),
     )
     yield found_in(seen, said, dtype=values["dtype"], op=values["scores_op"], source=values["scores_source"])

@@ -7,7 +7,7 @@ from typing import Any
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.observations import last_observed, observed
 from dtypedoctor.diagnosis.statement import Statement, found_in
-from dtypedoctor.diagnosis.wording import listed, module_of, short
+from dtypedoctor.diagnosis.wording import listed, module_of, short_parameter
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Observation, ScalerState
 from dtypedoctor.trace.reader import Trace
@@ -16,6 +16,8 @@ REVIVED = 0.1
 """Share of a parameter's gradient that has to come back under a scaled loss."""
 STALLED = 0.95
 """Share of the updates, over all checked steps, that has to be lost."""
+MOSTLY = 0.5
+"""Share of all updates of an optimizer that has to be lost before its training stands still."""
 ENOUGH = 8
 """Updates by which a parameter is judged."""
 SHOWN = 3
@@ -43,7 +45,7 @@ def _underflow(trace: Trace, seen: Observation, revived: dict[str, Any]) -> Find
         id="gradient-underflow",
         severity=Severity.WARNING,
         summary=(
-            f"{100 * worst['zeros'] / worst['elements']:.0f} % of the gradient of {short(name)} is flushed to zero in float16: "
+            f"{100 * worst['zeros'] / worst['elements']:.0f} % of the gradient of {short_parameter(name)} is flushed to zero in float16: "
             "there is no loss scaler."
         ),
         cause=(
@@ -63,16 +65,29 @@ def _underflow(trace: Trace, seen: Observation, revived: dict[str, Any]) -> Find
 
 
 def detect_stall(trace: Trace) -> Iterator[Finding]:
-    """Parameters that stay where they are although a float32 copy of them moves."""
+    """Parameters that stay where they are although a float32 copy of them moves, where most of what is trained stands still."""
+    return _stalls(trace, mostly=True)
+
+
+def detect_partial_stall(trace: Trace) -> Iterator[Finding]:
+    """The same of a few parameters beside others that move."""
+    return _stalls(trace, mostly=False)
+
+
+def _stalls(trace: Trace, *, mostly: bool) -> Iterator[Finding]:
     last = {o.values["optimizer"]: o for o in observed(trace, "updates")}
     for seen in last.values():
         stalled = {name: one for name, one in seen.values["parameters"].items() if _is_stalled(one)}
-        if stalled:
+        if stalled and mostly is (seen.values["lost"] >= MOSTLY * seen.values["wanted"]):
             yield _stall(seen, stalled)
 
 
 def _is_stalled(one: Any) -> bool:
     return bool(one["wanted"] >= ENOUGH and one["lost"] >= STALLED * one["wanted"])
+
+
+def _others(count: int) -> str:
+    return f", and so it is with {count} more parameter{'s' if count > 1 else ''}" if count else ""
 
 
 def _stall(seen: Observation, stalled: dict[str, Any]) -> Finding:
@@ -83,8 +98,8 @@ def _stall(seen: Observation, stalled: dict[str, Any]) -> Finding:
         id="update-stall",
         severity=Severity.WARNING,
         summary=(
-            f"{short(name)} does not move: {worst['dtype']} rounds {100 * worst['lost'] / worst['wanted']:.0f} % of its "
-            f"updates away ({len(stalled)} parameters are so)."
+            f"{short_parameter(name)} does not move: {worst['dtype']} rounds {100 * worst['lost'] / worst['wanted']:.0f} % of its "
+            f"updates away{_others(len(stalled) - 1)}."
         ),
         cause=(
             f"Near 1 the spacing of {worst['dtype']} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
@@ -100,7 +115,10 @@ def _stall(seen: Observation, stalled: dict[str, Any]) -> Finding:
                 f"The same {values['optimizer']} (learning rate {values['lr']:g}) took the same steps on float32 copies, compared "
                 f"in the first {values['checks']} step(s)."
             ),
-            f"Parameters that stall: {listed(list(stalled))}.",
+            (
+                f"Parameters that stall: {listed(list(stalled))}. Of the updates of all parameters together "
+                f"{100 * values['lost'] / values['wanted']:.2g} % are lost."
+            ),
         ),
     )
     found = found_in(seen, said, dtype=worst["dtype"])

@@ -67,7 +67,7 @@ class UpdateCheck:
     Values: ``optimizer`` (class), ``lr``, ``checks`` (steps checked so far), ``first_step`` (the first of them) and
     ``parameters``: for the worst of those that have lost at least half, over all checks, ``wanted`` (elements that move in
     float32), ``lost`` (those of them that did not move), ``dtype``, ``absmax`` (largest weight) and ``update`` (largest
-    float32 update) of the elements that were compared.
+    float32 update) of the elements that were compared. ``wanted`` and ``lost`` are the sums over all parameters.
     """
 
     def __init__(self, notes: Notes, names: Names, position: Position) -> None:
@@ -119,6 +119,8 @@ class UpdateCheck:
             "lr": float(optimizer.param_groups[0].get("lr", 0.0)),
             "checks": self._steps[id(optimizer)],
             "first_step": self._first[id(optimizer)],
+            "wanted": sum(t.wanted for t in totals.values()),
+            "lost": sum(t.lost for t in totals.values()),
             "parameters": {
                 name: {"wanted": t.wanted, "lost": t.lost, "dtype": t.dtype, "absmax": t.absmax, "update": t.update}
                 for name, t in stalled[:MOST_TOLD]
