@@ -35,7 +35,7 @@ class Row:
         tensor: the tensor until it is launched, then None.
         version: its version when it was handed over.
         stream: handle of the stream that it was handed over on.
-        held: the tensor as long as it lives.
+        held: the tensor as long as it lives; of a row with a gate nobody asks.
         gate: a row that must not be finite for this one to be measured.
         entries: sequence number, step, call and site of each sample that it is.
         doubts: what to look at if it is not finite.
@@ -50,9 +50,9 @@ class Row:
         self.tensor = tensor
         self.version = version
         self.stream = stream
-        self.held = ref(tensor) if tensor is not None else None
+        self.held = ref(tensor) if tensor is not None and gate is None else None
         self.gate = gate
-        self.entries: list[tuple[int, int, int, int]] = []
+        self.entries: tuple[tuple[int, int, int, int], ...] = ()
         self.doubts: tuple[Any, ...] = ()
         self.counts: Counts | None = None
         self.lost = False
@@ -108,7 +108,9 @@ class Batches:
             empty.counts = (0.0, 0, 0)
             return empty
         stream = self._current_stream()
-        self._kept += size if stream == self._home else tensor.untyped_storage().nbytes()  # of a buffer it may be a part
+        self._kept += (
+            size if stream == self._home else tensor.untyped_storage().nbytes()
+        )  # of a buffer it may be a part
         if gate is not None and gate.stream == stream:
             row = Row(tensor.detach(), version_of(tensor), stream, gate)
             self._gated.append(row)
@@ -136,7 +138,7 @@ class Batches:
         for stream in sorted(waiting, key=lambda stream: stream == self._home):
             batch = waiting[stream]
             for row in batch:
-                if row.tensor is not None and version_of(row.tensor) != row.version:
+                if row.tensor is not None and 0 <= row.version != row.tensor._version:
                     changed.append(row)
                     row.lost = True
             # The newest first: what has just been written is still in the device's cache, until older tensors push it out.
@@ -172,8 +174,8 @@ class Batches:
             for row in batch:
                 row.lost = True
             return
-        for place, row in enumerate(batch):
-            row.index = self._rows.index(number, place)
+        for index, row in enumerate(batch, start=self._rows.index(number)):
+            row.index = index
         self._flying.append((number, batch))
 
     def _launch_on_stream(self, batch: list[Row]) -> int:

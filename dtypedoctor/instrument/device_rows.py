@@ -34,8 +34,8 @@ class DeviceRows(Protocol):
             RuntimeError: the device no longer answers.
         """
 
-    def index(self, number: int, place: int) -> int:
-        """The row that can be a gate for later batches: of the tensor at ``place`` in batch ``number``."""
+    def index(self, number: int) -> int:
+        """The row that can be a gate for later batches: of the first tensor in batch ``number``; the others' follow it."""
 
     def arrived(self, number: int, count: int) -> list[Counts] | None:
         """The results of a batch of ``count`` tensors if they are in the host's memory. Asks nothing of the device."""
@@ -155,9 +155,9 @@ class TritonRows:
             return nullcontext()
         return torch.cuda.device(self._device)
 
-    def index(self, number: int, place: int) -> int:
-        """The row that can be a gate for later batches."""
-        return number % self._kernel.SLOTS * self.limit + place
+    def index(self, number: int) -> int:
+        """The row of a batch's first tensor."""
+        return int(number % self._kernel.SLOTS * self.limit)
 
     def arrived(self, number: int, count: int) -> list[Counts] | None:
         """The results of a batch if they are in the host's memory."""
@@ -215,9 +215,9 @@ class NormRows:
             row[: len(batch)].copy_(torch.stack(norms), non_blocking=True)
         return self._launched
 
-    def index(self, number: int, place: int) -> int:
-        """The row, although nothing asks for it."""
-        return number % self._SLOTS * self.limit + place
+    def index(self, number: int) -> int:
+        """The row of a batch's first tensor, although nothing asks for it."""
+        return number % self._SLOTS * self.limit
 
     def arrived(self, number: int, count: int) -> list[Counts] | None:
         """The results of a batch if they are in the host's memory."""

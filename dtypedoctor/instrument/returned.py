@@ -5,7 +5,6 @@ these everything but the tensor is known, and a call costs a few microseconds.
 """
 
 from collections import OrderedDict
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +52,27 @@ class _Gradient(NamedTuple):
     recorder: Recorder
 
 
+class _Hook:
+    """What is called with the gradient of an output: one object, where a partial call of a method is four.
+
+    Python's garbage collector looks through whatever a step keeps until its backward pass.
+    """
+
+    __slots__ = ("_call", "_path", "_place", "_returned")
+    __torch_unserializable__ = True
+    """torch warns of other hooks when it pickles a tensor."""
+
+    def __init__(self, returned: "Returned", place: Place, path: str, call: int) -> None:
+        self._returned = returned
+        self._place = place
+        self._path = path
+        self._call = call
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Records it."""
+        self._returned.gradient(self._place, self._path, self._call, gradient)
+
+
 class Returned:
     """Hands module outputs and their gradients to the recorders.
 
@@ -98,7 +118,7 @@ class Returned:
         when = (self._writer.next_n(), position.step, position.call)
         usual.recorder.record(((usual.site, output),), when, usual.source, (("0", args[0]),))
         if output.requires_grad and not output.is_leaf:
-            _hook_gradient(output, partial(self._gradient, place, "", position.call))
+            _hook_gradient(output, _Hook(self, place, "", position.call))
 
     def _is_usual(self, usual: _Usual, given: Any, output: Any) -> bool:
         return (
@@ -137,7 +157,7 @@ class Returned:
         self._recorders.record(rows, when, source, inputs)
         for path, tensor in outputs:
             if tensor.requires_grad and not tensor.is_leaf:  # on a parameter the hook would stay
-                _hook_gradient(tensor, partial(self._gradient, place, path, position.call))
+                _hook_gradient(tensor, _Hook(self, place, path, position.call))
         self._learn(place, given, output, source)
 
     def _learn(self, place: Place, given: tuple[Any, Any], output: Any, source: Source) -> None:
@@ -164,7 +184,7 @@ class Returned:
                 source=source,
             )
 
-    def _gradient(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
+    def gradient(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
         """Records the gradient of an output that was returned in the outermost call ``call``."""
         if is_compiling() or self._position.muted:
             return
@@ -222,14 +242,13 @@ def _lies_there(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not is_functorch_wrapped_tensor(tensor)
 
 
-def _hook_gradient(tensor: Tensor, hook: Any) -> None:
+def _hook_gradient(tensor: Tensor, hook: _Hook) -> None:
     """Has ``hook`` called with the gradient of ``tensor``, which is no leaf.
 
     The same as ``tensor.register_hook(hook)`` without a handle to remove it by, which takes two thirds of the time: the hooks
     of a tensor are a dictionary, and any key does that is not the number of a handle.
     """
-    hook.__torch_unserializable__ = True  # torch warns of other hooks when it pickles a tensor
-    hooks = tensor._backward_hooks
+    hooks: Any = tensor._backward_hooks
     if hooks is None and tensor.grad_fn is not None:
         hooks = tensor._backward_hooks = OrderedDict()
         tensor.grad_fn._register_hook_dict(tensor)

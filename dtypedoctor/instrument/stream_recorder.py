@@ -42,7 +42,9 @@ class _Doubt(NamedTuple):
 
     source: Source
     given: list[tuple[str, torch.dtype, torch.Size, Row]]
-    when: tuple[int, int, int]
+    n: int
+    step: int
+    call: int
 
 
 class StreamRecorder:
@@ -98,7 +100,7 @@ class StreamRecorder:
             if row.counts is not None:
                 self._write([(n, step, call, site, row.counts)])
             else:
-                row.entries.append((n, step, call, site))
+                row.entries += ((n, step, call, site),)
                 if site not in self._calm or row.version < 0:
                     self._measure_now(site, tensor, row)
             n += 1
@@ -160,7 +162,7 @@ class StreamRecorder:
     def _known_row(self, tensor: Tensor) -> Row | None:
         """The row of a tensor that was handed over before: a container usually returns what its last child returned."""
         row = self._known.get(id(tensor))
-        if row is None or row.held is None or row.held() is not tensor or row.version != version_of(tensor):
+        if row is None or row.held is None or row.held() is not tensor or 0 <= row.version != tensor._version:
             return None
         return row
 
@@ -185,11 +187,10 @@ class StreamRecorder:
                 row = self._known_row(tensor) or self._batches.add(tensor, gate)
                 found.append((path, tensor.dtype, tensor.shape, row))
         _, step, call = when
-        doubt = _Doubt(source, found, (self._writer.next_n(len(found)), step, call))
+        doubt = _Doubt(source, found, self._writer.next_n(len(found)), step, call)
         for row in returned:
-            row.doubts = (*row.doubts, doubt)
-        if any(row.suspicious for row in returned):
-            self._confirm(returned)
+            row.doubts += (doubt,)
+        self._confirm([row for row in returned if row.counts is not None and row.suspicious])
 
     def _launch(self) -> None:
         for row in self._batches.launch():
@@ -207,7 +208,7 @@ class StreamRecorder:
         if not rows:
             return
         self._write([(*entry, row.counts) for row in rows if row.counts is not None for entry in row.entries])
-        self._confirm(row for row in rows if row.suspicious)
+        self._confirm([row for row in rows if row.counts is not None and (row.counts[1] or row.counts[2])])
         while self._confirmed and all(row.settled for *_, row in self._confirmed[0].given):
             self._write_given(self._confirmed.popleft())
 
@@ -219,9 +220,8 @@ class StreamRecorder:
             row.doubts = ()
 
     def _write_given(self, doubt: _Doubt) -> None:
-        n, step, call = doubt.when
-        source = doubt.source
-        for i, (path, dtype, shape, row) in enumerate(doubt.given):
+        source, given, n, step, call = doubt
+        for i, (path, dtype, shape, row) in enumerate(given):
             read = row.gate is None or row.gate.suspicious
             if row.counts is not None and read:
                 looks = Looks(source.phase, "input", path, dtype, shape, source.autocast, self._device)

@@ -59,7 +59,7 @@ def test_a_gated_tensor_is_read_only_where_its_gate_was_not_finite() -> None:
     good, bad = torch.ones(100, device=DEVICE), torch.full((100,), float("nan"), device=DEVICE)
     first = rows.launch([(good, -1), (bad, -1)])
     given = torch.full((100,), 5.0, device=DEVICE)
-    found = results(rows, [(given, rows.index(first, 0)), (given, rows.index(first, 1))])
+    found = results(rows, [(given, rows.index(first)), (given, rows.index(first) + 1)])
     assert found == [(0.0, 0, 0), (5.0, 0, 0)]
 
 

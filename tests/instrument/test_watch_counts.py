@@ -2,9 +2,12 @@
 
 import copy
 import functools
+import gc
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 import pytest
@@ -168,6 +171,57 @@ def test_each_distinct_tensor_is_reduced_once_a_step_and_few_launches_do_it(
     gradients = sum(site.kind == "grad_output" for site in last)
     assert reductions == outputs + gradients - 2 * passed_on + 2 * parameters + 1
     assert launches <= reductions // counted.limit + 8
+
+
+def kept(work: Callable[[], object]) -> int:
+    """Objects that the garbage collector has to look through and that are still there after ``work``."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = gc.get_count()[0]
+        result = work()
+        return gc.get_count()[0] - before if result is not None else 0
+    finally:
+        gc.enable()
+
+
+def own_calls(work: Callable[[], object]) -> int:
+    """Calls of functions of the package inside ``work``, in this thread."""
+    home, found = str(Path(dtypedoctor.__file__).parent), []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(home):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return len(found)
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_module_call_keeps_few_objects_and_makes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device waits for the host these are what the watch costs: calls of a whole step, objects that a forward pass leaves."""
+    monkeypatch.setattr(stream_recorder, "READ_SECONDS", 60.0)
+
+    def loss(training: Training) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return training.model(input_ids=training.tokens, labels=training.tokens).loss
+
+    bare = Training(layers=8, scaled=False)
+    for _ in range(ORDINARY):
+        bare.step()
+    expected = kept(lambda: loss(bare))
+    with Watched(tmp_path, Training(layers=8, scaled=False)) as watched:
+        watched.steps(ORDINARY + 4)  # no routine look, and no closer one
+        training = watched.training
+        objects = kept(lambda: loss(training)) - expected
+        calls = own_calls(training.step)
+    modules = sum(1 for _ in training.model.modules())
+    assert 0 < objects / modules <= 14
+    assert 0 < calls / modules <= 104
 
 
 def test_results_are_read_before_there_is_no_room_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
