@@ -59,8 +59,8 @@ def bisect(
 ) -> int:
     """Find which modules must be kept in float32, which corrections are needed, and in which modes it fails.
 
-    Exits 0 if the model does not fail, 10 if it does, whatever is found; 2 if it cannot be run; 3 if the worker left no
-    usable trace. Ctrl-C ends with the best answer so far; --resume goes on after any end and repeats no run.
+    Exits 0 if the model does not fail and nothing else was found, 10 if it does, whatever is found out about it, or if findings
+    remain that no bisection can look for; 2 if it cannot be run; 3 if the worker left no usable trace. Ctrl-C ends with the best answer so far; --resume goes on after any end and repeats no run.
     """
     from dtypedoctor.cli.bisect_case import Options, new_case, resumed_case
     from dtypedoctor.cli.bisecting import bisect_case, bisection_exit_code

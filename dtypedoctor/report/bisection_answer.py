@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.report.numbers import counted, number
 from dtypedoctor.trials.bisection.results import Bisection, End
 from dtypedoctor.trials.bisection.symptoms import Kind, Symptom, part_in_words
@@ -67,12 +68,11 @@ def _healthy(found: Bisection) -> str:
         f"It does not fail: finite, without a dtype error, and as near to float32 as rounding allows{_how_near(found)}."
         f"{_near_the_end(found.failure)}"
     )
-    others = [finding.id for finding in found.treatment.findings]
-    return (
-        f"{told} What is found besides ({', '.join(others)}) is nothing that a bisection can look for."
-        if others
-        else told
-    )
+    others = [finding.id for finding in found.treatment.findings if finding.severity is not Severity.INFO]
+    notes = [finding.id for finding in found.treatment.findings if finding.severity is Severity.INFO]
+    if others:
+        told += f" What is found besides ({', '.join(others)}) is nothing that a bisection can look for."
+    return f"{told} Noted besides: {', '.join(notes)}." if notes else told
 
 
 def _near_the_end(healthy: Symptom) -> str:

@@ -16,7 +16,7 @@ __all__ = ["VERDICT_HEADER", "VERDICT_NOTE", "bisection_summary", "bisection_ver
 VERDICT_HEADER = ("mode", "outcome", "phase", "module", "absmax")
 VERDICT_NOTE = (
     "Module: where it fails, else where it comes nearest to the end of its dtype's range; absmax: the largest finite "
-    "magnitude there. Inside compiled code nothing is watched."
+    "magnitude there. Inside compiled code nothing is watched: what the model returns stands for it."
 )
 
 Section = Mapping[str, Any]
@@ -40,7 +40,7 @@ def bisection_verdicts(bisection: Section) -> list[tuple[str, str, str, str, str
     """Mode, outcome, phase, module and absmax of each verdict."""
     usual = bisection.get("workload")
     return [
-        (_mode(v, usual), _word(v, "outcome"), _phase(v), _word(v, "fqn"), _magnitude(v))
+        (_mode(v, usual), _word(v, "outcome"), _phase(v), _module(v), _magnitude(v))
         for v in bisection.get("verdicts") or ()
     ]
 
@@ -132,6 +132,10 @@ def _mode(verdict: Section, usual: object) -> str:
 def _phase(verdict: Section) -> str:
     step = verdict.get("step")
     return _word(verdict, "phase") + (f", step {step}" if step is not None and verdict.get("phase") else "")
+
+
+def _module(verdict: Section) -> str:
+    return "the model's output" if verdict.get("fqn") == "" else _word(verdict, "fqn")
 
 
 def _word(verdict: Section, key: str) -> str:

@@ -113,6 +113,8 @@ def test_the_verdict_table_of_gemma4_separates_the_modes(gemma: tuple[Finished, 
     assert {verdict["phase"] for verdict in failing} == {"forward", "generate"}
     assert {verdict["fqn"] for verdict in failing if not verdict["mode"].startswith("compiled")} == {MLP}
     assert verdicts["8 steps of GRPO"]["step"] == 2
+    assert verdicts["compiled (inductor)"]["fqn"] == "", "nothing inside is watched"
+    assert verdicts["compiled (aot_eager), culprits in float32"]["absmax"] > 1000
     assert verdicts["float32 throughout"]["absmax"] > 65504
 
 
@@ -223,6 +225,7 @@ def test_scattered_culprits_are_found_and_nothing_else(bisect: InThisProcess, tm
         ("bisect_factories:healthy", 0, "healthy", "It does not fail"),
         ("builtin:llama-tiny", 0, "healthy", "It does not fail"),
         ("bisect_factories:nearly", 0, "healthy", "blocks.1.clamp comes to 60000, 92% of what its dtype can hold."),
+        ("bisect_factories:rescued", 0, "healthy", "rounding allows. Noted besides: float16-overflow."),
         ("bisect_factories:weights_too_large", 10, "rounded-weights", "The weights do not survive the cast"),
         ("bisect_factories:domain", 10, "domain-error", "domain-error: it fails in float32 as well"),
         ("bisect_factories:untouchable", 10, "unresolved", "somebody has replaced my forward"),
@@ -240,6 +243,15 @@ def test_what_has_no_culprit_says_why(
     assert found["end"] == end
     assert found["culprits"] == []
     assert found["probes"] <= 2
+
+
+def test_what_no_bisection_can_look_for_counts_all_the_same(bisect: InThisProcess, tmp_path: Path) -> None:
+    """A training whose updates are lost in bfloat16 has right outputs, and does not end with 0."""
+    given = ("--dtype", "bfloat16", "--workload", "train", "--out", "run")
+    finished = bisect("--model", "builtin:llama-tiny", *given)
+    assert finished.code == 10, finished.out
+    assert "What is found besides (update-stall) is nothing" in " ".join(finished.out.split())
+    assert report_of(tmp_path / "run")["bisection"]["end"] == "healthy"
 
 
 def test_a_failure_that_does_not_come_every_time_is_said(bisect: InThisProcess, tmp_path: Path) -> None:

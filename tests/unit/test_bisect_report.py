@@ -63,6 +63,12 @@ def test_what_was_run_is_said_where_it_is_not_what_the_probes_ran() -> None:
     assert rows == ["one forward pass", "loss scale: 2 steps of plain training"]
 
 
+def test_the_module_that_stands_for_compiled_code_is_named() -> None:
+    """The model itself has no dotted name."""
+    rows = bisection_verdicts(found(verdicts=[verdict("compiled", "fail", "one forward pass", fqn="", absmax=None)]))
+    assert rows == [("compiled", "fail", "–", "the model's output", "–")]
+
+
 def test_numbers_carry_their_units() -> None:
     """Bytes, ratios, seconds."""
     told = summary()

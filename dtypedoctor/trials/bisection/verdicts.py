@@ -17,6 +17,9 @@ from dtypedoctor.trials.reduction import Outcome
 
 __all__ = ["Verdict", "measure"]
 
+OUTERMOST = ""
+"""Dotted name of the model itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -72,8 +75,18 @@ def _work(scenario: Scenario) -> list[dict[str, Any]]:
 
 
 def _as_far_as_seen(symptom: Symptom, mode: Mode) -> Symptom:
-    """Inside compiled code nothing is watched: what leaves it says whether it is finite, but no module can be named."""
-    return replace(symptom, fqn=None, absmax=None) if _compiles(mode) else symptom
+    """Inside compiled code nothing is watched: what it returns stands for all of it, the model's own name for its module.
+
+    Modules that stay out of it, as those that are kept in float32 do, are watched, and may be what comes nearest to the end of
+    its dtype's range; but where it fails they may only have been given what was inf or NaN.
+    """
+    if not _compiles(mode):
+        return symptom
+    seen = replace(symptom, absmax=symptom.absmax or None)  # of nothing but NaN it is 0
+    if symptom.kind is not Kind.NOT_FINITE:
+        return seen
+    where = f", step {symptom.step} ({symptom.phase})" if symptom.phase else ""
+    return replace(seen, fqn=OUTERMOST, reason=f"inf or NaN in what the compiled code returns{where}")
 
 
 def _compiles(mode: Mode) -> bool:
