@@ -1,7 +1,6 @@
 """Writes a scenario as YAML."""
 
 import re
-from typing import Any
 
 import yaml
 
@@ -24,11 +23,8 @@ def to_yaml(scenario: Scenario) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what the core schema would read as something else than text, and repeats what aliases would share."""
+    """Quotes what the core schema would read as something else than text."""
 
     yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {  # noqa: RUF012  (PyYAML's own name)
         None: [(f"tag:yaml.org,2002:{kind}", pattern) for kind, pattern in PATTERNS.items()]
     }
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
