@@ -78,7 +78,7 @@ _TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 def describe(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:
     """A value as JSON: ``{"value": ...}``, ``{"float": "nan"}``, ``{"tensor": key}``, ``{"tuple": [...]}``, ``{"list": [...]}``, ``{"dict": {...}}``,
-    ``{"mapping": "module:Class", "values": {...}}``, ``{"dtype": name}``, ``{"device": name}``, ``{"function": "module:name"}`` (a class as well),
+    ``{"pairs": [[key, value], ...]}`` (a dictionary whose keys are no texts), ``{"mapping": "module:Class", "values": {...}}``, ``{"dtype": name}``, ``{"device": name}``, ``{"function": "module:name"}`` (a class as well),
     ``{"config": "module:Class", "values": {...}}``, ``{"object": "module:Class", "values": {...}}``, else ``{"opaque": class name}``.
 
     Args:
@@ -99,6 +99,9 @@ def describe(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:
     if isinstance(value, (tuple, list)):
         items = [describe(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
         return {"tuple" if isinstance(value, tuple) else "list": items}
+    if type(value) is dict and not all(isinstance(name, str) for name in value):
+        pairs = [(describe(name, None, ""), describe(item, tensors, f"{path}.{name}")) for name, item in value.items()]
+        return {"pairs": [list(pair) for pair in pairs]}
     if isinstance(value, Mapping):
         items_by_name = {str(name): describe(item, tensors, f"{path}.{name}") for name, item in value.items()}
         return (

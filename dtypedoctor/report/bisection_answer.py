@@ -53,7 +53,7 @@ def _by_corrections(found: Bisection) -> str:
 
 
 def _kept(found: Bisection) -> str:
-    names = [part_in_words(name) for name in found.culprits]
+    names = [part_in_words(name) for name in found.kept]
     more = len(names) - _MOST_NAMED
     shown = _enumerated([*names[:_MOST_NAMED], f"{more} more"] if more > 0 else names)
     return f"Keeping {'only ' if len(names) == 1 else ''}{shown} in float32"

@@ -110,5 +110,5 @@ def _remedy(found: Bisection) -> dict[str, Any] | None:
         if "+".join(names) in cured:
             return {"corrections": [{"id": name} for name in names]}
     if found.confirmed:
-        return {"corrections": [{"id": "keep-float32", "modules": list(found.culprits)}]}
+        return {"corrections": [{"id": "keep-float32", "modules": list(found.kept)}]}
     return None

@@ -23,7 +23,7 @@ def training_tokens(context: Context, shape: tuple[int, int], number: int) -> Te
     if vocabulary is None:
         raise UsageError(
             f"{type(model).__name__} has no config.vocab_size, so there are no tokens to give it",
-            "Give it one, or use the script workload.",
+            "Wrap it in a factory (package.module:factory) with config.vocab_size and a forward of input_ids and labels, or run a script.",
         )
     seed = context.scenario.seed + number + RANK_STRIDE * context.rank
     return random_tokens(vocabulary, shape, seed, context.device)

@@ -212,6 +212,7 @@ def test_scattered_culprits_are_found_and_nothing_else(bisect: InThisProcess, tm
     assert finished.code == 10, finished.err
     found = report_of(tmp_path / "run")["bisection"]
     assert sorted(found["culprits"]) == ["blocks.0::self", "blocks.2::self"]
+    assert sorted(found["remedy"]["corrections"][0]["modules"]) == sorted(found["culprits"])
     assert found["one_minimal"]
     assert found["confirmed"]
     modes = {verdict["mode"] for verdict in found["verdicts"]}

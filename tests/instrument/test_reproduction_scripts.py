@@ -114,16 +114,17 @@ def test_a_kept_call_becomes_a_script_that_fails_as_it_says(
 class Ring(nn.Module):
     """Is given an object that holds itself."""
 
-    def forward(self, x: Tensor, ring: Any) -> Tensor:
-        scale: float = ring.scale
-        return x * scale * scale
+    def forward(self, x: Tensor, ring: "Link") -> Tensor:
+        by_layer: dict[int, Tensor] = ring.by_layer
+        return x * ring.scale * by_layer[0]
 
 
 class Link:
-    """Holds itself, and a number."""
+    """Holds itself, a number, and a tensor under a number."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
+        self.by_layer = {0: torch.tensor(scale, dtype=HALF)}
         self.next = self
 
 

@@ -126,14 +126,14 @@ class _Bisecting:
         self._told.forest(forest)
         self._told.stage(f"which modules, by {bench.workload.words}")
         answer = ask(self._lab, bench, _about_modules(forest, bench, found.failure), self._told.probe)
-        found = replace(found, end=End.FOUND, modules=answer, candidates=len(forest.leaves))
+        kept = forest.names(frozenset(answer.culprits))
+        found = replace(found, end=End.FOUND, modules=answer, kept=kept, candidates=len(forest.leaves))
         if answer.interrupted:
             return replace(found, end=End.INTERRUPTED)
         if answer.result is None:
             return self._refused(found, answer)
-        kept = with_kept(self._scenario, forest.names(frozenset(answer.culprits)))
         try:
-            trial, confirmed = self._try(found, KEEP, kept, bench)
+            trial, confirmed = self._try(found, KEEP, with_kept(self._scenario, kept), bench)
         except KeyboardInterrupt:
             return replace(found, end=End.INTERRUPTED, note="the whole scenario was not tried with them")
         return replace(found, trials=(trial,), confirmed=confirmed)

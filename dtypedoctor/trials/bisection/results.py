@@ -40,6 +40,7 @@ class Bisection:
         failure: what it came to.
         workload: what the probes ran, in a few words; empty where there were none.
         candidates: how many modules, and modules' own arithmetics, there were to choose from.
+        kept: the culprits in the fewest names: a module whole where all in it is needed.
         modules, corrections: the two answers; None where the question was not put.
         trials: the whole scenario with the culprits in float32, and with the corrections.
         confirmed: whether the whole scenario is healthy with the culprits in float32.
@@ -54,6 +55,7 @@ class Bisection:
     failure: Symptom
     workload: str = ""
     candidates: int = 0
+    kept: tuple[str, ...] = ()
     modules: Answer | None = None
     corrections: Answer | None = None
     trials: tuple[Trial, ...] = ()

@@ -90,6 +90,8 @@ class _Writer:
             return f"[{', '.join(self.value(item) for item in content)}]"
         if kind == "dict":
             return self._mapping(content)
+        if kind == "pairs":
+            return "{" + ", ".join(f"{self.value(name)}: {self.value(item)}" for name, item in content) + "}"
         return self._imported(kind, described)
 
     def module(self, recipe: Mapping[str, Any]) -> str:
@@ -138,7 +140,7 @@ class _Writer:
 
 
 _KINDS = frozenset({
-    "value", "float", "tensor", "dtype", "device", "tuple", "list", "dict", "function", "mapping", "config", "object", "opaque",
+    "value", "float", "tensor", "dtype", "device", "tuple", "list", "dict", "pairs", "function", "mapping", "config", "object", "opaque",
 })  # fmt: skip
 
 
