@@ -76,5 +76,5 @@ def _cures(report: Report) -> Iterator[Fact]:
 
 
 def _remedy(label: str, line: RemedyLine) -> Fact:
-    result = f" ({line.result})" if line.result else ""
-    return Fact(label=label, code=one_line(line.id), text=f"{line.change.rstrip('.')}{result}")
+    said = (line.change.rstrip("."), f"({line.result})" if line.result else "")
+    return Fact(label=label, code=one_line(line.id), text=" ".join(filter(None, said)))

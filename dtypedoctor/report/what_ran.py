@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dtypedoctor.report.model import Report
+from dtypedoctor.report.numbers import counted
 from dtypedoctor.report.text import one_line
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
@@ -29,8 +30,10 @@ def what_ran(report: Report) -> str:
     told = [_step(step) for step in scenario.steps[:_MOST_STEPS]]
     more = len(scenario.steps) - len(told)
     told += [f"{more} more"] if more else []
+    jobs = scenario.distributed
+    ranks = f", in {counted(jobs.processes, 'process', 'processes')}" if jobs is not None else ""
     device = str(report.environment.get("device", ""))
-    return one_line("; then ".join(told) + (f"; on {device}" if device else ""), 400)
+    return one_line("; then ".join(told) + (f"; on {device}" if device else "") + ranks, 400)
 
 
 def _step(step: ScenarioStep) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from dtypedoctor.diagnosis.ids import FINDING_IDS
 from dtypedoctor.diagnosis.prescriptions import BY_FINDING, BY_MODULE
+from dtypedoctor.trials.preferences import PREFER
 from dtypedoctor.trials.remedies import REMEDIES, Remedy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "remedies.md").read_text(encoding="utf-8")
@@ -37,3 +38,18 @@ def test_a_row_names_every_finding_that_proposes_the_remedy(remedy: str) -> None
     proposing = {finding for finding, ids in BY_FINDING.items() if remedy in ids}
     proposing |= {finding for (finding, _), ids in BY_MODULE.items() if remedy in ids}
     assert proposing <= named <= set(FINDING_IDS)
+
+
+def test_the_page_says_when_to_prefer_which() -> None:
+    """In the words of the reports, and of every remedy that has such words."""
+    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|$", PAGE, re.MULTILINE)
+    assert dict(rows) == dict(PREFER)
+
+
+def test_every_cost_that_was_measured_is_that_of_a_remedy() -> None:
+    """The table is printed by a benchmark; a remedy that is gone or renamed must not stay in it."""
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| ([\d.]+)× \([^|]+\) \| ([\d.]+)× \([^|]+\) \| the [^|]+ \|$", PAGE, re.MULTILINE
+    )
+    assert {remedy for remedy, _, _ in rows} <= set(REMEDIES)
+    assert len(rows) > 10

@@ -25,6 +25,7 @@ SCENARIO = {
         {"workload": {"kind": "unload"}},
     ],
 }
+TRAINING = [{"model": {"name": "builtin:llama"}, "workload": {"kind": "train", "steps": 2}}]
 
 
 def test_what_ran_is_told_in_a_line_and_the_summary_with_the_scenario() -> None:
@@ -34,6 +35,9 @@ def test_what_ran_is_told_in_a_line_and_the_summary_with_the_scenario() -> None:
         what_ran(report)
         == "grpo on the small builtin model llama, bfloat16, LoRA, float16 autocast; then unload; on cpu"
     )
+    assert what_ran(
+        replace(report, scenario={**SCENARIO, "steps": TRAINING, "distributed": {"processes": 2}})
+    ).endswith("on cpu, in 2 processes")
     page = render_markdown(report)
     assert what_ran(report) in page.split("###")[0]
     assert "It fails." not in page.split("### Reproduce")[0]
