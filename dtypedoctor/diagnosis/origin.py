@@ -205,5 +205,7 @@ def _numbers(op: Op) -> Iterator[float]:
 
 
 def _counts(tensor: TensorNote) -> bool:
-    """Whether an operand from outside is a failure: ``-inf`` is a mask, and a lone number a constant."""
+    """Whether an operand from outside is a failure: ``-inf`` is a mask, but no weight, and a lone number a constant."""
+    if tensor.origin == "parameter":
+        return not tensor.finite
     return (has_nan(tensor) or tensor.num_posinf > 0) and bool(tensor.shape or tensor.name)

@@ -122,6 +122,7 @@ def test_a_vanished_epsilon_is_quoted() -> None:
 def test_a_nonfinite_parameter_names_its_module_and_an_input_the_outermost_one() -> None:
     """The first op that used it is evidence, not the culprit."""
     assert only(given("parameter", "mid.1.bias")).fqn == "mid.1"
+    assert only(given("parameter", "mid.1.bias", nan=0, neginf=4)).id == "nonfinite-parameters", "no mask is trained"
     assert only(given("input", "args.0")).fqn == ""
     assert only(given("", None)).id == "nonfinite-input"
 
