@@ -7,6 +7,7 @@ The log lines that are read here have the same form in torch 2.9 to 2.13.
 
 import logging
 import re
+import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,8 @@ import torch
 import torch._logging._internal as torch_logging
 
 TORCH_DIRECTORY = torch.__path__[0]
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 LIMIT_LOGGER = "torch._dynamo.convert_frame"
 ARTIFACTS = ("graph_breaks", "recompiles")
 """Logs that are off unless asked for. Dynamo looks for the guard that failed only while the second is on."""
@@ -47,7 +50,8 @@ class GraphBreak:
         kind: Dynamo's name for the break, e.g. ``Unsupported method call``.
         explanation: its explanation, first line.
         context: debug context of the first of them, cut; it names the types and functions involved.
-        frames: stack of the first of them as ``file:line function``, outermost first, torch's own frames left out.
+        frames: stack of the first of them as ``file:line function``, outermost first, those of torch and of
+            Python's standard library left out.
         count: how often it happened.
     """
 
@@ -222,7 +226,7 @@ def _parsed_break(found: re.Match[str]) -> GraphBreak:
     frames = [
         f"{frame['file']}:{frame['line']} {frame['function']}"
         for frame in _FRAME.finditer(stack)
-        if not frame["file"].startswith(TORCH_DIRECTORY)
+        if not _belongs_to_python_or_torch(frame["file"])
     ]
     return GraphBreak(
         kind=explained["kind"] if explained else reason.split("\n", 1)[0],
@@ -231,6 +235,13 @@ def _parsed_break(found: re.Match[str]) -> GraphBreak:
         frames=tuple(frames[-MAX_FRAMES:]) or (found["place"],),
         count=1,
     )
+
+
+def _belongs_to_python_or_torch(file: str) -> bool:
+    """Whether neither a script nor a library holds this code, but torch or the standard library (``ctypes``, ``logging``)."""
+    if file.startswith(TORCH_DIRECTORY):
+        return True
+    return file.startswith(STANDARD_LIBRARY) and not any(folder in file for folder in _INSTALLED)
 
 
 def _recompiles(lines: list[str]) -> Iterator[Recompile]:

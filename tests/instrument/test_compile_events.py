@@ -1,5 +1,6 @@
 """What Dynamo gave up on, counted: on small functions, and on the NF4 fast path before and after its correction."""
 
+import ctypes
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -109,6 +110,21 @@ def test_a_break_is_reported_with_its_reason_and_the_line_of_the_users_code() ->
     assert first.frames[-1] == f"{__file__}:{line} inner"
     assert "graph_break()" in first.kind
     assert "User-inserted graph break" in first.explanation
+
+
+def test_a_break_inside_the_standard_library_is_at_the_line_that_called_it() -> None:
+    """`ctypes` looks a C function up in Python code of its own."""
+    library = ctypes.CDLL(None)
+
+    def absolute(x: Tensor) -> Tensor:
+        library.abs(ctypes.c_int(3))
+        return x.abs()
+
+    with CompileWatch() as watch:
+        torch.compile(absolute, backend="eager")(torch.ones(2))
+    found = watch.report().graph_breaks
+    assert found
+    assert all(__file__ in one.frames[-1] for one in found)
 
 
 def test_equal_breaks_are_one_entry_with_a_count() -> None:
