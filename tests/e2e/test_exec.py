@@ -429,31 +429,28 @@ def until(terminal: int, wanted: bytes) -> bytes:
 
 
 def test_a_correction_is_switched_on_from_outside_and_proven(tmp_path: Path) -> None:
-    """--try cures the script's own Gemma-4 without changing the script; the trial is fixed, the others were not tried."""
+    """--try cures a script's own copy of Gemma-4's MLP without changing the script; the other remedies were not tried."""
     source = """
         import torch
-        from transformers import Gemma4TextConfig
-        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
-        torch.manual_seed(0)
-        config = Gemma4TextConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, vocab_size=32)
-        class Net(torch.nn.Module):
+        from torch import nn
+        class Gemma4TextMLP(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.mlp = Gemma4TextMLP(config, 0)
+                self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+                self.act_fn = nn.GELU(approximate="tanh")
             def forward(self, x):
-                return self.mlp(x)
-        net = Net()
+                return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        torch.manual_seed(0)
+        net = nn.Sequential(Gemma4TextMLP())
         with torch.no_grad():
-            net.mlp.gate_proj.weight.mul_(500)
-            net.mlp.up_proj.weight.mul_(500)
-            net.mlp.down_proj.weight.mul_(1e-3)
+            net[0].gate_proj.weight.mul_(500)
+            net[0].up_proj.weight.mul_(500)
+            net[0].down_proj.weight.mul_(1e-3)
         net.half()
         for step in range(2):
             print(net(torch.randn(4, 16).half()).isfinite().all().item())
     """
-    finished, out = execute(
-        tmp_path, "--try", "gemma4-mlp-float32-product", script(tmp_path, source), HF_HUB_OFFLINE="1"
-    )
+    finished, out = execute(tmp_path, "--try", "gemma4-mlp-float32-product", script(tmp_path, source))
     assert finished.code == 10
     report = report_of(out)
     assert report["findings"][0]["id"] == "float16-overflow"
