@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.report.facts import CONFIDENCE, ended_with, place, watched_and_not
 from dtypedoctor.report.model import Outcome, Report
-from dtypedoctor.report.remedy_lines import RemedyLine, cures, remedy_lines
+from dtypedoctor.report.remedy_lines import RemedyLine, cures, outcome_words, remedy_lines
 from dtypedoctor.report.text import one_line
 
 __all__ = ["ERROR", "MODULE", "Fact", "first_screen"]
@@ -50,6 +50,7 @@ def _facts(report: Report) -> Iterator[Fact]:
     yield from (Fact(label=label, code=value) for label, value in place(finding))
     yield from (_surface(other) for other in report.findings[1:] if other.consequence_of == finding.id)
     yield from _cures(report)
+    yield from _diagnoses(report)
     if same := watched_and_not(report.observer):
         yield Fact(label="unwatched", text=same)
 
@@ -66,13 +67,22 @@ def _cures(report: Report) -> Iterator[Fact]:
     yield from (_remedy("or by" if position else "cured by", line) for position, line in enumerate(told))
     if told:
         return
-    if any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials):
+    if any(trial.outcome is not Outcome.NOT_TRIED and trial.diagnostic is None for trial in report.trials):
         yield Fact(label="cured by", text="none of the remedies tried")
         return
-    untried = remedy_lines(report)[:_MOST]
+    untried = [line for line in remedy_lines(report) if line.outcome == "not tried"][:_MOST]
     yield from (_remedy("or" if position else "not tried yet", line) for position, line in enumerate(untried))
     if not untried:
         yield Fact(label="cured by", text="no remedy is known to dtypedoctor")
+
+
+def _diagnoses(report: Report) -> Iterator[Fact]:
+    """What runs under other conditions have said of the failure."""
+    for trial in report.trials:
+        if trial.diagnostic is not None and trial.diagnostic.bearing is not None:
+            yield Fact(
+                label="under", code=one_line(trial.remedy), text=f"it {outcome_words(trial)}; a diagnosis, no cure"
+            )
 
 
 def _remedy(label: str, line: RemedyLine) -> Fact:

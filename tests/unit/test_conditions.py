@@ -11,6 +11,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.ids import FINDING_IDS
 from dtypedoctor.diagnosis.tie_breakers import TIE_BREAKERS, with_tie_breakers
+from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.remedy_lines import cured_sentence, cures, remedy_lines
 from dtypedoctor.scenario.model import ConditionName, Scenario
@@ -189,11 +190,19 @@ def test_a_run_speaks_of_the_first_finding_and_of_those_that_propose_it() -> Non
 
 
 def test_a_run_that_passes_under_another_condition_is_not_called_a_cure() -> None:
-    """Neither in the headline nor in the table."""
-    report = Report(name="case", status=Status.FINDINGS, headline="", trials=(trial(Bearing.NEEDED),))
+    """Neither in the headline, nor on the first screen, nor in the table."""
+    untried = not_tried(REMEDIES["bfloat16"], "only the script can")
+    report = Report(
+        name="case", status=Status.FINDINGS, headline="", findings=(FOUND,), trials=(trial(Bearing.NEEDED), untried)
+    )
+    facts = [(fact.label, fact.code, fact.text) for fact in first_screen(report)]
+    assert ("under", "autocast-off", "it passes; a diagnosis, no cure") in facts
+    assert [(label, code) for label, code, _ in facts if label in ("cured by", "not tried yet")] == [
+        ("not tried yet", "bfloat16")
+    ]
     assert cures(report) == []
     assert cured_sentence(report.trials) == ""
-    (line,) = remedy_lines(report)
+    line, _ = remedy_lines(report)
     assert (line.outcome, line.change) == ("passes", "Open no region. A diagnosis, no cure.")
-    (line,) = remedy_lines(replace(report, trials=(not_tried(REMEDIES["compile-off"], "why", condition=True),)))
+    line, _ = remedy_lines(replace(report, trials=(not_tried(REMEDIES["compile-off"], "why", condition=True),)))
     assert (line.outcome, line.change.rpartition(". ")[2]) == ("not tried", "A diagnosis, no cure.")
