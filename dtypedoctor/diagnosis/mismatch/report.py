@@ -162,7 +162,11 @@ def _chain(case: Case, odd: Operand | None, verdict: Verdict) -> tuple[Link, ...
 
 
 def _other_side(case: Case, odd: Operand | None) -> tuple[Link, ...]:
-    """Where the dtype that the odd operand met came from: the chain of the operand of another dtype whose birth says most."""
+    """Where the dtype that the odd operand met came from: the chain of the operand of another dtype whose birth says most.
+
+    Links that hand the dtype on as they got it are left out: nothing is to be found there.
+    """
     others = [operand for operand in case.operands if odd is not None and operand.dtype != odd.dtype]
     known = [operand for operand in others if operand.birth.reason is not Reason.ELSEWHERE]
-    return next((operand.birth.chain for operand in [*known, *others]), ())
+    chain: tuple[Link, ...] = next((operand.birth.chain for operand in [*known, *others]), ())
+    return (*(link for link in chain[:-1] if link.dtype_in != link.dtype_out), *chain[-1:])
