@@ -250,7 +250,7 @@ class Collectives:
     def _about_to_overwrite(self, results: Any) -> bool:
         """Whether memory is written to now that may still have to be measured."""
         found = False
-        for tensor in flat(results):
+        for tensor in filter(measurable, flat(results) if self._unread else ()):
             held = self._unread.pop(tensor.untyped_storage().data_ptr(), None)
             found = found or (held is not None and held() is not None)
         return found
