@@ -1,39 +1,15 @@
 """Corrections of the fused LoRA projections; which of them cures which failure is for the trials to show."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from dtypedoctor.corrections.contract import Correction, Installed, TargetMismatchError
-from dtypedoctor.corrections.kernel_swap import swap_step, together
+from dtypedoctor.corrections.kernel_swap import swapping
 from dtypedoctor.kernels import dequantize, fused_lora
 from dtypedoctor.kernels.counters import Counters
-
-
-def _swap(name: str, corrective: Callable[..., Any]) -> Callable[[nn.Module, Sequence[str]], Installed]:
-    def install(model: nn.Module, modules: Sequence[str]) -> Installed:
-        return swap_step(model, fused_lora, name, corrective, Counters())
-
-    return install
-
-
-def _swap_both(
-    first: tuple[str, Callable[..., Any]], second: tuple[str, Callable[..., Any]]
-) -> Callable[[nn.Module, Sequence[str]], Installed]:
-    """Like :func:`_swap` for a correction that takes two steps; either both are in place or none."""
-
-    def install(model: nn.Module, modules: Sequence[str]) -> Installed:
-        counters = Counters()
-        part = swap_step(model, fused_lora, *first, counters)
-        try:
-            return together(part, swap_step(model, fused_lora, *second, counters))
-        except TargetMismatchError:
-            part.undo()
-            raise
-
-    return install
 
 
 def _install_quant_state_dtype(model: nn.Module, modules: Sequence[str]) -> Installed:
@@ -81,11 +57,11 @@ def _quant_states(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-CORRECTIONS_FUSED_LORA = (
+FUSED_LORA = (
     Correction(
         id="cast-after-dequantize",
         summary="Casts the dequantised weight and the base product of a LoRA projection to the activations' dtype.",
-        install=_swap("lora_matmul", fused_lora.lora_matmul_cast_after_dequantize),
+        install=swapping(fused_lora, lora_matmul=fused_lora.lora_matmul_cast_after_dequantize),
     ),
     Correction(
         id="quant-state-dtype",
@@ -95,27 +71,29 @@ CORRECTIONS_FUSED_LORA = (
     Correction(
         id="backward-autocast-off",
         summary="Runs the hand-written backward passes without autocast, gradients and weights cast to the input's dtype.",
-        install=_swap_both(
-            ("run_backward", fused_lora.run_backward_without_autocast),
-            ("backward_weight", fused_lora.backward_weight_cast),
+        install=swapping(
+            fused_lora,
+            run_backward=fused_lora.run_backward_without_autocast,
+            backward_weight=fused_lora.backward_weight_cast,
         ),
     ),
     Correction(
         id="out-of-place-addmm",
         summary="Adds the LoRA products out of place, where autocast reaches them.",
-        install=_swap("accumulate", fused_lora.accumulate_out_of_place),
+        install=swapping(fused_lora, accumulate=fused_lora.accumulate_out_of_place),
     ),
     Correction(
         id="decode-in-input-dtype",
         summary="Runs the projections of a single new token in the activations' dtype, without autocast or packed kernel.",
-        install=_swap("decode_linear", fused_lora.decode_linear_in_input_dtype),
+        install=swapping(fused_lora, decode_linear=fused_lora.decode_linear_in_input_dtype),
     ),
     Correction(
         id="strict",
         summary="Raises where weight, quantisation state, activations and autocast disagree, instead of casting.",
-        install=_swap_both(
-            ("dense_weight", fused_lora.strict_dense_weight),
-            ("packed_gemv", fused_lora.strict_packed_gemv),
+        install=swapping(
+            fused_lora,
+            dense_weight=fused_lora.strict_dense_weight,
+            packed_gemv=fused_lora.strict_packed_gemv,
         ),
     ),
 )

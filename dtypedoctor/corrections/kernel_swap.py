@@ -1,8 +1,8 @@
-"""Swaps a step of the fused kernels for its corrective form, counted and proven."""
+"""Swaps steps of the fused kernels for their corrective forms, counted and proven."""
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,15 +13,41 @@ from dtypedoctor.kernels.counters import Counters
 from dtypedoctor.kernels.llama_forward import is_fused
 
 
-def swap_step(
+def swapping(kernels: ModuleType, **steps: Callable[..., Any]) -> Callable[[nn.Module, Sequence[str]], Installed]:
+    """An ``install`` that puts each corrective function in the place of the step of ``kernels`` that it is named for.
+
+    Either all of them are in place or none; each call of one counts as a hit. The ``install`` raises
+    :class:`TargetMismatchError` where no module of the model runs through the fused kernels, a step does not take the
+    same parameters as its corrective form, or another correction is already in its place.
+    """
+
+    def install(model: nn.Module, modules: Sequence[str]) -> Installed:
+        counters = Counters()
+        parts: list[Installed] = []
+        try:
+            for name, corrective in steps.items():
+                parts.append(_swap_step(model, kernels, name, corrective, counters))
+        except TargetMismatchError:
+            _undo(parts)
+            raise
+        return Installed(
+            target=", ".join(part.target for part in parts),
+            proof="; ".join(part.proof for part in parts),
+            undo=lambda: _undo(parts),
+            counters=counters,
+        )
+
+    return install
+
+
+def _undo(parts: Sequence[Installed]) -> None:
+    for part in parts:
+        part.undo()
+
+
+def _swap_step(
     model: nn.Module, module: ModuleType, name: str, corrective: Callable[..., Any], counters: Counters
 ) -> Installed:
-    """Puts ``corrective`` in the place of the function ``module.name``; each call of it counts as a hit.
-
-    Raises:
-        TargetMismatchError: no module of ``model`` runs through the fused kernels, the step does not take the same
-            parameters as ``corrective``, or another correction is already in its place.
-    """
     if not any(is_fused(part) for part in model.modules()):
         raise TargetMismatchError(f"no module of {type(model).__name__} runs through the fused LoRA kernels")
     label = f"{module.__name__}.{name}"
@@ -36,18 +62,3 @@ def swap_step(
         return corrective(*args, **kwargs)
 
     return replace_attribute(module, name, counted, counters)
-
-
-def together(*parts: Installed) -> Installed:
-    """Several swaps that make up one correction and share their counters."""
-
-    def undo() -> None:
-        for part in parts:
-            part.undo()
-
-    return Installed(
-        target=", ".join(part.target for part in parts),
-        proof="; ".join(part.proof for part in parts),
-        undo=undo,
-        counters=parts[0].counters,
-    )
