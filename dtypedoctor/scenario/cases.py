@@ -12,13 +12,13 @@ from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.messages import in_words
 from dtypedoctor.scenario.model import Scenario
 
-__all__ = ["WORKLOADS", "case_of"]
+__all__ = ["case_of"]
 
 CASES = {"builtin:gemma4-tiny": "gemma4_grpo_fp16"}
 """Shipped scenarios that show what a builtin model is there for. Its random weights alone are too small to fail, so the
 outliers and adapters of the scenario are taken with it."""
 
-WORKLOADS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "forward": {"kind": "forward"},
     "train": {"kind": "train", "steps": 4},
     "sft": {"kind": "sft", "steps": 4},
@@ -40,8 +40,8 @@ def case_of(model: str, dtype: str, workload: str | None = None) -> Scenario:
     Raises:
         UsageError: the dtype or the workload is not one that a scenario could name.
     """
-    if workload is not None and workload not in WORKLOADS:
-        raise UsageError(f"--workload: there is no workload {workload!r}", f"Known: {', '.join(WORKLOADS)}.")
+    if workload is not None and workload not in SETTINGS:
+        raise UsageError(f"--workload: there is no workload {workload!r}", f"Known: {', '.join(SETTINGS)}.")
     shipped = load_scenario(resolve(CASES[model])) if model in CASES else None
     step: dict[str, Any] = {"model": {"name": model, "dtype": dtype}, "workload": _ONE_PASS}
     if shipped is not None:
@@ -49,7 +49,7 @@ def case_of(model: str, dtype: str, workload: str | None = None) -> Scenario:
         step["model"]["dtype"] = dtype
     if workload is not None:
         own = step["workload"] if shipped is not None and step["workload"]["kind"] == workload else None
-        step["workload"] = own or WORKLOADS[workload]
+        step["workload"] = own or SETTINGS[workload]
     values: dict[str, Any] = {"name": _name(model), "summary": f"{model} in {dtype}.", "steps": [step]}
     if shipped is not None:
         values |= {"references": shipped.references, "seed": shipped.seed}

@@ -1,12 +1,17 @@
 """Every kind of wrong value and key is named at its place in plain words."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from scenario_files import HEALTHY, mistakes, written
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.model import Workload
+
+KINDS = ", ".join(get_args(one.model_fields["kind"].annotation)[0] for one in get_args(get_args(Workload)[0]))
+"""Every workload, in the order of the model."""
 
 # An extra line at the end of a healthy scenario, which is line 7, and what is said about it.
 TOP_LEVEL = {
@@ -100,24 +105,19 @@ STEP = {
     "no kind": ("{workload: {}}", ["7:16: steps[1].workload: the key 'kind' is missing"]),
     "a misspelt kind": (
         "{workload: {kind: gpro}}",
-        [
-            (
-                "7:23: steps[1].workload.kind: wants one of grpo, sft, train, forward, generate, unload, script, got 'gpro'; "
-                "did you mean 'grpo'?"
-            )
-        ],
+        [f"7:23: steps[1].workload.kind: wants one of {KINDS}, got 'gpro'; did you mean 'grpo'?"],
     ),
     "an unknown kind": (
         "{workload: {kind: dpo9}}",
-        ["7:23: steps[1].workload.kind: wants one of grpo, sft, train, forward, generate, unload, script, got 'dpo9'"],
+        [f"7:23: steps[1].workload.kind: wants one of {KINDS}, got 'dpo9'"],
     ),
     "a number as kind": (
         "{workload: {kind: 3}}",
-        ["7:23: steps[1].workload.kind: wants one of grpo, sft, train, forward, generate, unload, script, got 3"],
+        [f"7:23: steps[1].workload.kind: wants one of {KINDS}, got 3"],
     ),
     "nothing as kind": (
         "{workload: {kind: }}",
-        ["7:22: steps[1].workload.kind: wants one of grpo, sft, train, forward, generate, unload, script, got nothing"],
+        [f"7:22: steps[1].workload.kind: wants one of {KINDS}, got nothing"],
     ),
     "a key misspelt inside a workload": (
         "{workload: {kind: grpo, generatoins: 2}}",
