@@ -9,6 +9,7 @@ described stands at :func:`describe`.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -163,12 +164,12 @@ def _autocast_regions() -> Iterator[tuple[str, str]]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists and mappings, in order: the script that repeats the call counts them alike."""
+    """The tensors of nested tuples, lists, mappings and simple namespaces, in order: the script that repeats the call counts them alike."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif isinstance(value, (Mapping, SimpleNamespace)):
+        for item in (vars(value) if isinstance(value, SimpleNamespace) else value).values():
             yield from _tensors(item)

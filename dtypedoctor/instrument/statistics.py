@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def _count(tensor: Tensor) -> Extent:
 def tensors_in(value: object, path: str = "", depth: int = 0) -> list[Named]:
     """Every measurable tensor inside a structured value with its path, e.g. ``0``, ``logits`` or ``past.1``.
 
-    Tuples, lists, mappings (transformers' outputs are mappings) and dataclasses are walked to a depth of 3.
+    Tuples, lists, mappings (transformers' outputs are mappings), dataclasses and simple namespaces are walked to a depth of 3.
     """
     if measurable(value):
         return [(path, value)]  # type: ignore[list-item]  # measurable() has seen that it is a tensor
@@ -144,6 +145,8 @@ def tensors_in(value: object, path: str = "", depth: int = 0) -> list[Named]:
         items = value.items()
     elif is_dataclass(value) and not isinstance(value, type):
         items = ((f.name, getattr(value, f.name, None)) for f in fields(value))
+    elif isinstance(value, SimpleNamespace):
+        items = vars(value).items()
     else:
         return []
     found: list[Named] = []

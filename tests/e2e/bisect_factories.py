@@ -27,11 +27,23 @@ class Tower(nn.Module):
         hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden)
-        logits = self.head(hidden)
+        logits = self.logits(hidden)
         if labels is None:
             return SimpleNamespace(logits=logits)
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return SimpleNamespace(logits=logits, loss=loss)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of each token, from the last hidden state."""
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class OverflowingHead(Tower):
+    """Overflows in a computation that is no submodule."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden) * TOO_LARGE / TOO_LARGE
 
 
 class Plain(nn.Module):
@@ -111,6 +123,11 @@ def healthy() -> nn.Module:
 def one() -> nn.Module:
     """One of three blocks overflows."""
     return Tower(Plain(), Overflowing(), Plain())
+
+
+def head() -> nn.Module:
+    """The model's own arithmetic overflows."""
+    return OverflowingHead(Plain())
 
 
 def two() -> nn.Module:

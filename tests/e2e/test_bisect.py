@@ -220,6 +220,16 @@ def test_scattered_culprits_are_found_and_nothing_else(bisect: InThisProcess, tm
     assert_reproduction_fails_as_it_says(tmp_path / "run", tmp_path / "elsewhere")
 
 
+def test_an_operation_of_the_model_itself_is_found_and_shown(bisect: InThisProcess, tmp_path: Path) -> None:
+    """It is no submodule, and its output is a plain namespace."""
+    finished = bisect("--model", "bisect_factories:head", "--workload", "forward", "--out", "run")
+    assert finished.code == 10, finished.err
+    found = report_of(tmp_path / "run")["bisection"]
+    assert found["culprits"] == ["::self"]
+    assert found["failure"]["fqn"] == "::self"
+    assert_reproduction_fails_as_it_says(tmp_path / "run", tmp_path / "elsewhere")
+
+
 @pytest.mark.parametrize(
     ("model", "code", "end", "says"),
     [

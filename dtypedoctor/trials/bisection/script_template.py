@@ -123,8 +123,8 @@ def tensors(value):
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors(item)
-    elif hasattr(value, "values"):
-        for item in value.values():
+    elif hasattr(value, "values") or isinstance(value, types.SimpleNamespace):
+        for item in (vars(value) if isinstance(value, types.SimpleNamespace) else value).values():
             yield from tensors(item)
 
 
