@@ -185,11 +185,16 @@ def flow(report: Report) -> Html:
     """Every module that hands on another floating-point dtype than it was given, and what changes it."""
     if not report.pictures:
         return Html()
-    changes = [(module, flow) for module in report.pictures[0].modules for flow in module.flows if flow.why]
-    rows = [
-        [_goto(module.fqn or module.cls), module.cls, f.phase, _dtypes(f.inputs), _dtypes(f.outputs), f.why]
-        for module, f in changes[:_MOST_CHANGES]
+    phases: dict[tuple[str, ...], list[str]] = {}  # one row for all phases in which the same happens
+    for module in report.pictures[0].modules:
+        for change in (one for one in module.flows if one.why):
+            key = (module.fqn or module.cls, module.cls, _dtypes(change.inputs), _dtypes(change.outputs), change.why)
+            phases.setdefault(key, []).append(change.phase)
+    changes = [
+        [_goto(fqn), cls, ", ".join(dict.fromkeys(when)), into, out, why]
+        for (fqn, cls, into, out, why), when in phases.items()
     ]
+    rows = changes[:_MOST_CHANGES]
     parts = [el("h2", "Where the dtype changes")]
     if not rows:
         parts.append(el("p", "No module hands on a floating-point dtype other than the one it was given."))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planting import rich_report
-from report_builders import EVIL, everything, healthy, hostile, overflow
+from report_builders import EVIL, everything, healthy, hostile, mismatch, overflow
 
 from dtypedoctor.report.charts import line_chart
 from dtypedoctor.report.elements import Html, el, table, text
@@ -96,6 +96,27 @@ def test_the_page_says_what_failed_and_what_cures() -> None:
                  "7 of 8", "gemma4-mlp-float32-product", "dtypedoctor run scenarios/gemma4_grpo_fp16.yaml"):  # fmt: skip
         assert said in shown
     assert "no remedy was tried" not in shown
+
+
+def test_the_first_line_says_how_sure_it_is_and_how_many_remedies_cure() -> None:
+    """A remedy that may only hide the failure does not count; without findings there is nothing to be sure of."""
+    unsafe = tuple(replace(trial, safe=False) for trial in overflow().trials)
+    for report, said, not_said in (
+        (overflow(), ["PROVEN", "CURED BY 2 REMEDIES"], []),
+        (replace(overflow(), trials=unsafe), ["PROVEN"], ["CURED BY"]),
+        (mismatch(), ["LIKELY"], ["CURED BY"]),
+        (healthy(), ["HEALTHY"], ["PROVEN", "LIKELY"]),
+    ):
+        shown = " ".join(Page(render_html(report)).texts)
+        assert all(word in shown for word in said)
+        assert not any(word in shown for word in not_said)
+
+
+def test_a_section_without_anything_in_it_is_left_out() -> None:
+    """A report of which neither command nor scenario is known has nothing to reproduce."""
+    bare = replace(healthy(), command="", next_command="", scenario={}, environment={})
+    assert 'id="reproduce"' in render_html(healthy())
+    assert 'id="reproduce"' not in render_html(bare)
 
 
 def test_without_traces_the_strip_stands_in_for_the_map() -> None:
