@@ -8,7 +8,7 @@ from dtypedoctor.diagnosis.finding import Finding, most_severe_first
 from dtypedoctor.diagnosis.loading import detect_loading
 from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
 from dtypedoctor.diagnosis.nonfinite import detect_nonfinite
-from dtypedoctor.diagnosis.scaling import detect_scaling
+from dtypedoctor.diagnosis.scaling import detect_exhausted_scale, detect_scaling
 from dtypedoctor.diagnosis.silent.absorbed import detect_rescues
 from dtypedoctor.diagnosis.silent.agreement import detect_gap, detect_missing_patches
 from dtypedoctor.diagnosis.silent.forward import detect_integer_casts, detect_router_flips, detect_stale_cache
@@ -24,6 +24,7 @@ DETECTORS: dict[str, Detector] = {
     "mismatch": detect_mismatch,
     "scaling": detect_scaling,
     "non-finite": detect_nonfinite,
+    "loss-scale": detect_exhausted_scale,
     "compilation": detect_compilation,
     "streams": detect_stale_streams,
     "missing-patches": detect_missing_patches,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident
 from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
 from dtypedoctor.diagnosis.statement import Statement, found_at
@@ -68,6 +69,11 @@ def is_of_the_loss_scale(origin: Origin) -> bool:
     if origin.op.phase != "backward" or scale is None or replay is None or replay.absmax is None:
         return False
     return replay.finite and replay.absmax / scale <= limit_of(origin.result.dtype)
+
+
+def is_skipped(trace: Trace, incident: Incident) -> bool:
+    """Whether a bad gradient is of a step that a loss scaler skipped."""
+    return incident.kind in GRADIENTS and _scale(trace, incident.step) is not None
 
 
 def _scale(trace: Trace, step: int) -> float | None:

@@ -131,7 +131,7 @@ class _Consequences:
 
     def _matters(self, sample: Sample, site: Site) -> bool:
         if site.kind in GRADIENTS:
-            return sample.step not in self._healed
+            return not self._is_thrown_away(sample)
         if site.kind in ("loss", "param"):
             return True
         if self._backward.get(sample.step, -1) > sample.n:
@@ -142,9 +142,18 @@ class _Consequences:
         return any(
             later.n > sample.n
             and later.step == sample.step
-            and (site.kind in ("loss", "param") or (site.kind in GRADIENTS and later.step not in self._healed))
+            and (site.kind in ("loss", "param") or (site.kind in GRADIENTS and not self._is_thrown_away(later)))
             for later, site in self._bad
         )
+
+    def _is_thrown_away(self, sample: Sample) -> bool:
+        """Whether no optimizer gets what is wrong with a gradient: a scaler skips the step, or the program's own code does,
+        which then goes through another backward pass before a step whose gradients are all finite."""
+        if sample.step in self._healed:
+            return True
+        used = self._used.get(sample.step, [])
+        begun = any(sample.n < n < used[0].n for n in self._losses.get(sample.step, ())) if used else False
+        return begun and all(gradient.finite for gradient in used)
 
     def _is_returned(self, sample: Sample) -> bool:
         """Whether something bad is in what the outermost call returns."""
@@ -162,6 +171,23 @@ class _Consequences:
         steps = {sample.step for sample, _ in self._bad}
         kinds = GRADIENTS | {"loss"}
         return {s.step: s.n for s in self._trace.samples if s.step in steps and self._kind(s) in kinds}
+
+    @cached_property
+    def _used(self) -> dict[int, list[Sample]]:
+        """For each step with something bad the gradients that its optimizer was given, in order."""
+        return self._of_bad_steps("grad")
+
+    @cached_property
+    def _losses(self) -> dict[int, list[int]]:
+        """For each step with something bad when its backward passes began."""
+        return {step: [sample.n for sample in samples] for step, samples in self._of_bad_steps("loss").items()}
+
+    def _of_bad_steps(self, kind: str) -> dict[int, list[Sample]]:
+        found: dict[int, list[Sample]] = {sample.step: [] for sample, _ in self._bad}
+        for sample in self._trace.samples:
+            if sample.step in found and self._kind(sample) == kind:
+                found[sample.step].append(sample)
+        return found
 
     @cached_property
     def _results(self) -> dict[tuple[int, int], tuple[int, str]]:

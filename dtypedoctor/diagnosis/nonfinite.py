@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from dtypedoctor.diagnosis.attention import judge_attention_scores, judge_masked_row
-from dtypedoctor.diagnosis.backward import is_of_the_loss_scale, judge_backward
+from dtypedoctor.diagnosis.backward import is_of_the_loss_scale, is_skipped, judge_backward
 from dtypedoctor.diagnosis.by_module import judge_by_module
 from dtypedoctor.diagnosis.compile_only import judge_compiled
 from dtypedoctor.diagnosis.constants import judge_constant
@@ -42,12 +42,18 @@ def detect_nonfinite(trace: Trace) -> Iterator[Finding]:
 
 def _first_that_matters(trace: Trace) -> Iterator[Finding]:
     """The verdict on the first incident that the op trace does not show to be harmless; all later ones follow from it."""
+    scaled = False
     for incident, found in searched(OpGraph(trace)):
         compiled = judge_compiled(trace, incident)
         if compiled is not None:
             yield compiled
             return
-        if found.harmless or (found.origin is not None and is_of_the_loss_scale(found.origin)):
+        if found.harmless:
+            continue
+        if found.origin is not None and is_of_the_loss_scale(found.origin):
+            scaled = True
+            continue
+        if scaled and found.origin is None and is_skipped(trace, incident):  # the same at a scale not much smaller
             continue
         if found.origin is None:
             yield judge_by_module(trace, incident)

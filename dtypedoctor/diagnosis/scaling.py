@@ -9,7 +9,7 @@ from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, 
 from dtypedoctor.trace.events import Observation, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["detect_scaling"]
+__all__ = ["detect_exhausted_scale", "detect_scaling"]
 
 FLOAT16_GRADIENTS = "Attempting to unscale FP16 gradients"
 NOTHING_CHECKED = "No inf checks were recorded for this optimizer"
@@ -35,7 +35,12 @@ def detect_scaling(trace: Trace) -> Iterator[Finding]:
     hostile = next((o for o in seen if o.values.get("gradients", {}).get("bfloat16")), None)
     if refused is not None or hostile is not None:
         yield _bfloat16_gradients(trace, refused, hostile)
-    yield from _exhausted(trace, raised if AT_MINIMUM in message else None)
+
+
+def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
+    """A scale that never fits; what is not finite at any scale is its cause and comes before it."""
+    raised = trace.last(Raised)
+    yield from _exhausted(trace, raised if raised is not None and AT_MINIMUM in raised.message else None)
 
 
 def _float16_gradients(trace: Trace, raised: Raised, seen: list[Observation]) -> Finding:

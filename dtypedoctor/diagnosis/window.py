@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dtypedoctor.diagnosis.doubts import doubtful_weights
 from dtypedoctor.diagnosis.incidents import Incident, incidents
 from dtypedoctor.diagnosis.ops import OpGraph
-from dtypedoctor.diagnosis.origin import searched
+from dtypedoctor.diagnosis.origin import Origin, searched
+from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import Observation, ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
@@ -58,9 +59,26 @@ def _may_be_packed(trace: Trace, raised: Raised) -> bool:
 def _unsettled(trace: Trace) -> Iterator[Window]:
     for incident, seen in searched(OpGraph(trace)):
         if seen.covered and not seen.harmless:
+            if seen.origin is not None and _was_written_between(trace, seen.origin):
+                yield Window(call=incident.call, early=True)
             return
         if not seen.covered:
             yield _of_incident(trace, incident)
+
+
+def _was_written_between(trace: Trace, origin: Origin) -> bool:
+    """Whether a parameter that no op has made bad was fine in an earlier call, and what came before this call was not looked at."""
+    given, incident = origin.given, origin.incident
+    if given is None or given.name is None or given.origin != "parameter" or incident.phase != "forward":
+        return False
+    if any(op.call < incident.call for op in origin.graph.ops):
+        return False
+    owner = (origin.op.root, module_of(given.name))
+    return any(
+        sample.finite and sample.call < incident.call and site.kind == "output" and (site.root, site.fqn) == owner
+        for sample in trace.samples
+        if (site := trace.sites.get(sample.site)) is not None
+    )
 
 
 def _of_incident(trace: Trace, incident: Incident) -> Window:

@@ -58,6 +58,8 @@ DETECTOR_EXAMPLES: dict[str, dict[str, Example]] = {
         "unscale-float16-gradients": pair(lambda: unscaling("Attempting to unscale FP16 gradients."), unscaling),
         "scaler-bfloat16": pair(lambda: unscaling(gradients={"bfloat16": 4}, names={"bfloat16": ["a"]}), unscaling),
         "no-inf-checks": pair(lambda: unscaling("No inf checks were recorded for this optimizer."), unscaling),
+    },
+    "loss-scale": {
         "loss-scale-exhausted": pair(
             lambda: scales(*[(65536.0, True)] * 8), lambda: scales(*HALVING, *[(128.0, False)] * 3)
         ),

@@ -112,6 +112,19 @@ def test_a_gradient_that_does_not_fit_at_scale_one_is_found_although_there_is_a_
     assert any("at scale 1" in line for line in finding.evidence)
 
 
+@pytest.mark.parametrize(("again", "used", "found"), [(True, 1.0, []), (False, 1.0, ["backward-overflow"]), (True, None, ["backward-overflow"])],
+                         ids=["thrown away", "cleaned", "used"])  # fmt: skip
+def test_gradients_that_a_scaler_of_ones_own_throws_away_are_healthy(
+    again: bool, used: float | None, found: list[str]
+) -> None:
+    """Another backward pass follows, and what the optimizer gets is finite."""
+    trace = gradient()
+    if again:
+        trace.sample("", 2.0, kind="loss", dtype="float32", call=2)
+    trace.sample("lin.weight", used or 0.0, inf=0 if used else 1, kind="grad", phase="backward", call=2)
+    assert [finding.id for finding in diagnose(trace.build())] == found
+
+
 def test_a_vanished_epsilon_is_quoted() -> None:
     """1e-8 is zero in float16 and proves it; 1e-4 is not, and something else made the zero."""
     assert only(optimizer_step()).confidence is Confidence.PROVEN
@@ -251,6 +264,17 @@ def test_a_bad_loss_of_finite_outputs_is_looked_for_outside_of_the_modules() -> 
     """The window opens before the call, when the batch is made."""
     trace = TraceBuilder().sample("", 1.0, call=3).sample("", 1.0, nan=1, kind="loss", call=3)
     assert suspicious_windows(trace.build()) == (Window(call=3, early=True),)
+
+
+def test_a_parameter_that_was_fine_in_an_earlier_call_was_written_in_between() -> None:
+    """The code before the call is looked at; once it was, nothing more is."""
+    trace = TraceBuilder().sample("mid.1", 1.0, call=3)
+    operand = tensor(1, 2.0, inf=1, origin="parameter", name="mid.1.bias")
+    trace.op("aten.addmm.default", "mid.1", [operand, tensor(8)], [tensor(2, inf=8)], call=4)
+    trace.sample("mid.1", 0.0, inf=8, call=4).sample("", 0.0, inf=8, call=4)
+    assert suspicious_windows(trace.build()) == (Window(call=4, early=True),)
+    trace.op("aten.mul.Tensor", "", [tensor(9)], [tensor(10)], call=3, root=-1)
+    assert suspicious_windows(trace.build()) == ()
 
 
 def test_a_program_that_calls_no_module_is_looked_at_for_a_whole_step() -> None:

@@ -3,12 +3,14 @@
 from typing import Any
 
 import pytest
+from nonfinite_examples import gradient
 from refusals import Story
 from scaling_examples import scales, unscaling
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.scaling import detect_scaling
+from dtypedoctor.diagnosis.scaling import detect_exhausted_scale, detect_scaling
+from dtypedoctor.trace.events import ScalerState
 
 
 def found_unscaling(message: str = "", **values: Any) -> list[Finding]:
@@ -77,17 +79,17 @@ def test_a_scaler_without_anything_to_check_speaks_of_no_value() -> None:
 def test_the_first_skipped_steps_of_a_healthy_run_are_silent() -> None:
     """The scale comes down from 65536 to where the gradients fit, and stays."""
     healthy = scales(*[(2.0 ** (16 - i), True) for i in range(9)], *[(128.0, False)] * 3)
-    assert list(detect_scaling(healthy.build())) == []
+    assert list(detect_exhausted_scale(healthy.build())) == []
 
 
 def test_a_run_that_ends_while_the_scale_still_comes_down_is_silent() -> None:
     """Ten halvings are no failure yet."""
-    assert list(detect_scaling(scales(*[(2.0 ** (16 - i), True) for i in range(10)]).build())) == []
+    assert list(detect_exhausted_scale(scales(*[(2.0 ** (16 - i), True) for i in range(10)]).build())) == []
 
 
 def test_one_skipped_step_now_and_then_is_silent() -> None:
     """A scaler tries a larger scale every so often."""
-    assert list(detect_scaling(scales((1024.0, False), (2048.0, True), (1024.0, False)).build())) == []
+    assert list(detect_exhausted_scale(scales((1024.0, False), (2048.0, True), (1024.0, False)).build())) == []
 
 
 EXHAUSTED = {
@@ -101,14 +103,14 @@ EXHAUSTED = {
 @pytest.mark.parametrize("steps", EXHAUSTED.values(), ids=list(EXHAUSTED))
 def test_a_scale_that_never_fits_is_exhausted(steps: list[tuple[float, bool]]) -> None:
     """Held up, coming down too slowly, at its end, or too often skipped; the first skipped step is given."""
-    (finding,) = detect_scaling(scales((8.0, False), *steps).build())
+    (finding,) = detect_exhausted_scale(scales((8.0, False), *steps).build())
     assert (finding.id, finding.step, finding.severity) == ("loss-scale-exhausted", 2, Severity.ERROR)
 
 
 def test_where_the_forward_pass_is_not_finite_the_scale_is_only_a_consequence() -> None:
     """The finding about the forward pass comes first."""
     story = scales(*EXHAUSTED["floor"]).sample("body", 1.0, inf=2)
-    (finding,) = detect_scaling(story.build())
+    (finding,) = detect_exhausted_scale(story.build())
     assert finding.severity is Severity.WARNING
 
 
@@ -117,4 +119,11 @@ def test_deepspeeds_message_says_the_same() -> None:
     story = Story().raised(
         "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.", phase="optimizer"
     )
-    assert [finding.id for finding in detect_scaling(story.ended())] == ["loss-scale-exhausted"]
+    assert [finding.id for finding in detect_exhausted_scale(story.ended())] == ["loss-scale-exhausted"]
+
+
+def test_a_gradient_that_overflows_at_every_scale_comes_before_the_scale() -> None:
+    """It is why the scale never fits."""
+    trace = gradient(scale=1.0, float32=2.0**40)
+    trace.add(*scales(*[(1.0, True)] * 8).build().all(ScalerState))
+    assert [finding.id for finding in diagnose(trace.build())] == ["backward-overflow", "loss-scale-exhausted"]
