@@ -71,7 +71,7 @@ def _cures(report: Report) -> Iterator[Fact]:
         yield Fact(label="cured by", text="none of the remedies tried")
         return
     untried = [line for line in remedy_lines(report) if line.outcome == "not tried"][:_MOST]
-    yield from (_remedy("or" if position else "not tried yet", line) for position, line in enumerate(untried))
+    yield from (_remedy("or" if position else "proposed, not tried", line) for position, line in enumerate(untried))
     if not untried:
         yield Fact(label="cured by", text="no remedy is known to dtypedoctor")
 
