@@ -114,7 +114,9 @@ def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
 
     def told(*trials: Trial) -> list[tuple[str, str]]:
         facts = first_screen(replace(report, trials=trials, findings=(replace(report.findings[0], remedies=()),)))
-        return [(fact.label, fact.code or fact.text) for fact in facts if fact.label in ("cured by", "proposed, not tried")]
+        return [
+            (fact.label, fact.code or fact.text) for fact in facts if fact.label in ("cured by", "proposed, not tried")
+        ]
 
     assert told(refused) == [("proposed, not tried", refused.remedy)]
     assert told(refused, failed) == [("cured by", "none of the remedies tried")]
