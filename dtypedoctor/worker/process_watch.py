@@ -26,6 +26,8 @@ COMPILER = "torch._dynamo.convert_frame"
 """Imported by torch when something is compiled for the first time."""
 PRETRAINED = "transformers.modeling_utils"
 """Holds ``from_pretrained``, which may run before any module is called."""
+GENERATION = "transformers.generation.utils"
+"""Holds ``generate``, which calls the first module from inside."""
 
 
 class ProcessWatch:
@@ -65,6 +67,7 @@ class ProcessWatch:
             after_import(COMPILER, self._compiler_is_there),
             after_import(DYNAMO, self._keep_compiler_out),
             after_import(PRETRAINED, instruments.silent.follow_pretrained),
+            after_import(GENERATION, instruments.phases.follow_generate),
             after_import(SHARDING, instruments.sharding.follow),
         ]
         os.register_at_fork(after_in_child=self._be_quiet)
