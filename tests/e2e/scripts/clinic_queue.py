@@ -6,6 +6,7 @@
 #   step: 1
 #   raises: null
 #   family: silent
+#   shows: "sent elsewhere: [1-9]"
 #   why: a bfloat16 gate chooses other experts than float32; the gain of one norm stalls besides, and does not lead
 
 import torch
@@ -56,3 +57,8 @@ for _ in range(3):
     loss.backward()
     opt.step()
     print(loss.item())
+with torch.no_grad():
+    rows = net.norm(net.emb(ids)).flatten(0, 1)
+    chosen = net.moe.gate(rows).softmax(-1).topk(2).indices.sort().values
+    exact = (rows.float() @ net.moe.gate.weight.float().T).topk(2).indices.sort().values
+print("sent elsewhere:", (chosen != exact).any(-1).sum().item())

@@ -6,6 +6,7 @@
 #   step: 1
 #   raises: RuntimeError
 #   family: mismatch
+#   raised_in: layers.0.attn
 #   born: cache
 #   why: a cache object made with torch.zeros is float32; writing slices into it casts in silence, attention refuses what it reads
 

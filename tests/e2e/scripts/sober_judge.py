@@ -6,6 +6,7 @@
 #   step: 1
 #   raises: RuntimeError
 #   family: mismatch
+#   raised_in: mid
 #   why: a disabled region inside the bfloat16 one, and features cast to float32 meet a bfloat16 layer in it
 
 import torch
