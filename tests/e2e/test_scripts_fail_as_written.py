@@ -107,7 +107,11 @@ def test_the_first_nonfinite_value_is_born_where_the_header_says(case: Case, tmp
     ended = run_forked(case.path, tmp_path, witnessed)
     assert ended.raised == case.raises
     first = ended.evidence.first(*kinds_of(case))
-    assert first is not None, "nothing non-finite was seen"
+    if first is None:  # torch refuses to write a number that the dtype cannot hold
+        first = ended.evidence.first("raised")
+        assert first is not None, "nothing non-finite was seen"
+        assert_place(case, first)
+        return
     assert first.kind == kinds_of(case)[0], first
     assert_place(case, first)
     if case.ids[0] in OF_PRECISION:

@@ -1,6 +1,6 @@
 # expect:
 #   id: backward-overflow
-#   fqn: outer
+#   fqn: [outer, null]
 #   op: aten.add_.Tensor
 #   phase: backward
 #   step: 1
