@@ -44,9 +44,10 @@ class _Packed:
 class WeightCheck:
     """Compares each operand that has the shape of a packed weight.
 
-    An :class:`Observation` of kind ``packed-bits`` (``weight``, ``dtype``, ``quant_dtype``) says that an operand of a product or
-    cast is typed as another dtype than the quantisation state's and holds the bits of that weight in the state's own: memory that
-    was filled in one format and is read in another. One of kind ``packed-weight`` is written for each operand of a product.
+    An :class:`Observation` of kind ``packed-bits`` (``of``, ``operand``, ``weight``, ``dtype``, ``quant_dtype``) says that an
+    operand of a product or cast is typed as another dtype than the quantisation state's and holds the bits of that weight in the
+    state's own: memory that was filled in one format and is read in another. One of kind ``packed-weight`` is written for each
+    operand of a product.
 
     Its values: ``of`` (number of the op), ``operand`` (index over its inputs), ``weight`` (name of the packed weight that it is
     closest to, among those of the module), ``dtype`` and ``quant_dtype``, ``relative_error`` (norm of the difference over the
@@ -71,22 +72,22 @@ class WeightCheck:
             return
         for index, operand in enumerate(operands):
             if self._left and measurable(operand) and operand.dim() == 2:
-                self._compare_bits(operand.detach(), root, fqn)
+                self._compare_bits(n, index, operand.detach(), root, fqn)
                 if op.startswith(_PRODUCTS):
                     self._compare(n, index, operand.detach(), root, fqn)
 
     def _fitting(self, operand: Tensor, root: int, fqn: str) -> list[_Packed]:
         return [p for p in self._packed if p.root == root and _is_near(p.owner, fqn) and _fits(operand, p.state)]
 
-    def _compare_bits(self, operand: Tensor, root: int, fqn: str) -> None:
+    def _compare_bits(self, n: int, index: int, operand: Tensor, root: int, fqn: str) -> None:
         for packed in self._fitting(operand, root, fqn):
             stored = packed.state.dtype
             if stored == operand.dtype or stored.itemsize != operand.dtype.itemsize:
                 continue
             self._left -= 1
             if _relative_error(operand.view(stored), packed) < SAME:
-                values = {"weight": packed.name, "dtype": dtype_name(operand), "quant_dtype": _name(stored)}
-                self._write("packed-bits", packed.owner, values)
+                read = {"weight": packed.name, "dtype": dtype_name(operand), "quant_dtype": _name(stored)}
+                self._write("packed-bits", packed.owner, {"of": n, "operand": index, **read})
 
     def _compare(self, n: int, index: int, operand: Tensor, root: int, fqn: str) -> None:
         fitting = self._fitting(operand, root, fqn)

@@ -123,3 +123,18 @@ def test_another_matrix_of_the_same_shape_is_not_taken_for_the_weight(tmp_path: 
     net = Rotated(fill_unseen, torch.bfloat16, "buffer")
     nn.init.normal_(net.memory)
     assert diagnose(multiplied(net, tmp_path)) == ()
+
+
+def test_an_operand_beside_memory_that_is_misread_is_not_taken_for_it(tmp_path: Path) -> None:
+    """A dense float16 matrix of the shape of the weight, multiplied in the same call, before the weight."""
+
+    class Beside(Projection):
+        def __init__(self) -> None:
+            super().__init__(fill_unseen, torch.bfloat16, "global")
+            self.mixing = nn.Parameter(torch.randn(64, 64, dtype=torch.float16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x @ self.mixing)
+
+    [finding] = diagnose(multiplied(Beside(), tmp_path))
+    assert (finding.id, finding.dtype) == ("stale-dequant-buffer", "bfloat16")

@@ -4,13 +4,16 @@ from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.census import owner_of
-from dtypedoctor.diagnosis.mismatch.kinds import UNCOMPUTED
+from dtypedoctor.diagnosis.mismatch.kinds import CASTS, UNCOMPUTED, VIEWS
 from dtypedoctor.diagnosis.mismatch.provenance import Provenance
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Observation, Op
 
 __all__ = ["Unpacked", "is_wrong"]
+
+MAX_BACK = 8
+"""Views and casts between a product and the memory that it reads."""
 
 GARBAGE = 0.1
 """Relative error above which a matrix is not the packed weight; rounding to bfloat16 makes 0.002."""
@@ -47,7 +50,7 @@ class Unpacked:
                          and o.values.get("of") == op.n and o.values.get("operand") == index), None)  # fmt: skip
         birth = provenance.before_casts(birth)
         goes_back = birth.reason in (Reason.QUANT_STATE, Reason.REINTERPRETED)
-        misread = measured is not None and _is_misread(provenance, measured)
+        misread = measured is not None and is_wrong(measured) and _is_misread(provenance, op, index)
         if not goes_back and (measured is None or not (misread or _may_be_filled_unseen(birth, measured))):
             return None
         values = measured.values if measured is not None else {}
@@ -108,7 +111,15 @@ def _may_be_filled_unseen(birth: Birth, measured: Observation) -> bool:
     return False
 
 
-def _is_misread(provenance: Provenance, measured: Observation) -> bool:
+def _is_misread(provenance: Provenance, op: Op, index: int) -> bool:
     """Whether memory that was read in another dtype, by the product or by a cast before it, holds the weight in the state's own."""
-    seen = (o for o in provenance.graph.trace.all(Observation) if o.kind == "packed-bits" and o.call == measured.call)
-    return is_wrong(measured) and any(o.values["weight"] == measured.values.get("weight") for o in seen)
+    bits = (o.values for o in provenance.graph.trace.all(Observation) if o.kind == "packed-bits")
+    misread = {(values["of"], values["operand"]) for values in bits}
+    for _ in range(MAX_BACK):
+        if (op.n, index) in misread:
+            return True
+        maker = provenance.graph.producer(op.inputs[index])
+        if maker is None or not maker.inputs or overload_free(maker.op) not in CASTS | VIEWS:
+            return False
+        op, index = maker, 0
+    return False
