@@ -197,8 +197,8 @@ def test_a_run_that_passes_under_another_condition_is_not_called_a_cure() -> Non
     )
     facts = [(fact.label, fact.code, fact.text) for fact in first_screen(report)]
     assert ("under", "autocast-off", "it passes; a diagnosis, no cure") in facts
-    assert [(label, code) for label, code, _ in facts if label in ("cured by", "not tried yet")] == [
-        ("not tried yet", "bfloat16")
+    assert [(label, code) for label, code, _ in facts if label in ("cured by", "proposed, not tried")] == [
+        ("proposed, not tried", "bfloat16")
     ]
     assert cures(report) == []
     assert cured_sentence(report.trials) == ""
