@@ -12,7 +12,6 @@ from dtypedoctor.report.text import one_line
 
 __all__ = [
     "CONFIDENCE",
-    "PROVEN_MEANS",
     "STATUS",
     "chains",
     "ended_with",
@@ -20,6 +19,7 @@ __all__ = [
     "link_dtypes",
     "observer_sentence",
     "place",
+    "proven_means",
     "title",
     "watched_and_not",
 ]
@@ -35,8 +35,22 @@ CONFIDENCE = {
     Confidence.LIKELY: "likely, not proven",
     Confidence.POSSIBLE: "possible, not proven",
 }
-PROVEN_MEANS = "Proven by counterfactual: the operation, or the whole run, was repeated with one thing changed, and that settled it."
+_SETTLED = (
+    "by counterfactual: the operation, or the whole run, was repeated with one thing changed, and that settled it."
+)
 _OF_A_REGION = "autocast-contradicts-model"
+
+
+def proven_means(report: Report) -> str:
+    """What *proven* means, and of which finding it is said where that is not the first one; empty where nothing is proven."""
+    proven = next((finding for finding in report.findings if finding.confidence is Confidence.PROVEN), None)
+    if proven is None:
+        return ""
+    return (
+        f"Proven {_SETTLED}"
+        if proven is report.findings[0]
+        else f"{one_line(proven.id)}, further down, is proven {_SETTLED}"
+    )
 
 
 def place(finding: Finding) -> list[tuple[str, str]]:

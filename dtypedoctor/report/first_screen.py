@@ -73,7 +73,7 @@ def _cures(report: Report) -> Iterator[Fact]:
     untried = [line for line in remedy_lines(report) if line.outcome == "not tried"][:_MOST]
     yield from (_remedy("or" if position else "proposed, not tried", line) for position, line in enumerate(untried))
     if not untried:
-        yield Fact(label="cured by", text="no remedy is known to dtypedoctor")
+        yield Fact(label="cured by", text="nothing that dtypedoctor can put in; the finding's page says what to change")
 
 
 def _diagnoses(report: Report) -> Iterator[Fact]:

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
+from dtypedoctor.diagnosis.finding import Finding, Link
 from dtypedoctor.dtypes import short_name
 from dtypedoctor.report.elements import Html, el, join, table
 from dtypedoctor.report.facts import (
     CONFIDENCE,
-    PROVEN_MEANS,
     STATUS,
     chains,
     ended_with,
@@ -15,6 +14,7 @@ from dtypedoctor.report.facts import (
     link_dtypes,
     observer_sentence,
     place,
+    proven_means,
     title,
 )
 from dtypedoctor.report.first_screen import ERROR, MODULE, Fact, first_screen
@@ -44,7 +44,7 @@ def verdict(report: Report) -> Html:
         ),
         el("h1", one_line(report.headline, 600)),
         el("p", el("code", ended_with(report)), class_="raised") if ended_with(report) else Html(),
-        el("p", PROVEN_MEANS, class_="dim") if _something_is_proven(report) else Html(),
+        el("p", meaning, class_="dim") if (meaning := proven_means(report)) else Html(),
     )
     return el("section", head, _first_finding(report), *map(_finding, report.findings[1:]), id="verdict", class_="card")
 
@@ -57,10 +57,6 @@ def _pills(report: Report) -> Iterator[Html]:
     cured = sum(line.safe for line in cures(report))
     if cured:
         yield el("span", f"CURED BY {counted(cured, 'REMEDY', 'REMEDIES')}", class_="pill good")
-
-
-def _something_is_proven(report: Report) -> bool:
-    return any(finding.confidence is Confidence.PROVEN for finding in report.findings)
 
 
 def _first_finding(report: Report) -> Html:

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Sequence
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.report.bisection_markdown import bisection_part
 from dtypedoctor.report.comparison import Column, compare, runs
 from dtypedoctor.report.facts import (
     CONFIDENCE,
-    PROVEN_MEANS,
     STATUS,
     chains,
     environment_rows,
     link_dtypes,
     observer_sentence,
     place,
+    proven_means,
     title,
 )
 from dtypedoctor.report.first_screen import first_screen
@@ -100,8 +100,8 @@ def _summary(report: Report, room: int) -> str:
         [f"**{fact.label}**", code(fact.code, 400) + fact.joint + prose(fact.text, 400)]
         for fact in first_screen(report)
     ]
-    proven = any(f.confidence is Confidence.PROVEN for f in report.findings)
-    return table(["", ""], rows, room - 200) + (f"\n\n{PROVEN_MEANS}" if proven else "")
+    meaning = proven_means(report)
+    return table(["", ""], rows, room - 200) + (f"\n\n{meaning}" if meaning else "")
 
 
 def _findings(report: Report, room: int) -> str:

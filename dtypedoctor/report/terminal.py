@@ -5,18 +5,18 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
+from dtypedoctor.diagnosis.finding import Finding, Link, Severity
 from dtypedoctor.report.bisection_terminal import bisection_part
 from dtypedoctor.report.comparison import Column, compare, runs
 from dtypedoctor.report.facts import (
     CONFIDENCE,
-    PROVEN_MEANS,
     STATUS,
     chains,
     environment_rows,
     link_dtypes,
     observer_sentence,
     place,
+    proven_means,
     title,
 )
 from dtypedoctor.report.first_screen import first_screen
@@ -80,8 +80,9 @@ def _headline(page: Page, report: Report) -> None:
     if facts:
         page.gap()
         page.table([page.text(fact.label, "dim"), page.text(fact.code + fact.joint + fact.text)] for fact in facts)
-    if any(finding.confidence is Confidence.PROVEN for finding in report.findings):
-        page.line(PROVEN_MEANS, style="dim", indent=2)
+    meaning = proven_means(report)
+    if meaning:
+        page.line(meaning, style="dim", indent=2)
 
 
 def _strip(page: Page, report: Report) -> None:

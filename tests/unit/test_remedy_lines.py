@@ -120,7 +120,7 @@ def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
 
     assert told(refused) == [("proposed, not tried", refused.remedy)]
     assert told(refused, failed) == [("cured by", "none of the remedies tried")]
-    assert told() == [("cured by", "no remedy is known to dtypedoctor")]
+    assert told() == [("cured by", "nothing that dtypedoctor can put in; the finding's page says what to change")]
 
 
 def test_of_several_cures_the_report_says_when_to_prefer_which() -> None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from report_builders import mismatch, overflow
 
-from dtypedoctor.diagnosis.finding import Link
-from dtypedoctor.report.facts import chains, observer_sentence, place, title, watched_and_not
+from dtypedoctor.diagnosis.finding import Confidence, Link
+from dtypedoctor.report.facts import chains, observer_sentence, place, proven_means, title, watched_and_not
 from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.markdown import render_markdown
 from dtypedoctor.report.model import Observer
@@ -116,3 +116,16 @@ def test_a_root_cause_that_is_no_operation_is_told_with_where_it_surfaces() -> N
     told = {fact.label: fact.code for fact in first_screen(report)}
     assert told["surfaces at"] == "aten.mul.Tensor, model.layers.3.input_layernorm, modeling_llama.py:67"
     assert "surfaces at" not in {fact.label for fact in first_screen(mismatch())}
+
+
+def test_what_is_proven_is_said_of_the_finding_that_is() -> None:
+    """Of the first; of a later one by its name; of none not at all."""
+    report = overflow()
+    first = report.findings[0]
+    unsure = replace(first, id="update-stall", confidence=Confidence.LIKELY)
+    told = [
+        proven_means(replace(report, findings=found)) for found in ((first, unsure), (unsure, first), (unsure,), ())
+    ]
+    assert told[0].startswith("Proven by counterfactual: ")
+    assert told[1].startswith(f"{first.id}, further down, is proven by counterfactual: ")
+    assert told[2:] == ["", ""]
