@@ -3,23 +3,22 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
+from dtypedoctor.diagnosis.mismatch.birth import Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.mismatch.census import Census
 from dtypedoctor.diagnosis.mismatch.kinds import CONVOLUTIONS, PRODUCTS
 from dtypedoctor.diagnosis.mismatch.provenance import Provenance
 from dtypedoctor.diagnosis.mismatch.report import Verdict, is_settled, said
 from dtypedoctor.diagnosis.mismatch.unpacked import Unpacked, is_wrong
-from dtypedoctor.diagnosis.ops import OpGraph, overload_free
+from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import listed, place, short
-from dtypedoctor.trace.events import Observation, Op
+from dtypedoctor.trace.events import Observation
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["dequantised_to_another_dtype", "packed_weight_used_as_dense", "silently_wrong_weights", "stale_buffer"]
 
 INTEGERS = frozenset({"uint8", "int8"})
-CASTS = frozenset({"_to_copy", "to"})
 
 
 def packed_weight_used_as_dense(case: Case) -> Verdict | None:
@@ -118,21 +117,11 @@ def silently_wrong_weights(trace: Trace) -> Iterator[Finding]:
         op = by_number.get(int(observation.values["of"]))
         if op is not None and op.error is None:
             index = int(observation.values["operand"])
-            unpacked = Unpacked.of(provenance, op, index, _before_casts(provenance, op, index))
+            unpacked = Unpacked.of(provenance, op, index, provenance.of(op.inputs[index], op))
             if unpacked is not None and unpacked.is_garbage:
                 found.append(unpacked)
     if found:
         yield _silent(found)
-
-
-def _before_casts(provenance: Provenance, op: Op, index: int) -> Birth:
-    """Where an operand's dtype comes from before anything cast it: autocast converts garbage like any other values."""
-    tensor, user = op.inputs[index], op
-    while (
-        (maker := provenance.graph.producer(tensor)) is not None and overload_free(maker.op) in CASTS and maker.inputs
-    ):
-        tensor, user = maker.inputs[0], maker
-    return provenance.of(tensor, user)
 
 
 def _silent(found: list[Unpacked]) -> Finding:
