@@ -18,8 +18,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
+from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.files import read_report
-from dtypedoctor.report.redaction import redact
 from dtypedoctor.report.terminal import render_terminal
 
 HERE = Path(__file__).parent

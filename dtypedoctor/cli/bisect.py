@@ -52,6 +52,7 @@ def bisect(
     time_limit: Annotated[
         int | None, typer.Option("--time-limit", help="Seconds for one run.", min=1, show_default="the scenario's")
     ] = None,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help="Run code that a stranger's file names.")] = False,
     jobs: Annotated[
         int | None,
         typer.Option("--jobs", help="Runs at a time.", min=1, show_default="one for each core or GPU, at most 4"),
@@ -63,8 +64,9 @@ def bisect(
     remain that no bisection can look for; 2 if it cannot be run; 3 if the worker left no usable trace. Ctrl-C ends with the best answer so far; --resume goes on after any end and repeats no run.
     """
     from dtypedoctor.cli.bisect_case import Options, new_case, resumed_case
-    from dtypedoctor.cli.bisecting import bisect_case, bisection_exit_code
+    from dtypedoctor.cli.bisecting import bisect_case
     from dtypedoctor.cli.console import console_for
+    from dtypedoctor.cli.endings import exit_code
     from dtypedoctor.report.bisection_terminal import render_bisection
 
     options = Options(
@@ -76,8 +78,9 @@ def bisect(
         out=out,
         tolerance=tolerance,
         time_limit=time_limit,
+        allow_code=allow_code,
     )
     case = resumed_case(resume, options) if resume is not None else new_case(options)
-    found, report = bisect_case(case, jobs)
+    report = bisect_case(case, jobs)
     render_bisection(report, console_for(sys.stdout))
-    return bisection_exit_code(found, report)
+    return exit_code(report)

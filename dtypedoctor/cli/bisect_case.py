@@ -1,14 +1,15 @@
 """What ``bisect`` is asked to do: a new case, or one that was interrupted."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dtypedoctor.cli.foreign_code import allow_directory
+from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.diagnosis.static.hub_cache import cached
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.directories import new_directory
 from dtypedoctor.scenario.cases import case_of
 from dtypedoctor.scenario.catalog import resolve
-from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.overrides import override
 from dtypedoctor.trials.bisection.journal import Asked, Journal
@@ -31,6 +32,7 @@ class Options:
     out: Path | None = None
     tolerance: float | None = None
     time_limit: int | None = None
+    allow_code: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +70,14 @@ def resumed_case(directory: Path, beside: Options) -> Case:
     """The case whose run directory this is.
 
     Raises:
-        UsageError: another option wants something else, or there is no bisection in the directory.
+        UsageError: another option wants something else, there is no bisection in the directory, or it is a stranger's and may not
+            run code.
     """
-    if beside != Options():
-        raise UsageError("--resume goes on as it began", "Give it alone, or with --jobs.")
-    return Case(asked=Journal(directory).asked(), directory=directory, resumed=True)
+    if replace(beside, allow_code=False) != Options():
+        raise UsageError("--resume goes on as it began", "Give it alone, or with --jobs and --allow-code.")
+    asked = Journal(directory).asked()
+    allow_directory(directory, allowed=beside.allow_code)
+    return Case(asked=asked, directory=directory, resumed=True)
 
 
 def _scenario(options: Options) -> Scenario:
@@ -86,7 +91,7 @@ def _scenario(options: Options) -> Scenario:
     if options.workload is not None:
         raise UsageError("--workload is for --model: a scenario has its own", "Leave one of the two out.")
     assert options.scenario is not None  # one of the two is given
-    return override(load_scenario(resolve(options.scenario)), dtype=options.dtype)
+    return override(load_checked(resolve(options.scenario), allow_code=options.allow_code), dtype=options.dtype)
 
 
 def _require_weights(model: str) -> None:

@@ -2,21 +2,23 @@
 
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dtypedoctor.cli.bisect_case import Case
+from dtypedoctor.cli.foreign_code import resume_command
 from dtypedoctor.cli.narrowing import Narrowing
-from dtypedoctor.cli.treating import exit_code
-from dtypedoctor.errors import ExitCode, UsageError
+from dtypedoctor.cli.treating import kept
+from dtypedoctor.errors import UsageError
+from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.bisection_build import bisection_report
-from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
+from dtypedoctor.report.files import REPORT_JSON, REPORT_MD
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.gpus import gpu_environment, visible_gpus
 from dtypedoctor.runner.launch import Launcher, Run
+from dtypedoctor.runner.unused import clear, remove_unused
 from dtypedoctor.runner.warm import WarmServer
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trials.bisection.bisect import Told, bisect
@@ -26,13 +28,13 @@ from dtypedoctor.trials.bisection.questions import Measured
 from dtypedoctor.trials.bisection.results import Bisection, End
 from dtypedoctor.trials.summary import how_it_ended
 
-__all__ = ["bisect_case", "bisection_exit_code"]
+__all__ = ["bisect_case"]
 
 MOST_JOBS = 4
 """Runs at a time where nobody says: each holds a model of its own."""
 
 
-def bisect_case(case: Case, jobs: int | None) -> tuple[Bisection, Report]:
+def bisect_case(case: Case, jobs: int | None) -> Report:
     """Bisects ``case`` and leaves the report in its directory.
 
     Raises:
@@ -58,12 +60,7 @@ def bisect_case(case: Case, jobs: int | None) -> tuple[Bisection, Report]:
 
         told = Told(stage=view.stage, forest=view.forest, probe=probe)
         found = bisect(case.asked.scenario, lab, told, case.asked.tolerance)
-    return found, _reported(found, case.directory)
-
-
-def bisection_exit_code(found: Bisection, report: Report) -> int:
-    """10 where it fails, whatever was found out; without a failure as for any other report."""
-    return exit_code(report) if found.end is End.HEALTHY else int(ExitCode.FINDINGS)
+    return _reported(found, case.directory)
 
 
 @contextmanager
@@ -72,10 +69,10 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
         yield
     except UsageError:
         if not case.resumed:
-            shutil.rmtree(case.directory)
+            remove_unused(case.directory)
         raise
-    except KeyboardInterrupt:
-        print(f"Go on with: dtypedoctor bisect --resume {shlex.quote(str(case.directory))}", file=sys.stderr)
+    except (KeyboardInterrupt, OSError):
+        print(f"Go on with: {resume_command(case.directory)}", file=sys.stderr)
         raise
 
 
@@ -85,7 +82,7 @@ def _laboratory(case: Case, jobs: int | None, view: Narrowing) -> Iterator[Labor
     directory, gpus = case.directory, visible_gpus()
     journal = Journal(directory)
     server = directory / "server"
-    shutil.rmtree(server, ignore_errors=True)  # that of an interrupted bisection
+    clear(server)  # that of an interrupted bisection
     view.stage("building the model")
     with (
         Launcher(directory / "server.log") as launcher,
@@ -111,16 +108,14 @@ def _reported(found: Bisection, directory: Path) -> Report:
         files["reproduction"] = found.reproduction.script
     report = bisection_report(
         found,
-        command=shlex.join(["dtypedoctor", *sys.argv[1:]]),
+        command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files=files,
         next_command=_next_command(found, directory),
     )
-    write_report(directory, report)
-    return report
+    return kept(directory, report)
 
 
 def _next_command(found: Bisection, directory: Path) -> str:
-    where = shlex.quote(str(directory))
     if found.end is End.INTERRUPTED:
-        return f"dtypedoctor bisect --resume {where}"
-    return f"dtypedoctor report {where} --format md"
+        return resume_command(directory)
+    return f"dtypedoctor report {shlex.quote(str(directory))} --format md"

@@ -35,7 +35,7 @@ def compare(
         typer.Option(
             "--tolerance",
             help="Largest relative error that counts as equal; 0 for every digit.",
-            show_default="16 times the epsilon of the coarsest dtype",
+            show_default="what rounding does: dtype, length of sums, steps",
         ),
     ] = None,
     format: Annotated[Format, typer.Option("--format", "-f", help="What to print.")] = Format.TERMINAL,
@@ -46,6 +46,7 @@ def compare(
     are equal within the tolerance, 10 if they diverge or if one lacks what the other has measured.
     """
     from dtypedoctor.cli.console import console_for
+    from dtypedoctor.cli.standard_streams import write_document
     from dtypedoctor.report.compare_formats import COMPARISON_RENDERERS, render_comparison
     from dtypedoctor.runner.saved import open_run
     from dtypedoctor.trials.compare import compare_runs
@@ -59,5 +60,5 @@ def compare(
         again = shlex.join(["dtypedoctor", "compare", str(run_a), str(run_b), "--format", "md"])
         print(f"\nNext: {again}", file=sys.stderr)
     else:
-        sys.stdout.write(COMPARISON_RENDERERS[format.value](found))
+        write_document(COMPARISON_RENDERERS[format.value](found))
     return int(ExitCode.OK if found.verdict is Verdict.EQUAL else ExitCode.FINDINGS)

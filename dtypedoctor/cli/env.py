@@ -28,6 +28,7 @@ def env(
     It is the table that every report carries, and what `torch.utils.collect_env` adds. Nothing private is in it.
     """
     from dtypedoctor.cli.console import console_for
+    from dtypedoctor.cli.standard_streams import write_document
     from dtypedoctor.report.environment_formats import ENVIRONMENT_RENDERERS, render_environment
     from dtypedoctor.runner.survey import survey
 
@@ -36,4 +37,4 @@ def env(
         render_environment(found, console_for(sys.stdout))
         print("\nNext: dtypedoctor run gemma4_grpo_fp16", file=sys.stderr)
     else:
-        sys.stdout.write(ENVIRONMENT_RENDERERS[format.value](found))
+        write_document(ENVIRONMENT_RENDERERS[format.value](found))

@@ -1,6 +1,7 @@
 """``dtypedoctor exec``: any script, unchanged, with the watch around it."""
 
 import sys
+from importlib.util import decode_source
 from pathlib import Path
 from typing import Annotated
 
@@ -22,9 +23,16 @@ def register(app: typer.Typer) -> None:
 
 
 def execute(
-    script: Annotated[str, typer.Argument(help="Script, or a module's name after -m.", metavar="SCRIPT")],
+    script: Annotated[
+        str,
+        typer.Argument(
+            help="Script, directory or archive; - for standard input; a module's name after -m, source text after -c.",
+            metavar="SCRIPT",
+        ),
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.", metavar="ARGS")] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module as `python -m` does.")] = False,
+    text: Annotated[bool, typer.Option("-c", help="Run source text as `python -c` does.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="Run directory to create.", show_default="runs/NAME-TIME")
     ] = None,
@@ -56,19 +64,24 @@ def execute(
     Exits 0 if nothing was found and the script ended well, 10 otherwise. What the script prints stays on its own streams;
     the verdict goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
     """
-    if not module and not Path(script).exists():
+    if module and text:
+        raise UsageError("give either -m or -c", "-m runs a module, -c source text.")
+    if not (module or text or script == "-" or Path(script).exists()):
         raise UsageError(f"{script}: no such script", "Give a file, or -m and the name of a module.")
     from dtypedoctor.cli.console import console_for
-    from dtypedoctor.cli.treating import exit_code, treat_script
+    from dtypedoctor.cli.endings import exit_code
+    from dtypedoctor.cli.treating import treat_script
     from dtypedoctor.report.terminal import render_terminal
     from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
     from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
     from dtypedoctor.trace.ranks import member, rank_directory
     from dtypedoctor.trials.treatment import Plan
 
-    target = {"module": script} if module else {"path": script}
+    target = {"module": script} if module else {"code": script} if text else {"path": script}
+    if target == {"path": "-"}:
+        target["code"] = _standard_input()
     scenario = Scenario(
-        name=scenario_name(script),
+        name=scenario_name("command" if text else "stdin" if script == "-" else script),
         summary="A script, run unchanged.",
         time_limit=time_limit,
         deterministic=False,
@@ -90,6 +103,15 @@ def execute(
     render_terminal(report, console_for(sys.stderr))
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)
+
+
+def _standard_input() -> str:
+    """The program on standard input, whose end the program then finds there, as under ``python -``."""
+    source = sys.stdin.buffer.read() if sys.stdin is not None else b""
+    try:
+        return decode_source(source)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise UsageError(f"standard input: not Python source text: {error}", "Save it as UTF-8.") from error
 
 
 def _known(remedies: list[str]) -> frozenset[str]:

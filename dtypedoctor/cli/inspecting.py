@@ -8,6 +8,7 @@ from dtypedoctor.diagnosis.static.hub_cache import cached
 from dtypedoctor.diagnosis.static.noted import noted
 from dtypedoctor.diagnosis.static.subject import Intent, Subject
 from dtypedoctor.errors import UsageError, WorkerDiedError
+from dtypedoctor.foreign_files import reason
 from dtypedoctor.runner.launch import Launcher
 from dtypedoctor.scenario.model import Model, Scenario, ScenarioStep, Unload
 from dtypedoctor.scenario.request import Request
@@ -21,8 +22,11 @@ def subject_of(model: str, intent: Intent) -> Subject:
         WorkerDiedError: the worker died while it built the model.
     """
     path = Path(model)
-    if path.exists() or is_checkpoint(path):
-        return read_checkpoint(path, intent)
+    try:
+        if path.exists() or is_checkpoint(path):
+            return read_checkpoint(path, intent)
+    except OSError as error:
+        raise UsageError(f"{model}: cannot be read ({reason(error)})", "Check the path and its permissions.") from error
     if ":" in model:
         return _built(model, intent)
     snapshot = cached(model)

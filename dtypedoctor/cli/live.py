@@ -8,6 +8,7 @@ from typing import Self, TextIO
 from rich.text import Text
 
 from dtypedoctor.cli.region import Region
+from dtypedoctor.report.text import one_line
 from dtypedoctor.trace.follow import Follower
 
 
@@ -60,6 +61,6 @@ class LiveView:
         if where is None:
             text.append("  starting")
         else:
-            text.append(f"  step {where.step}  {where.phase}  {where.module}")
+            text.append(f"  step {where.step}  {where.phase}  {one_line(where.module)}")
         text.truncate(self._region.width, overflow="ellipsis")
         self._region.show(text)

@@ -1,6 +1,5 @@
 """The `dtypedoctor` command: verbs, options that all of them share, and the one place where errors become exit codes."""
 
-import os
 import re
 import sys
 import traceback
@@ -10,10 +9,15 @@ import typer
 
 from dtypedoctor import __version__
 from dtypedoctor.cli import bisect, compare, env, exec, explain, inspect, report, run, scenarios
+from dtypedoctor.cli.standard_streams import standard_streams
 from dtypedoctor.errors import DoctorError, ExitCode
+from dtypedoctor.report.text import paragraphs
 
 _PLACED = re.compile(r"\S+:\d+:\d+: ")
 """How a message begins that says its own place; editors jump to it."""
+
+_LONGEST = 100_000
+"""Characters of a message that are shown."""
 
 app = typer.Typer(
     name="dtypedoctor",
@@ -44,22 +48,24 @@ def _shared(
 
 
 def main() -> None:
-    """Runs the command line and exits with the code that DESIGN gives each outcome."""
+    """Runs the command line and exits with the code that DESIGN gives each outcome, whether or not anybody reads what it prints."""
+    with standard_streams():
+        code = _outcome()
+    sys.exit(code)
+
+
+def _outcome() -> int:
     try:
         status = app(standalone_mode=False)
-        code = int(status) if isinstance(status, int) else int(ExitCode.OK)
+        return int(status) if isinstance(status, int) else int(ExitCode.OK)
     except DoctorError as error:
         _complain(error.message, error.hint)
-        code = int(error.exit_code)
+        return int(error.exit_code)
     except KeyboardInterrupt:
         _complain("interrupted", "")
-        code = 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone; nothing more can be said to it
-        code = int(ExitCode.OK)
+        return 130
     except Exception as error:  # noqa: BLE001  (the one place where nothing may escape)
-        code = _unexpected(error)
-    sys.exit(code)
+        return _unexpected(error)
 
 
 def _unexpected(error: Exception) -> int:
@@ -69,12 +75,14 @@ def _unexpected(error: Exception) -> int:
     if callable(show):
         show()
         return int(exit_code) if exit_code is not None else int(ExitCode.USAGE)
-    traceback.print_exc()
+    print(paragraphs(traceback.format_exc(), _LONGEST), file=sys.stderr)
     _complain(f"dtypedoctor itself failed: {type(error).__name__}: {error}", "Please report this with the lines above.")
     return int(ExitCode.INTERNAL)
 
 
 def _complain(message: str, hint: str) -> None:
+    """Says what is wrong. Messages quote files of others, whose escape sequences would reach the terminal."""
+    message, hint = paragraphs(message, _LONGEST), paragraphs(hint, _LONGEST)
     print(message if _PLACED.match(message) else f"error: {message}", file=sys.stderr)
     if hint:
         print(f"hint: {hint}", file=sys.stderr)

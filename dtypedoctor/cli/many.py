@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtypedoctor.cli.endings import exit_code
 from dtypedoctor.cli.live import LiveView
-from dtypedoctor.cli.treating import exit_code, treat_scenario
-from dtypedoctor.errors import ExitCode, UsageError
+from dtypedoctor.cli.scenario_files import load_checked
+from dtypedoctor.cli.treating import treat_scenario
+from dtypedoctor.errors import DoctorError, ExitCode, UsageError
+from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.files import MATRIX_JSON, REPORT_JSON
 from dtypedoctor.report.matrix import (
     MatrixRow,
@@ -19,24 +22,23 @@ from dtypedoctor.report.matrix import (
     row_of,
 )
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.redaction import redact
 from dtypedoctor.runner.directories import new_directory
 from dtypedoctor.scenario.catalog import resolve
-from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.treatment import Plan
 
 _GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)
 
 
-def load_all(texts: Sequence[str]) -> list[Scenario]:
+def load_all(texts: Sequence[str], *, allow_code: bool) -> list[Scenario]:
     """The scenarios that a person names, in that order; those of a folder by name, each file once.
 
     Raises:
-        UsageError: something cannot be read, a folder holds none, or two files have the same name.
+        UsageError: something cannot be read, a folder holds none, two files have the same name, or a stranger's scenario names
+            code and ``allow_code`` is not set.
     """
     paths = {path.resolve(): path for text in texts for path in _paths(text)}
-    loaded = [load_scenario(path) for path in paths.values()]
+    loaded = [load_checked(path, allow_code=allow_code) for path in paths.values()]
     twice = [name for name, times in Counter(scenario.name for scenario in loaded).items() if times > 1]
     if twice:
         raise UsageError(f"{', '.join(twice)}: two files of this name", "Each scenario gets a folder of its name.")
@@ -69,8 +71,11 @@ def treat_all(scenarios: Sequence[Scenario], directory: Path, plan: Plan) -> tup
         rows.append(row)
         reports.append(report)
         view.say(f"{len(rows)}/{len(scenarios)} {in_one_line(rows[-1])}")
-    (directory / MATRIX_JSON).write_text(render_matrix_json(rows, exit_code=matrix_exit(rows)), encoding="utf-8")
-    print(f"Matrix: {directory / MATRIX_JSON}", file=sys.stderr)
+    try:
+        (directory / MATRIX_JSON).write_text(render_matrix_json(rows, exit_code=matrix_exit(rows)), encoding="utf-8")
+        print(f"Matrix: {directory / MATRIX_JSON}", file=sys.stderr)
+    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
+        print(f"dtypedoctor: the matrix cannot be kept in {directory}: {error.strerror}", file=sys.stderr)
     return rows, reports
 
 
@@ -78,7 +83,7 @@ def _treated(scenario: Scenario, directory: Path, plan: Plan, view: LiveView) ->
     began = time.monotonic()
     try:
         report = treat_scenario(scenario, new_directory(directory / scenario.name, scenario.name), plan, view)
-    except UsageError as refused:
+    except DoctorError as refused:
         row = refused_row(scenario.name, refused.message, exit_code=int(refused.exit_code))
         return row, refused_report(scenario.name, refused.message)
     seconds = round(time.monotonic() - began, 2)

@@ -7,6 +7,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from dtypedoctor.report.text import one_line
+
 __all__ = ["Region"]
 
 
@@ -49,6 +51,7 @@ class Region:
 
     def leave(self, line: str, *, cut: bool = False) -> None:
         """Leaves a line for good; ``cut`` lets it end where the terminal does."""
+        line = one_line(line, 2000) if line.strip() else line
         if self._live is None:
             print(line, file=self._stream, flush=True)
         else:

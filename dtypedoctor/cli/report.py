@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dtypedoctor.cli.standard_streams import write_document
 from dtypedoctor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,10 +87,6 @@ def _print_matrix(several: "tuple[list[MatrixRow], list[Report]]", format: Forma
 
 
 def _write(text: str) -> None:
-    try:
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
-        sys.stdout.flush()
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        raise UsageError(f"cannot write the report: {os.strerror(error.errno or 0)}") from error
+    trouble = write_document(text)
+    if trouble is not None:
+        raise UsageError(f"cannot write the report: {os.strerror(trouble.errno or 0)}") from trouble

@@ -49,6 +49,7 @@ def run(
         int | None,
         typer.Option("--watch-every", help="Measure every module in each so-many-th step only; 0: never.", min=0),
     ] = None,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help="Run code that a stranger's file names.")] = False,
     format: Annotated[
         Format, typer.Option("--format", "-f", help="What to print at the end: for a person, or for a CI.")
     ] = Format.TERMINAL,
@@ -59,8 +60,10 @@ def run(
     left no usable trace. Several scenarios get a folder each, and a matrix of all of them is printed.
     """
     from dtypedoctor.cli.console import console_for
+    from dtypedoctor.cli.endings import exit_code
     from dtypedoctor.cli.many import load_all, matrix_exit, treat_all
-    from dtypedoctor.cli.treating import exit_code, treat_scenario
+    from dtypedoctor.cli.standard_streams import write_document
+    from dtypedoctor.cli.treating import treat_scenario
     from dtypedoctor.report.matrix_table import render_matrix
     from dtypedoctor.report.renderers import MERGED
     from dtypedoctor.report.terminal import render_terminal
@@ -71,18 +74,18 @@ def run(
     plan = Plan(remedies=not no_remedies)
     loaded = [
         override(one, model=model, dtype=dtype, device=device, seed=seed, processes=nproc, watch_every=watch_every)
-        for one in load_all(scenarios)
+        for one in load_all(scenarios, allow_code=allow_code)
     ]
     if len(loaded) == 1 and not Path(scenarios[0]).is_dir():
         report = treat_scenario(loaded[0], new_directory(out, loaded[0].name), plan)
         if format is Format.TERMINAL:
             render_terminal(report, console_for(sys.stdout))
         else:
-            sys.stdout.write(MERGED[format.value]([report]))
+            write_document(MERGED[format.value]([report]))
         return exit_code(report)
     rows, reports = treat_all(loaded, new_directory(out, "scenarios"), plan)
     if format is Format.TERMINAL:
         render_matrix(rows, console_for(sys.stdout))
     else:
-        sys.stdout.write(MERGED[format.value](reports))
+        write_document(MERGED[format.value](reports))
     return matrix_exit(rows)

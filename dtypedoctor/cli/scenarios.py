@@ -18,14 +18,14 @@ def scenarios(
     ] = False,
 ) -> None:
     """List the scenarios that come with the program."""
+    from dtypedoctor.cli.scenario_files import load_checked
     from dtypedoctor.scenario.catalog import available
-    from dtypedoctor.scenario.loading import load_scenario
     from dtypedoctor.scenario.schema import json_schema
 
     if schema:
         print(json.dumps(json_schema(), indent=2))
         return
-    found = [load_scenario(path) for path in available()]
+    found = [load_checked(path, allow_code=True) for path in available()]
     width = max((len(s.name) for s in found), default=0)
     for scenario in found:
         print(f"{scenario.name:<{width}}  {scenario.summary}")

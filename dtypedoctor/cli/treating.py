@@ -1,21 +1,23 @@
 """What ``run`` and ``exec`` do once their arguments are read. It is imported only then: ``--help`` must not wait for it."""
 
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dtypedoctor.cli.live import LiveView
-from dtypedoctor.diagnosis.finding import Severity
-from dtypedoctor.errors import ExitCode, UsageError
+from dtypedoctor.errors import UsageError
+from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
-from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.model import Report
+from dtypedoctor.runner.child import STDERR
 from dtypedoctor.runner.launch import Launcher, Run
 from dtypedoctor.runner.script import run_script
+from dtypedoctor.runner.signals import outliving
 from dtypedoctor.runner.torchrun import run_ranks
+from dtypedoctor.runner.unused import remove_unused
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trials.summary import how_it_ended
@@ -31,7 +33,7 @@ def treat_scenario(scenario: Scenario, directory: Path, plan: Plan, view: LiveVi
     Progress goes to ``view``, which shows it on stderr if left out.
 
     Raises:
-        UsageError: the scenario cannot be run, or the directory cannot be used; it is gone then.
+        UsageError: the scenario cannot be run, or the directory cannot be used. It is gone then, unless something else lies in it.
     """
     view = view or LiveView(sys.stderr)
     with _removed_if_refused(directory), view, _starter(scenario, directory, view) as start:
@@ -52,9 +54,9 @@ def treat_script(scenario: Scenario, directory: Path, plan: Plan) -> tuple[Repor
         The report, and the script's own exit status as a shell would give it.
 
     Raises:
-        UsageError: there is no such script, or the directory cannot be used; it is gone then.
+        UsageError: there is no such script, or the directory cannot be used. It is gone then, unless something else lies in it.
     """
-    with _removed_if_refused(directory):
+    with _removed_if_refused(directory), outliving():
 
         def launch(label: str, request: Request) -> Run:
             first = label == "before"
@@ -68,29 +70,13 @@ def treat_script(scenario: Scenario, directory: Path, plan: Plan) -> tuple[Repor
         return _reported(treatment, directory), code if code >= 0 else 128 - code
 
 
-def exit_code(report: Report) -> int:
-    """The exit code that a finished report stands for."""
-    if (
-        report.status is Status.WORKER_DIED
-        and report.before is not None
-        and not report.before.loss
-        and not report.strip
-    ):
-        return int(ExitCode.FINDINGS if report.findings else ExitCode.NO_TRACE)
-    if report.expectation_met is not None:
-        return int(ExitCode.OK if report.expectation_met else ExitCode.FINDINGS)
-    remain = any(f.severity is not Severity.INFO for f in report.findings) or report.status is not Status.HEALTHY
-    doubtful = report.observer.bitwise_equal is False  # what was watched is not what happens unwatched
-    return int(ExitCode.FINDINGS if remain or doubtful else ExitCode.OK)
-
-
 @contextmanager
 def _removed_if_refused(directory: Path) -> Iterator[None]:
     """Takes the run directory away again where nothing could be run in it."""
     try:
         yield
     except UsageError:
-        shutil.rmtree(directory)
+        remove_unused(directory)
         raise
 
 
@@ -108,14 +94,21 @@ def _starter(scenario: Scenario, directory: Path, view: LiveView) -> Iterator[St
 
 def _reported(treatment: Treatment, directory: Path) -> Report:
     files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before"}
+    if (directory / "before" / STDERR).exists():
+        files["raw_output"] = f"before/{STDERR}"
     if (directory / "server.log").exists():
         files["log"] = "server.log"
     report = build_report(
         treatment,
-        command=shlex.join(["dtypedoctor", *sys.argv[1:]]),
+        command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files=files,
         next_command=f"dtypedoctor report {shlex.quote(str(directory))} --format md",
     )
+    return kept(directory, report)
+
+
+def kept(directory: Path, report: Report) -> Report:
+    """Writes ``report`` into ``directory``, or says on stderr why that cannot be done."""
     try:
         write_report(directory, report)
     except OSError as error:  # the disk is full, or the directory is gone: it can still be shown

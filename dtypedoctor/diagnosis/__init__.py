@@ -11,9 +11,11 @@ from dtypedoctor.diagnosis.nonfinite import detect_nonfinite
 from dtypedoctor.diagnosis.scaling import detect_exhausted_scale, detect_scaling
 from dtypedoctor.diagnosis.silent.absorbed import detect_rescues
 from dtypedoctor.diagnosis.silent.agreement import detect_gap, detect_missing_patches
+from dtypedoctor.diagnosis.silent.erased import detect_erased
 from dtypedoctor.diagnosis.silent.forward import detect_integer_casts, detect_router_flips, detect_stale_cache
 from dtypedoctor.diagnosis.silent.positional import detect_rotary_tables, detect_rounded_positions
 from dtypedoctor.diagnosis.silent.training import detect_partial_stall, detect_stall, detect_underflow
+from dtypedoctor.diagnosis.steps import in_calls
 from dtypedoctor.diagnosis.streams import detect_stale_streams
 from dtypedoctor.diagnosis.tie_breakers import with_tie_breakers
 from dtypedoctor.trace.reader import Trace
@@ -31,6 +33,7 @@ DETECTORS: dict[str, Detector] = {
     "stale-autocast-cache": detect_stale_cache,
     "integer-casts": detect_integer_casts,
     "rescues": detect_rescues,
+    "erased": detect_erased,
     "gradient-underflow": detect_underflow,
     "update-stall": detect_stall,
     "router-flips": detect_router_flips,
@@ -47,4 +50,6 @@ def diagnose(trace: Trace) -> tuple[Finding, ...]:
     """Everything that the detectors see in ``trace``, the root cause before its consequences."""
     found = [finding for detector in DETECTORS.values() for finding in findings_of(detector, trace)]
     ordered = tuple(with_tie_breakers(finding, trace) for finding in most_severe_first(found))
+    if trace.by_call:
+        ordered = tuple(map(in_calls, ordered))
     return tuple(map(doubted, ordered)) if trace.damage else ordered

@@ -2,10 +2,10 @@
 
 from dtypedoctor.diagnosis.births import ancestry, has_inf
 from dtypedoctor.diagnosis.experiments import attention_experiment
-from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.origin import PRODUCTS, SOFTMAX, Origin
-from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
+from dtypedoctor.diagnosis.overflow import needs, overflow_evidence, proof
 from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, magnitudes, place, short
 from dtypedoctor.trace.events import Op
@@ -13,6 +13,9 @@ from dtypedoctor.trace.events import Op
 TO_SOFTMAX = 12
 """Scaling, soft capping, masks, casts and reshapes lie between the scores and their softmax, each an op."""
 
+
+_FUSED = "the same attention with its scores in float32 is finite"
+_UNMASKED = "the same softmax on the same scores without the mask is finite"
 
 _CURES = {
     False: "A query that may look at nothing needs a rule of its own, or a mask that leaves it one position.",
@@ -30,10 +33,9 @@ def judge_attention_scores(origin: Origin) -> Finding | None:
         return None
     op, dtype = origin.op, origin.result.dtype
     tried = attention_experiment(origin.trace, op)
-    settled = origin.is_proven or (tried is not None and tried.is_of_the_scores)
     said = Statement(
         id="attention-score-overflow",
-        confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
+        proven_by=proof(origin) or (_FUSED if tried is not None and tried.is_of_the_scores else None),
         summary=f"The attention scores of {short(place(op))} overflow {dtype} in step {op.step}: {needs(origin)}.",
         cause=(
             f"Queries and keys are multiplied in {dtype} and scaled afterwards, so the product has to fit below "
@@ -62,6 +64,7 @@ def judge_masked_row(origin: Origin) -> Finding | None:
     left = next(iter(ancestry(origin.graph, op).computed), None)
     said = Statement(
         id="fully-masked-row",
+        proven_by=_UNMASKED if tried is not None and tried.is_of_the_mask else _in_a_wider_dtype(origin),
         summary=f"{short(place(op))} takes a softmax over rows in which every position is masked, in step {op.step}.",
         cause=(
             "Softmax subtracts the largest entry of a row. Where every entry is -inf that is -inf - (-inf), which is NaN "
@@ -76,6 +79,14 @@ def judge_masked_row(origin: Origin) -> Finding | None:
         ),
     )
     return found_at(origin, said)
+
+
+def _in_a_wider_dtype(origin: Origin) -> str | None:
+    """What the softmax makes of the same rows in a wider dtype; None where it was not run again."""
+    replay = origin.replay
+    if replay is None or replay.note or replay.finite:
+        return None
+    return f"the same softmax on the same rows in {replay.how} is NaN too, and every entry of these rows is -inf"
 
 
 def _how_it_left(op: Op) -> str:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident
 from dtypedoctor.diagnosis.origin import Origin
-from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
+from dtypedoctor.diagnosis.overflow import needs, overflow_evidence, proof
 from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import limit_of, module_of, place, short
 from dtypedoctor.trace.events import ScalerState
@@ -18,13 +18,12 @@ def judge_backward(origin: Origin) -> Finding | None:
     op, dtype = origin.op, origin.result.dtype
     if op.phase != "backward" or not origin.leaves_a_narrow_range:
         return None
-    confidence = Confidence.PROVEN if origin.is_proven else Confidence.LIKELY
     parameter = _added_up(origin)
     if parameter is not None:
-        return replace(found_at(origin, _of_a_sum(origin, parameter, confidence)), fqn=module_of(parameter))
+        return replace(found_at(origin, _of_a_sum(origin, parameter)), fqn=module_of(parameter))
     said = Statement(
         id="backward-overflow",
-        confidence=confidence,
+        proven_by=proof(origin),
         summary=f"The gradients overflow {dtype} in the backward of {short(place(op))}, in step {op.step}: {needs(origin)}.",
         cause=(
             "Gradients have their own magnitudes: the product of all slopes between the loss and a tensor. The values of the "
@@ -44,11 +43,11 @@ def _added_up(origin: Origin) -> str | None:
     return next((s.fqn for s in sites if s.kind == "grad" and s.shape == origin.result.shape), None)
 
 
-def _of_a_sum(origin: Origin, parameter: str, confidence: Confidence) -> Statement:
+def _of_a_sum(origin: Origin, parameter: str) -> Statement:
     op, dtype = origin.op, origin.result.dtype
     return Statement(
         id="backward-overflow",
-        confidence=confidence,
+        proven_by=proof(origin),
         summary=f"The gradient of {short(parameter)} overflows {dtype} where backward passes are added up, in step {op.step}: "
         f"{needs(origin)}.",
         cause=(

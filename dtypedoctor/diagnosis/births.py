@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.trace.events import Op, TensorNote
 
-__all__ = ["Ancestry", "ancestry", "bad_ends", "has_inf", "has_nan", "last_bad_before", "only_negative_inf"]
+__all__ = [
+    "Ancestry",
+    "ancestry",
+    "asked_for",
+    "bad_ends",
+    "has_inf",
+    "has_nan",
+    "last_bad_before",
+    "only_negative_inf",
+]
 
 CONSTANT = re.compile(r"^[-+]?(inf|nan)$", re.IGNORECASE)
 UNINITIALISED = ("aten.empty", "aten.new_empty", "aten.resize_", "aten.set_")
@@ -80,12 +89,12 @@ def ancestry(graph: OpGraph, last: Op) -> Ancestry:
     starts = makers if any(map(has_nan, [*last.outputs, *last.inputs])) else [last]
     inf_ops, inf_given = _upstream(graph, starts, has_inf)
     born = {op.n: op for op in [*makers, *inf_ops] if all(t.finite for t in op.inputs) and op.error is None}
-    asked = [op for op in born.values() if _asked_for(op)]
-    computed = [op for op in born.values() if not _asked_for(op)]
+    asked = [op for op in born.values() if asked_for(op)]
+    computed = [op for op in born.values() if not asked_for(op)]
     return Ancestry(
         computed=_in_order(computed),
         asked=_in_order(asked),
-        nan_makers=_in_order(op for op in makers if not _asked_for(op)),
+        nan_makers=_in_order(op for op in makers if not asked_for(op)),
         given=tuple(sorted([*nan_given, *inf_given], key=lambda pair: pair[0].n)),
     )
 
@@ -111,7 +120,8 @@ def _upstream(
     return list(seen.values()), list(given.values())
 
 
-def _asked_for(op: Op) -> bool:
+def asked_for(op: Op) -> bool:
+    """Whether what is not finite in its results was asked for by name, as in a mask, or is memory as it was."""
     return op.op.startswith(UNINITIALISED) or any(CONSTANT.match(text) for text in op.scalars)
 
 

@@ -3,6 +3,7 @@
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident
 from dtypedoctor.diagnosis.modules import class_of
+from dtypedoctor.diagnosis.reached import Reached
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, limit_of, module_of, short
 from dtypedoctor.trace.events import Sample, Site
@@ -41,6 +42,8 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
 
 
 def _outside(trace: Trace, incident: Incident) -> Finding:
+    if incident.reached is not None:
+        return _read(trace, incident.reached)
     said = Statement(
         id="domain-error",
         confidence=Confidence.POSSIBLE,
@@ -49,6 +52,27 @@ def _outside(trace: Trace, incident: Incident) -> Finding:
         evidence=how_the_run_ended(trace),
     )
     return located(said, phase=incident.phase, step=incident.step)
+
+
+def _read(trace: Trace, value: Reached) -> Finding:
+    seen = value.seen
+    first = next(
+        (site for s in trace.samples if not s.finite and (site := trace.sites[s.site]).kind == "operator"), None
+    )
+    op, _, source = first.fqn.partition(" ") if first is not None else (None, "", None)
+    made = (
+        f"{op} at {source} is the first operator outside of modules seen to output one."
+        if first is not None
+        else f"{NO_OPS}."
+    )
+    said = Statement(
+        id="domain-error",
+        confidence=Confidence.POSSIBLE,
+        summary=f"A value that is not finite {value.got} in step {seen.step} ({seen.phase}).",
+        cause=f"The value was computed outside of all modules; {made}",
+        evidence=how_the_run_ended(trace),
+    )
+    return located(said, phase=seen.phase, step=seen.step, op=op, source=source or value.source)
 
 
 def _finding_id(site: Site) -> str:
@@ -60,7 +84,7 @@ def _finding_id(site: Site) -> str:
 
 
 def _fqn(site: Site, *, came_in: bool) -> str | None:
-    if site.kind == "loss":
+    if site.kind == "loss" or (site.kind == "accumulated" and not site.root):
         return None
     if site.kind in ("param", "grad"):
         return module_of(site.fqn)

@@ -22,6 +22,7 @@ def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
     fqn = ".".join(part for part in site.fqn.split(".") if part != COMPILED) if site is not None else None
     said = Statement(
         id="compile-only-nonfinite",
+        proven_by="the same call on the same input in eager mode is finite",
         summary=f"{short(fqn)} returns NaN or inf in step {incident.step} only because it is compiled.",
         cause=(
             "Compiled code keeps intermediate values in float32 and rounds once at the end, where eager mode rounds after each "

@@ -28,4 +28,4 @@ def doubted(finding: Finding) -> Finding:
     """The finding, no more than likely."""
     if finding.confidence is not Confidence.PROVEN:
         return finding
-    return replace(finding, confidence=Confidence.LIKELY, evidence=(*finding.evidence, _WHY))
+    return replace(finding, confidence=Confidence.LIKELY, proven_by=None, evidence=(*finding.evidence, _WHY))

@@ -173,7 +173,7 @@ def _told(ranks: Sequence[Rank], source: int) -> Iterator[str]:
         yield f"Seen on rank {source} of {len(ranks)}."
         return
     yield (
-        f"Rank {source} of {len(ranks)} was the first with something that is not finite: step {origin.first.step}, "
+        f"Rank {source} of {len(ranks)} was the first with something that is not finite: {origin.trace.moment(origin.first.step)}, "
         f"{origin.first.phase}, {_first_place(origin, origin.first)}."
     )
     carried = carrier(ranks, source)

@@ -43,7 +43,7 @@ class Finding:
         fqn: dotted name of the module that originates the failure, or None where no module does.
         op: operator, e.g. ``aten.mul.Tensor``.
         phase: ``static``, ``forward``, ``backward``, ``recompute``, ``optimizer``, ``generate`` or ``compile``.
-        step: training step, counted from 1.
+        step: training step, counted from 1; where there is a ``call``, the same number.
         source: ``file.py:line`` of the user's or library's code.
         summary: the headline, one sentence.
         cause: why it happens, one paragraph.
@@ -52,7 +52,9 @@ class Finding:
         met: where the dtype that it met came from, from the other operand back to its origin.
         remedies: ids of remedies to try, best first.
         references: public tickets of the same failure.
+        proven_by: the counterfactual that settled it, as a clause; None where the finding is not proven.
         rank: the process that it was seen on first; None where there is one process only.
+        call: number of the outermost module call, only where the process made no optimizer step and it is not the first.
         consequence_of: id of the finding that this one is the surfacing of; None where it stands for itself.
     """
 
@@ -74,6 +76,8 @@ class Finding:
     rank: int | None = None
     consequence_of: str | None = None
     met: tuple[Link, ...] = ()
+    call: int | None = None
+    proven_by: str | None = None
 
 
 def most_severe_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -38,6 +38,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "nonfinite-parameters",
         "nonfinite-input",
         "optimizer-epsilon-underflow",
+        "rounds-out-of-domain",
+        "divergence",
         "domain-error",
     ),
     "silent": (

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from dtypedoctor.trace.events import Raised, Sample, ScalerState, Site
+from dtypedoctor.diagnosis.reached import Reached, reached
+from dtypedoctor.trace.events import Observation, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["Incident", "incidents"]
 
-GRADIENTS = frozenset({"grad_output", "grad"})
+GRADIENTS = frozenset({"grad_output", "grad", "accumulated"})
 MEASURED = GRADIENTS | {"output", "loss", "param"}
 """Kinds of sites that tell a story of their own; inputs of modules only decide who is to blame."""
 
@@ -37,12 +38,14 @@ class Incident:
         sample, site: the first bad value of its call and phase; None where no module returned one.
         following: the other bad values of the same call and phase, in order.
         raised: the exception with which code outside of all modules refused it; only where there is no sample.
+        reached: where a value got to that no module returned and no backward pass began from; only where there is no sample.
     """
 
     sample: Sample | None = None
     site: Site | None = None
     following: tuple[Sample, ...] = ()
     raised: Raised | None = None
+    reached: Reached | None = None
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -78,18 +81,20 @@ class Incident:
     def phase(self) -> str:
         """The phase it was seen in."""
         if self.site is None:
-            return self.raised.phase if self.raised is not None else ""
+            return self._record.phase if not isinstance(self._record, Sample) else ""
         return "optimizer" if self.site.kind == "param" else self.site.phase
 
     @property
     def kind(self) -> str:
-        """The kind of the site, or ``raised``."""
-        return self.site.kind if self.site is not None else "raised"
+        """The kind of the site, or ``raised`` or ``reached``."""
+        if self.site is not None:
+            return self.site.kind
+        return "reached" if self.reached is not None else "raised"
 
     @property
-    def _record(self) -> Sample | Raised:
-        found = self.sample if self.sample is not None else self.raised
-        assert found is not None  # one of the two is always given
+    def _record(self) -> Sample | Raised | Observation:
+        found = self.sample or self.raised or (self.reached.seen if self.reached is not None else None)
+        assert found is not None  # one of the three is always given
         return found
 
 
@@ -102,7 +107,9 @@ def incidents(trace: Trace) -> tuple[Incident, ...]:
     ]
     raised = trace.last(Raised)
     refused = raised if raised is not None and REFUSED.search(raised.message) else None
-    found = tuple(_Consequences(trace, bad, refused).that_matter()) if bad else ()
+    measured = _Consequences(trace, bad, refused).that_matter() if bad else ()
+    outside = (Incident(reached=value) for value in reached(trace))
+    found = tuple(sorted([*measured, *outside], key=lambda incident: incident.n))
     return found if found or refused is None or not _is_of_a_value(refused) else (Incident(raised=refused),)
 
 
@@ -131,7 +138,7 @@ class _Consequences:
 
     def _matters(self, sample: Sample, site: Site) -> bool:
         if site.kind in GRADIENTS:
-            return not self._is_thrown_away(sample)
+            return not self._is_thrown_away(sample) and not self._is_mended(sample, site)
         if site.kind in ("loss", "param"):
             return True
         if self._backward.get(sample.step, -1) > sample.n:
@@ -148,12 +155,18 @@ class _Consequences:
 
     def _is_thrown_away(self, sample: Sample) -> bool:
         """Whether no optimizer gets what is wrong with a gradient: a scaler skips the step, or the program's own code does,
-        which then goes through another backward pass before a step whose gradients are all finite."""
-        if sample.step in self._healed:
+        which then goes through another backward pass before a step whose gradients are all finite. A step that the program left, by an
+        exception about something else, before its scaler had looked at the gradients, is one that nothing has used either."""
+        if sample.step in self._healed or sample.step == self._left_to_the_scaler:
             return True
         used = self._used.get(sample.step, [])
         begun = any(sample.n < n < used[0].n for n in self._losses.get(sample.step, ())) if used else False
         return begun and all(gradient.finite for gradient in used)
+
+    def _is_mended(self, sample: Sample, site: Site) -> bool:
+        """Whether the gradients that a backward pass has left are all finite when the optimizer gets them."""
+        used = [gradient for gradient in self._used.get(sample.step, []) if gradient.n > sample.n]
+        return site.kind == "accumulated" and bool(used) and all(gradient.finite for gradient in used)
 
     def _is_returned(self, sample: Sample) -> bool:
         """Whether something bad is in what the outermost call returns."""
@@ -203,6 +216,15 @@ class _Consequences:
     def _kind(self, sample: Sample) -> str:
         site = self._trace.sites.get(sample.site)
         return site.kind if site is not None else ""
+
+    @cached_property
+    def _left_to_the_scaler(self) -> int | None:
+        """The step whose gradients a loss scaler was still to look at when the program raised something that is not about values."""
+        raised, states = self._trace.last(Raised), self._trace.all(ScalerState)
+        if raised is None or self._refused is not None or not states or states[-1].step >= raised.step:
+            return None
+        stepped = any(s.step == raised.step and self._kind(s) == "param" for s in self._trace.samples)
+        return None if stepped else raised.step
 
     @cached_property
     def _healed(self) -> frozenset[int]:

@@ -21,6 +21,8 @@ def detect_loading(trace: Trace) -> Iterator[Finding]:
         yield from _pretrained(seen)
     for seen in observed(trace, "state-loaded"):
         yield from _state(seen)
+    for seen in observed(trace, "rounded-and-trained"):
+        yield _trained(seen)
 
 
 def _pretrained(seen: Observation) -> Iterator[Finding]:
@@ -62,10 +64,34 @@ def _state(seen: Observation) -> Iterator[Finding]:
     )
 
 
+def _trained(seen: Observation) -> Finding:
+    """Bits of a checkpoint are gone, and what is trained has no room for them: the run does not go on where the last one ended."""
+    values = seen.values
+    casts = ", ".join(name.replace("->", " to ") for name in values["casts"])
+    stored, dtype = next(iter(values["casts"])).split("->")
+    return _finding(
+        f"load_state_dict cast {casts}, and {values['parameters']} parameters that lost bits by it are trained in {dtype}.",
+        (
+            f"load_state_dict copies into the tensors that are there. The checkpoint holds {stored} values; the {dtype} parameters that "
+            f"the optimizer steps on keep {_BITS.get(dtype, 'fewer')} bits of each, and an update that is smaller than a bit is lost as well. "
+            f"Build the model in {stored} and use autocast, or keep {stored} master weights."
+        ),
+        (
+            f"{values['rounded']:,} of {values['elements']:,} elements were rounded, by {values['mean_change']:.2g} of their value in the mean.",
+            f"In the optimizer: {listed(values['names'])}.",
+        ),
+        dtype,
+    )
+
+
+_BITS = {"bfloat16": "8", "float16": "11"}
+
+
 def _finding(summary: str, cause: str, evidence: tuple[str, ...], dtype: str) -> Finding:
     said = Statement(
         id="checkpoint-dtype-mismatch",
         severity=Severity.WARNING,
+        proven_by="the dtypes before and after loading were compared",
         summary=summary,
         cause=cause,
         evidence=evidence,

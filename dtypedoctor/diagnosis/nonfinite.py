@@ -1,21 +1,26 @@
 """The non-finite family: looks for the origin of the first inf or NaN that matters, and says what it is."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from dtypedoctor.diagnosis.attention import judge_attention_scores, judge_masked_row
 from dtypedoctor.diagnosis.backward import is_of_the_loss_scale, is_skipped, judge_backward
 from dtypedoctor.diagnosis.by_module import judge_by_module
 from dtypedoctor.diagnosis.compile_only import judge_compiled
 from dtypedoctor.diagnosis.constants import judge_constant
+from dtypedoctor.diagnosis.divergence import judge_divergence
 from dtypedoctor.diagnosis.domain import judge_domain
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.givens import judge_given
+from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.norm_square import judge_norm_square
 from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.diagnosis.optimizer_step import judge_optimizer_step
-from dtypedoctor.diagnosis.origin import Origin, searched
+from dtypedoctor.diagnosis.origin import Origin, Search, searched
 from dtypedoctor.diagnosis.overflow import judge_overflow
+from dtypedoctor.diagnosis.rounded import judge_rounded
 from dtypedoctor.diagnosis.silent.absorbed import swallowed_overflows
+from dtypedoctor.diagnosis.unexamined import judge_unexamined
 from dtypedoctor.trace.reader import Trace
 
 JUDGES: tuple[Callable[[Origin], Finding | None], ...] = (
@@ -26,6 +31,8 @@ JUDGES: tuple[Callable[[Origin], Finding | None], ...] = (
     judge_attention_scores,
     judge_backward,
     judge_overflow,
+    judge_unexamined,
+    judge_rounded,
     judge_domain,
 )
 """What an origin may be, the most specific first; the last one always has an answer."""
@@ -35,27 +42,46 @@ def detect_nonfinite(trace: Trace) -> Iterator[Finding]:
     """The origin of the first inf or NaN that gets anywhere, overflows that were swallowed on the way, and one that was refused."""
     refused = judge_constant(trace)
     found = tuple(_first_that_matters(trace)) if refused is None else (refused,)
+    diverged = next((cause for finding in found if (cause := judge_divergence(trace, finding)) is not None), None)
+    if diverged is not None:
+        yield diverged
+        found = tuple(replace(finding, remedies=(), consequence_of=diverged.id) for finding in found)
     yield from found
     places = {(finding.op, finding.source) for finding in found}
     yield from (f for f in swallowed_overflows(trace) if (f.op, f.source) not in places)
 
 
-def _first_that_matters(trace: Trace) -> Iterator[Finding]:
-    """The verdict on the first incident that the op trace does not show to be harmless; all later ones follow from it."""
+def unexplained(graph: OpGraph) -> Incident | None:
+    """The first incident that the op trace does not show to be harmless, and that is no business of the loss scale's."""
+    return next((incident for incident, _ in _that_matter(graph)), None)
+
+
+def _that_matter(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
+    """Each incident that the op trace does not show to be harmless, with what it says of it."""
     scaled = False
-    for incident, found in searched(OpGraph(trace)):
-        compiled = judge_compiled(trace, incident)
-        if compiled is not None:
-            yield compiled
-            return
+    for incident, found in searched(graph):
+        if judge_compiled(graph.trace, incident) is not None:
+            yield incident, found
+            continue
         if found.harmless:
             continue
         if found.origin is not None and is_of_the_loss_scale(found.origin):
             scaled = True
             continue
-        if scaled and found.origin is None and is_skipped(trace, incident):  # the same at a scale not much smaller
+        if (
+            scaled and found.origin is None and is_skipped(graph.trace, incident)
+        ):  # the same at a scale not much smaller
             continue
-        if found.origin is None:
+        yield incident, found
+
+
+def _first_that_matters(trace: Trace) -> Iterator[Finding]:
+    """The verdict on the first incident that matters; all later ones follow from it."""
+    for incident, found in _that_matter(OpGraph(trace)):
+        compiled = judge_compiled(trace, incident)
+        if compiled is not None:
+            yield compiled
+        elif found.origin is None:
             yield judge_by_module(trace, incident)
         else:
             yield next(finding for judge in JUDGES if (finding := judge(found.origin)) is not None)

@@ -1,9 +1,9 @@
 """``norm-square-overflow``: a norm whose squares leave the range, so that it returns zeros or NaN."""
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
 from dtypedoctor.diagnosis.origin import Origin
-from dtypedoctor.diagnosis.overflow import needs, overflow_evidence
+from dtypedoctor.diagnosis.overflow import needs, overflow_evidence, proof
 from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import place, short
 from dtypedoctor.trace.events import Op
@@ -29,7 +29,7 @@ def judge_norm_square(origin: Origin) -> Finding | None:
         return None
     said = Statement(
         id="norm-square-overflow",
-        confidence=Confidence.PROVEN if origin.is_proven else Confidence.LIKELY,
+        proven_by=proof(origin),
         summary=f"The squares inside {short(place(op))} overflow in step {op.step}: {needs(origin)}.",
         cause=CAUSE,
         evidence=tuple(overflow_evidence(origin)),

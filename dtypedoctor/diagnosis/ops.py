@@ -45,6 +45,10 @@ class OpGraph:
         """The op that made ``tensor``; None for one that came into the window from outside."""
         return self._producers.get(tensor.id)
 
+    def producer_of(self, number: int) -> Op | None:
+        """The op that made the tensor with this number."""
+        return self._producers.get(number)
+
     def consumers(self, tensor: TensorNote) -> tuple[Op, ...]:
         """The ops that used ``tensor``, in execution order; one that made it by writing to an operand is not among them."""
         maker = self.producer(tensor)

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.origin import NARROW, Origin
 from dtypedoctor.diagnosis.statement import Statement, found_at
+from dtypedoctor.diagnosis.vanished import is_zero_in
 from dtypedoctor.diagnosis.wording import bad_elements, module_of, place, short
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.trace.events import Op
 
 DIVISIONS = frozenset(
     {"div", "addcdiv", "reciprocal", "rsqrt", "_foreach_div", "_foreach_addcdiv", "_foreach_reciprocal", "_fused_adam",
@@ -27,7 +27,11 @@ def judge_optimizer_step(origin: Origin) -> Finding | None:
     vanished = _vanished_epsilon(origin)
     said = Statement(
         id="optimizer-epsilon-underflow",
-        confidence=Confidence.PROVEN if vanished is not None else Confidence.LIKELY,
+        proven_by=(
+            f"the epsilon {vanished} that guards the division rounds to 0 in {dtype}, and does not in float32"
+            if vanished is not None
+            else None
+        ),
         summary=f"The optimizer divides by zero in {dtype} in step {op.step} and writes NaN or inf into {short(fqn)}.",
         cause=(
             f"The optimizer keeps its state in the parameters' dtype. The smallest positive {dtype} is "
@@ -43,19 +47,9 @@ def _vanished_epsilon(origin: Origin) -> str | None:
     makers = (origin.graph.producer(t) for t in origin.op.inputs)
     for maker in [op for op in makers if op is not None and overload_free(op.op) in ("add", "_foreach_add")]:
         for text in maker.scalars:
-            if _is_zero_in(text, maker):
+            if is_zero_in(text, maker):
                 return text
     return None
-
-
-def _is_zero_in(text: str, op: Op) -> bool:
-    """Whether a non-zero number rounds to zero in the dtype of the op's result."""
-    known = DTYPES.get(op.outputs[0].dtype) if op.outputs else None
-    try:
-        value = abs(float(text))
-    except ValueError:
-        return False
-    return known is not None and 0.0 < value <= known.smallest / 2
 
 
 def _evidence(origin: Origin, vanished: str | None) -> Iterator[str]:

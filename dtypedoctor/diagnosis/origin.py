@@ -8,6 +8,8 @@ from dtypedoctor.diagnosis.births import ancestry, bad_ends, has_nan, last_bad_b
 from dtypedoctor.diagnosis.experiments import attention_experiment
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, incidents
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
+from dtypedoctor.diagnosis.reached import behind, links
+from dtypedoctor.diagnosis.vanished import overflow_behind
 from dtypedoctor.diagnosis.wording import limit_of
 from dtypedoctor.trace.events import Op, Replay, Sample, TensorNote
 from dtypedoctor.trace.reader import Trace
@@ -55,6 +57,11 @@ class Origin:
     def replay(self) -> Replay | None:
         """The same op on the same operands in a wider dtype."""
         return self.graph.replay(self.op, "float32", "float64")
+
+    @cached_property
+    def program(self) -> Replay | None:
+        """The same op on the operands that the program would have, had it been float32 since the op trace began."""
+        return self.graph.replay(self.op, "float32-program")
 
     @property
     def result(self) -> TensorNote:
@@ -130,9 +137,17 @@ def _only_repeats(incident: Incident, masking: Collection[tuple[int, str, str]],
 
 
 def search(graph: OpGraph, incident: Incident) -> Search:
-    """Looks for the origin of an incident, going back from the last of its bad values, which is where they got to."""
+    """Looks for the origin of an incident, going back from the last of its bad values, which is where they got to.
+
+    What the sentinel has seen of it is enough where it has seen the operator that made the value.
+    """
+    seen = _seen_outside(graph, incident)
+    if seen is not None:
+        return Search(covered=True, origin=seen)
 
     def inside(op: Op) -> bool:
+        if op.sentinel:
+            return False
         if incident.phase == "optimizer":
             return op.phase == "optimizer" and op.step == incident.step
         if incident.kind in GRADIENTS:  # a backward pass goes through all calls that the loss was made of
@@ -154,6 +169,18 @@ def search(graph: OpGraph, incident: Incident) -> Search:
     return Search(covered=True, origin=origin, harmless=harmless)
 
 
+def _seen_outside(graph: OpGraph, incident: Incident) -> Origin | None:
+    """The origin that the sentinel has recorded; of a value that only reached Python also where somebody else had made it."""
+    if incident.reached is not None:
+        last = behind(graph, incident.reached.seen)
+        return _origin(graph, last, incident) if last is not None else None
+    ends = (behind(graph, link) for link in links(graph.trace, incident.numbers, incident.call))
+    origins = [
+        o for op in ends if op is not None and (o := _origin(graph, op, incident)) is not None and o.given is None
+    ]
+    return min(origins, key=lambda o: o.op.n, default=None)
+
+
 def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
     found = ancestry(graph, last)
     maker = found.nan_makers[0] if found.nan_makers else None
@@ -165,10 +192,17 @@ def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
     if named is not None and (computed is None or named[0].n < computed.n):
         return Origin(graph, named[0], incident, given=named[1])
     if computed is not None:
-        return Origin(graph, computed, incident)
+        return Origin(graph, _root_of(graph, computed), incident)
     if given:
         return Origin(graph, given[0][0], incident, given=given[0][1])
     return Origin(graph, maker, incident) if maker is not None else None
+
+
+def _root_of(graph: OpGraph, op: Op) -> Op:
+    """The op itself, or the overflow that made 0 of what it divides by, where no wider dtype helps it with the operands that it has."""
+    replay = graph.replay(op, "float32", "float64")
+    helped = replay is None or (replay.finite and (replay.absmax is None or replay.absmax <= FLOAT32_MAX))
+    return op if helped else overflow_behind(graph, op) or op
 
 
 def _masks_everything(graph: OpGraph, maker: Op, computed: tuple[Op, ...]) -> bool:

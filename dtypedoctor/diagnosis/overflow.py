@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.statement import Statement, found_at
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, magnitudes, place, short
@@ -17,10 +17,13 @@ def judge_overflow(origin: Origin) -> Finding | None:
     limit = limit_of(dtype)
     said = Statement(
         id="float16-overflow",
-        confidence=Confidence.PROVEN if origin.is_proven else Confidence.LIKELY,
+        proven_by=proof(origin),
         summary=f"{short(place(op))} overflows {dtype} in step {op.step} ({op.phase}): {needs(origin)}.",
         cause=(
-            f"{op.op} at {op.source} has finite operands and a result larger than the largest finite {dtype} value, "
+            f"{op.op} at {op.source} has finite operands, and a sum inside of it grows beyond the largest finite {dtype} value, "
+            f"{limit:.6g}, although the result would not. Modules after it only propagate the inf."
+            if fits(origin)
+            else f"{op.op} at {op.source} has finite operands and a result larger than the largest finite {dtype} value, "
             f"{limit:.6g}, which becomes inf. Modules after it only pass the inf on."
         ),
         evidence=tuple(overflow_evidence(origin)),
@@ -28,9 +31,38 @@ def judge_overflow(origin: Origin) -> Finding | None:
     return found_at(origin, said)
 
 
+def proof(origin: Origin) -> str | None:
+    """The replay that proves an overflow; None where it shows nothing that the op's own dtype could not hold."""
+    op, replay = origin.op, origin.replay
+    if not origin.is_proven or replay is None or replay.absmax is None:
+        return None
+    dtype = origin.result.dtype
+    if fits(origin):
+        return (
+            f"{op.op} run again on the same operands in {replay.how} is finite, and its result would fit into {dtype}"
+        )
+    return (
+        f"{op.op} run again on the same operands in {replay.how} gives finite values up to {replay.absmax:,.6g}, "
+        f"beyond {dtype} max ({limit_of(dtype):,.6g})"
+    )
+
+
+def fits(origin: Origin) -> bool:
+    """Whether the result, computed in a wider dtype, is one that the op's own dtype can hold: a sum on the way to it is not."""
+    replay = origin.replay
+    if replay is None or not replay.finite or replay.absmax is None:
+        return False
+    return replay.absmax <= limit_of(origin.result.dtype)
+
+
 def needs(origin: Origin) -> str:
     """The range that the result needs against the range that there is."""
     replay, dtype = origin.replay, origin.result.dtype
+    if replay is not None and fits(origin):
+        return (
+            f"a sum inside of {origin.op.op} exceeds {dtype} max ({limit_of(dtype):,.6g}), "
+            f"although its result would be {replay.absmax:,.6g}"
+        )
     wanted = f"{replay.absmax:.6g}" if replay is not None and replay.absmax is not None else "more"
     return f"{origin.op.op} needs {wanted}, {dtype} ends at {limit_of(dtype):.6g}"
 

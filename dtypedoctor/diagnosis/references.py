@@ -33,6 +33,12 @@ _TICKETS: dict[str, tuple[str, ...]] = {
     "nonfinite-parameters": ("huggingface/transformers/issues/38665", "bitsandbytes-foundation/bitsandbytes/pull/1971"),
     "nonfinite-input": ("huggingface/diffusers/issues/7563",),
     "optimizer-epsilon-underflow": ("NVIDIA/apex/issues/240", "google-deepmind/optax/issues/1754"),
+    "rounds-out-of-domain": (
+        "pytorch/pytorch/issues/32137",
+        "kornia/kornia/issues/3966",
+        "lightonai/pylate/issues/239",
+    ),
+    "divergence": ("OpenNMT/OpenNMT-tf/issues/744", "facebookresearch/detr/issues/285"),
     "domain-error": ("pytorch/pytorch/issues/26098",),
     "gradient-underflow": ("huggingface/transformers/issues/25021", "google/gemma_pytorch/issues/24"),
     "update-stall": ("pytorch/ao/pull/1124", "huggingface/trl/issues/7268", "meta-pytorch/torchtune/issues/2254"),

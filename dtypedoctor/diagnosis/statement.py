@@ -15,13 +15,17 @@ __all__ = ["Statement", "found_at", "found_in", "located"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """A verdict without its coordinates; see :class:`~dtypedoctor.diagnosis.finding.Finding`."""
+    """A verdict without its coordinates; see :class:`~dtypedoctor.diagnosis.finding.Finding`.
+
+    Who names the counterfactual in ``proven_by`` calls the finding proven; nothing else does.
+    """
 
     id: str
     summary: str
     cause: str
     evidence: tuple[str, ...]
-    confidence: Confidence = Confidence.PROVEN
+    confidence: Confidence = Confidence.LIKELY
+    proven_by: str | None = None
     severity: Severity = Severity.ERROR
 
 
@@ -45,7 +49,8 @@ def located(
     return Finding(
         id=said.id,
         severity=said.severity,
-        confidence=said.confidence,
+        confidence=Confidence.PROVEN if said.proven_by is not None else said.confidence,
+        proven_by=said.proven_by,
         fqn=fqn,
         op=op,
         phase=phase,

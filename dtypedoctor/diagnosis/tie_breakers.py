@@ -50,7 +50,7 @@ def _autocast(finding: Finding, trace: Trace) -> bool:
     dtypes = {o.values["wanted"] for o in observed(trace, "autocast-region") if o.values["enabled"]}
     if finding.id in RANGE:
         return finding.dtype in dtypes
-    return finding.id in REGIONS and bool(dtypes)
+    return (finding.id in REGIONS or finding.id == "divergence") and bool(dtypes)
 
 
 def _fused_attention(finding: Finding, trace: Trace) -> bool:

@@ -71,7 +71,7 @@ def _was_written_between(trace: Trace, origin: Origin) -> bool:
     given, incident = origin.given, origin.incident
     if given is None or given.name is None or given.origin != "parameter" or incident.phase != "forward":
         return False
-    if any(op.call < incident.call for op in origin.graph.ops):
+    if any(op.call < incident.call and not op.sentinel for op in origin.graph.ops):
         return False
     owner = (origin.op.root, module_of(given.name))
     return any(
@@ -84,7 +84,7 @@ def _was_written_between(trace: Trace, origin: Origin) -> bool:
 def _of_incident(trace: Trace, incident: Incident) -> Window:
     if incident.phase != "optimizer" and (incident.call == 0 or _is_of_a_sum(trace, incident)):
         return Window(step=incident.step, until="optimizer", early=True)
-    outside = incident.kind == "loss"  # everything that modules returned was finite
+    outside = incident.kind in ("loss", "reached")  # everything that modules returned was finite
     return _window(incident.phase, incident.call, incident.step, early=outside)
 
 
@@ -93,7 +93,7 @@ def _is_of_a_sum(trace: Trace, incident: Incident) -> bool:
     losses = (
         s for s in trace.samples if s.step == incident.step and s.n < incident.n and trace.sites[s.site].kind == "loss"
     )
-    return incident.kind == "grad" and len({sample.call for sample in losses}) > 1
+    return incident.kind in ("grad", "accumulated") and len({sample.call for sample in losses}) > 1
 
 
 def _of_zeros(trace: Trace) -> Iterator[Window]:

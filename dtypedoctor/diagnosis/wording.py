@@ -1,5 +1,6 @@
 """How places and measurements are said in findings."""
 
+import re
 from collections.abc import Sequence
 from math import prod
 
@@ -7,7 +8,7 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["bad_elements", "failing_line", "how_the_run_ended", "limit_of", "listed", "magnitudes", "module_of", "place", "raising_line",
+__all__ = ["bad_elements", "differentiated", "failing_line", "how_the_run_ended", "limit_of", "listed", "magnitudes", "module_of", "place", "raising_line",
            "short", "short_parameter"]  # fmt: skip
 
 OUTSIDE = -1
@@ -30,6 +31,12 @@ def short_parameter(name: str) -> str:
 def place(op: Op) -> str | None:
     """Dotted name of the module that ``op`` ran in: empty for the outermost one, None outside of all."""
     return None if op.root == OUTSIDE else op.fqn
+
+
+def differentiated(op: Op) -> str | None:
+    """The operator that a backward op differentiates, as far as its autograd node says it: ``sqrt`` for ``SqrtBackward0``."""
+    name, found, _ = (op.node or "").partition("Backward")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition("::")[2]).lower() if found and name else None
 
 
 def module_of(parameter: str) -> str:
@@ -66,7 +73,10 @@ def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
     if raised is None:
         return ()
     first_line = raised.message.splitlines()[0] if raised.message else ""
-    return (f"The run ended in step {raised.step} ({raised.phase}) with {raised.type}: {first_line[:200]}",)
+    if raised.caught:
+        when = f"{trace.moment(raised.step)} ({raised.phase})"
+        return (f"{raised.type} was raised in {when} and was caught by the program: {first_line[:200]}",)
+    return (f"The run ended in {trace.moment(raised.step)} ({raised.phase}) with {raised.type}: {first_line[:200]}",)
 
 
 def failing_line(raised: Raised) -> str | None:

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from dtypedoctor.inprocess.context import announce
 from dtypedoctor.inprocess.recording import Recording, watched_for
 from dtypedoctor.report.model import Report
+from dtypedoctor.unpatched import say
 
 __all__ = ["DtypeDoctorCallback"]
 
@@ -51,7 +52,7 @@ class DtypeDoctorCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if (other := watched_for()) is not None:
-            print(f"dtypedoctor: this training is part of what is watched for {other}", file=sys.stderr)
+            say(f"dtypedoctor: this training is part of what is watched for {other}")
             return
         self._trainings += 1
         if self._trainings == 1:

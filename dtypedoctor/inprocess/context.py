@@ -1,7 +1,6 @@
 """``with dtypedoctor.watch(model): …``"""
 
 import os
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -10,6 +9,8 @@ from torch import nn
 
 from dtypedoctor.inprocess.recording import Recording
 from dtypedoctor.report.model import Report
+from dtypedoctor.report.text import one_line
+from dtypedoctor.unpatched import say
 
 __all__ = ["watch"]
 
@@ -62,4 +63,4 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
 def announce(report: Report | None, directory: Path) -> None:
     """Says on stderr, in two lines, what was found and where the report is."""
     if report is not None:
-        print(f"dtypedoctor: {report.headline}\ndtypedoctor: report in {directory}", file=sys.stderr)
+        say(f"dtypedoctor: {one_line(report.headline, 600)}\ndtypedoctor: report in {directory}")

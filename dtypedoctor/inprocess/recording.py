@@ -3,13 +3,14 @@
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.interruptions import contained
+from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
 from dtypedoctor.report.model import Report
@@ -20,6 +21,7 @@ from dtypedoctor.trace.events import End, NotWatched, Resources, Stage
 from dtypedoctor.trace.ranks import header, member, rank_directory
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.trials.treatment import examine
+from dtypedoctor.unpatched import getpid, perf_counter, say
 from dtypedoctor.worker.elsewhere import Elsewhere
 from dtypedoctor.worker.process_watch import ProcessWatch
 from dtypedoctor.worker.tracebacks import hide_in_excepthook, hide_own_frames
@@ -63,15 +65,15 @@ class Recording:
         self.report: Report | None = None
         self._watch: ProcessWatch | None = None
         self._writer: TraceWriter | None = None
-        self._owner = os.getpid()
+        self._owner = getpid()
         self._elsewhere = Elsewhere()
-        self._began = time.perf_counter()
+        self._began = perf_counter()
         self._show_frames: Callable[[], None] = lambda: None
 
     @property
     def active(self) -> bool:
         """Whether it is watching now, in this process (a forked child has a copy that does nothing)."""
-        return self._watch is not None and os.getpid() == self._owner
+        return self._watch is not None and getpid() == self._owner
 
     def begin(self, model: nn.Module | None) -> None:
         """Begins to watch; ``model`` gets its name before it is first called.
@@ -109,10 +111,10 @@ class Recording:
         if not self.active or self._watch is None or self._writer is None:
             return self.report
         watch, self._watch = self._watch, None
-        try:
+        with contained() as ours:  # no space left, a defect of ours: the program goes on, or its error
             self.report = self._concluded(watch, self._writer, error, note)
-        except Exception as failure:  # noqa: BLE001  (no space left, a defect of ours: the program goes on, or its error)
-            print(f"dtypedoctor: no report: {type(failure).__name__}: {failure}", file=sys.stderr)
+        if ours.error is not None:
+            say(f"dtypedoctor: no report: {type(ours.error).__name__}: {ours.error}")
         return self.report
 
     def _concluded(self, watch: ProcessWatch, writer: TraceWriter, error: BaseException | None, note: str) -> Report:
@@ -121,12 +123,14 @@ class Recording:
         if error is not None:
             hide_own_frames(error)
         raised = error if not isinstance(error, SystemExit) else None
+        if isinstance(error, SystemExit):
+            watch.note_exit(error)
         steps = watch.finish(raised, self._elsewhere.libraries)
         for what, why in self._elsewhere.processes():
             writer.write(NotWatched(what=what, why=why))
         if note:
             writer.write(NotWatched(what="the end", why=note))
-        seconds = time.perf_counter() - self._began
+        seconds = perf_counter() - self._began
         writer.write(Resources(seconds=seconds, peak_memory=watch.peak_memory(), device=watch.device))
         outcome = "completed" if raised is None else "raised"
         writer.write(End(n=writer.next_n(), outcome=outcome, steps_completed=steps))
@@ -137,7 +141,7 @@ class Recording:
         run = collect(self.directory / TRACE, ended, foreign=True)
         report = build_report(
             examine(self._scenario(), run),
-            command=shlex.join(["python", *sys.argv]),
+            command=shlex.join(without_process_secrets(["python", *sys.argv])),
             files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": TRACE},
             next_command=f"dtypedoctor report {shlex.quote(str(self.directory))}",
         )

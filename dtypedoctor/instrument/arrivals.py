@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dtypedoctor.instrument.statistics import local_part, out_of_their_sight
+from dtypedoctor.instrument.readable import values_of
+from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
+from dtypedoctor.interruptions import is_interruption
 
 Then = Callable[[float], None]
 
@@ -34,20 +36,26 @@ class Arrivals:
         """Has ``then`` called with a number.
 
         Args:
-            number: a Python number or a tensor of one element, on any device.
+            number: a Python number or a tensor of one element, on any device; nothing is called for one that cannot be read.
             then: what is to be done with it.
         """
-        if isinstance(number, Tensor) and number.is_cuda:
-            with out_of_their_sight():
-                here = local_part(number).detach()
+        if not isinstance(number, Tensor):
+            self._awaited.append(_Awaited(None, None, lambda: then(number)))
+            self.settle()
+            return
+        with out_of_their_sight():  # neither modes of the program nor its own tensor classes are to see that it is read
+            here = number if type(number) is Tensor and measurable(number) else values_of(number)
+            if here is None:
+                return
+            if here.is_cuda:
                 copy = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
-                copy.copy_(here, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(number.device))
-            self._awaited.append(_Awaited(copy, event, then))
-        else:
-            value = float(number.detach()) if isinstance(number, Tensor) else number
-            self._awaited.append(_Awaited(None, None, lambda: then(value)))
+                copy.copy_(here.detach(), non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(here.device))
+                self._awaited.append(_Awaited(copy, event, then))
+            else:
+                value = float(here.detach())
+                self._awaited.append(_Awaited(None, None, lambda: then(value)))
         self.settle()
 
     def afterwards(self, then: Callable[[], None]) -> None:
@@ -71,7 +79,9 @@ class Arrivals:
             try:
                 if awaited.event is not None:
                     awaited.event.synchronize()
-            except RuntimeError:
+            except RuntimeError as error:
+                if is_interruption(error):
+                    raise
                 continue
             self._call(awaited)
 

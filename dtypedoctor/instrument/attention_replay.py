@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.schema import Arguments, tensors_of
 from dtypedoctor.instrument.statistics import is_spread, measurable, measure
+from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import Observation, TensorNote
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -102,11 +103,9 @@ class AttentionReplay:
             self._open.append(_Scores(ran, derived={note.id for note in ran.outputs}))
 
     def _replay(self, scores: _Scores, softmax: Ran, values: Ran) -> None:
-        try:
-            with torch.no_grad(), torch._C._DisableAutocast():
-                found = _experiment(scores, softmax, tensors_of(values.arguments)[-1])
-        except Exception:  # noqa: BLE001  (what cannot be computed again is not judged)
-            return
+        found = None
+        with contained(), torch.no_grad(), torch._C._DisableAutocast():  # what cannot be computed again is not judged
+            found = _experiment(scores, softmax, tensors_of(values.arguments)[-1])
         if found is None:
             return
         self._replays += 1

@@ -2,9 +2,16 @@
 
 Those of each stream are launched on it, and only when those of all streams are: FSDP goes to and fro between streams dozens of
 times a step, and each launch costs the host more than a module's whole call.
+
+Three rules keep a batch from reading memory that is not, or no longer, the tensor's:
+
+* It is launched on the stream on which its tensors were handed over. That stream's own object is kept: a handle of 0 cannot be
+  turned back into the default stream, because ``torch.cuda.ExternalStream(0)`` makes a new stream that waits for nobody.
+* The allocator is told which stream reads a tensor as soon as the program uses more than one: memory of another stream's pool is
+  given away again when its last owner lets go of it, and that stream does not wait for the batch.
+* What has lost its memory since it was handed over (FSDP resizes storages to zero) is left out.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +23,8 @@ from torch import Tensor
 
 from dtypedoctor.instrument.device_rows import Asked, Counts, DeviceRows, as_dense
 from dtypedoctor.instrument.recorder import version_of
+from dtypedoctor.interruptions import is_interruption
+from dtypedoctor.unpatched import monotonic, sleep
 
 KEPT_BYTES = 192 << 20
 """Memory of tensors kept alive for a batch: a fraction of what one layer of a large model keeps for its backward pass."""
@@ -23,6 +32,9 @@ KEPT_BYTES = 192 << 20
 
 AHEAD = 4
 """Batches that a device has to be behind for the host to have time for something else."""
+
+_LEFT_BEHIND: list[DeviceRows] = []
+"""Those whose device was not done when they were given up: it may still write to their memory, which nobody else may get."""
 
 MOST_UNREAD = 64
 """Batches that are left unread where the host has no time: an eighth of those for which there is room."""
@@ -35,6 +47,7 @@ class Row:
         tensor: the tensor until it is launched, then None.
         version: its version when it was handed over.
         stream: handle of the stream that it was handed over on.
+        address: where its data lay when it was handed over.
         held: the tensor as long as it lives; of a row with a gate nobody asks.
         gate: a row that must not be finite for this one to be measured.
         entries: sequence number, step, call and site of each sample that it is.
@@ -44,12 +57,25 @@ class Row:
         index: where later batches find it as a gate.
     """
 
-    __slots__ = ("counts", "doubts", "entries", "gate", "held", "index", "lost", "stream", "tensor", "version")
+    __slots__ = (
+        "address",
+        "counts",
+        "doubts",
+        "entries",
+        "gate",
+        "held",
+        "index",
+        "lost",
+        "stream",
+        "tensor",
+        "version",
+    )
 
     def __init__(self, tensor: Tensor | None, version: int, stream: int = 0, gate: "Row | None" = None) -> None:
         self.tensor = tensor
         self.version = version
         self.stream = stream
+        self.address = tensor.data_ptr() if tensor is not None else 0
         self.held = ref(tensor) if tensor is not None and gate is None else None
         self.gate = gate
         self.entries: tuple[tuple[int, int, int, int], ...] = ()
@@ -84,7 +110,8 @@ class Batches:
         self._gated: list[Row] = []
         self._kept = 0
         self._current_stream = _stream_getter(device)
-        self._home = self._current_stream()
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._home = 0
         self._flying: deque[tuple[int, list[Row]]] = deque()
         self.dead = False
         """Whether the device has stopped to answer."""
@@ -97,6 +124,10 @@ class Batches:
         flying = self._flying
         return len(flying) > MOST_UNREAD or (len(flying) > AHEAD and self._rows.arrived(flying[-AHEAD][0], 1) is None)
 
+    def begin_call(self) -> None:
+        """An outermost module call begins: its stream is the one that modules compute on."""
+        self._home = self._current_stream()
+
     def add(self, tensor: Tensor, gate: Row | None = None) -> Row:
         """Hands over a tensor; it goes with the next batch, behind a gate with the first batch after that of its gate.
 
@@ -108,9 +139,10 @@ class Batches:
             empty.counts = (0.0, 0, 0)
             return empty
         stream = self._current_stream()
-        self._kept += (
-            size if stream == self._home else tensor.untyped_storage().nbytes()
-        )  # of a buffer it may be a part
+        if stream not in self._streams:
+            self._meet(stream)
+        part = stream != self._home or tensor._base is not None  # all of the memory that it is a part of is kept alive
+        self._kept += tensor.untyped_storage().nbytes() if part else size
         if gate is not None and gate.stream == stream:
             row = Row(tensor.detach(), version_of(tensor), stream, gate)
             self._gated.append(row)
@@ -124,11 +156,17 @@ class Batches:
             self.launch()
         return row
 
+    def _meet(self, handle: int) -> None:
+        """The stream that is current is used for the first time: it has to wait until the results' memory has been cleared."""
+        if self._device.type == "cuda":
+            self._streams[handle] = torch.cuda.current_stream(self._device)
+            self._rows.make_ready(self._streams[handle])
+
     def launch(self) -> list[Row]:
         """Launches what has been put together.
 
         Returns:
-            The rows that were left out, because their tensors have been changed in place since they were handed over.
+            The rows that were left out, because their tensors have been changed in place or freed since they were handed over.
         """
         waiting, self._open = self._open, {}
         self._kept = 0
@@ -138,7 +176,10 @@ class Batches:
         for stream in sorted(waiting, key=lambda stream: stream == self._home):
             batch = waiting[stream]
             for row in batch:
-                if row.tensor is not None and 0 <= row.version != row.tensor._version:
+                tensor = row.tensor
+                if tensor is None:
+                    continue
+                if 0 <= row.version != tensor._version or tensor.data_ptr() != row.address:
                     changed.append(row)
                     row.lost = True
             # The newest first: what has just been written is still in the device's cache, until older tensors push it out.
@@ -166,7 +207,9 @@ class Batches:
     def _send_some(self, batch: list[Row]) -> None:
         try:
             number = -1 if self.dead or not self._rows.room(len(self._flying)) else self._launch_on_stream(batch)
-        except RuntimeError:  # a failed assert on the device: every later call fails too
+        except RuntimeError as error:  # a failed assert on the device: every later call fails too
+            if is_interruption(error):
+                raise
             self.dead = True
             number = -1
         if number < 0:
@@ -179,22 +222,19 @@ class Batches:
         self._flying.append((number, batch))
 
     def _launch_on_stream(self, batch: list[Row]) -> int:
-        """Launches rows of one stream.
-
-        Memory that the allocator has given to another stream is used again as soon as nobody holds it, and nothing on that
-        stream waits for this one: the allocator is told that it is being read here.
-        """
+        """Launches rows of one stream on it."""
         handle = batch[0].stream
-        if self._device.type != "cuda" or handle == self._home == self._current_stream():
+        if self._device.type != "cuda":
             return self._rows.launch(_asked(batch))
-        stream = torch.cuda.ExternalStream(handle, device=self._device)
-        with torch.cuda.stream(stream):
-            number = self._rows.launch(_asked(batch))
-        if handle != self._home:
+        stream = self._streams[handle]
+        if len(self._streams) > 1:  # where there is one only, its allocator and its order are all that is needed
             for row in batch:
                 if row.tensor is not None:
                     row.tensor.record_stream(stream)
-        return number
+        if handle == self._current_stream():
+            return self._rows.launch(_asked(batch))
+        with torch.cuda.stream(stream):
+            return self._rows.launch(_asked(batch))
 
     def drain(self) -> list[Row]:
         """The rows whose results have arrived since the last time, in the order of their launches."""
@@ -212,12 +252,14 @@ class Batches:
 
     def wait(self, seconds: float) -> list[Row]:
         """Like :meth:`drain`, but gives what is on its way some time, as long as the device answers."""
-        deadline = time.monotonic() + seconds
+        deadline = monotonic() + seconds
         found = self.drain()
-        while self._flying and self._answers() and time.monotonic() < deadline:
-            time.sleep(0.0005)
+        while self._flying and self._answers() and monotonic() < deadline:
+            sleep(0.0005)
             found += self.drain()
         found += self.drain()
+        if self._flying:
+            _LEFT_BEHIND.append(self._rows)
         for _, batch in self._flying:
             self.dropped += len(batch)
             for row in batch:
@@ -231,7 +273,9 @@ class Batches:
         try:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).query()
-        except RuntimeError:
+        except RuntimeError as error:
+            if is_interruption(error):
+                raise
             self.dead = True
         return not self.dead
 

@@ -6,7 +6,6 @@ given and what they returned. Written down are tensors (safetensors) and a descr
 described stands at :func:`describe`.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.recipes import Tensors, describe, recipe
+from dtypedoctor.unpatched import to_json
 
 DESCRIPTION, TENSORS = "capture.json", "capture.safetensors"
 
@@ -58,7 +58,7 @@ class Capture:
         if self._found is None:
             return
         save_file(self._tensors.named(), directory / TENSORS)
-        (directory / DESCRIPTION).write_text(json.dumps(self._found, allow_nan=False), encoding="utf-8")
+        (directory / DESCRIPTION).write_text(to_json(self._found), encoding="utf-8")
 
     def _replace(self, module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         present = module.__dict__.get("forward")

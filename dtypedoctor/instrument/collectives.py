@@ -34,6 +34,7 @@ from dtypedoctor.instrument.c10d_operators import (
     route_of,
     work_of,
 )
+from dtypedoctor.instrument.frames import local_of
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.operator_mode import COMPILER
@@ -274,7 +275,7 @@ class Collectives:
                 break
             frame = following
             if frame.f_code.co_filename.endswith(UNIT_FILE):
-                return 0, str(getattr(frame.f_locals.get("self"), "_module_fqn", None) or "")
+                return 0, str(getattr(local_of(frame, "self"), "_module_fqn", None) or "")
         stack = self._position.stack
         return (self._names.find(stack[-1]) if stack else None) or (0, "")
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dtypedoctor.instrument.statistics import is_permuted, without_repeats
+
 Counts = tuple[float, int, int]
 """Largest finite magnitude, number of NaN, number of inf."""
 
@@ -26,6 +28,9 @@ class DeviceRows(Protocol):
     """
 
     limit: int
+
+    def make_ready(self, stream: torch.cuda.Stream) -> None:
+        """Has a CUDA stream wait until batches can be launched on it; called once for each, before its first batch."""
 
     def launch(self, batch: Sequence[Asked]) -> int:
         """Queues a batch behind the current stream's work and returns its number.
@@ -53,30 +58,19 @@ _DIRECT = {torch.bfloat16: 2, torch.float16: 3, torch.float32: 4}
 def as_dense(tensor: Tensor) -> Tensor:
     """``tensor`` or a copy of its values in any order, such that its memory can be read as one run of 2- or 4-byte floats.
 
-    float64 is brought to float32 with finite values kept finite.
+    float64 is brought to float32 with finite values kept finite. What ``expand`` has repeated is there once.
     """
     if tensor.dtype in _DIRECT and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
         return tensor
-    values = tensor.detach()
+    values = without_repeats(tensor.detach())
     if values.dtype is torch.float64:
         largest = torch.finfo(torch.float32).max
         return torch.where(values.isfinite(), values.clamp(-largest, largest), values).float().contiguous()
     if values.dtype not in _DIRECT:
         return values.float().contiguous()
-    if not values.is_contiguous() and not _is_permuted(values):
+    if not values.is_contiguous() and not is_permuted(values):
         return values.contiguous()
     return values if values.data_ptr() % 16 == 0 else values.clone(memory_format=torch.contiguous_format)
-
-
-def _is_permuted(tensor: Tensor) -> bool:
-    """Whether the elements fill one run of memory, in some order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 class TritonRows:
@@ -106,6 +100,15 @@ class TritonRows:
         self._programs = extent_kernel.PROGRAMS * _multiprocessors(device)
         self._launched = 0
         self._kinds: list[list[torch.dtype]] = [[] for _ in range(shape[0])]
+        self._cleared: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._cleared = torch.cuda.Event()
+            self._cleared.record(torch.cuda.current_stream(device))
+
+    def make_ready(self, stream: torch.cuda.Stream) -> None:
+        """Has ``stream`` wait for the zeros, which the stream that was current first has still to write."""
+        if self._cleared is not None:
+            stream.wait_event(self._cleared)
 
     def launch(self, batch: Sequence[Asked]) -> int:
         """Queues a batch behind the current stream's work and returns its number."""
@@ -204,6 +207,9 @@ class NormRows:
         pinned = device.type == "cuda"
         self._host = torch.full((self._SLOTS, self.limit), self._NOT_YET, pin_memory=pinned)
         self._launched = 0
+
+    def make_ready(self, stream: torch.cuda.Stream) -> None:
+        """Nothing has to be waited for: the results have no memory on the device."""
 
     def launch(self, batch: Sequence[Asked]) -> int:
         """Queues a batch behind the current stream's work and returns its number."""

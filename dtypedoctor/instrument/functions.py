@@ -15,16 +15,24 @@ GETTER = "__get__"
 Listener = Callable[[str, Any, tuple[Any, ...], dict[str, Any], Exception], None]
 
 
+Made = Callable[[torch.Tensor, float], None]
+
+_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor})
+
+
 class FunctionErrors(TorchFunctionMode):
     """Tells ``listener`` the op name, the function, its arguments and the error of each torch function that raises.
+
+    ``made`` is told of each tensor that is made of a Python number, and of that number: no operator sees what rounding made of it.
 
     To be opened and closed within one call of a module: while one of its own functions runs (``Tensor.backward`` is one),
     torch holds the mode aside, and closing it then would leave it active for good.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, made: Made) -> None:
         super().__init__()
         self._listener = listener
+        self._made = made
         self._is_open = False
 
     def open(self) -> None:
@@ -45,11 +53,14 @@ class FunctionErrors(TorchFunctionMode):
         """Calls ``func`` as it is."""
         arguments = dict(kwargs or {})
         try:
-            return func(*args, **arguments)
+            result = func(*args, **arguments)
         except Exception as error:
             if getattr(func, "__name__", "") != GETTER:
                 self._listener(op_name(func), func, args, arguments, error)
             raise
+        if func in _OF_NUMBERS and args and isinstance(args[0], float):
+            self._made(result, args[0])
+        return result
 
 
 def op_name(func: Any) -> str:

@@ -73,13 +73,9 @@ class Names:
         """Numbers ``module`` as an outermost one and names everything inside it."""
         number = len(self._roots)
         absorbed = self._absorbed_by(module)
-        self._roots.append(ref(module))
-        for inner in absorbed:
-            self._roots[inner] = None
         elements: Counter[str] = Counter()
         for parameter in module.parameters():
             elements[dtype_name(parameter)] += parameter.numel()
-        self._name_all(module, number, absorbed)
         self._writer.write(
             Root(
                 root=number,
@@ -89,6 +85,10 @@ class Names:
                 absorbs={str(inner): name for inner, name in absorbed.items()},
             )
         )
+        self._roots.append(ref(module))  # not before: an interruption would leave a root that is described nowhere
+        for inner in absorbed:
+            self._roots[inner] = None
+        self._name_all(module, number, absorbed)
         self.note_parameters()
 
     def _absorbed_by(self, module: nn.Module) -> dict[int, str]:
@@ -133,7 +133,6 @@ class Names:
             state = (dtype_name(tensor), tensor.requires_grad)
             if self._noted.get((root, name)) == state:
                 continue
-            self._noted[root, name] = state
             self._writer.write(
                 ParameterNote(
                     n=self._writer.next_n(),
@@ -147,6 +146,7 @@ class Names:
                     quant=quantization_of(tensor, owner),
                 )
             )
+            self._noted[root, name] = state
 
     def glance_at_parameters(self) -> None:
         """Does the same for a tenth of the time: what was seen before is looked at each time, new names now and then."""

@@ -1,11 +1,13 @@
 """The base of the modes that see operators: the compiler stays out of them, and is not loaded for their sake."""
 
 import sys
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 COMPILER = "torch._dynamo"
 
@@ -30,19 +32,35 @@ class OperatorMode(TorchDispatchMode):
         super().__enter__()
         return self
 
+    def leave(self) -> None:
+        """Takes the mode off, if it is on and wherever it stands: an exception may have kept it on for longer than its block."""
+        if not any(mode is self for mode in _get_current_dispatch_mode_stack()):
+            return
+        above = []
+        while _get_current_dispatch_mode_stack()[-1] is not self:
+            above.append(_pop_mode())
+        try:
+            self.__exit__(None, None, None)
+        finally:
+            for mode in reversed(above):
+                _push_mode(mode)
+
     def taken_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator that is made of others by way of these, which this mode sees."""
         with self:
             return func.decompose(*args, **kwargs)
 
 
-def is_whole(func: Any, types: Any) -> bool:
+def is_whole(func: Any, types: Any, operands: Iterable[Tensor]) -> bool:
     """Whether an operator that is made of others comes here as one.
 
-    Autograd's part of the dispatcher takes ``linear`` or ``matmul`` apart before a mode sees it. In inference mode that part is
-    left out. Tensors of classes of their own may have a rule for the whole operator, so theirs are left alone.
+    Autograd's part of the dispatcher takes ``linear`` or ``matmul`` apart before a mode sees it. That part is left out in inference
+    mode, and outside of it for tensors that were made there: autocast casts those with ``to`` and not with ``_to_copy``. Tensors of
+    classes of their own may have a rule for the whole operator, so theirs are left alone.
     """
-    return not types and torch.is_inference_mode_enabled() and _is_composite(func)
+    if types or not _is_composite(func):
+        return False
+    return torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in operands)
 
 
 @cache

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
+from dtypedoctor.instrument.coverage import Coverage
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.recorder import When
@@ -32,6 +33,8 @@ class _Kept:
     named: list[Rooted]
     turn: int = 0
     steps: int = 0
+    backward: bool = False
+    """Whether a backward pass has ended since the last step."""
     when: When | None = None
     """Coordinates of the parameters after the last step."""
     measured: set[int] = field(default_factory=set)
@@ -45,21 +48,49 @@ class OptimizerSamples:
         position: shared coordinates.
         names: knows the parameters' names.
         sample: measures named tensors as a kind of site in a phase.
+        coverage: counts the gradients, and those that were measured.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position, names: Names, sample: Sample) -> None:
+    def __init__(
+        self, writer: TraceWriter, position: Position, names: Names, sample: Sample, coverage: Coverage
+    ) -> None:
         self._writer = writer
         self._position = position
         self._names = names
         self._sample = sample
+        self._coverage = coverage
         self._kept: WeakKeyDictionary[Optimizer, _Kept] = WeakKeyDictionary()
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Measures all gradients."""
-        held = ((r, name, local_part(p.grad)) for r, name, p in self._of(optimizer).named if p.grad is not None)
+        """Measures all gradients, and before the first step the parameters as they were before any training."""
+        kept = self._of(optimizer)
+        if kept.when is None and not kept.steps:
+            self._sample("initial", [_held(one) for one in kept.named], "optimizer", None)
+        held = [(r, name, local_part(p.grad)) for r, name, p in kept.named if p.grad is not None]
         found = [one for one in held if measurable(one[-1])]
+        self._coverage.gradients += len(held)
         if found:
             self._sample("grad", found, "backward", None)
+            self._coverage.gradients_measured += len(found)
+
+    def gradients_left(self) -> list[Rooted]:
+        """The gradients of all optimizers that no step has taken."""
+        found: list[Rooted] = []
+        for optimizer, kept in self._kept.items():
+            if kept.backward:
+                held = ((r, name, local_part(p.grad)) for r, name, p in self._of(optimizer).named if p.grad is not None)
+                found += [one for one in held if measurable(one[-1])]
+        return found
+
+    def backward_is_over(self) -> None:
+        """A backward pass has ended, and left gradients."""
+        for kept in self._kept.values():
+            kept.backward = True
+
+    def skipped(self, optimizer: Optimizer) -> None:
+        """A loss scaler has found the gradients unfit and does not let the optimizer take them."""
+        if optimizer in self._kept:
+            self._kept[optimizer].backward = False
 
     def after_step(self, optimizer: Optimizer, *, sentinel: bool = False) -> None:
         """Measures those parameters whose turn it is; after the first step all, with ``sentinel`` none."""
@@ -67,6 +98,7 @@ class OptimizerSamples:
         position = self._position
         kept.when = When(self._writer.next_n(len(kept.named)), position.step, position.call)
         kept.measured.clear()
+        kept.backward = False
         if sentinel:
             return
         kept.steps += 1

@@ -12,19 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
 
 from dtypedoctor.instrument.attention_replay import AttentionReplay, Ran
 from dtypedoctor.instrument.autocast import AutocastLog
+from dtypedoctor.instrument.float32_program import HALF, Float32Program, Originals
+from dtypedoctor.instrument.frames import names_a_dtype
 from dtypedoctor.instrument.functions import FunctionErrors
 from dtypedoctor.instrument.guard import Guard
+from dtypedoctor.instrument.headroom import bytes_of, fits
 from dtypedoctor.instrument.identity import TensorIds
 from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.operator_mode import OperatorMode, is_whole
 from dtypedoctor.instrument.origins import KnownTensors
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.refusals import replay_promotion, replay_refused
-from dtypedoctor.instrument.replay import replay_wider
+from dtypedoctor.instrument.replay import note_replay, replay_wider
 from dtypedoctor.instrument.schema import (
     Arguments,
     has_out,
@@ -38,6 +41,7 @@ from dtypedoctor.instrument.schema import (
 from dtypedoctor.instrument.statistics import Extent, is_spread, local_part, measurable, measure
 from dtypedoctor.instrument.weights import WeightCheck
 from dtypedoctor.instrument.whereabouts import OpPlace, Whereabouts
+from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Observation, Op, TensorNote
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -46,6 +50,7 @@ MAX_OPS = 200_000
 MAX_PROMOTIONS = 500
 """Replays, in one window, of ops that widen a dtype."""
 
+_CASTS = ("aten._to_copy.", "aten.to.")
 _SKIPPED = frozenset({"aten.detach.default", "aten.alias.default", "aten._local_scalar_dense.default"})
 
 
@@ -57,8 +62,9 @@ class OpTrace(OperatorMode):
     """
 
     def __init__(
-        self, writer: TraceWriter, position: Position, names: Names, autocast: AutocastLog, guard: Guard
-    ) -> None:
+        self, writer: TraceWriter, position: Position, names: Names, autocast: AutocastLog, guard: Guard,
+        originals: Originals | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._guard = guard
         self._writer = writer
@@ -67,10 +73,13 @@ class OpTrace(OperatorMode):
         self._autocast = autocast
         self._ids = TensorIds()
         self._known = KnownTensors(names, self._ids)
+        self._exact = Float32Program(self._ids)
+        self._originals = originals or Originals()
+        self._sent: dict[int, tuple[str, list[TensorNote]]] = {}
         self._whereabouts = Whereabouts(writer, position, names, autocast)
         self._weights = WeightCheck(writer, position)
         self._attention = AttentionReplay(writer, position)
-        self._functions = FunctionErrors(self._refused_by_function)
+        self._functions = FunctionErrors(self._refused_by_function, self._made_of_number)
         self._ops = 0
         self._promotions = 0
         self._last_error = ""
@@ -87,9 +96,10 @@ class OpTrace(OperatorMode):
         """Closes the window."""
         if self.is_open:
             self.is_open = False
-            self.__exit__(None, None, None)
+            self.leave()
             self.leave_root()
             self._attention.forget()
+            self._exact.forget()
 
     def enter_root(self, args: Any, kwargs: Any) -> None:
         """An outermost module is called with these arguments; :meth:`leave_root` has to follow when the call ends."""
@@ -106,24 +116,39 @@ class OpTrace(OperatorMode):
         with self._aside():
             self._known.refresh()
             self._weights.look_at(self._names)
+            for tensor, original in self._originals.of([tensor for _, _, tensor, _, _ in self._names.tensors()]):
+                self._exact.learn(tensor, original)
+
+    def _made_of_number(self, result: Tensor, number: float) -> None:
+        with self._aside():
+            if measurable(result) and result.dtype in HALF:
+                self._exact.learn(result, torch.full(result.shape, number, device=result.device))
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """The doctor's own work: seen by no mode, recorded by nobody, and its errors kept from the program."""
-        try:
-            with self._position.mute(), _disable_current_modes(), torch._C.DisableTorchFunction():
-                yield
-        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
-            self._guard.tell("some operators", f"dtypedoctor failed there with {type(error).__name__}: {error!s:.200}")
+        with (
+            self._guard.keeping("some operators"),
+            self._position.mute(),
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+        ):
+            yield
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs ``func`` as it is and records it."""
         kwargs = dict(kwargs or {})
-        if self._position.muted or str(func) in _SKIPPED or is_unfinished(func) or self._ops >= MAX_OPS:
+        if self._position.muted or str(func) in _SKIPPED or self._ops >= MAX_OPS:
             return func(*args, **kwargs)
-        if is_whole(func, types):
+        if any(is_traceable_wrapper_subclass_type(one) for one in types):
+            return (
+                NotImplemented  # the class computes with the tensors that it wraps, and these operators come here again
+            )
+        if is_unfinished(func):
+            return self._collective(func, args, kwargs)
+        if is_whole(func, types, tensors_of((args, kwargs))):
             return self._taken_apart(func, (args, kwargs))
         self._ops += 1
         kept = arguments = (args, kwargs)
@@ -145,6 +170,24 @@ class OpTrace(OperatorMode):
             self._done(n, func, kept, inputs, tensors_of(result) or (changed if has_out(func) else []))
         return result
 
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A collective is recorded where its result is waited for, with what this rank has sent; it is never run again."""
+        notes: list[TensorNote] = []
+        with self._aside():
+            notes = [] if _is_wait(func) else self._notes(tensors_of(args))
+        result = func(*args, **kwargs)
+        with self._aside():
+            for tensor in tensors_of(result):
+                if not _is_wait(func):
+                    self._sent[self._ids.of(tensor)[1]] = (str(func), notes)
+                    continue
+                name, sent = self._sent.pop(self._ids.of(tensor)[1], ("", []))
+                self._ids.wrote(tensor)
+                if name:
+                    place = self._whereabouts.here(sys._getframe(), tensor.device.type)
+                    self._write(self._writer.next_n(), name, place, (sent, self._notes([tensor])), schema=None)
+        return result
+
     def _taken_apart(self, func: Any, arguments: Arguments) -> Any:
         try:
             return self.taken_apart(func, *arguments)
@@ -156,16 +199,20 @@ class OpTrace(OperatorMode):
             raise
 
     def _done(self, n: int, func: Any, kept: Arguments, inputs: list[TensorNote], results: list[Tensor]) -> None:
+        exact = self._exact.follow(func, kept, [note.id for note in inputs], results)
         outputs = self._notes(results)
         operands = tensors_of(kept)
         place = self._whereabouts.here(sys._getframe(), _device(operands + results))
-        self._write(n, str(func), place, (inputs, outputs), schema=func, scalars=scalars(kept))
+        by_name = str(func).startswith(_CASTS) and names_a_dtype(sys._getframe())
+        self._write(n, str(func), place, (inputs, outputs), schema=func, scalars=scalars(kept), by_name=by_name)
         self._weights.check(n, str(func), operands, place.root, place.fqn)
         if any(map(is_spread, operands)):
             return  # an operator on shards may communicate, and what one rank repeats alone would wait for ever
         if _born(inputs, outputs):
             replay_wider(self._writer, n, func, *kept)
-        if self._promotions < MAX_PROMOTIONS:
+            if exact is not None:
+                note_replay(self._writer, n, "float32-program", exact)
+        if self._promotions < MAX_PROMOTIONS and results and fits(bytes_of(operands + results), results[0].device):
             self._promotions += replay_promotion(self._writer, n, func, kept, results)
         self._attention.saw(Ran(n, func, kept, inputs, results, outputs))
 
@@ -223,10 +270,12 @@ class OpTrace(OperatorMode):
             name=name,
             origin=origin,
             storage=storage,
+            lost=self._exact.lost(tensor) if extent is not None else 0,
         )
 
     def _write(self, n: int, name: str, place: OpPlace, tensors: tuple[list[TensorNote], list[TensorNote]], *,
-               schema: Any = None, scalars: list[str] | None = None, error: str | None = None) -> None:  # fmt: skip
+               schema: Any = None, scalars: list[str] | None = None, error: str | None = None,
+               by_name: bool = False) -> None:  # fmt: skip
         position = self._position
         self._writer.write(
             Op(
@@ -246,6 +295,7 @@ class OpTrace(OperatorMode):
                 scalars=scalars or [],
                 error=error,
                 root=place.root,
+                by_name=by_name,
             )
         )
 
@@ -269,10 +319,18 @@ def _device(tensors: list[Tensor]) -> str:
 
 
 def _line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return elided(str(error).splitlines()[0]) if str(error) else type(error).__name__
+
+
+def _is_wait(func: Any) -> bool:
+    return "wait_tensor" in str(func)
 
 
 def _born(inputs: list[TensorNote], outputs: list[TensorNote]) -> bool:
-    """Whether an op turned finite operands into something else (creating a constant is not that)."""
+    """Whether an op turned finite operands into something else, or infinities into NaN (creating a constant is not that)."""
     measured = [t for t in inputs if t.absmax is not None]
-    return bool(measured) and all(t.finite for t in measured) and not all(t.finite for t in outputs)
+    if not measured:
+        return False
+    if all(t.finite for t in measured):
+        return not all(t.finite for t in outputs)
+    return any(t.num_nan for t in outputs) and not any(t.num_nan for t in measured)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dtypedoctor.instrument.frames import local_of
 from dtypedoctor.instrument.identity import TensorIds
 from dtypedoctor.instrument.naming import Names
 
@@ -87,7 +88,7 @@ def call_arguments(module: nn.Module) -> tuple[Any, Any]:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            return frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})
+        if frame.f_code.co_name == "_call_impl" and local_of(frame, "self") is module:
+            return local_of(frame, "args") or (), local_of(frame, "kwargs") or {}
         frame = frame.f_back
     return (), {}

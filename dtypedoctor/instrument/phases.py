@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dtypedoctor.instrument.guard import Guard
+from dtypedoctor.instrument.open_calls import steps_running
 from dtypedoctor.instrument.position import Position
 
 Listener = Callable[[], None]
@@ -32,7 +33,11 @@ class Phases:
         after_backward: called when the outermost backward pass has ended, also by an exception.
         before_step, after_step: called with the optimizer around its step.
         before_unscale: called with the scaler and the optimizer whose gradients are about to be unscaled.
+        on_gradients: called with what ``torch.autograd.grad`` returns, where it is called outermost.
+        pause, resume: called around all of these, and around what a gradient scaler does.
+        settle: called when a backward pass or an optimizer step has begun.
         after_scaler: called with the scaler, the optimizer and whether the step was skipped.
+        on_failure: called with an exception that leaves a backward pass, a generation or a scaler, once.
         failure: identity of the last exception that left a backward pass, a generation or a scaler, and that phase.
     """
 
@@ -48,8 +53,13 @@ class Phases:
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
         self.failure: tuple[int, str] = (0, "")
+        self.on_failure: list[Callable[[BaseException], None]] = []
         self.before_unscale: list[Callable[[Any, Optimizer], None]] = []
         self.after_scaler: list[Callable[[Any, Optimizer, bool], None]] = []
+        self.on_gradients: list[Callable[[Any], None]] = []
+        self.pause: Listener = _nothing
+        self.resume: Listener = _nothing
+        self.settle: Listener = _nothing
 
     def start(self) -> None:
         """Wraps backward, optimizer and scaler steps of the process."""
@@ -99,36 +109,49 @@ class Phases:
             return original(*args, **kwargs)
         first = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         tensors = [first] if isinstance(first, Tensor) else [t for t in (first or ()) if isinstance(t, Tensor)]
+        self.forget_ended_steps()
         if not self._position.backward_depth:
             self._tell(self.before_backward, "some losses", tensors)
         self._position.backward_depth += 1
+        result = None
         try:
-            return original(*args, **kwargs)
+            self.settle()
+            result = original(*args, **kwargs)
         except BaseException as error:
             self._note_failure(error, "backward")
             raise
         finally:
             self._position.backward_depth -= 1
             if not self._position.backward_depth:
+                if result is not None:
+                    self._tell(self.on_gradients, "some gradients", result)
                 self._tell(self.after_backward, "the end of some backward passes")
+        return result
 
     def _around_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._position.during("generate"):
-            try:
-                return original(*args, **kwargs)
-            except BaseException as error:
-                self._note_failure(error, "generate")
-                raise
+        overrides = self._position.overrides
+        open_before = len(overrides)
+        try:
+            overrides.append("generate")
+            return original(*args, **kwargs)
+        except BaseException as error:
+            self._note_failure(error, "generate")
+            raise
+        finally:
+            del overrides[open_before:]
 
     def _around_scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
                             **kwargs: Any) -> Any:  # fmt: skip
         inner = getattr(optimizer, "optimizer", optimizer)
         before = self._steps[id(inner)]
+        self.pause()
         try:
             result = original(scaler, optimizer, *args, **kwargs)
         except BaseException as error:
             self._note_failure(error, "optimizer")
             raise
+        finally:
+            self.resume()
         skipped = scaler.is_enabled() and self._steps[id(inner)] == before
         self._tell(self.after_scaler, "the gradient scaler", scaler, inner, skipped)
         if skipped:
@@ -137,19 +160,35 @@ class Phases:
 
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         self._tell(self.before_unscale, "what the gradient scaler unscales", scaler, optimizer)
+        self.pause()
         try:
             return original(scaler, optimizer)
         except BaseException as error:
             self._note_failure(error, "optimizer")
             raise
+        finally:
+            self.resume()
 
     def _note_failure(self, error: BaseException, phase: str) -> None:
         if self.failure[0] != id(error):
             self.failure = (id(error), phase)
+            self._tell(self.on_failure, "exceptions that the program may have caught", error)
+
+    def forget_ended_steps(self, running: int = 0) -> None:
+        """Ends the phase of optimizer steps that an exception has left, of which torch tells nobody.
+
+        Args:
+            running: how many optimizer steps are running.
+        """
+        overrides = self._position.overrides
+        while overrides and overrides[-1] == "optimizer" and steps_running() <= running:
+            overrides.pop()
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.forget_ended_steps(1)
         self._tell(self.before_step, "gradients before some optimizer steps", optimizer)
         self._position.overrides.append("optimizer")
+        self.settle()
 
     def _post_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._position.overrides:
@@ -158,10 +197,18 @@ class Phases:
         self._count(optimizer)
 
     def _tell(self, listeners: list[Any], what: str, *facts: Any) -> None:
-        for listener in listeners:
-            self._guard.shield(listener, what)(*facts)
+        self.pause()
+        try:
+            for listener in listeners:
+                self._guard.shield(listener, what)(*facts)
+        finally:
+            self.resume()
 
     def _count(self, optimizer: Optimizer) -> None:
         """Counts a step; with several optimizers (one per network, say) the busiest one gives the step number."""
         self._steps[id(optimizer)] += 1
         self._position.step = max(self._position.step, self._first + self._steps[id(optimizer)])
+
+
+def _nothing() -> None:
+    """Stands for a listener that nobody has named."""

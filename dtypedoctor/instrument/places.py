@@ -1,5 +1,6 @@
 """What the watch keeps for each module, so that a call costs a few dictionary lookups."""
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -65,6 +66,14 @@ class Places:
         if held is not None and held[0]() is module:
             return held[1]
         return self._learn(module)
+
+    def inside(self, stack: Sequence[nn.Module]) -> Place:
+        """The place of the innermost call of ``stack``, a module that no other holds: it is named after its class and its caller."""
+        cls = type(stack[-1]).__name__
+        held = next((place for module in reversed(stack[:-1]) if (place := self.of(module)) is not None), None)
+        if held is None:
+            return self._place(0, f"{cls}()", cls)
+        return self._place(held.root, f"{held.fqn}.{cls}()" if held.fqn else f"{cls}()", cls)
 
     def named(self, root: int, fqn: str) -> Place:
         """The place of something that no module returned."""

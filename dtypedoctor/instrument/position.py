@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+FOR_GOOD = 1 << 30
+"""``muted`` of a process in which nothing is ever recorded again."""
+
 
 @dataclass(slots=True)
 class Position:
@@ -39,17 +42,37 @@ class Position:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Marks everything inside as belonging to ``phase``."""
-        self.overrides.append(phase)
+        open_before = len(self.overrides)
         try:
+            self.overrides.append(phase)
             yield
         finally:
-            self.overrides.pop()
+            del self.overrides[open_before:]
 
-    @contextmanager
-    def mute(self) -> Iterator[None]:
+    def mute(self) -> "Muted":
         """Nothing inside is recorded."""
-        self.muted += 1
-        try:
-            yield
-        finally:
-            self.muted -= 1
+        return Muted(self)
+
+    def unmute(self) -> None:
+        """Records again after an interruption, whatever was muted when it came."""
+        if self.muted < FOR_GOOD:
+            self.muted = 0
+
+
+class Muted:
+    """Mutes a position in a ``with`` block.
+
+    An interruption may come at the beginning of any function, so also of ``__exit__``: :meth:`Position.unmute` puts that right.
+    """
+
+    __slots__ = ("_position",)
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+
+    def __enter__(self) -> None:
+        self._position.muted += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._position.muted:
+            self._position.muted -= 1

@@ -8,6 +8,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.statistics import measurable, measure
+from dtypedoctor.interruptions import contained
+from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Replay
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -35,13 +37,19 @@ def run_again(
 ) -> None:
     """Runs ``func`` outside of autograd and autocast and records how it went as a replay of op ``of``."""
     args, kwargs = arguments
-    try:
-        with torch.no_grad(), torch._C._DisableAutocast():
-            result = func(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001  (an experiment: whatever goes wrong is its result)
-        writer.write(Replay(n=writer.next_n(), of=of, how=how, finite=False, absmax=None, note=str(error)[:200]))
+    with contained() as trial, torch.no_grad(), torch._C._DisableAutocast():
+        result = func(*args, **kwargs)
+    if trial.error is not None:  # an experiment: whatever goes wrong is its result
+        writer.write(
+            Replay(n=writer.next_n(), of=of, how=how, finite=False, absmax=None, note=elided(str(trial.error))[:200])
+        )
         return
-    results = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor) and measurable(t)]
+    note_replay(writer, of, how, [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)])
+
+
+def note_replay(writer: TraceWriter, of: int, how: str, results: list[Tensor]) -> None:
+    """Records what op ``of`` gives when it is run in the way ``how``."""
+    results = [t for t in results if measurable(t)]
     extents = measure(results)
     writer.write(
         Replay(

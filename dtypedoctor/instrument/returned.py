@@ -1,30 +1,40 @@
-"""Records what modules returned and the gradients of it.
+"""Records what modules returned and the gradients of it, and counts what could not be measured.
 
 Nearly all calls look like the call of the same module before: one tensor in, one tensor out, of the same dtypes and shape. For
 these everything but the tensor is known, and a call costs a few microseconds.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.compiler import is_compiling
 from torch.cuda import is_current_stream_capturing
 
 from dtypedoctor.instrument.autocast import AutocastLog
+from dtypedoctor.instrument.contents import Contents, contents, tensors_given
+from dtypedoctor.instrument.coverage import Coverage
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.opaque import why_opaque
 from dtypedoctor.instrument.places import Place
 from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.readable import Missed, readable, wants_gradient
 from dtypedoctor.instrument.recorder import Recorder, Source
 from dtypedoctor.instrument.recorders import Recorders
 from dtypedoctor.instrument.sites import Looks, Sites
-from dtypedoctor.instrument.statistics import Named, measurable, tensors_given, tensors_in
-from dtypedoctor.trace.events import Flow
+from dtypedoctor.instrument.statistics import Named, measurable, modes_are_on, out_of_their_sight
+from dtypedoctor.trace.events import Flow, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
+
+MOST_MISSED = 20
+"""Different types of results that are told of because they could not be measured."""
+
+
+function_mode_is_on = torch._C._is_torch_function_mode_enabled
+dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class _Usual(NamedTuple):
@@ -83,6 +93,7 @@ class Returned:
         guard: keeps errors from the program.
         sites: numbers the places.
         recorders: measure.
+        coverage: counts the calls, and those that were measured.
     """
 
     def __init__(
@@ -93,6 +104,7 @@ class Returned:
         guard: Guard,
         sites: Sites,
         recorders: Recorders,
+        coverage: Coverage,
     ) -> None:
         self._writer = writer
         self._position = position
@@ -100,6 +112,11 @@ class Returned:
         self._guard = guard
         self._sites = sites
         self._recorders = recorders
+        self._coverage = coverage
+        self.gradient = guard.shield(self._gradient, "some gradients of module outputs")
+        """Records the gradient of an output: its place, its path, the outermost call that returned it, and the gradient."""
+        self._missed: Counter[Missed] = Counter()
+        self._first_missed: dict[Missed, str] = {}
 
     def record(self, module: nn.Module, place: Place, args: Any, kwargs: Any, output: Any) -> None:
         """Records what ``module`` returned, and sees to it that its gradients are.
@@ -111,12 +128,15 @@ class Returned:
             output: what it returned.
         """
         usual: _Usual | None = place.usual
-        if usual is None or kwargs or len(args) != 1 or not self._is_usual(usual, args[0], output):
-            self._record_any(module, place, (args, kwargs), output)
+        modes = function_mode_is_on() or dispatch_modes()
+        if usual is None or modes or kwargs or len(args) != 1 or not self._is_usual(usual, args[0], output):
+            with out_of_their_sight() if modes or modes_are_on() else nullcontext():
+                self._record_any(module, place, (args, kwargs), output)
             return
         position = self._position
         when = (self._writer.next_n(), position.step, position.call)
         usual.recorder.record(((usual.site, output),), when, usual.source, (("0", args[0]),))
+        self._coverage.module_calls_measured += 1
         if output.requires_grad and not output.is_leaf:
             _hook_gradient(output, _Hook(self, place, "", position.call))
 
@@ -139,26 +159,51 @@ class Returned:
     def _record_any(self, module: nn.Module, place: Place, given: tuple[Any, Any], output: Any) -> None:
         position = self._position
         phase = position.phase
-        outputs = tensors_in(output)
+        found = contents(output, given)
+        outputs = found.tensors
         inputs = tensors_given(*given)
-        autocast = self._autocast.dtype(outputs[0][1].device.type if outputs else "cpu")
-        flow = (phase, autocast, *[t.dtype for _, t in inputs], None, *[t.dtype for _, t in outputs])
+        autocast = self._autocast.dtype(outputs[0].tensor.device.type if outputs else "cpu")
+        flow = (phase, autocast, *[t.dtype for _, t in inputs], None, *[one.tensor.dtype for one in outputs])
         if flow not in place.flows:
+            self._note_flow(module, place, (inputs, [(one.path, one.tensor) for one in outputs]), autocast)
             place.flows.add(flow)
-            self._note_flow(module, place, (inputs, outputs), autocast)
         if not outputs:
+            self._count(place, found)
             return
         rows = []
-        for path, t in outputs:
+        for path, t, _ in outputs:
             looks = (phase, "output", path, t.dtype, t.shape, autocast, t.device)
             rows.append((place.sites.get(looks) or self._sites.id_of(place, Looks(*looks)), t))
         source = Source(place, phase, autocast)
         when = (self._writer.next_n(len(rows)), position.step, position.call)
         self._recorders.record(rows, when, source, inputs)
-        for path, tensor in outputs:
-            if tensor.requires_grad and not tensor.is_leaf:  # on a parameter the hook would stay
-                _hook_gradient(tensor, _Hook(self, place, path, position.call))
+        self._count(place, found)
+        for path, _, original in outputs:
+            if wants_gradient(original):
+                _hook_gradient(original, _Hook(self, place, path, position.call))
         self._learn(place, given, output, source)
+
+    def _count(self, place: Place, found: Contents) -> None:
+        """Counts a call whose result has been seen: a result without any floats is none that could be measured."""
+        if found.missed:
+            for missed in found.missed:
+                self._miss(place, missed)
+        elif found.tensors:
+            self._coverage.module_calls_measured += 1
+        else:
+            self._coverage.module_calls -= 1
+
+    def _miss(self, place: Place, missed: Missed) -> None:
+        if missed in self._missed or len(self._missed) < MOST_MISSED:
+            self._missed[missed] += 1
+            self._first_missed.setdefault(missed, place.fqn or place.cls)
+
+    def finish(self) -> None:
+        """The run is over: tells what could not be measured, and how often."""
+        for missed, times in self._missed.items():
+            calls = f"{times:,} time{'s' if times > 1 else ''}, first from {self._first_missed[missed]}"
+            self._writer.write(NotWatched(what=f"module results of type {missed.type} ({calls})", why=missed.why))
+        self._missed.clear()
 
     def _learn(self, place: Place, given: tuple[Any, Any], output: Any, source: Source) -> None:
         """Keeps what this call looked like, where it has one tensor in and one out."""
@@ -166,7 +211,7 @@ class Returned:
         place.usual = None
         if kwargs or len(args) != 1 or type(args[0]) is not Tensor or type(output) is not Tensor:
             return
-        if not measurable(args[0]) or args[0].device != output.device:
+        if not measurable(output) or not measurable(args[0]) or args[0].device != output.device:
             return
         looks = (source.phase, "output", "", output.dtype, output.shape, source.autocast, output.device)
         site = place.sites.get(looks)
@@ -184,26 +229,30 @@ class Returned:
                 source=source,
             )
 
-    def gradient(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
-        """Records the gradient of an output that was returned in the outermost call ``call``."""
-        if is_compiling() or self._position.muted:
+    def _gradient(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
+        if type(gradient) is not Tensor or not _lies_there(gradient):
+            with out_of_their_sight():
+                self._gradient_of_class(place, path, call, gradient)
             return
-        try:
-            usual: _Gradient | None = place.gradients.get(path)
-            if (
-                usual is None
-                or type(gradient) is not Tensor
-                or gradient.dtype is not usual.dtype
-                or not _lies_there(gradient)
-                or gradient.shape != usual.shape
-                or gradient.device != usual.device
-            ):
-                usual = self._learn_gradient(place, path, gradient)
-            if usual is not None and not (gradient.is_cuda and is_current_stream_capturing()):
-                when = (self._writer.next_n(), self._position.step, call)
-                usual.recorder.record(((usual.site, gradient),), when)
-        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
-            self._guard.failed("some gradients of module outputs", error)
+        usual: _Gradient | None = place.gradients.get(path)
+        if (
+            usual is None
+            or gradient.dtype is not usual.dtype
+            or gradient.shape != usual.shape
+            or gradient.device != usual.device
+        ):
+            usual = self._learn_gradient(place, path, gradient)
+        if usual is not None and not (gradient.is_cuda and is_current_stream_capturing()):
+            when = (self._writer.next_n(), self._position.step, call)
+            usual.recorder.record(((usual.site, gradient),), when)
+
+    def _gradient_of_class(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
+        """Records a gradient that is no plain dense tensor."""
+        values = gradient if measurable(gradient) else readable(gradient)
+        if isinstance(values, Missed):
+            self._miss(place, Missed(f"{values.type}, as gradients,", values.why))
+        elif values is not None and (usual := self._learn_gradient(place, path, values)) is not None:
+            usual.recorder.record(((usual.site, values),), (self._writer.next_n(), self._position.step, call))
 
     def _learn_gradient(self, place: Place, path: str, gradient: Tensor) -> _Gradient | None:
         if not measurable(gradient):
@@ -245,9 +294,13 @@ def _lies_there(tensor: Tensor) -> bool:
 def _hook_gradient(tensor: Tensor, hook: _Hook) -> None:
     """Has ``hook`` called with the gradient of ``tensor``, which is no leaf.
 
-    The same as ``tensor.register_hook(hook)`` without a handle to remove it by, which takes two thirds of the time: the hooks
+    For a plain tensor the same as ``tensor.register_hook(hook)`` without a handle to remove it by, which takes two thirds of the time: the hooks
     of a tensor are a dictionary, and any key does that is not the number of a handle.
     """
+    if type(tensor) is not Tensor:
+        with torch._C.DisableTorchFunction():
+            Tensor.register_hook(tensor, hook)
+        return
     hooks: Any = tensor._backward_hooks
     if hooks is None and tensor.grad_fn is not None:
         hooks = tensor._backward_hooks = OrderedDict()

@@ -12,6 +12,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
 _BEFORE_A_COLLECTIVE = frozenset({"fsdp.all_gather_copy_in.default"})
+_UNCOMPUTED = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_", "set_"}
+)
 
 
 def flat(value: Any) -> Iterator[Any]:
@@ -36,6 +39,11 @@ def is_unfinished(func: Any) -> bool:
     Such an operator is neither measured nor ever run again: one rank that repeats a collective alone breaks those of all.
     """
     return func.namespace in _COLLECTIVES or str(func) in _BEFORE_A_COLLECTIVE
+
+
+def leaves_memory_as_it_was(func: Any) -> bool:
+    """Whether nothing has computed what an operator returns: what is in there was left behind by somebody else."""
+    return func._schema.name.split("::")[-1] in _UNCOMPUTED
 
 
 def is_inplace(func: Any) -> bool:

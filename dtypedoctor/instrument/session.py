@@ -1,6 +1,5 @@
 """All instruments of one watched process, wired together."""
 
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,26 +9,35 @@ from torch.optim import Optimizer
 
 from dtypedoctor.instrument.arrivals import Arrivals
 from dtypedoctor.instrument.autocast import AutocastLog, RegionLog
+from dtypedoctor.instrument.bad_values import BadValues, ends_of
 from dtypedoctor.instrument.code_places import CodePlaces
 from dtypedoctor.instrument.collectives import Collectives, Row
+from dtypedoctor.instrument.contents import tensors_given
+from dtypedoctor.instrument.coverage import Coverage
 from dtypedoctor.instrument.facts import ModelFacts
-from dtypedoctor.instrument.frames import raising_operator
+from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.guard import Guard
+from dtypedoctor.instrument.leaf_gradients import LeafGradients
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.op_windows import OpWindow, OpWindows
 from dtypedoctor.instrument.optimizer_samples import OptimizerSamples
 from dtypedoctor.instrument.optrace import OpTrace
+from dtypedoctor.instrument.origins import call_arguments
 from dtypedoctor.instrument.phases import Phases
 from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.raising import CaughtLog, behind, raised_record
+from dtypedoctor.instrument.readable import values_of
+from dtypedoctor.instrument.recorder import When
 from dtypedoctor.instrument.scaling import ScalerLog, UnscaleLog
+from dtypedoctor.instrument.sentinel import Sentinel
 from dtypedoctor.instrument.sharding import ShardCalls
 from dtypedoctor.instrument.silent.checks import SilentChecks
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.statistics import Rooted
 from dtypedoctor.instrument.watch import ModuleWatch
-from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.writer import TraceWriter
 
-MAX_FRAMES = 40
+MAX_ACCUMULATED = 100
+"""Backward passes whose gradients are recorded although they are finite and no optimizer takes them."""
 
 
 class Instruments:
@@ -41,12 +49,17 @@ class Instruments:
         windows: where the op trace is on.
         every: everything is measured in each ``every``-th training step, the first one included; in the others (and always
             where this is 0) only the residual stream and the loss.
+
+    Attributes:
+        coverage: how much of what ran was measured.
     """
 
     def __init__(
         self, writer: TraceWriter, *, watch: bool = True, windows: Sequence[OpWindow] = (), every: int = 1
     ) -> None:
         self.position = Position()
+        self.coverage = Coverage()
+        self._counted = False
         self.writer = writer
         self._watch = watch
         self._autocast = AutocastLog()
@@ -54,20 +67,28 @@ class Instruments:
         self.code_places = CodePlaces(self.names)
         self.guard = Guard(writer, self.position)
         self._phases = Phases(self.position, self.guard)
-        self._modules = ModuleWatch(writer, self.position, self.names, self._autocast, self.guard)
+        self._modules = ModuleWatch(writer, self.position, self.names, self._autocast, self.guard, self.coverage)
         self._modules.every = every
-        self._samples = OptimizerSamples(writer, self.position, self.names, self._modules.sample_now)
-        self._ops = OpTrace(writer, self.position, self.names, self._autocast, self.guard)
+        self._samples = OptimizerSamples(writer, self.position, self.names, self._sample_of_step, self.coverage)
+        originals = Originals()
+        self._ops = OpTrace(writer, self.position, self.names, self._autocast, self.guard, originals)
         self.collectives = Collectives(writer, self.position, self.names, self.guard, self._sample_collective)
         self.sharding = ShardCalls(writer, self.position, self.guard)
         self._again = [window.call for window in windows if window.eager]
         self._windows = OpWindows(self._ops, self.position, windows)
-        self.silent = SilentChecks(writer, self.position, self.names, self._autocast, self.guard)
+        self.silent = SilentChecks(writer, self.position, self.names, self._autocast, self.guard, originals)
+        self._bad = BadValues(writer, self.position, self._autocast)
+        self.sentinel = Sentinel(self._bad, self.position, self.coverage, self.guard, self._sample_operator)
+        self.sentinel.quiet = lambda: self._ops.is_open
+        self.sentinel.wanted = lambda: self._modules.whole
+        self._gradients = 0
+        self._leaves = LeafGradients(self.coverage, self.names)
         self._facts = ModelFacts(writer, self.position, self.names)
         self.arrivals = Arrivals()
         self._unscale = UnscaleLog(writer, self.position, self.names, self.arrivals)
         self._scaler = ScalerLog(writer, self.position, self.arrivals)
         self._regions = RegionLog(writer, self.position)
+        self._caught = CaughtLog(writer, self.position)
         self._listen()
 
     def _listen(self) -> None:
@@ -81,7 +102,14 @@ class Instruments:
         self._modules.on_error.append(self._ops.refused_by_module)
         if self._watch:
             self._phases.before_unscale.append(self._unscale.tell)
+            self._phases.on_failure.append(self.note_caught)
+            self._modules.on_error.append(self._note_left)
+            self.sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
+            self._modules.before_root.insert(0, self._enters_modules)
             self._modules.before_root += [self._facts.tell, self.code_places.learn]
+            self._phases.on_gradients.append(self._measure_returned)
+            self._phases.pause, self._phases.resume = self.sentinel.pause, self.sentinel.resume
+            self._phases.settle = self.sentinel.settle
             self._autocast.entered.append(self.guard.shield(self._regions.tell, "some autocast regions"))
             self.silent.listen(self._phases, self._modules)
             self._windows.scaled_backward.append(self.silent.scaled_backward)
@@ -98,11 +126,16 @@ class Instruments:
             self.collectives.start()
             self.sharding.start()
             self.silent.start()
+            self._modules.after_root.append(lambda _: self.sentinel.settle())
         self._windows.start()
+        if self._watch:
+            self.sentinel.start()
 
     def stop(self) -> None:
         """Stops watching and puts back everything that was replaced."""
         if self._watch:
+            self.sentinel.stop()
+            self._measure_gradients(self._samples.gradients_left() if self._modules.whole else [])
             self.silent.stop()
             self.collectives.stop()
             self.sharding.stop()
@@ -112,6 +145,9 @@ class Instruments:
         self._phases.stop()
         self._autocast.stop()
         self.arrivals.finish()
+        if self._watch and not self._counted:
+            self._counted = True
+            self.writer.write(self.coverage.record())
 
     @property
     def phases(self) -> Phases:
@@ -159,6 +195,7 @@ class Instruments:
             self._modules.flush()
 
     def _before_call(self, module: nn.Module) -> None:
+        self._phases.forget_ended_steps()
         if self._watch:
             self.collectives.start()
             self.collectives.settle()
@@ -172,16 +209,62 @@ class Instruments:
     def _before_backward(self, tensors: list[Tensor]) -> None:
         self._windows.before_backward(tensors)
         if self._watch:
-            found = [(0, str(i), t) for i, t in enumerate(tensors) if measurable(t)]
-            self._modules.sample_now("loss", found, "forward")
+            self.sentinel.backward_begins()
+            if self._modules.whole:
+                self._leaves.before(tensors)
+            found = [(0, str(i), t) for i, t in enumerate(map(values_of, tensors)) if t is not None]
+            self.coverage.losses += len(tensors)
+            self._measure_outside("loss", found, "forward")
+            self.coverage.losses_measured += len(found)
             self._look_closer()
 
     def _after_backward(self) -> None:
         self._windows.after_backward()
         if self._watch:
             self.collectives.settle(backward_is_over=True)
+            self._measure_gradients(self._leaves.after())
+            self._samples.backward_is_over()
             self._modules.flush()
             self._look_closer()
+
+    def _sample_of_step(self, kind: str, found: list[Rooted], phase: str, when: When | None) -> None:
+        if kind == "grad":
+            self._measure_outside(kind, found, phase)
+        else:
+            self._modules.sample_now(kind, found, phase, when)
+
+    def _measure_outside(self, kind: str, found: list[Rooted], phase: str) -> None:
+        """Measures what no module returned, and says where in the ops the sentinel has seen it, if it is not finite."""
+        position = self.position
+        first = self.writer.next_n(len(found))
+        self._modules.sample_now(kind, found, phase, When(first, position.step, position.call))
+        if not self._bad.any:
+            return
+        for number, (_, _, tensor) in enumerate(found, first):
+            bad = self._bad.behind(tensor)
+            if bad is not None and bad.says is None:
+                self._bad.reached("loss" if kind == "loss" else "gradient", bad, sample=number)
+
+    def _measure_gradients(self, found: list[Rooted]) -> None:
+        """Of gradients that no optimizer takes, all are measured; beyond the first few only those that are not finite are recorded."""
+        self._gradients += 1
+        if found and self._gradients > MAX_ACCUMULATED:
+            found = [one for one in found if one[-1].device.type != "cpu" or not ends_of(one[-1]).finite]
+        if found:
+            self._measure_outside("accumulated", found, "backward")
+
+    def _measure_returned(self, gradients: object) -> None:
+        self._measure_gradients(self._leaves.returned(gradients))
+
+    def _sample_operator(self, name: str, tensor: Tensor) -> None:
+        self._modules.sample_now("operator", [(0, name, tensor)], self.position.phase)
+
+    def _enters_modules(self, module: nn.Module) -> None:
+        """An outermost call begins: hooks see what happens from here on; what goes in has been seen by the sentinel."""
+        self.sentinel.off()
+        if self._bad.any:
+            args, kwargs = call_arguments(module)
+            self._bad.enters([tensor for _, tensor in tensors_given(args, kwargs)], module)
 
     def _look_closer(self) -> None:
         """Looks at all parameters where something has just been found not to be finite."""
@@ -190,6 +273,7 @@ class Instruments:
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self.collectives.settle()
+        self._leaves.claim()
         if self._watch and self._modules.whole:
             self._samples.before_step(optimizer)
             self._modules.flush()
@@ -205,6 +289,7 @@ class Instruments:
     def _after_scaler(self, scaler: Any, optimizer: Optimizer, skipped: bool) -> None:
         if skipped:
             self._windows.after_step()
+            self._samples.skipped(optimizer)
         if self._watch:
             self._scaler.tell(scaler, skipped)
 
@@ -214,25 +299,40 @@ class Instruments:
         return [recomputed] if recomputed is not None and type(error).__name__ == "CheckpointError" else []
 
     def note_exception(self, error: BaseException) -> None:
-        """Records an exception that reached the top."""
+        """Records an exception that reached the top, and those that it was raised from."""
+        modules, phase = self._raised_in(error)
+        self.writer.write(raised_record(error, self.writer, self.position, modules, phase))
+        self.note_behind(error)
+
+    def note_behind(self, error: BaseException) -> None:
+        """Records the exceptions that ``error``, which ends the program, was raised from."""
+        for cause in behind(error):
+            self.note_caught(cause, ending=True)
+
+    def note_caught(self, error: BaseException, *, root: int = -1, ending: bool = False) -> None:
+        """Records an exception where it is raised: the program may catch it.
+
+        Args:
+            error: was raised.
+            root: number of the outermost module whose call it has left; -1 outside of all.
+            ending: whether the program ends because of it.
+        """
+        modules, phase = self._raised_in(error)
+        self._caught.note(error, modules, phase, root=root, ending=ending)
+
+    def _note_outside(self, error: BaseException) -> None:
+        """An operator outside of modules has just raised."""
+        self._modules.raised_in = (id(error), [])
+        self._caught.note(error, [], self._phase_of(error), fresh=True)
+
+    def _note_left(self, module: nn.Module, args: Any, error: BaseException) -> None:
+        found = self.names.find(module)
+        self.note_caught(error, root=found[0] if found is not None else -1)
+
+    def _raised_in(self, error: BaseException) -> tuple[list[str], str]:
+        """The module calls that were open where an exception was raised, outermost first, and the phase."""
         identity, modules = self._modules.raised_in
-        if identity != id(error):
-            modules = self._recomputed_for(error)
-        frames = traceback.extract_tb(error.__traceback__)[-MAX_FRAMES:]
-        position = self.position
-        self.writer.write(
-            Raised(
-                n=self.writer.next_n(),
-                step=position.step,
-                call=position.call,
-                phase=self._phase_of(error),
-                type=type(error).__name__,
-                message=str(error)[:2000],
-                frames=[f"{f.filename}:{f.lineno} {f.name}" for f in frames],
-                modules=modules,
-                op=raising_operator(error),
-            )
-        )
+        return modules if identity == id(error) else self._recomputed_for(error), self._phase_of(error)
 
     def _phase_of(self, error: BaseException) -> str:
         """The phase in which an exception was raised; what was being done has been left by now."""

@@ -46,11 +46,12 @@ class Sites:
         """The number that stands for entering a module, for the cursor."""
         found = place.sites.get(phase)
         if found is None:
-            found = self._number(place, phase)
+            found = next(self._numbers)
             self._writer.write(
                 Site(id=found, root=place.root, fqn=place.fqn, cls=place.cls, phase=phase, kind="entered", index="",
                      dtype="", shape=[])
             )  # fmt: skip
+            place.sites[phase] = found
         return found
 
     def _describe(self, place: Place, looks: Looks) -> int:
@@ -64,14 +65,11 @@ class Sites:
         return place.sites.get(varying) or self._write(place, varying, looks, [-1] * len(looks.shape))
 
     def _write(self, place: Place, key: object, looks: Looks, shape: list[int]) -> int:
-        found = self._number(place, key)
+        found = next(self._numbers)
         self._writer.write(
             Site(id=found, root=place.root, fqn=place.fqn, cls=place.cls, phase=looks.phase, kind=looks.kind,
                  index=looks.path, dtype=str(looks.dtype).removeprefix("torch."), shape=shape,
                  device=looks.device.type, autocast=looks.autocast)
         )  # fmt: skip
-        return found
-
-    def _number(self, place: Place, key: object) -> int:
-        found = place.sites[key] = next(self._numbers)
+        place.sites[key] = found  # not before: an interruption would leave a number that is described nowhere
         return found

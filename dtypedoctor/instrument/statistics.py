@@ -1,11 +1,10 @@
 """Measures tensors: largest finite magnitude, and how many elements are NaN or inf."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from math import isfinite
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +33,10 @@ class Extent:
         return not (self.num_nan or self.num_posinf or self.num_neginf)
 
 
+PIECE = 1 << 20
+"""Elements of which copies are made at a time."""
+_PACKED = frozenset({getattr(torch, "float4_e2m1fn_x2", None)})
+"""Floating-point dtypes of which one element holds several values."""
 _DENSE_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
@@ -46,13 +49,21 @@ def measurable(value: object) -> bool:
     return (
         type(value) in _DENSE_TYPES
         and isinstance(value, Tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
         and value.is_floating_point()
+        and value.dtype not in _PACKED
         and value.layout is torch.strided
         and not value.is_meta
         and not value.is_nested
-        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
         and not (value.is_cuda and torch.cuda.is_current_stream_capturing())
     )
+
+
+def real_of(tensor: Tensor) -> Tensor:
+    """Real and imaginary parts of a dense complex tensor, side by side; any other tensor as it is."""
+    if tensor.is_complex() and tensor.layout is torch.strided:
+        return torch.view_as_real(tensor.detach().resolve_conj())
+    return tensor
 
 
 def local_part(value: Any) -> Any:
@@ -71,7 +82,8 @@ def measure(tensors: Sequence[Tensor]) -> list[Extent]:
 
     Only the smallest and the largest element are looked for, which carries NaN and inf through; the counting pass is made
     only for tensors where one of them is not finite. On a CPU that reads more than twenty times faster than a maximum
-    norm (torch 2.13: 37 against 1.5 GB/s). On other devices the results are read back once for the whole batch.
+    norm (torch 2.13: 37 against 1.5 GB/s). On other devices the results are read back once for the whole batch. Copies are
+    made of :data:`PIECE` elements at a time.
     """
     if not tensors:
         return []
@@ -93,16 +105,79 @@ def measure_one(tensor: Tensor) -> Extent:
     return _extent(tensor, low.item(), high.item())
 
 
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements of ``tensor``, each once however often it is repeated, in views of at most :data:`PIECE` elements.
+
+    A view may be larger where nothing of it has to be copied to be read: it is one run of memory.
+    """
+    tensor = without_repeats(tensor)
+    if is_permuted(tensor):
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    yield from _halved(tensor)
+
+
+def without_repeats(tensor: Tensor) -> Tensor:
+    """``tensor`` with every element once that ``expand`` has repeated: a copy of all of them may be larger than any memory."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _halved(tensor: Tensor) -> Iterator[Tensor]:
+    if tensor.numel() <= PIECE:
+        yield tensor
+        return
+    longest = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
+    half = tensor.shape[longest] // 2
+    yield from _halved(tensor.narrow(longest, 0, half))
+    yield from _halved(tensor.narrow(longest, half, tensor.shape[longest] - half))
+
+
+def is_permuted(tensor: Tensor) -> bool:
+    """Whether the elements fill one run of memory, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
 def modes_are_on() -> bool:
-    """Whether torch modes are on (the program's own, a default device): they must not see what the doctor computes."""
-    return torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0
+    """Whether torch modes are on (the program's own, a default device, ``vmap``): they must not see what the doctor computes."""
+    return (
+        torch._C._is_torch_function_mode_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 @contextmanager
 def out_of_their_sight() -> Iterator[None]:
-    """Inside, no torch mode of the program sees what is computed."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
+    """Inside, no torch mode of the program sees what is computed, no transformation changes it, and Dynamo compiles none of it.
+
+    Dynamo leaves alone what runs under a dispatch mode. Once the modes are off, it would compile the doctor's own functions in the
+    program's name, where a call is made inside of a region that it runs uncompiled.
+    """
+    frames: Any = torch._C._dynamo.eval_frame if "torch._dynamo" in sys.modules else None
+    callback = frames.set_eval_frame(None) if frames is not None else None
+    try:
+        with _outside_of_transformations(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            yield
+    finally:
+        if frames is not None:
+            frames.set_eval_frame(callback)
+
+
+def _outside_of_transformations() -> AbstractContextManager[object]:
+    """Inside, tensors that are no ``vmap`` or ``grad`` tensors are computed with as they are."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # loaded already: it made the stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,8 +185,22 @@ def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
     if tensor.numel() == 0:
         zero = torch.zeros((), dtype=torch.float64, device=tensor.device)
         return zero, zero
-    low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    if not _needs_copy(tensor) or (tensor.numel() <= PIECE and 0 not in tensor.stride()):
+        low, high = _ends_of(tensor)
+    else:
+        ends = _stacked(torch.stack(_ends_of(piece)) for piece in pieces(tensor))
+        low, high = ends[:, 0].min(), ends[:, 1].max()
     return (low, high) if tensor.device.type == "cpu" else (low.double(), high.double())
+
+
+def _needs_copy(tensor: Tensor) -> bool:
+    """Whether torch makes a copy of a tensor to find its smallest and largest element."""
+    return tensor.element_size() == 1 or not tensor.is_contiguous()
+
+
+def _ends_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    return low, high
 
 
 def _extent(tensor: Tensor, low: float, high: float) -> Extent:
@@ -120,52 +209,27 @@ def _extent(tensor: Tensor, low: float, high: float) -> Extent:
 
 
 def _count(tensor: Tensor) -> Extent:
+    times = tensor.numel() // without_repeats(tensor).numel()
     with torch._C._DisableAutocast():
-        values = tensor.float() if tensor.element_size() == 1 else tensor
-        finite = torch.where(torch.isfinite(values), values, torch.zeros((), dtype=values.dtype, device=values.device))
-        counts = torch.stack([torch.isnan(values).sum(), torch.isposinf(values).sum(), torch.isneginf(values).sum()])
-        nan, posinf, neginf = counts.tolist()
-        low, high = torch.aminmax(finite)
-        return Extent(absmax=abs(max(high.item(), -low.item())), num_nan=nan, num_posinf=posinf, num_neginf=neginf)
+        found = _stacked(map(_counts, pieces(tensor)))
+    nan, posinf, neginf = (int(number) * times for number in found[:, 1:].sum(0).tolist())
+    return Extent(absmax=float(found[:, 0].max()), num_nan=nan, num_posinf=posinf, num_neginf=neginf)
 
 
-def tensors_in(value: object, path: str = "", depth: int = 0) -> list[Named]:
-    """Every measurable tensor inside a structured value with its path, e.g. ``0``, ``logits`` or ``past.1``.
+def _stacked(rows: Iterable[Tensor]) -> Tensor:
+    """Rows of a few numbers each as a matrix.
 
-    Tuples, lists, mappings (transformers' outputs are mappings), dataclasses and simple namespaces are walked to a depth of 3.
+    On a CPU none of them stays while the next is made: small tensors between large ones that come and go make the C library
+    ask the system for more memory each time.
     """
-    if measurable(value):
-        return [(path, value)]  # type: ignore[list-item]  # measurable() has seen that it is a tensor
-    if value is None or depth == 3 or isinstance(value, Tensor):
-        part = local_part(value)
-        return [(path, part)] if part is not value and measurable(part) else []
-    if isinstance(value, (list, tuple)):
-        items: Iterable[tuple[object, object]] = enumerate(value)
-    elif isinstance(value, Mapping):
-        items = value.items()
-    elif is_dataclass(value) and not isinstance(value, type):
-        items = ((f.name, getattr(value, f.name, None)) for f in fields(value))
-    elif isinstance(value, SimpleNamespace):
-        items = vars(value).items()
-    else:
-        return []
-    found: list[Named] = []
-    for key, item in items:
-        if item is not None:
-            found += tensors_in(item, f"{path}.{key}" if path else str(key), depth + 1)
-    return found
+    held: list[Any] = [row.tolist() if row.device.type == "cpu" else row for row in rows]
+    return torch.stack(held) if isinstance(held[0], Tensor) else torch.tensor(held, dtype=torch.float64)
 
 
-_PLAIN = frozenset({type(None), bool, int, float, str})
-
-
-def tensors_given(args: Sequence[object], kwargs: Mapping[str, object]) -> list[Named]:
-    """The measurable tensors among the arguments of a call, with their paths as :func:`tensors_in` gives them."""
-    found: list[Named] = []
-    for place, value in enumerate(args):
-        if type(value) not in _PLAIN:
-            found += tensors_in(value, str(place), 1)
-    for name, value in kwargs.items():
-        if type(value) not in _PLAIN:
-            found += tensors_in(value, name, 1)
-    return found
+def _counts(part: Tensor) -> Tensor:
+    """Largest finite magnitude, and numbers of NaN, inf and -inf, as float64."""
+    values = part.float() if part.element_size() == 1 else part
+    finite = torch.where(torch.isfinite(values), values, torch.zeros((), dtype=values.dtype, device=values.device))
+    low, high = torch.aminmax(finite)
+    counts = (torch.isnan(values).sum(), torch.isposinf(values).sum(), torch.isneginf(values).sum())
+    return torch.stack([torch.maximum(high, -low).double(), *(number.double() for number in counts)])

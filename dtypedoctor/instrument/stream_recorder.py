@@ -120,6 +120,7 @@ class StreamRecorder:
 
     def begin_call(self) -> None:
         """Forgets what was measured: from here on it is another call's."""
+        self._batches.begin_call()
         self._forgotten.append(self._known)  # letting go of its rows takes a while that the device may not have
         self._known = {}
 
@@ -251,5 +252,5 @@ class StreamRecorder:
             self._writer.write(NotWatched(what=f"{dropped} measurements on the device", why=why))
         changed, self._changed = self._changed, 0
         if changed:
-            why = "the tensors were changed in place before they could be measured"
+            why = "the tensors were changed in place, or freed, before they could be measured"
             self._writer.write(NotWatched(what=f"{changed} measurements on the device", why=why))

@@ -11,13 +11,14 @@ from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn.modules import module as hooks
 
 from dtypedoctor.instrument.autocast import AutocastLog
+from dtypedoctor.instrument.coverage import Coverage
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.opaque import being_recorded
+from dtypedoctor.instrument.open_calls import forget_ended_calls
 from dtypedoctor.instrument.own_hooks import hide_from_compiler, remove_hooks
 from dtypedoctor.instrument.places import Place, Places
 from dtypedoctor.instrument.position import Position
@@ -43,6 +44,7 @@ class ModuleWatch:
         names: gives modules their dotted names; a module called outside of any known one becomes a new root.
         autocast: tells the autocast dtype in force.
         guard: keeps this watch's own errors from the program, and its hooks out of compiled code.
+        coverage: counts the calls, and those that were measured.
 
     Attributes:
         every: all modules are measured in each ``every``-th step, the first one included; in the other steps only the
@@ -50,7 +52,13 @@ class ModuleWatch:
     """
 
     def __init__(
-        self, writer: TraceWriter, position: Position, names: Names, autocast: AutocastLog, guard: Guard
+        self,
+        writer: TraceWriter,
+        position: Position,
+        names: Names,
+        autocast: AutocastLog,
+        guard: Guard,
+        coverage: Coverage | None = None,
     ) -> None:
         self.every = 1
         self._writer = writer
@@ -60,12 +68,14 @@ class ModuleWatch:
         self._sites = Sites(writer)
         self._places = Places(names)
         self._recorders = Recorders(writer, position, self._sites)
-        self._returned = Returned(writer, position, autocast, guard, self._sites, self._recorders)
+        self._coverage = coverage or Coverage()
+        self._returned = Returned(writer, position, autocast, guard, self._sites, self._recorders, self._coverage)
         self._handles: list[Any] = []
         self._reveal: Callable[[], None] | None = None
         self._thread = 0
         self.raised_in: tuple[int, list[str]] = (0, [])
         """Identity of the last exception that left a module, and the module calls that were open where it began."""
+        self._raised_at = (0, 0)
         self.recomputed: str | None = None
         """Dotted name of the module that was last called in a backward pass."""
         self.on_error: list[Callable[[nn.Module, Any, BaseException], None]] = []
@@ -80,8 +90,10 @@ class ModuleWatch:
     def start(self) -> None:
         """Begins to watch every module call of the process."""
         self._handles = [
-            hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            hooks.register_module_forward_pre_hook(self._guard.shield(self._enter, "some module calls")),
+            hooks.register_module_forward_hook(
+                self._guard.shield(self._leave, "what some modules returned"), with_kwargs=True, always_call=True
+            ),
         ]
         self._reveal = hide_from_compiler(self._handles)
 
@@ -93,6 +105,7 @@ class ModuleWatch:
             self._reveal()
             self._reveal = None
         self._recorders.finish()
+        self._returned.finish()
 
     @contextmanager
     def only_marking(self) -> Iterator[None]:
@@ -105,10 +118,9 @@ class ModuleWatch:
 
     def _mark(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not being_recorded():
-            self._note_entry(module)
+            self._note_entry(self._places.of(module))
 
-    def _note_entry(self, module: nn.Module) -> None:
-        place = self._places.of(module)
+    def _note_entry(self, place: Place | None) -> None:
         if place is not None:
             position = self._position
             self._writer.mark(position.step, position.call, self._sites.entry(place, position.phase))
@@ -123,22 +135,20 @@ class ModuleWatch:
         return self.every == 1 or (self.every > 1 and self._position.step % self.every == 1)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if is_compiling() or self._position.muted:
+        if being_recorded():
             return
-        try:
-            self._entered(module)
-        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
-            self._guard.failed("some module calls", error)
-
-    def _entered(self, module: nn.Module) -> None:
         stack = self._position.stack
-        if being_recorded() or (stack and self._thread != get_ident() and self._in_another_thread()):
+        place = self._places.of(module) if stack else None
+        if stack and (place is None or not place.fqn):  # it may be an outermost one
+            forget_ended_calls(stack, self._thread)
+        if stack and self._thread != get_ident() and self._in_another_thread():
             return
         if not stack:
             self._thread = get_ident()
             self._enter_root(module)
+            place = self._places.of(module)
         stack.append(module)
-        self._note_entry(module)
+        self._note_entry(place)
 
     def _enter_root(self, module: nn.Module) -> None:
         if self._names.find(module) is None:
@@ -163,19 +173,15 @@ class ModuleWatch:
         return True
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _RAISED) -> None:
-        if is_compiling() or self._position.muted:
-            return
-        try:
-            if output is _RAISED:  # torch leaves the keyword arguments out where forward has raised
-                self._left(module, args, {}, kwargs)
-            else:
-                self._left(module, args, kwargs, output)
-        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
-            self._guard.failed("what some modules returned", error)
-
-    def _left(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        raised = output is _RAISED  # torch leaves the keyword arguments out where forward has raised
+        if raised:
+            kwargs, output = {}, None
         stack = self._position.stack
-        if being_recorded() or (stack and self._thread != get_ident() and self._in_another_thread()):
+        if being_recorded():
+            return
+        whole = self.whole and not raised
+        self._coverage.module_calls += whole  # first of all: whatever goes wrong from here on, this call has run
+        if stack and self._thread != get_ident() and self._in_another_thread():
             return
         if not stack or stack[-1] is not module:
             if not any(open_module is module for open_module in stack):
@@ -183,11 +189,12 @@ class ModuleWatch:
             while stack[-1] is not module:
                 stack.pop()
         try:
-            if output is None and (error := sys.exc_info()[1]) is not None:
+            if raised and (error := sys.exc_info()[1]) is not None:
                 self._note_error(module, args, error)
             else:
-                place = self._places.of(module)
-                if place is not None and (place.residual or self.whole):
+                place = self._places.of(module) or self._places.inside(stack)
+                if whole or place.residual:
+                    self._coverage.module_calls += not whole
                     self._returned.record(module, place, args, kwargs, output)
                 if len(stack) == 1:
                     for listener in self.on_return:
@@ -203,7 +210,11 @@ class ModuleWatch:
             listener(module)
 
     def _note_error(self, module: nn.Module, args: Any, error: BaseException) -> None:
-        if self.raised_in[0] != id(error):
+        here = (self._position.call, len(self._position.stack))
+        # An exception that nobody holds any more has left its address to the next one: the same one leaves the calls around it.
+        same = self.raised_in[0] == id(error) and self._raised_at[0] == here[0] and self._raised_at[1] > here[1]
+        self._raised_at = here
+        if not same:
             self.raised_in = (id(error), self.open_modules())
             for listener in self.on_error:
                 listener(module, args, error)

@@ -1,13 +1,13 @@
 """Compares the matrix that a product really gets with the packed weight that it is meant to be.
 
 Whoever dequantised it (bitsandbytes, a Triton or C kernel, hand-written code) and however: the product's operand has the
-shape of the quantisation state, and bitsandbytes' own dequantisation in float32 says what should be in it.
+shape of the quantisation state, and the packed bytes say what should be in it. They are decoded here, blocks from all over
+the matrix, so that neither the time nor the memory that a comparison takes grows with the model.
 """
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -20,10 +20,22 @@ from dtypedoctor.trace.events import Observation
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_CHECKS = 400
-"""Comparisons in one window; each costs a pass over a matrix."""
+"""Comparisons in one window."""
+MAX_BLOCKS = 512
+"""Blocks of a packed weight, of 64 elements mostly, that are decoded and compared."""
 
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.addmm_.", "aten.bmm.", "aten.baddbmm.", "aten.matmul.", "aten.linear.")
-_CASTS = ("aten._to_copy.",)
+_READERS = (
+    *_PRODUCTS,
+    "aten._to_copy.",
+    "aten.to.",
+    "aten.type_as.",
+    "aten.copy_.",
+    "aten.cat.",
+    "aten.mul.",
+    "aten.mul_.",
+)
+"""Ops after which it is too late to see which bits their operand held: what a cast to float16 makes of 1e-16 is 0."""
 
 SAME = 0.1
 """Relative error below which bits are those of the weight; bits of another format give 0.7 and more."""
@@ -38,16 +50,16 @@ class _Packed:
     name: str
     weight: Tensor
     state: Any
-    dense: Tensor | None = None
+    sample: "_Sample | None" = None
 
 
 class WeightCheck:
     """Compares each operand that has the shape of a packed weight.
 
-    An :class:`Observation` of kind ``packed-bits`` (``of``, ``operand``, ``weight``, ``dtype``, ``quant_dtype``) says that an
-    operand of a product or cast is typed as another dtype than the quantisation state's and holds the bits of that weight in the
-    state's own: memory that was filled in one format and is read in another. One of kind ``packed-weight`` is written for each
-    operand of a product.
+    An :class:`Observation` of kind ``packed-bits`` (``of``, ``operand``, ``weight``, ``dtype``, ``quant_dtype``, ``relative_error``)
+    says that an operand of a product, or of an op on the way to one, is typed as another dtype than the quantisation state's and
+    holds the bits of that weight in the state's own: memory that was filled in one format and is read in another. One of kind
+    ``packed-weight`` is written for each operand of a product.
 
     Its values: ``of`` (number of the op), ``operand`` (index over its inputs), ``weight`` (name of the packed weight that it is
     closest to, among those of the module), ``dtype`` and ``quant_dtype``, ``relative_error`` (norm of the difference over the
@@ -68,7 +80,7 @@ class WeightCheck:
 
     def check(self, n: int, op: str, operands: list[Tensor], root: int, fqn: str) -> None:
         """Compares the operands of op ``n``, which runs in module ``fqn``."""
-        if not self._packed or not op.startswith(_PRODUCTS + _CASTS):
+        if not self._packed or not op.startswith(_READERS):
             return
         for index, operand in enumerate(operands):
             if self._left and measurable(operand) and operand.dim() == 2:
@@ -86,8 +98,16 @@ class WeightCheck:
                 continue
             self._left -= 1
             if _relative_error(operand.view(stored), packed) < SAME:
-                read = {"weight": packed.name, "dtype": dtype_name(operand), "quant_dtype": _name(stored)}
-                self._write("packed-bits", packed.owner, {"of": n, "operand": index, **read})
+                error = _relative_error(operand, packed)
+                values = {
+                    "of": n,
+                    "operand": index,
+                    "weight": packed.name,
+                    "dtype": dtype_name(operand),
+                    "quant_dtype": _name(stored),
+                    "relative_error": error if isfinite(error) else None,
+                }
+                self._write("packed-bits", packed.owner, values)
 
     def _compare(self, n: int, index: int, operand: Tensor, root: int, fqn: str) -> None:
         fitting = self._fitting(operand, root, fqn)
@@ -157,21 +177,43 @@ def _fits(operand: Tensor, state: Any) -> bool:
 
 
 def _relative_error(operand: Tensor, packed: _Packed) -> float:
-    if packed.dense is None:
-        packed.dense = _dense(packed.weight, packed.state)
-    dense = packed.dense
+    """Norm of the difference over the norm of the weight, over the elements that are compared; inf where it is not finite."""
     with torch.no_grad(), torch._C._DisableAutocast():
-        size = dense.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        candidates = [form for form in (dense, dense.t()) if form.shape == operand.shape]
-        errors = [float((operand.float() - form).norm() / size) for form in candidates]
+        if packed.sample is None:
+            packed.sample = _decoded(packed.weight, packed.state)
+        sample, shape = packed.sample, tuple(packed.state.shape)
+        size = sample.values.norm().clamp_min(torch.finfo(torch.float32).tiny)
+        forms = [form for form in (operand, operand.t()) if tuple(form.shape) == shape]
+        errors = [float((sample.of(form).float() - sample.values).norm() / size) for form in forms]
     return min((e if isfinite(e) else float("inf") for e in errors), default=float("inf"))
 
 
-def _dense(weight: Tensor, state: Any) -> Tensor:
-    """The matrix in float32, by bitsandbytes itself."""
-    from bitsandbytes.functional import dequantize_4bit  # loaded already: it made the state
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Some blocks of a packed weight: which (shape [blocks]), and their values in float32 (shape [blocks, elements])."""
 
-    wide = copy.copy(state)
-    wide.dtype = torch.float32
-    with torch.no_grad():
-        return dequantize_4bit(weight.reshape(-1, 1), wide).reshape(tuple(state.shape))
+    blocks: Tensor
+    values: Tensor
+
+    def of(self, dense: Tensor) -> Tensor:
+        """The same elements of a matrix that has the shape of the weight."""
+        count = self.values.shape[1]
+        at = self.blocks[:, None] * count + torch.arange(count, device=dense.device)
+        columns = dense.shape[1]
+        return dense[at // columns, at % columns]
+
+
+def _decoded(weight: Tensor, state: Any) -> _Sample:
+    """Blocks of a packed weight: two codes of 4 bits in each byte, the first in the upper half, times the block's largest magnitude."""
+    numel = prod(state.shape)
+    size = min(int(state.blocksize), numel)
+    count = numel // size
+    blocks = torch.linspace(0, count - 1, min(count, MAX_BLOCKS), device=weight.device).long()
+    absmax = state.absmax[blocks]
+    if state.nested:
+        inner = state.state2
+        absmax = inner.code[absmax.long()] * inner.absmax[blocks // inner.blocksize] + state.offset
+    at = blocks[:, None] * (size // 2) + torch.arange(size // 2, device=weight.device)
+    packed = weight.contiguous().view(torch.uint8).flatten()[at]
+    codes = torch.stack((packed >> 4, packed & 15), -1).flatten(1).long()
+    return _Sample(blocks, state.code.float()[codes] * absmax.float()[:, None])

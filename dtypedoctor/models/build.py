@@ -2,6 +2,8 @@
 
 import fnmatch
 import importlib
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,8 @@ def _refuse_changes_of_finished(spec: Model) -> None:
 
 def _from_factory(spec: Model) -> nn.Module:
     module_name, _, function_name = spec.name.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # at the end: a module there must not be taken for one of somebody else
     try:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:

@@ -23,13 +23,15 @@ def load_pretrained(spec: Model, dtype: torch.dtype, device: torch.device) -> tu
     """
     if spec.outliers:
         raise UsageError(f"{spec.name}: outliers are for builtin models", "Remove `outliers`: real weights need none.")
-    arguments: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
+    arguments: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}, "trust_remote_code": False}
     if spec.attention is not None:
         arguments["attn_implementation"] = spec.attention
     if spec.quantization is not None:
         arguments["quantization_config"] = _bnb_config(spec.quantization, dtype)
     try:
-        model = _class_for(AutoConfig.from_pretrained(spec.name)).from_pretrained(spec.name, **arguments)
+        model = _class_for(AutoConfig.from_pretrained(spec.name, trust_remote_code=False)).from_pretrained(
+            spec.name, **arguments
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         place = "folder" if Path(spec.name).exists() else "model id"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -51,7 +53,7 @@ def _class_for(config: Any) -> Any:
 def _tokenizer(name: str) -> Any:
     """Without its files transformers makes up an empty one for some models, which knows no digit."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         return None
     if not tokenizer.decode(tokenizer("12")["input_ids"], skip_special_tokens=True):

@@ -111,7 +111,7 @@ def _unresolved(found: Bisection) -> str:
 
 def _interrupted(found: Bisection) -> str:
     if not found.culprits:
-        return "Interrupted before anything was known."
+        return f"Interrupted before anything was known{': ' + found.note if found.note else ''}."
     minimal = found.modules is not None and found.modules.result is not None
     known = "" if minimal else f" Some of these {counted(len(found.culprits), 'part')} may not be needed."
     return f"Interrupted. {_kept(found)} is enough for {found.workload} to be healthy.{known}"

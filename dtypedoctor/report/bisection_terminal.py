@@ -33,7 +33,7 @@ def render_bisection(report: Report, console: Console) -> None:
     page.line(observer_sentence(report.observer), indent=2)
     if report.next_command:
         page.heading("Next")
-        page.line(report.next_command, style="bold", indent=2)
+        page.command(report.next_command)
 
 
 def bisection_part(page: Page, report: Report) -> None:

@@ -3,17 +3,15 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.distributed import coverage_of
-from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.report.last_moments import last_module, missing_end
+from dtypedoctor.report.last_moments import missing_end
+from dtypedoctor.report.measured import measured_in
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.origin_strip import origin_strip
-from dtypedoctor.report.remedy_lines import cured_sentence
-from dtypedoctor.runner.launch import Run
-from dtypedoctor.trace.events import NOTHING_WATCHED, NotWatched, Root
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.report.verdict import verdict
+from dtypedoctor.trace.events import NOT_HERE, NotWatched
+from dtypedoctor.trials.caught import noted
 from dtypedoctor.trials.expectation import expectation_on, is_met
 from dtypedoctor.trials.ranks import ranks_of
-from dtypedoctor.trials.summary import INTERRUPTED
 from dtypedoctor.trials.treatment import Treatment
 
 
@@ -31,17 +29,21 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
     judged = bool(expect.findings) and treatment.complete
     met, sentence = is_met(expect, treatment.findings, treatment.trials)
     primary = treatment.findings[0] if treatment.findings else None
+    measured = measured_in([run.trace for run in treatment.before.processes], treatment.diagnosed)
+    status, headline = verdict(treatment, measured)
     return Report(
         name=scenario.name,
-        status=_status(treatment),
-        headline=_headline(treatment, primary),
+        status=status,
+        headline=headline,
         findings=treatment.findings,
         trials=treatment.trials,
         before=treatment.before_summary,
+        trace_usable=any(run.trace.usable for run in treatment.before.processes),
         reference=treatment.reference_summary,
-        strip=origin_strip(treatment.diagnosed, primary),
+        strip=origin_strip(treatment.diagnosed, primary) if status is not Status.HEALTHY else (),
         observer=treatment.observer,
         coverage=tuple(dict.fromkeys(_coverage(treatment))),
+        measured=measured.counts,
         environment=treatment.before.trace.environment,
         scenario=scenario.model_dump(mode="json", exclude_defaults=True),
         files=files,
@@ -52,66 +54,15 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
     )
 
 
-def _status(treatment: Treatment) -> Status:
-    if treatment.before.died:
-        return Status.WORKER_DIED
-    if any(f.severity is not Severity.INFO for f in treatment.findings):
-        return Status.FINDINGS
-    trace = treatment.before.trace  # a run of which a part is not known cannot be called healthy
-    whole = not trace.damage and not _why_blind(trace)
-    return Status.HEALTHY if whole and treatment.before_summary.ended == "completed" else Status.ERROR
-
-
-def _headline(treatment: Treatment, primary: Finding | None) -> str:
-    if primary is not None and primary.severity is not Severity.INFO:
-        return f"{primary.summary}{cured_sentence(treatment.trials)}"
-    before = treatment.before_summary
-    if treatment.before.died:
-        return f"{_who(treatment.before)} {treatment.before.last_words()}{_last_module(treatment)}."
-    if before.ended.startswith(INTERRUPTED):
-        return f"Nothing found until the run was {before.ended}."
-    if before.ended != "completed":
-        return f"The run failed, but not through its dtypes as far as could be seen: {before.ended}"
-    if blind := _why_blind(treatment.before.trace):
-        return f"Nothing was watched: {blind}."
-    if treatment.before.trace.damage:
-        return f"Nothing found, but only a part of the trace could be read: {_as_far_as_known(treatment)}."
-    if treatment.before.trace.end is None:
-        return f"Nothing found until the script left without letting Python finish: {_as_far_as_known(treatment)}."
-    if treatment.observer.bitwise_equal is False:
-        return f"Nothing found while it was watched, but the watch changed the run: {treatment.observer.reason}."
-    noted = f" Noted: {primary.summary}" if primary is not None else ""
-    return f"Nothing found{' that is wrong' if noted else ''}: {_done(treatment)}.{noted}"
-
-
-def _why_blind(trace: Trace) -> str:
-    """Why nothing at all was watched; empty where something was."""
-    return next((note.why for note in trace.all(NotWatched) if note.what == NOTHING_WATCHED), "")
-
-
-def _as_far_as_known(treatment: Treatment) -> str:
-    done = treatment.before.trace.steps_done
-    return f"{done} step(s) are known to be done, and everything that was recorded is finite"
-
-
-def _who(run: Run) -> str:
-    if run.rank is not None:
-        return f"Rank {run.rank} of {len(run.ranks)}"
-    return "The script" if run.foreign else "The worker"
-
-
-def _done(treatment: Treatment) -> str:
-    """What a healthy run did, in words."""
-    before = treatment.before_summary
-    if before.steps_planned:
-        return f"{before.steps_completed} of {before.steps_planned} steps done, everything finite"
-    if not treatment.before.trace.all(Root):
-        return "the script has not called any module, so there was nothing to see"
-    return f"the script came to its end after {before.steps_completed} optimizer step(s), everything finite"
-
-
-def _last_module(treatment: Treatment) -> str:
-    return last_module(treatment.before.trace)
+def _of_others(treatment: Treatment) -> Iterator[str]:
+    """What was not watched of the other processes of a script that has spawned some."""
+    for run in treatment.before.others:
+        if not run.trace.usable:
+            yield "a spawned process: it left no trace"
+        for note in run.trace.all(NotWatched):
+            if run.trace.samples or note.why == NOT_HERE:
+                yield f"{note.what}: {note.why}"
+        yield from (f"trace: {damage}" for damage in run.trace.damage if run.trace.usable)
 
 
 def _coverage(treatment: Treatment) -> Iterator[str]:
@@ -119,7 +70,10 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
     yield from coverage_of(ranks_of(treatment.before))
     for note in trace.all(NotWatched):
         yield f"{note.what}: {note.why}"
+    yield from _of_others(treatment)
+    yield from noted(treatment.before)
     yield from (f"trace: {damage}" for damage in trace.damage)
+    yield from treatment.refusals
     if trace.end is None:
         yield missing_end(treatment.before)
     if trace.folded is not None:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
+from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.compare_sections import Section, page_of
 from dtypedoctor.report.compare_words import headline
 from dtypedoctor.report.markdown_text import bullets, code, prose, size, table
-from dtypedoctor.report.redaction import redact
 from dtypedoctor.report.terminal_page import Page as Paper
 from dtypedoctor.report.text import one_line
 from dtypedoctor.report.to_json import plain

@@ -104,7 +104,7 @@ def _divergences(found: TraceComparison) -> Iterator[str]:
     for metric in found.metrics:
         if metric.beyond:
             yield f"{metric.name} differs in {_steps(metric.beyond)}"
-    apart = [probe.step for probe in found.logprobs if probe.error > found.tolerance or probe.unmatched]
+    apart = [probe.step for probe in found.logprobs if probe.error > found.tolerance_at(probe.step) or probe.unmatched]
     if apart:
         yield f"the log-probabilities on the probe batch differ after {_steps(tuple(apart))}"
     if found.tolerance == 0 and found.parameters_equal is False:

@@ -187,7 +187,9 @@ def _measure(trace: Trace, columns: _Columns, modules: _Modules) -> dict[int, _P
 
 def _notes(trace: Trace) -> Iterator[str]:
     for raised in trace.all(Raised):
-        place = f"step {raised.step}, {raised.phase}" + (f", in {raised.modules[-1]}" if raised.modules else "")
+        place = f"{trace.moment(raised.step)}, {raised.phase}" + (
+            f", in {raised.modules[-1]}" if raised.modules else ""
+        )
         yield f"{raised.type} in {place}: {one_line(raised.message, 400)}"
     for correction in {record.id: record for record in trace.all(Correction)}.values():
         state = correction.proof if correction.installed else f"not installed: {correction.reason}"

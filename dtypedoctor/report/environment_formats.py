@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
+from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.facts import environment_rows
 from dtypedoctor.report.markdown_text import code, table
-from dtypedoctor.report.redaction import redact
 from dtypedoctor.report.terminal_page import Page
 from dtypedoctor.report.text import one_line
 from dtypedoctor.report.to_json import plain

@@ -6,20 +6,22 @@ from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.diagnosis.mismatch.regions import OWN_WORKLOADS
+from dtypedoctor.report.measured import Measured
 from dtypedoctor.report.model import Observer, Report, Status
 from dtypedoctor.report.numbers import ABSENT
 from dtypedoctor.report.text import one_line
 
 __all__ = [
     "CONFIDENCE",
-    "STATUS",
     "chains",
     "ended_with",
     "environment_rows",
     "link_dtypes",
+    "measured_sentence",
     "observer_sentence",
     "place",
     "proven_means",
+    "status_word",
     "title",
     "watched_and_not",
 ]
@@ -29,16 +31,28 @@ STATUS = {
     Status.FINDINGS: "FOUND",
     Status.WORKER_DIED: "WORKER DIED",
     Status.ERROR: "ERROR",
+    Status.UNKNOWN: "UNKNOWN",
 }
 CONFIDENCE = {
     Confidence.PROVEN: "proven by counterfactual",
     Confidence.LIKELY: "likely, not proven",
     Confidence.POSSIBLE: "possible, not proven",
 }
-_SETTLED = (
-    "by counterfactual: the operation, or the whole run, was repeated with one thing changed, and that settled it."
-)
+_SETTLED = "the operation, or the whole run, was repeated with one thing changed, and that settled it"
 _OF_A_REGION = "autocast-contradicts-model"
+
+
+def status_word(report: Report) -> str:
+    """The status in capitals, as it stands before the headline."""
+    nothing = bool(report.measured) and not any(measured for measured, _ in report.measured.values())
+    ran = any(total for _, total in report.measured.values())
+    return "NOTHING MEASURED" if report.status is Status.UNKNOWN and nothing and not ran else STATUS[report.status]
+
+
+def measured_sentence(report: Report) -> str:
+    """How much of what ran was measured; empty where that is not known."""
+    told = Measured(counts=report.measured).describe()
+    return f"Measured: {told}." if told else ""
 
 
 def proven_means(report: Report) -> str:
@@ -46,16 +60,14 @@ def proven_means(report: Report) -> str:
     proven = next((finding for finding in report.findings if finding.confidence is Confidence.PROVEN), None)
     if proven is None:
         return ""
-    return (
-        f"Proven {_SETTLED}"
-        if proven is report.findings[0]
-        else f"{one_line(proven.id)}, further down, is proven {_SETTLED}"
-    )
+    how = f"by counterfactual: {one_line(proven.proven_by or _SETTLED)}."
+    return f"Proven {how}" if proven is report.findings[0] else f"{one_line(proven.id)}, further down, is proven {how}"
 
 
 def place(finding: Finding) -> list[tuple[str, str]]:
     """Where and when a finding is, as labelled values; what is not known is left out."""
-    when = [finding.phase or "", f"step {finding.step}" if finding.step is not None else ""]
+    number = f"step {finding.step}" if finding.call is None else f"call {finding.call}"
+    when = [finding.phase or "", number if finding.step is not None else ""]
     rows = [
         ("module", finding.fqn),
         ("op", finding.op),
@@ -131,6 +143,16 @@ def observer_sentence(observer: Observer) -> str:
         None: "Whether the watch changed a number could not be checked:",
     }[observer.bitwise_equal]
     return f"{verdict} {observer.reason.rstrip('.')}."
+
+
+def raw_sentence(report: Report) -> str:
+    """Where the program's own output lies, which is not redacted; empty where it was not kept."""
+    place = report.files.get("raw_output")
+    return (
+        f"The program's whole output is in {place}: raw, with whatever secrets and data it printed; only you can read it."
+        if place
+        else ""
+    )
 
 
 def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import inside, read_file, read_head, reason
+from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.markdown import render_markdown
 from dtypedoctor.report.matrix import MatrixRow, read_matrix_json, refused_report
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.redaction import redact
 from dtypedoctor.report.to_json import from_json, render_json
 
 REPORT_JSON = "report.json"
@@ -34,10 +35,11 @@ def read_report(place: Path) -> Report:
     """
     path = place / REPORT_JSON if place.is_dir() else place
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, follow=path == place).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        why = "" if isinstance(error, FileNotFoundError) else f" ({reason(error)})"
         raise UsageError(
-            f"{place}: no report here", "Give a directory that `dtypedoctor run`, `exec` or `bisect` has left."
+            f"{place}: no report here{why}", "Give a directory that `dtypedoctor run`, `exec` or `bisect` has left."
         ) from error
     try:
         return from_json(text)
@@ -55,18 +57,27 @@ def read_matrix(folder: Path) -> tuple[list[MatrixRow], list[Report]] | None:
     if not path.is_file():
         return None
     try:
-        rows = read_matrix_json(path.read_text(encoding="utf-8"))
+        rows = read_matrix_json(read_file(path).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read ({error})") from error
+        raise UsageError(f"{path}: cannot be read ({reason(error)})") from error
     reports = [
-        read_report(folder / row.report) if row.report is not None else refused_report(row.scenario, row.cause)
+        _read_of_matrix(folder, row.report) if row.report is not None else refused_report(row.scenario, row.cause)
         for row in rows
     ]
     return rows, reports
 
 
+def _read_of_matrix(folder: Path, name: str) -> Report:
+    try:
+        path = inside(folder, name)
+        read_head(path, 1)  # a folder would be searched for a report of its own
+    except OSError as error:
+        raise UsageError(f"{folder / MATRIX_JSON}: its report {name!r} cannot be read ({reason(error)})") from error
+    return read_report(path)
+
+
 def _replace(path: Path, text: str) -> None:
     """Writes a file as a whole: readers see the old content or the new one, never half of it."""
     temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     temporary.replace(path)

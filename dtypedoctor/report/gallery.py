@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import inside
 from dtypedoctor.report.distil import distil
 from dtypedoctor.report.model import Outcome, Report
 from dtypedoctor.report.picture import Picture
@@ -30,14 +31,14 @@ def with_pictures(report: Report, directory: Path) -> Report:
 
 
 def _picture(directory: Path, name: str, label: str) -> Picture | None:
-    trace = _trace(directory / name)
+    trace = _trace(directory, name)
     if trace is None:
         return None
-    return distil(trace, label, ops_from=_trace(directory / CLOSER) if name == BEFORE else None)
+    return distil(trace, label, ops_from=_trace(directory, CLOSER) if name == BEFORE else None)
 
 
-def _trace(directory: Path) -> Trace | None:
+def _trace(directory: Path, name: str) -> Trace | None:
     try:
-        return read_trace(leading_directory(directory))
-    except UsageError:  # a run that was not tried, or whose trace was deleted to save space
+        return read_trace(leading_directory(inside(directory, name)))
+    except (UsageError, OSError):  # a run that was not tried, or whose trace was deleted to save space
         return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dtypedoctor.report.facts import CONFIDENCE, STATUS, ended_with
+from dtypedoctor.report.facts import CONFIDENCE, ended_with, status_word
 from dtypedoctor.report.markdown import comparison_table
 from dtypedoctor.report.markdown_text import code, details, prose, size, table
 from dtypedoctor.report.model import Report, Status
@@ -48,11 +48,11 @@ def _mark(report: Report) -> str:
 
 
 def _found(report: Report) -> str:
-    return ", ".join(finding.id for finding in report.findings[:4]) or STATUS[report.status].lower()
+    return ", ".join(finding.id for finding in report.findings[:4]) or status_word(report).lower()
 
 
 def _section(report: Report) -> str:
-    parts = [f"### {STATUS[report.status]}: {prose(report.headline, 400)}"]
+    parts = [f"### {status_word(report)}: {prose(report.headline, 400)}"]
     if ended_with(report):
         parts.append(f"Error: {code(ended_with(report), 400)}")
     if report.findings:

@@ -7,14 +7,16 @@ from dtypedoctor.dtypes import short_name
 from dtypedoctor.report.elements import Html, el, join, table
 from dtypedoctor.report.facts import (
     CONFIDENCE,
-    STATUS,
     chains,
     ended_with,
     environment_rows,
     link_dtypes,
+    measured_sentence,
     observer_sentence,
     place,
     proven_means,
+    raw_sentence,
+    status_word,
     title,
 )
 from dtypedoctor.report.first_screen import ERROR, MODULE, Fact, first_screen
@@ -22,7 +24,7 @@ from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import ABSENT, counted
 from dtypedoctor.report.remedy_lines import cures
 from dtypedoctor.report.reproduction import ELSEWHERE, reproduction_script
-from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines
+from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines, strip_title
 from dtypedoctor.report.text import one_line
 from dtypedoctor.report.what_ran import what_ran
 
@@ -33,7 +35,7 @@ _MOST_CHANGES = 300
 
 def verdict(report: Report) -> Html:
     """What failed, where, how sure, what cures it; then cause and evidence of every finding."""
-    pills = [el("span", STATUS[report.status], class_=f"pill {report.status.value}"), *_pills(report)]
+    pills = [el("span", status_word(report), class_=f"pill {report.status.value}"), *_pills(report)]
     ran = what_ran(report)
     head = el(
         "header",
@@ -145,12 +147,11 @@ def strip(report: Report) -> Html:
         [el("code", one_line(line.name)), one_line(line.dtype, 20), line.absmax, _bar(line), _note(line)]
         for line in lines
     ]
-    shown = table(
-        ["module", "dtype", "absmax", "of its range", ""], rows, "Modules around the origin, in execution order"
-    )
+    about = strip_title(report.strip).removeprefix("Magnitudes ")
+    shown = table(["module", "dtype", "absmax", "of its range", ""], rows, f"Modules {about}, in execution order")
     return el(
         "section",
-        el("h2", "Around the origin"),
+        el("h2", about[:1].upper() + about[1:]),
         shown,
         el("p", scale_caption(report.strip), class_="dim"),
         id="strip",
@@ -208,6 +209,10 @@ def _dtypes(names: Sequence[str]) -> str:
 def trust(report: Report) -> Html:
     """Observer certificate, expectation, and what was not watched."""
     parts = [el("h2", "Can this be trusted?"), el("p", observer_sentence(report.observer))]
+    if measured_sentence(report):
+        parts.append(el("p", measured_sentence(report)))
+    if raw_sentence(report):
+        parts.append(el("p", raw_sentence(report)))
     if report.expectation:
         met = {True: "met", False: "not met", None: "not judged"}[report.expectation_met]
         parts.append(el("p", el("strong", f"Expectation {met}. "), report.expectation))

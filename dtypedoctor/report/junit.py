@@ -51,7 +51,7 @@ def _suite(report: Report) -> ET.Element:
 
 def _run(report: Report) -> ET.Element:
     case = _case("run", report.before)
-    if report.status in (Status.WORKER_DIED, Status.ERROR) and report.expectation_met is not True:
+    if report.status in (Status.WORKER_DIED, Status.ERROR, Status.UNKNOWN) and report.expectation_met is not True:
         error = ET.SubElement(case, "error", type=report.status.value, message=one_line(report.headline, 500))
         error.text = paragraphs(report.headline)
     else:

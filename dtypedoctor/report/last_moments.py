@@ -27,7 +27,7 @@ def missing_end(run: Run) -> str:
     if trace.stopped is not None:
         return f"the end of the run: the recording stopped before it; the last module entered was {_where(trace) or 'none'}"
     there = (
-        f"{len(trace.samples)} measurement(s) up to step {trace.samples[-1].step}"
+        f"{len(trace.samples)} measurement(s) up to {trace.moment(trace.samples[-1].step)}"
         if trace.samples
         else "no measurement"
     )
@@ -40,7 +40,7 @@ def _where(trace: Trace) -> str:
     if cursor is None or cursor.site is None:
         return ""
     name = one_line(cursor.site.fqn or cursor.site.cls)
-    return f"{name} ({_dtypes(trace, cursor.site)}) in step {cursor.step} ({cursor.site.phase})"
+    return f"{name} ({_dtypes(trace, cursor.site)}) in {trace.moment(cursor.step)} ({cursor.site.phase})"
 
 
 def _why(run: Run) -> str:
@@ -77,7 +77,9 @@ def _raised_before(trace: Trace) -> str:
     raised = trace.last(Raised)
     if raised is None:
         return ""
-    return f"; {raised.type} was raised in step {raised.step} ({raised.phase}): {one_line(raised.message, 160)}"
+    return (
+        f"; {raised.type} was raised in {trace.moment(raised.step)} ({raised.phase}): {one_line(raised.message, 160)}"
+    )
 
 
 def _first_nonfinite(trace: Trace) -> str:
@@ -89,4 +91,4 @@ def _bad(trace: Trace) -> Iterator[str]:
         site = trace.sites[sample.site]
         if not sample.finite and site.kind in MEASURED:
             what = _KINDS.get(site.kind, "the output of")
-            yield f"; the first value that was not finite was in {what} {one_line(site.fqn or site.cls)} ({site.dtype}) in step {sample.step}"
+            yield f"; the first value that was not finite was in {what} {one_line(site.fqn or site.cls)} ({site.dtype}) in {trace.moment(sample.step)}"

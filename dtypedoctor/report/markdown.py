@@ -7,13 +7,15 @@ from dtypedoctor.report.bisection_markdown import bisection_part
 from dtypedoctor.report.comparison import Column, compare, runs
 from dtypedoctor.report.facts import (
     CONFIDENCE,
-    STATUS,
     chains,
     environment_rows,
     link_dtypes,
+    measured_sentence,
     observer_sentence,
     place,
     proven_means,
+    raw_sentence,
+    status_word,
     title,
 )
 from dtypedoctor.report.first_screen import first_screen
@@ -22,7 +24,7 @@ from dtypedoctor.report.model import Report
 from dtypedoctor.report.numbers import ABSENT, series
 from dtypedoctor.report.remedy_lines import legend, remedy_lines, which_one
 from dtypedoctor.report.reproduction import ELSEWHERE, reproduction_script
-from dtypedoctor.report.strip import scale_caption, strip_lines
+from dtypedoctor.report.strip import scale_caption, strip_lines, strip_title
 from dtypedoctor.report.what_ran import what_ran
 
 __all__ = ["LIMIT", "comparison_table", "render_markdown"]
@@ -81,7 +83,7 @@ def _columns(labels: Sequence[str], columns: Sequence[Column], room: int) -> str
 
 def _headline(report: Report, room: int) -> str:
     lines = [
-        f"## {STATUS[report.status]}: {prose(report.headline, 600)}",
+        f"## {status_word(report)}: {prose(report.headline, 600)}",
         f"Scenario {code(report.name)}{_about(report)}, diagnosed by dtypedoctor.",
     ]
     if report.findings:
@@ -199,11 +201,15 @@ def _strip(report: Report, room: int) -> str:
         for line in lines
     ]
     shown = table(["", "module", "dtype", "absmax", "of its range", ""], rows, room)
-    return f"### Magnitudes around the origin, in execution order\n\n{shown}\n\n{prose(scale_caption(report.strip))}"
+    return f"### {strip_title(report.strip)}, in execution order\n\n{shown}\n\n{prose(scale_caption(report.strip))}"
 
 
 def _trust(report: Report, room: int) -> str:
     parts = ["### Can this be trusted?", prose(observer_sentence(report.observer), 600)]
+    if measured_sentence(report):
+        parts.append(prose(measured_sentence(report), 600))
+    if raw_sentence(report):
+        parts.append(prose(raw_sentence(report), 600))
     if report.expectation:
         met = {True: "met", False: "**not met**", None: "not judged"}[report.expectation_met]
         parts.append(f"Expectation {met}: {prose(report.expectation, 600)}")

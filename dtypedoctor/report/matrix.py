@@ -8,6 +8,7 @@ from pydantic import TypeAdapter
 
 from dtypedoctor.diagnosis.finding import Confidence
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import parse_json
 from dtypedoctor.report.model import Outcome, Report, Status
 
 SCHEMA = 1
@@ -128,11 +129,11 @@ def read_matrix_json(text: str) -> list[MatrixRow]:
         UsageError: not a matrix, or one of a newer schema.
     """
     try:
-        document = json.loads(text)
+        document = parse_json(text)
         if document["schema"] > SCHEMA:
             raise UsageError(f"this matrix has schema {document['schema']}, newer than {SCHEMA}", "Update dtypedoctor.")
         return TypeAdapter(list[MatrixRow]).validate_json(json.dumps(document["rows"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError("not a matrix of dtypedoctor", "Run the scenarios again.") from error
 
 

@@ -21,6 +21,8 @@ class Status(StrEnum):
     FINDINGS = "findings"
     WORKER_DIED = "worker-died"
     ERROR = "error"
+    UNKNOWN = "unknown"
+    """Nothing was found, but what ran, or a relevant share of it, was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +49,15 @@ class Report:
     findings: tuple[Finding, ...] = ()
     trials: tuple[Trial, ...] = ()
     before: RunSummary | None = None
+    trace_usable: bool = True
+    """Whether the run left a trace in which anything could be read."""
     reference: RunSummary | None = None
     strip: tuple[StripRow, ...] = ()
     observer: Observer = field(default_factory=lambda: Observer(bitwise_equal=None, reason="not compared"))
     coverage: tuple[str, ...] = ()
     """What was not watched and why."""
+    measured: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """For each kind of thing that ran how many were measured, and how many ran."""
     bisection: Mapping[str, Any] | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     scenario: Mapping[str, Any] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """The modules around the origin of a failure, with dtype and magnitude, in execution order."""
 
-from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.ids import FAMILIES
 from dtypedoctor.diagnosis.modules import class_of, first_nonfinite, same_call
 from dtypedoctor.dtypes import headroom
 from dtypedoctor.report.model import StripRow
@@ -9,6 +10,7 @@ from dtypedoctor.trace.reader import Trace
 
 BEFORE, AFTER = 6, 4
 """How many modules are shown before and after the first one that is not finite."""
+NONFINITE = frozenset({*FAMILIES["non-finite"], "compile-only-nonfinite"})
 
 
 def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
@@ -21,6 +23,8 @@ def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
     first = first_nonfinite(trace)
     if first is None:
         return ()
+    if finding is not None and not _knows_origin(finding):
+        finding = None
     anchor = first[0]
     around = _distinct(same_call(trace, anchor), anchor)
     place = next(i for i, (s, _) in enumerate(around) if s is anchor)
@@ -30,6 +34,11 @@ def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
         at = next(i for i, (s, _) in enumerate(shown) if s is anchor)
         rows.insert(at, _origin_row(trace, finding))
     return tuple(rows)
+
+
+def _knows_origin(finding: Finding) -> bool:
+    """Whether the finding says where the value comes from; not one about something else, nor where it was only seen first."""
+    return finding.id in NONFINITE and not (finding.op is None and finding.confidence is Confidence.POSSIBLE)
 
 
 def _distinct(found: list[tuple[Sample, Site]], keep: Sample) -> list[tuple[Sample, Site]]:

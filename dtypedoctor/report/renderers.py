@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.github_summary import merge_github_summary, render_github_summary
 from dtypedoctor.report.html import render_html
 from dtypedoctor.report.junit import merge_junit, render_junit
 from dtypedoctor.report.markdown import render_markdown
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.redaction import redact
 from dtypedoctor.report.to_json import render_json
 
 __all__ = ["MERGED", "RENDERERS"]

@@ -45,8 +45,9 @@ def _running(report: Report) -> Iterator[str]:
         return
     workload = scenario.steps[0].workload
     if isinstance(workload, Script):
-        what = workload.path or f"The module {workload.module}"
-        yield f"# {one_line(what)} is not part of this report: put it here."
+        what = workload.path if workload.path != "-" else "The program on standard input"
+        if what is not None or workload.module is not None:
+            yield f"# {one_line(what or f'The module {workload.module}')} is not part of this report: put it here."
         itself = report.command and not report.command.startswith(_OWN)
         yield report.command if itself else _exec(scenario, workload)
     else:
@@ -71,5 +72,5 @@ def _exec(scenario: Scenario, script: Script) -> str:
         words += ["--watch-every", str(scenario.watch_every)]
     for remedy in scenario.remedies:
         words += ["--try", remedy]
-    words += [script.path] if script.path is not None else ["-m", str(script.module)]
+    words += ["-m", script.module] if script.module else ["-c", script.code] if script.code else [str(script.path)]
     return shlex.join([*words, *script.args])

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.files import REPORT_JSON, read_report
 from dtypedoctor.report.model import Report
@@ -44,7 +45,7 @@ def report_of(place: Path) -> Report:
 def _examined(saved: SavedRun, place: Path) -> Report:
     return build_report(
         examine(_scenario(saved, place), saved.run),
-        command=shlex.join(["dtypedoctor", *sys.argv[1:]]),
+        command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files={"before": BEFORE} if (place / BEFORE).is_dir() else {},
         next_command=f"dtypedoctor report {shlex.quote(str(place))} --format md",
     )

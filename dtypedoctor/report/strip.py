@@ -8,7 +8,7 @@ from dtypedoctor.report.model import StripRow
 from dtypedoctor.report.numbers import ABSENT, count, number
 from dtypedoctor.report.scale import fill, limit
 
-__all__ = ["StripLine", "scale_caption", "shared_prefix", "strip_lines"]
+__all__ = ["StripLine", "scale_caption", "shared_prefix", "strip_lines", "strip_title"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,13 @@ def scale_caption(rows: Sequence[StripRow]) -> str:
     limits = {short_name(row.dtype): number(limit(row.dtype)) for row in rows if limit(row.dtype) is not None}
     ends = ", ".join(f"{dtype} {largest}" for dtype, largest in limits.items())
     return f"The bar is logarithmic, from the dtype's smallest normal value to its largest ({ends or ABSENT})."
+
+
+def strip_title(rows: Sequence[StripRow]) -> str:
+    """What the strip is about: the origin only where one is known."""
+    return (
+        "Magnitudes around the origin" if any(row.is_origin for row in rows) else "Magnitudes near the first inf or NaN"
+    )
 
 
 def shared_prefix(names: list[str]) -> int:

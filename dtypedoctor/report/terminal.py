@@ -10,20 +10,22 @@ from dtypedoctor.report.bisection_terminal import bisection_part
 from dtypedoctor.report.comparison import Column, compare, runs
 from dtypedoctor.report.facts import (
     CONFIDENCE,
-    STATUS,
     chains,
     environment_rows,
     link_dtypes,
+    measured_sentence,
     observer_sentence,
     place,
     proven_means,
+    raw_sentence,
+    status_word,
     title,
 )
 from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.numbers import ABSENT, series
 from dtypedoctor.report.remedy_lines import RemedyLine, legend, remedy_lines, which_one
-from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines
+from dtypedoctor.report.strip import StripLine, scale_caption, strip_lines, strip_title
 from dtypedoctor.report.terminal_page import Page
 from dtypedoctor.report.text import fold, one_line
 from dtypedoctor.report.what_ran import what_ran
@@ -67,13 +69,13 @@ def render_terminal(report: Report, console: Console) -> None:
     _certificates(page, report)
     if report.next_command:
         page.heading("Next")
-        page.line(report.next_command, style="bold", indent=2)
+        page.command(report.next_command)
 
 
 def _headline(page: Page, report: Report) -> None:
     """The first screen: the verdict, what ran, and a reader's first questions."""
     style = "bold green" if report.status is Status.HEALTHY else "bold red"
-    page.line(f"{STATUS[report.status]}: {one_line(report.headline, 600)}", style=style)
+    page.line(f"{status_word(report)}: {one_line(report.headline, 600)}", style=style)
     ran = what_ran(report)
     page.line(f"scenario {one_line(report.name)}" + (f": {ran}" if ran else ""), style="dim")
     facts = first_screen(report)
@@ -89,7 +91,7 @@ def _strip(page: Page, report: Report) -> None:
     lines = strip_lines(report.strip)
     if not lines:
         return
-    page.heading("Magnitudes around the origin, in execution order")
+    page.heading(f"{strip_title(report.strip)}, in execution order")
     names = max(20, page.width - 54)
     rows = [_strip_row(page, line, names) for line in lines]
     page.table(rows, ["", "module", "dtype", "absmax", "of its range", ""])
@@ -192,6 +194,10 @@ def _certificates(page: Page, report: Report) -> None:
         page.line(f"{met}: {report.expectation}", indent=2)
     page.heading("Can this be trusted?")
     page.line(observer_sentence(report.observer), indent=2)
+    if measured_sentence(report):
+        page.line(measured_sentence(report), indent=2)
+    if raw_sentence(report):
+        page.line(raw_sentence(report), indent=2)
     page.bullets("not watched", report.coverage)
     environment = [f"{name.rpartition('.')[2]} {value}" for name, value in environment_rows(report.environment)]
     if environment:

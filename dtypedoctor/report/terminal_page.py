@@ -33,6 +33,10 @@ class Page:
         """A line or a paragraph."""
         self._console.print(Padding(self.text(text, style), (0, 0, 0, indent), expand=False), highlight=False)
 
+    def command(self, text: str) -> None:
+        """A command to be typed next: on one line whatever the width, so that it can be copied."""
+        self._console.print(Text("  ").append_text(self.text(text, "bold")), highlight=False, soft_wrap=True)
+
     def gap(self) -> None:
         """An empty line."""
         self._console.print()

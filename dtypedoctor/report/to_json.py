@@ -1,6 +1,5 @@
 """``report.json``: the contract that scripts lean on, written and read."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -8,7 +7,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from dtypedoctor import unpatched
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import parse_json
 from dtypedoctor.report.model import SCHEMA, Report, Trial
 
 __all__ = ["from_json", "plain", "render_json"]
@@ -22,7 +23,7 @@ def render_json(report: Report) -> str:
     NaN and inf, which JSON cannot hold, become null. Every trial carries ``steps_completed``, ``loss`` and ``grad_norm``
     of its run beside ``run`` itself, so that a script need not care whether the run exists.
     """
-    return json.dumps(_document(report), indent=2, allow_nan=False) + "\n"
+    return unpatched.to_json(_document(report), indented=True) + "\n"
 
 
 def from_json(text: str) -> Report:
@@ -32,8 +33,8 @@ def from_json(text: str) -> Report:
         UsageError: not JSON, not a report, a field missing or of the wrong type, or a newer schema.
     """
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(text)
+    except ValueError as error:
         raise UsageError(f"not a report: {error}", _HINT) from error
     schema = document.get("schema") if isinstance(document, dict) else None
     if not isinstance(schema, int):

@@ -1,6 +1,7 @@
 """What happens first in a worker process, before anything heavy. Imported by doctor and worker, so it imports no torch."""
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Mapping
@@ -54,8 +55,8 @@ def _set_apart(directory: str) -> Path:
 
 
 def redirect(path: Path, descriptor: int) -> None:
-    """Lets what is written to ``descriptor`` go to the end of ``path``."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    """Lets what is written to ``descriptor`` go to the end of ``path``, which is the user's alone: it is raw."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(handle, descriptor)
     os.close(handle)
 
@@ -68,6 +69,6 @@ def _leave_with_the_doctor() -> None:
 
     def wait() -> None:
         parent.join()
-        os._exit(1)
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # and with it what it has started itself
 
     threading.Thread(target=wait, daemon=True, name="dtypedoctor-parent").start()

@@ -1,26 +1,29 @@
 """Runs a Python script in a fresh interpreter, as somebody else would."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 __all__ = ["run_clean"]
 
+_RUN = """
+import runpy, sys
+sys.path.append(sys.argv.pop())
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 
 def run_clean(script: Path, time_limit: float) -> tuple[int, str, str]:
-    """Runs ``script`` in its own directory; modules of the present directory can be imported, nothing else is passed on.
+    """Runs ``script`` in its own directory; modules of the present directory can be imported where no other has their name.
 
     Returns:
         The exit status (minus the signal that ended it, -1 at the time limit), its output, and what it wrote of errors.
     """
-    paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     try:
         done = subprocess.run(
-            [sys.executable, script.name],
+            [sys.executable, "-P", "-c", _RUN, script.name, str(Path.cwd())],
             cwd=script.parent,
-            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

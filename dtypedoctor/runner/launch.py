@@ -5,30 +5,35 @@ a run starts in milliseconds instead of seconds. The server never touches CUDA.
 """
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from multiprocessing import forkserver
+from dataclasses import asdict, dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Self
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.redaction.messages import elided
+from dtypedoctor.redaction.process import masked
+from dtypedoctor.redaction.request_file import forget_request, write_request_file
 from dtypedoctor.runner.child import PRELOAD, STDERR, begin, begin_warm
 from dtypedoctor.runner.directories import make_directory
-from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Refused
 from dtypedoctor.trace.reader import Trace, read_trace
 from dtypedoctor.trace.steps import steps_by_call
 from dtypedoctor.trace.writer import EVENTS
+from dtypedoctor.unpatched import to_json
 
 EXIT = "exit.json"
+_SAFE_PATH = "PYTHONSAFEPATH"
+_LONGEST_LINE = 5000
 POLL_SECONDS = 0.05
 
 
@@ -41,12 +46,15 @@ class WorkerExit:
         timed_out: whether the doctor stopped it at its time limit.
         seconds: wall-clock time from start to end.
         unknown: whether nobody was there to see it.
+        asked_to_end: the signal that asked it to end and came by way of the doctor; 0 where none did. It may have heeded it in
+            its own time and with any status.
     """
 
     code: int
     timed_out: bool
     seconds: float
     unknown: bool = False
+    asked_to_end: int = 0
 
     def describe(self) -> str:
         """How it ended, in words."""
@@ -72,6 +80,9 @@ class Run:
         foreign: whether it ran a user's script, which may leave with any status, or without a word by ``os._exit``.
         rank: which process of several it is; None where there is one only.
         ranks: all of them, this one included, in order.
+        children: by number the processes that a script has spawned.
+        spawned: which of those it is; None where it is the script's own.
+        others: the other processes of the same script, where one of them stands for all.
     """
 
     trace: Trace
@@ -80,6 +91,14 @@ class Run:
     foreign: bool = False
     rank: int | None = None
     ranks: "tuple[Run, ...]" = ()
+    children: "Mapping[int, Run]" = field(default_factory=dict)
+    spawned: int | None = None
+    others: "tuple[Run, ...]" = ()
+
+    @property
+    def processes(self) -> "tuple[Run, ...]":
+        """All processes of the same program, this one included."""
+        return self.ranks or (self, *self.others)
 
     @property
     def died(self) -> bool:
@@ -96,7 +115,7 @@ class Run:
         except OSError:
             lines = []
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return self.exit.describe() + (f": {last[:200]}" if last else "")
+        return self.exit.describe() + (f": {masked(elided(last[:_LONGEST_LINE]))[:200]}" if last else "")
 
 
 Progress = Callable[[Path], None]
@@ -118,8 +137,12 @@ class Launcher:
 
     def __enter__(self) -> Self:
         self._context.set_forkserver_preload([PRELOAD, __name__])
-        with _streams_to(self._log):
-            forkserver.ensure_running()
+        try:
+            with _streams_to(self._log), _safe_path():
+                resource_tracker.ensure_running()
+                forkserver.ensure_running()
+        except OSError as error:
+            raise UsageError(f"{self._log}: cannot be written ({error.strerror})", "Give another --out.") from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -154,7 +177,8 @@ class Launcher:
         make_directory(directory)
         write_request(directory, request)
         process = self._context.Process(target=begin, args=(str(directory), dict(environment or {})), daemon=False)
-        process.start()
+        with _safe_path():
+            process.start()
         return StartedWorker(process, directory, request.scenario.time_limit)
 
     def start_warm(self, request: Request, directory: Path) -> "tuple[ForkServerProcess, Connection]":
@@ -167,7 +191,8 @@ class Launcher:
         write_request(directory, request)
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=begin_warm, args=(str(directory), theirs), daemon=False)
-        process.start()
+        with _safe_path():
+            process.start()
         theirs.close()
         return process, ours
 
@@ -212,7 +237,7 @@ def write_request(directory: Path, request: Request) -> None:
         UsageError: it cannot be written.
     """
     try:
-        (directory / REQUEST).write_text(request.model_dump_json(), encoding="utf-8")
+        write_request_file(directory, request.model_dump_json())
     except OSError as error:
         raise UsageError(f"{directory}: cannot be written ({error.strerror})", "Give another --out.") from error
 
@@ -223,8 +248,9 @@ def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run
     Raises:
         UsageError: the worker says that what it was asked for cannot be run at all.
     """
+    forget_request(directory)
     with contextlib.suppress(OSError):  # a full disk, or the directory is gone: what is known is told all the same
-        (directory / EXIT).write_text(json.dumps(asdict(ended)), encoding="utf-8")
+        (directory / EXIT).write_text(to_json(asdict(ended)), encoding="utf-8")
     trace = _trace(directory)
     run = Run(trace=steps_by_call(trace) if foreign else trace, exit=ended, directory=directory, foreign=foreign)
     refused = run.trace.last(Refused)
@@ -235,8 +261,18 @@ def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run
 
 def _trace(directory: Path) -> Trace:
     if not (directory / EVENTS).exists():
-        return Trace(records=(), samples=(), sites={}, damage=(f"there is none in {directory}",))
-    return read_trace(directory)
+        return _nothing(f"there is none in {directory}")
+    try:
+        return read_trace(directory)
+    except (
+        UsageError,
+        OSError,
+    ) as error:  # something has gone over it: that must not cost what else is known of the run
+        return _nothing(f"it cannot be read: {error}")
+
+
+def _nothing(why: str) -> Trace:
+    return Trace(records=(), samples=(), sites={}, damage=(why,))
 
 
 def _stop(process: ForkServerProcess) -> None:
@@ -248,6 +284,20 @@ def _stop(process: ForkServerProcess) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
     process.join()
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Lets interpreters that are started inside import nothing from the working directory: multiprocessing starts them by ``-c``."""
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
 
 
 @contextlib.contextmanager

@@ -1,12 +1,12 @@
 """Opens a run that lies on disk, whoever made it and whenever."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import EmptyTraceError, UsageError
+from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file
 from dtypedoctor.runner.child import STDERR
 from dtypedoctor.runner.launch import EXIT, Run, WorkerExit
 from dtypedoctor.scenario.request import REQUEST
@@ -65,10 +65,10 @@ def _died_at_once(directory: Path) -> EmptyTraceError:
 
 
 def _trace_directory(place: Path) -> Path:
-    for directory in map(leading_directory, (place, place / BEFORE)):
+    for directory in map(leading_directory, (place, *([place / BEFORE] if is_real_directory(place / BEFORE) else []))):
         if (directory / EVENTS).is_file():
             return directory
-        if (directory / REQUEST).is_file():
+        if (directory / REQUEST).is_file() and not (directory / EVENTS).exists():
             raise _died_at_once(directory)
     if not place.exists():
         raise UsageError(f"{place}: no such directory", "Give a directory that a run has left.")
@@ -101,7 +101,7 @@ def _is_script(scenario: Any) -> bool:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # what lies beside a trace is a help, never a condition
+        found = parse_json(read_file(path))
+    except (OSError, ValueError):  # what lies beside a trace is a help, never a condition
         return {}
     return found if isinstance(found, dict) else {}

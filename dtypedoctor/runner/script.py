@@ -6,24 +6,27 @@ working directory and standard input. It has a process group of its own, so that
 
 import contextlib
 import os
-import signal
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from dtypedoctor.runner.directories import make_directory
+from dtypedoctor.runner.ending import end
+from dtypedoctor.runner.guardian import Guardian
 from dtypedoctor.runner.launch import Run, WorkerExit, collect, write_request
+from dtypedoctor.runner.signals import PassedOn
 from dtypedoctor.runner.streams import Streams
 from dtypedoctor.runner.terminal import Foreground
+from dtypedoctor.scenario.model import Script
 from dtypedoctor.scenario.request import Request
+from dtypedoctor.trace.ranks import child_directories
 
 BOOT = Path(__file__).resolve().parents[1] / "worker" / "boot.py"
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LONGEST_WAIT = 0.5
 
 
@@ -40,8 +43,12 @@ def run_script(request: Request, directory: Path, *, live: bool) -> Run:
     make_directory(directory)
     write_request(directory, request)
     command = [sys.executable, str(BOOT), str(directory.resolve())]
-    ended = run_process(command, directory, live=live, time_limit=request.scenario.time_limit)
-    return collect(directory, ended, foreign=True)
+    workload = request.scenario.steps[0].workload
+    read_up = isinstance(workload, Script) and workload.path == "-"  # the program itself has come from there
+    ended = run_process(command, directory, live=live, time_limit=request.scenario.time_limit, stdin_is_read=read_up)
+    own = collect(directory, ended, foreign=True)
+    spawned = child_directories(directory)
+    return replace(own, children={number: collect(place, ended, foreign=True) for number, place in spawned.items()})
 
 
 def run_process(
@@ -51,8 +58,12 @@ def run_process(
     live: bool,
     time_limit: float,
     meanwhile: Callable[[], None] = lambda: None,
+    ranks: Sequence[Path] = (),
+    stdin_is_read: bool = False,
 ) -> WorkerExit:
     """Runs a command in a process group of its own until it ends or its time limit is over.
+
+    Signals that this process is sent go to the command. If this process is killed, the command is.
 
     Args:
         command: the program and its arguments.
@@ -60,62 +71,53 @@ def run_process(
         live: see :func:`run_script`.
         time_limit: seconds.
         meanwhile: called now and then while it runs.
+        stdin_is_read: standard input has been read to its end, and is not begun again.
+        ranks: directories of the processes that it starts itself, whose output is shown and kept as well.
     """
     began = time.monotonic()
-    with Streams(directory, live=live) as streams:
-        with streams.ends() as (out, err), _standard_input(live) as given:
+    with Streams(directory, live=live, ranks=ranks) as streams, PassedOn(streams.resize) as signals:
+        with streams.ends() as (out, err), _standard_input(live, again=not stdin_is_read) as given:
             process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, process_group=0)
-        with _forwarding(process), Foreground(process) if live else nullcontext() as foreground:
-            timed_out = not _wait(process, streams, began + time_limit, foreground, meanwhile)
+        with Guardian(process), Foreground(process) if live else nullcontext() as foreground:
+            signals.to(process)
+            timed_out = not _wait(
+                process, streams, began + time_limit, lambda: signals.stop_together(foreground), meanwhile
+            )
         streams.show_rest()
-    return WorkerExit(code=process.wait(), timed_out=timed_out, seconds=time.monotonic() - began)
+    return WorkerExit(
+        code=process.wait(),
+        timed_out=timed_out,
+        seconds=time.monotonic() - began,
+        asked_to_end=signals.asked_to_end,
+    )
 
 
 @contextlib.contextmanager
-def _standard_input(live: bool) -> Iterator[int | None]:
+def _standard_input(live: bool, *, again: bool) -> Iterator[int | None]:
     if live:
         yield None  # the same as this process's
-    elif stat.S_ISREG(os.fstat(0).st_mode):
-        with open("/proc/self/fd/0", "rb") as again:  # opened anew, so it begins at the beginning
-            yield again.fileno()
+    elif again and stat.S_ISREG(os.fstat(0).st_mode):
+        with open("/proc/self/fd/0", "rb") as anew:  # so it begins at the beginning
+            yield anew.fileno()
     else:
         yield subprocess.DEVNULL
 
 
-def _wait(process: "subprocess.Popen[bytes]", streams: Streams, deadline: float, foreground: Foreground | None,
-          meanwhile: Callable[[], None]) -> bool:  # fmt: skip
+def _wait(
+    process: "subprocess.Popen[bytes]", streams: Streams, deadline: float, *meanwhile: Callable[[], None]
+) -> bool:
     """Waits for the process, showing what it writes; False if it had to be stopped at its time limit."""
     ended = os.pidfd_open(process.pid)
     try:
         while process.poll() is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                os.killpg(process.pid, signal.SIGKILL)
+                end(process.pid)
                 process.wait()
                 return False
             streams.show(min(left, LONGEST_WAIT), ended)
-            if foreground is not None:
-                foreground.stop_with_it()
-            meanwhile()
+            for act in meanwhile:
+                act()
     finally:
         os.close(ended)
     return True
-
-
-@contextlib.contextmanager
-def _forwarding(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Signals that mean the script are sent on to it: Ctrl-C to its whole group, as a terminal does."""
-
-    def forward(number: int, _: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if number == signal.SIGINT:
-                os.killpg(process.pid, number)
-            else:
-                process.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,41 +1,67 @@
-"""Shows what a process writes while it writes it, and keeps it in files."""
+"""Shows what processes write while they write it, and keeps the beginning and the end of it in files."""
 
 import contextlib
+import json
 import os
+import select
 import selectors
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Self
 
 from dtypedoctor.runner.child import STDERR, STDOUT
+from dtypedoctor.runner.kept import KeptOutput
 from dtypedoctor.runner.terminal import copy_size, imitation
+from dtypedoctor.trace.ranks import STREAMS
 
 CHUNK = 65536
+
+_COPY = """
+import os
+os.set_blocking(0, True)
+try:
+    while chunk := os.read(0, 65536):
+        while chunk:
+            chunk = chunk[os.write(1, chunk):]
+except OSError:
+    pass
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pipe:
     source: int
-    kept: BinaryIO
-    shown: int
+    end: int
+    kept: KeptOutput
+    shown: int | None
     terminal: bool
 
 
 class Streams:
-    """Standard output and error of a process that is about to be started. Use as a context manager.
+    """Standard output and error of processes that are about to be started. Use as a context manager.
 
     Args:
-        directory: where ``stdout.txt`` and ``stderr.txt`` are written.
+        directory: where ``stdout.txt`` and ``stderr.txt`` of the process are written.
         live: whether what is written is also shown on this process's own output and error, as it comes.
+        ranks: directories for those of the processes that the process will start; there they find where to write to.
+
+    Raises:
+        OSError: a file cannot be created.
     """
 
-    def __init__(self, directory: Path, *, live: bool) -> None:
-        self._kept = [(directory / name).open("xb", buffering=0) for name in (STDOUT, STDERR)]
-        self._pipes = [_pipe(kept, shown) for shown, kept in enumerate(self._kept, start=1)] if live else []
+    def __init__(self, directory: Path, *, live: bool, ranks: Sequence[Path] = ()) -> None:
         self._selector = selectors.DefaultSelector()
         self._full = False
+        self._kept: list[KeptOutput] = []
+        self._pipes = self._of(directory, live=live)
+        self._of_ranks = []
+        for place in ranks:
+            pair = self._of(place, live=live)
+            self._of_ranks += pair
+            (place / STREAMS).write_text(json.dumps([_address(pipe) for pipe in pair]), encoding="utf-8")
 
     def __enter__(self) -> Self:
         return self
@@ -43,6 +69,7 @@ class Streams:
     def __exit__(self, *_: object) -> None:
         for key in list(self._selector.get_map().values()):
             self._close(key.data)
+        self._close_ends()
         self._selector.close()
         for kept in self._kept:
             kept.close()
@@ -50,24 +77,17 @@ class Streams:
     @contextlib.contextmanager
     def ends(self) -> Iterator[tuple[int, int]]:
         """The descriptors that the process is to get as its output and error; inside, it has to be started."""
-        if not self._pipes:
-            yield self._kept[0].fileno(), self._kept[1].fileno()
-            return
-        pipes, ends = zip(*self._pipes, strict=True)
-        self._pipes = []
-        for pipe in pipes:
-            self._selector.register(pipe.source, selectors.EVENT_READ, pipe)
+        out, err = self._pipes
         try:
-            yield ends
+            yield out.end, err.end
         finally:
-            for end in ends:
-                os.close(end)
+            self._pipes = []
+            for pipe in (out, err):
+                os.close(pipe.end)
 
     def show(self, seconds: float, wake: int) -> None:
         """Shows what comes in until ``seconds`` have passed or the descriptor ``wake`` is readable."""
-        for key in list(self._selector.get_map().values()):
-            if key.data.terminal:
-                copy_size(key.data.shown, key.data.source)
+        self.resize()
         self._selector.register(wake, selectors.EVENT_READ)
         try:
             for key, _ in self._selector.select(seconds):
@@ -76,11 +96,29 @@ class Streams:
         finally:
             self._selector.unregister(wake)
 
+    def resize(self) -> None:
+        """Makes the terminals that the processes see as large as the real one."""
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None and key.data.terminal:
+                copy_size(key.data.shown, key.data.source)
+
     def show_rest(self) -> None:
-        """Shows what is still in the pipes. What other processes write to them later is lost, as they are left behind."""
+        """Shows what is still in the pipes. Processes that the script has left behind go on writing to where they wrote before."""
+        self._close_ends()
         for key in list(self._selector.get_map().values()):
             while self._move(key.data):
                 pass
+        for key in list(self._selector.get_map().values()):
+            _hand_over(key.data)
+            self._close(key.data)
+
+    def _of(self, directory: Path, *, live: bool) -> list[_Pipe]:
+        pipes = []
+        for number, name in enumerate((STDOUT, STDERR), start=1):
+            self._kept.append(KeptOutput(directory / name))
+            pipes.append(_pipe(self._kept[-1], number if live else None))
+            self._selector.register(pipes[-1].source, selectors.EVENT_READ, pipes[-1])
+        return pipes
 
     def _move(self, pipe: _Pipe) -> bool:
         """Passes one chunk on; False at the end of the stream, or if there is nothing at the moment."""
@@ -95,7 +133,8 @@ class Streams:
             return False
         self._keep(pipe, chunk)
         try:
-            _write_all(pipe.shown, chunk)
+            if pipe.shown is not None:
+                _write_all(pipe.shown, chunk)
         except OSError:  # our reader has gone, so the script's has: it learns that the same way
             self._close(pipe)
             return False
@@ -115,15 +154,41 @@ class Streams:
         self._selector.unregister(pipe.source)
         os.close(pipe.source)
 
+    def _close_ends(self) -> None:
+        """The ends that this process holds for others; whoever wants one has opened it by now."""
+        for pipe in (*self._pipes, *self._of_ranks):
+            os.close(pipe.end)
+        self._pipes, self._of_ranks = [], []
 
-def _pipe(kept: BinaryIO, shown: int) -> tuple[_Pipe, int]:
-    terminal = os.isatty(shown)
-    source, end = imitation(shown) if terminal else os.pipe()
+
+def _pipe(kept: KeptOutput, shown: int | None) -> _Pipe:
+    terminal = shown is not None and os.isatty(shown)
+    source, end = imitation(shown) if shown is not None and terminal else os.pipe()
     os.set_blocking(source, False)
-    return _Pipe(source, kept, shown, terminal), end
+    return _Pipe(source, end, kept, shown, terminal)
+
+
+def _address(pipe: _Pipe) -> str:
+    """The path by which a process of the same user opens the end of a pipe for itself, as long as this process holds it."""
+    return os.ttyname(pipe.end) if pipe.terminal else f"/proc/{os.getpid()}/fd/{pipe.end}"
+
+
+def _hand_over(pipe: _Pipe) -> None:
+    """Leaves a pipe to a process that ends with it: closed, it would end a server that the script has started and left."""
+    with contextlib.suppress(OSError):
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _COPY],
+            stdin=pipe.source,
+            stdout=pipe.shown if pipe.shown is not None else subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(descriptor, view) :]
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:  # somebody has made it so; all that means is that its reader is slow
+            select.select([], [descriptor], [])

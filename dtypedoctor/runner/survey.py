@@ -1,6 +1,7 @@
 """Has the machine described by a process that may import torch."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,12 @@ def survey() -> dict[str, Any]:
         with log.open("wb") as streams:
             try:
                 code = subprocess.run(
-                    command, stdout=streams, stderr=streams, timeout=_TIME_LIMIT, check=False
+                    command,
+                    stdout=streams,
+                    stderr=streams,
+                    timeout=_TIME_LIMIT,
+                    check=False,
+                    env=os.environ | {"PYTHONSAFEPATH": "1"},  # torch's own tool starts `python -m pip`
                 ).returncode
             except subprocess.TimeoutExpired:
                 code = None

@@ -45,31 +45,29 @@ class Foreground:
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
-        self._ours = _is_ours()
+        self.is_ours = _is_ours()
+        """Whether there is a terminal to give."""
 
     def __enter__(self) -> Self:
-        self._give(self._process.pid)
+        self.give()
+        if self.is_ours:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGCONT)  # it may have been stopped for reading too early
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._give(os.getpgrp())
+        self.take_back()
 
-    def stop_with_it(self) -> None:
-        """Stops this process where the other one has been stopped (Ctrl-Z), and both go on together."""
-        if not self._ours or not self._is_stopped():
-            return
-        self._give(os.getpgrp())
-        os.kill(os.getpid(), signal.SIGSTOP)  # here the shell takes over, until it says `fg`
+    def give(self) -> None:
+        """The process's group has the terminal from now on."""
         self._give(self._process.pid)
 
-    def _is_stopped(self) -> bool:
-        try:
-            return os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG) is not None
-        except ChildProcessError:  # it has ended
-            return False
+    def take_back(self) -> None:
+        """This process's group has it again."""
+        self._give(os.getpgrp())
 
     def _give(self, group: int) -> None:
-        if not self._ours:
+        if not self.is_ours:
             return
         before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a background process is stopped for asking
         try:
@@ -77,9 +75,6 @@ class Foreground:
                 os.tcsetpgrp(STDIN, group)
         finally:
             signal.signal(signal.SIGTTOU, before)
-        if group != os.getpgrp():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGCONT)  # it may have been stopped for reading too early
 
 
 def _is_ours() -> bool:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.runner.child import STDERR, STDOUT
+from dtypedoctor.redaction.request_file import write_request_file
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.launch import Progress, Run, WorkerExit, collect
 from dtypedoctor.runner.script import BOOT, run_process
 from dtypedoctor.scenario.model import Script
-from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.ranks import lead, rank_directory
 
 __all__ = ["led_by", "run_ranks"]
@@ -22,9 +22,6 @@ FAILURES = "failures.json"
 LOGS = "torchrun"
 """Folder of torchrun's own logs."""
 
-_KEPT, _SHOWN = "--redirects", "--tee"
-_BOTH_STREAMS = "3"
-
 
 def run_ranks(request: Request, directory: Path, *, live: bool, progress: Progress = lambda _: None) -> Run:
     """Runs ``request`` in as many processes as its scenario says, on this machine.
@@ -32,7 +29,7 @@ def run_ranks(request: Request, directory: Path, *, live: bool, progress: Progre
     Args:
         request: what each of them is to do.
         directory: holds afterwards a directory for each rank, and what torchrun itself printed; must not exist yet.
-        live: show what the processes write, each line with the rank that wrote it.
+        live: show what the processes write, as it comes.
         progress: called now and then, while they run, with the directory of rank 0.
 
     Returns:
@@ -47,13 +44,17 @@ def run_ranks(request: Request, directory: Path, *, live: bool, progress: Progre
     for rank in range(count):
         place = rank_directory(directory, rank)
         place.mkdir()
-        (place / REQUEST).write_text(_for_rank(request, rank).model_dump_json(), encoding="utf-8")
-    command = [sys.executable, "-P", *_torchrun(directory.resolve(), count, live=live)]
-    first = rank_directory(directory, 0)
+        write_request_file(place, _for_rank(request, rank).model_dump_json())
+    command = [sys.executable, "-P", *_torchrun(directory.resolve(), count)]
+    places = [rank_directory(directory, rank) for rank in range(count)]
     ended = run_process(
-        command, directory, live=live, time_limit=request.scenario.time_limit, meanwhile=lambda: progress(first)
+        command,
+        directory,
+        live=live,
+        time_limit=request.scenario.time_limit,
+        meanwhile=lambda: progress(places[0]),
+        ranks=places,
     )
-    _sort_streams(directory, count)
     failures = _failures(directory)
     foreign = isinstance(request.scenario.steps[0].workload, Script)
     runs = [_collect(directory, rank, ended, failures, foreign=foreign) for rank in range(count)]
@@ -67,14 +68,13 @@ def led_by(ranks: tuple[Run, ...], rank: int) -> Run:
     return replace(ranks[rank], ranks=ranks)
 
 
-def _torchrun(directory: Path, count: int, *, live: bool) -> list[str]:
+def _torchrun(directory: Path, count: int) -> list[str]:
     return [
         str(ELASTIC),
         str(directory / FAILURES),
         "--standalone",
         f"--nproc-per-node={count}",
         f"--log-dir={directory / LOGS}",
-        f"{_SHOWN if live else _KEPT}={_BOTH_STREAMS}",
         str(BOOT),
         "--rank",
         str(directory),
@@ -86,15 +86,6 @@ def _for_rank(request: Request, rank: int) -> Request:
     if request.repeats is None:
         return request
     return request.model_copy(update={"repeats": str(rank_directory(Path("..") / request.repeats, rank))})
-
-
-def _sort_streams(directory: Path, count: int) -> None:
-    """Puts what torchrun kept of each process's output beside its trace."""
-    for rank in range(count):
-        for name, kept in ((STDOUT, "stdout.log"), (STDERR, "stderr.log")):
-            found = sorted((directory / LOGS).glob(f"*/attempt_0/{rank}/{kept}"))
-            if found:
-                found[0].replace(rank_directory(directory, rank) / name)
 
 
 def _failures(directory: Path) -> dict[int, dict[str, Any]]:

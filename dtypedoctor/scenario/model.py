@@ -163,12 +163,14 @@ class Script(Strict):
     kind: Literal["script"] = Field(description="Chooses this workload.")
     path: str | None = Field(default=None, description="Path of the script.")
     module: str | None = Field(default=None, description="Dotted module name, as `python -m`.")
+    code: str | None = Field(default=None, description='Source text, as `python -c`; with `path: "-"`, as `python -`.')
     args: list[str] = Field(default_factory=list, description="Arguments of the script.")
 
     @model_validator(mode="after")
     def _one_target(self) -> Self:
-        if (self.path is None) == (self.module is None):
-            raise ValueError("give either path or module")
+        given = [self.path is not None, self.module is not None, self.code is not None]
+        if sum(given) != 1 and not (self.path == "-" and self.module is None):
+            raise ValueError("give either path, module or code")
         return self
 
 

@@ -3,10 +3,11 @@
 Writing to it takes no system call and no space on the disk, so it tells of what happened when nothing else could be written.
 """
 
-import mmap
+import ctypes
+import os
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
     "CURSOR",
@@ -31,6 +32,13 @@ _ENTERED = struct.Struct("<QI")
 """Collectives that were entered, magic."""
 _ENTERED_AT = 128
 _PAGE = 4096
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_READ_WRITE, _SHARED = 3, 1
+_FAILED = ctypes.c_void_p(-1).value
 
 
 class Stopped(NamedTuple):
@@ -63,13 +71,18 @@ class CursorPage:
     """
 
     def __init__(self, path: Path | None) -> None:
+        self._mapped = 0
+        self._page: Any = bytearray(_PAGE)
         if path is None:
-            self._page = mmap.mmap(-1, _PAGE)
             return
-        with path.open("xb+", buffering=0) as file:
-            if file.write(bytes(_PAGE)) != _PAGE:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            if os.write(descriptor, bytes(_PAGE)) != _PAGE:
                 raise OSError(28, "No space left on device")
-            self._page = mmap.mmap(file.fileno(), _PAGE)
+            self._mapped = _mapped(descriptor)
+        finally:
+            os.close(descriptor)
+        self._page = (ctypes.c_char * _PAGE).from_address(self._mapped)
 
     @classmethod
     def memory_only(cls) -> "CursorPage":
@@ -89,8 +102,27 @@ class CursorPage:
         _ENTERED.pack_into(self._page, _ENTERED_AT, collectives, CURSOR_MAGIC)
 
     def close(self) -> None:
-        """Lets go of the page."""
-        self._page.close()
+        """Lets go of the page; what is noted from now on goes nowhere."""
+        self._page = bytearray(_PAGE)
+        mapped, self._mapped = self._mapped, 0
+        if mapped:
+            _libc.munmap(mapped, _PAGE)
+
+
+def _mapped(descriptor: int) -> int:
+    """Address of the first page of a file, shared with it.
+
+    Python's ``mmap`` keeps a descriptor until it is closed (before 3.13 always): a program that closes all descriptors would
+    then have its own file closed by it.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    address: int | None = _libc.mmap(None, _PAGE, _READ_WRITE, _SHARED, descriptor, 0)
+    if address in (None, _FAILED):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    assert address is not None
+    return address
 
 
 def read_mark(data: bytes) -> Mark | None:

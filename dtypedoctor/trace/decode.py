@@ -5,11 +5,11 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any, NoReturn, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from dtypedoctor.trace.events import Op, TensorNote
 
-__all__ = ["LARGEST", "decode", "refuse_constant"]
+__all__ = ["LARGEST", "decode"]
 
 LARGEST = 2**63
 """No count, number or size in a trace reaches this."""
@@ -37,15 +37,6 @@ def decode(kind: type[Any], value: Mapping[str, Any]) -> Any:
         elif empty is not None:
             arguments[name] = empty()
     return kind(**arguments)
-
-
-def refuse_constant(name: str) -> NoReturn:
-    """Refuses ``NaN`` and ``Infinity``, which Python's JSON reads and the format does not have.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(name)
 
 
 def _nested(notes: Any) -> list[Any]:

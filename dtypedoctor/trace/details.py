@@ -79,7 +79,7 @@ class DetailFiles:
         self._closed: deque[tuple[int, Path, Lines]] = deque()
         self._kept = 0
         self._folded = Folded()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come here again
 
     def at(self, step: int, call: int) -> None:
         """Something of this step and outermost call is about to be written.
@@ -115,12 +115,13 @@ class DetailFiles:
 
     def _rotate(self) -> None:
         path = self._directory / f"detail-{self.number + 1:06d}.jsonl"
-        before, self.current = self.current, Lines(path)  # another thread may still be writing to the one before
-        if self.number:
-            self._closed.append((self.number, _counted(self._path, before), before))
-        self._path = path
-        self.number += 1
+        after = Lines(path, anew=True)  # an interruption may have left an empty one
+        before, self.current = self.current, after  # another thread may still be writing to the one before
+        number, self.number = self.number, self.number + 1
+        path_before, self._path = self._path, path
         self._limit = Sizes.file
+        if number:
+            self._closed.append((number, _counted(path_before, before), before))
         while len(self._closed) > Sizes.last:
             number, path, lines = self._closed.popleft()
             lines.close()
@@ -147,4 +148,6 @@ def _counted(path: Path, lines: Lines) -> Path:
     Raises:
         OSError: it cannot be renamed.
     """
-    return path.rename(path.with_suffix(f".{lines.whole}.jsonl"))
+    counted = path.rename(path.with_suffix(f".{lines.whole}.jsonl"))
+    lines.moved(counted)
+    return counted

@@ -89,8 +89,10 @@ class ParameterNote:
 class Site:
     """A place where tensors are measured, described once and referred to by ``id`` in samples.
 
-    ``kind`` is ``output``, ``input``, ``grad_output`` (gradient of a module output), ``grad`` (gradient of a parameter)
-    or ``param`` (a parameter after the optimizer step). ``index`` is the path inside a structured output (``""`` for a
+    ``kind`` is ``output``, ``input``, ``grad_output`` (gradient of a module output), ``grad`` (gradient of a parameter, as an
+    optimizer step finds it), ``accumulated`` (gradient of a tensor, as a backward pass leaves it), ``param`` (a parameter after
+    the optimizer step), ``initial`` (a parameter before the first one) or ``operator`` (result of an operator outside of all
+    modules; ``fqn`` is its name and line). ``index`` is the path inside a structured output (``""`` for a
     plain tensor). ``autocast`` is the enabled autocast dtype of the tensor's device, or None.
     """
 
@@ -153,7 +155,8 @@ class TensorNote:
     ``id`` is equal for two notes exactly when they are the same tensor in the same version within one op trace.
     ``name`` is the parameter, buffer, plain attribute or model input whose memory it is (whole, perhaps transposed), where
     known, and ``origin`` says which: ``parameter`` ``buffer`` ``attribute`` ``input``. ``storage`` is equal for two notes
-    exactly when they share memory; 0 where that is unknown.
+    exactly when they share memory; 0 where that is unknown. ``lost`` counts the elements that are 0 and would not be, had
+    everything since the op trace began been computed in float32.
     """
 
     id: int
@@ -166,6 +169,7 @@ class TensorNote:
     name: str | None = None
     origin: str = ""
     storage: int = 0
+    lost: int = 0
 
     @property
     def finite(self) -> bool:
@@ -182,7 +186,10 @@ class Op:
     ``scalars`` holds the non-tensor arguments that decide a verdict (e.g. a fill value), as text. A function or module
     call that refused its operands before any operator ran is an op too, named ``aten.NAME.default`` where such an operator
     exists, else ``function.NAME`` or ``module.CLASS``. ``root`` is the outermost module that
-    ``fqn`` belongs to, -1 for an op outside of every module call.
+    ``fqn`` belongs to, -1 for an op outside of every module call. ``node`` is the autograd node whose backward the op is part of,
+    where the op was recorded by the sentinel; ``sentinel`` says that it was, and not by the op trace: then only ops that make, use
+    or replace inf or NaN are recorded. ``by_name``: of a cast, whether its line names the dtype
+    (``x.float()``, ``x.to(torch.float32)``) instead of taking it from a variable or another tensor.
     """
 
     n: int
@@ -201,13 +208,17 @@ class Op:
     scalars: list[str] = field(default_factory=list)
     error: str | None = None
     root: int = 0
+    node: str | None = None
+    sentinel: bool = False
+    by_name: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """The op with number ``of`` was run again on the same operands in another way.
 
-    ``how`` is ``float32`` or ``float64`` (wider), ``equal-dtypes`` (all in the widest), ``all-as-DTYPE``, ``operand-I-as-DTYPE``
+    ``how`` is ``float32`` or ``float64`` (wider), ``float32-program`` (on the operands that a program all in float32 since the
+    op trace began would have), ``equal-dtypes`` (all in the widest), ``all-as-DTYPE``, ``operand-I-as-DTYPE``
     (only operand I cast, counted over ``Op.inputs``) or ``narrowest-dtype``. ``note`` is the message of a replay that raised,
     ``dtype`` the dtype of the result of one that did not.
     """
@@ -240,6 +251,44 @@ class Raised:
     modules: list[str]
     function: str | None = None
     op: str | None = None
+    caught: bool = False
+    """Whether the program caught it. Such a record is made of :class:`Caught` by whoever judges a run, and never written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caught:
+    """An exception where it was raised, whether or not the program caught it; its fields are those of :class:`Raised`.
+
+    ``modules`` are the module calls that it left, outermost first. ``ending`` marks one because of which the program ended
+    itself, ``tested`` one that was raised in a test. ``root`` is the number of the outermost module, -1 outside of all.
+    """
+
+    n: int
+    step: int
+    call: int
+    phase: str
+    type: str
+    message: str
+    frames: list[str]
+    modules: list[str]
+    function: str | None = None
+    op: str | None = None
+    ending: bool = False
+    tested: bool = False
+    root: int = -1
+
+    @classmethod
+    def of(cls, raised: Raised, *, ending: bool, tested: bool, root: int) -> "Caught":
+        """The record of the same exception."""
+        same = {name: getattr(raised, name) for name in _OF_AN_EXCEPTION}
+        return cls(**same, ending=ending, tested=tested, root=root)
+
+    def raised(self) -> Raised:
+        """The record that a detector reads."""
+        return Raised(**{name: getattr(self, name) for name in _OF_AN_EXCEPTION}, caught=True)
+
+
+_OF_AN_EXCEPTION = ("n", "step", "call", "phase", "type", "message", "frames", "modules", "function", "op")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,8 +377,31 @@ class NotWatched:
     why: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """How many things ran, and how many of them were measured; written once when the instruments stop.
+
+    ``operators`` are those outside of module calls, ``gradients`` those of parameters, ``losses`` what backward passes began with.
+    """
+
+    module_calls: int = 0
+    module_calls_measured: int = 0
+    operators: int = 0
+    operators_measured: int = 0
+    gradients: int = 0
+    gradients_measured: int = 0
+    losses: int = 0
+    losses_measured: int = 0
+
+
 NOTHING_WATCHED = "the whole script"
 """What is not watched where the watch itself has failed."""
+NOT_HERE = "only the process that runs the script is watched"
+"""Why other processes are not watched."""
+NO_TORCH = "the script has not imported torch"
+"""Why nothing at all could be watched in this process."""
+FAILED_THERE = "dtypedoctor failed there"
+"""How the reason begins where a part of the watch has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,6 +446,7 @@ KINDS: dict[str, type[Any]] = {
     "op": Op,
     "replay": Replay,
     "raised": Raised,
+    "caught": Caught,
     "metric": Metric,
     "logprobs": ProbeLogProbs,
     "correction": Correction,
@@ -381,6 +454,7 @@ KINDS: dict[str, type[Any]] = {
     "scaler": ScalerState,
     "observation": Observation,
     "not-watched": NotWatched,
+    "coverage": Coverage,
     "resources": Resources,
     "refused": Refused,
     "end": End,

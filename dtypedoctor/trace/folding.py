@@ -1,12 +1,12 @@
 """What is kept of the steps of a long run whose measurements are no longer kept one by one."""
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dtypedoctor.trace.decode import decode, refuse_constant
+from dtypedoctor import unpatched
+from dtypedoctor.trace.decode import decode
 from dtypedoctor.trace.events import Metric, Sample, ScalerState
 
 __all__ = ["Folded", "Moment", "Total", "from_json", "to_json", "totals_of"]
@@ -129,7 +129,7 @@ def _span(first: Moment, last: Moment) -> str:
 
 def to_json(folded: Folded) -> bytes:
     """One line of JSON."""
-    return json.dumps({"e": "folded", **asdict(folded)}, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return unpatched.to_json({"e": "folded", **asdict(folded)}).encode("ascii")
 
 
 def from_json(line: bytes) -> Folded:
@@ -138,7 +138,7 @@ def from_json(line: bytes) -> Folded:
     Raises:
         ValueError, TypeError, KeyError, AttributeError: the line is damaged.
     """
-    value = json.loads(line, parse_constant=refuse_constant)
+    value = unpatched.from_json(line)
     return Folded(
         segments=[_whole(number) for number in value["segments"]],
         spans=[(_moment(first), _moment(last)) for first, last in value["spans"]],

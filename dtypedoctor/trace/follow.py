@@ -1,12 +1,12 @@
 """Follows a trace that is still being written."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from dtypedoctor.trace.cursor import CURSOR, read_mark
 from dtypedoctor.trace.loader import DAMAGED
 from dtypedoctor.trace.writer import EVENTS
+from dtypedoctor.unpatched import from_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Follower:
         for line in whole.split(b"\n"):
             if line.startswith(b'{"e":"site"'):
                 try:
-                    site = json.loads(line)
+                    site = from_json(line)
                     self._sites[site["id"]] = (site.get("phase", ""), site.get("fqn", ""))
                 except DAMAGED:  # somebody else writes here: what is going on is shown without it
                     continue

@@ -1,16 +1,16 @@
 """Turns lines into records, and counts what cannot be turned."""
 
 import gc
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.trace.decode import decode, refuse_constant
+from dtypedoctor.trace.decode import decode
 from dtypedoctor.trace.events import KINDS, SCHEMA, Header, Sample, Site
 from dtypedoctor.trace.samples import BATCH, SAMPLES_PREFIX, parse_line, parse_lines
 from dtypedoctor.trace.seal import open_lines, unreadable
+from dtypedoctor.unpatched import from_json
 
 __all__ = ["DAMAGED", "Loader"]
 
@@ -70,7 +70,7 @@ class Loader:
 
     def _one(self, number: int, line: bytes) -> None:
         try:
-            value = json.loads(line, parse_constant=refuse_constant)
+            value = from_json(line)
             if isinstance(value, list):
                 self.samples.extend(list(parse_line(value)))
             else:

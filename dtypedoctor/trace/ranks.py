@@ -6,14 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtypedoctor.foreign_files import is_real_directory
 from dtypedoctor.trace.events import Header
 
-__all__ = ["LEADING", "Member", "header", "lead", "leading_directory", "member", "rank_directories", "rank_directory"]
+__all__ = [
+    "LEADING",
+    "STREAMS",
+    "Member",
+    "child_directories",
+    "child_directory",
+    "header",
+    "lead",
+    "leading_directory",
+    "member",
+    "rank_directories",
+    "rank_directory",
+]
 
 LEADING = "leading"
 """Link to the directory of the rank that the run's report is about."""
 
+STREAMS = "streams.json"
+"""File that tells a rank, by path, where its standard output and error are to go."""
+
 _NAME = "rank-"
+_CHILD = "spawned-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +72,18 @@ def rank_directory(directory: Path, rank: int) -> Path:
 
 def rank_directories(directory: Path) -> dict[int, Path]:
     """The directories of the ranks that a run has had, in order; empty for a run of one process."""
-    found = {path.name.removeprefix(_NAME): path for path in directory.glob(f"{_NAME}*")}
+    found = {path.name.removeprefix(_NAME): path for path in directory.glob(f"{_NAME}*") if is_real_directory(path)}
+    return {int(number): found[number] for number in sorted(filter(str.isdecimal, found), key=int)}
+
+
+def child_directory(directory: Path, number: int) -> Path:
+    """Where the process that another one, which records in ``directory``, has spawned as its ``number``-th records, from 1."""
+    return directory / f"{_CHILD}{number}"
+
+
+def child_directories(directory: Path) -> dict[int, Path]:
+    """The directories of the processes that one has spawned, in order."""
+    found = {path.name.removeprefix(_CHILD): path for path in directory.glob(f"{_CHILD}*") if is_real_directory(path)}
     return {int(number): found[number] for number in sorted(filter(str.isdecimal, found), key=int)}
 
 
@@ -71,5 +99,8 @@ def leading_directory(directory: Path) -> Path:
     ranks = rank_directories(directory)
     if not ranks:
         return directory
-    link = directory / LEADING
-    return link.resolve() if link.exists() else next(iter(ranks.values()))
+    try:
+        named = os.readlink(directory / LEADING)
+    except OSError:
+        named = ""
+    return next((path for path in ranks.values() if path.name == named), next(iter(ranks.values())))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import read_head, reason
 from dtypedoctor.trace.canonical import CanonicalNames
 from dtypedoctor.trace.cursor import CURSOR, Stopped, read_entered, read_mark, read_stopped
 from dtypedoctor.trace.details import FOLDED, detail_files
@@ -19,6 +20,13 @@ from dtypedoctor.trace.seal import open_lines
 from dtypedoctor.trace.writer import EVENTS
 
 Record = TypeVar("Record")
+
+LARGEST = 256 << 20
+"""Bytes of the main file that are read; a writer begins another file after a sixteenth of it, unless a single step fills more."""
+LARGEST_DETAILS = 64 << 20
+MOST_DETAILS = 256
+"""Bytes of a file of details, and files that are read. A writer keeps about thirty, of a megabyte each."""
+_PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +52,7 @@ class Trace:
         collectives: how many collectives to which every rank sends something were entered; None where none was.
         stopped: why the recording ended before the process did; None where it did not.
         folded: totals of the steps of a long run of which no single measurement is kept; None where all are.
+        by_call: whether the numbers of steps are those of outermost module calls, because the process made no optimizer step.
     """
 
     records: tuple[Any, ...]
@@ -54,6 +63,11 @@ class Trace:
     collectives: int | None = None
     stopped: Stopped | None = None
     folded: Folded | None = None
+    by_call: bool = False
+
+    def moment(self, number: int) -> str:
+        """What the number of a step says, e.g. ``step 3`` or, where steps are counted by calls, ``call 3``; the first is of step 1."""
+        return f"{'call' if self.by_call and number > 1 else 'step'} {number}"
 
     def all(self, kind: type[Record]) -> tuple[Record, ...]:
         """All records of one kind, in file order."""
@@ -112,8 +126,11 @@ def read_trace(directory: Path) -> Trace:
         UsageError: there is no trace, or it was written by a newer version of the format.
     """
     loader = Loader()
-    damage = loader.file(_bytes(directory, EVENTS))
-    page = _bytes_or_nothing(directory / CURSOR)
+    data = _bytes(directory, EVENTS)
+    damage = loader.file(data)
+    if len(data) == LARGEST:
+        damage.append(f"only the first {LARGEST >> 20} MiB of {EVENTS} were read")
+    page = _bytes_or_nothing(directory / CURSOR)[:_PAGE]
     folded = _read_details(directory, loader, damage)
     names = CanonicalNames([record for record in loader.records if isinstance(record, Root)])
     records = tuple(map(names.of, loader.records)) if names else tuple(loader.records)
@@ -132,16 +149,16 @@ def read_trace(directory: Path) -> Trace:
 
 def _bytes(directory: Path, name: str) -> bytes:
     try:
-        return (directory / name).read_bytes()
+        return read_head(directory / name, LARGEST)
     except OSError as error:
         raise UsageError(
-            f"{directory}: no trace here ({error.strerror})", "Give a directory that a run has left."
+            f"{directory}: no trace here ({reason(error)})", "Give a directory that a run has left."
         ) from error
 
 
 def _bytes_or_nothing(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_head(path, LARGEST_DETAILS)
     except OSError:  # a missing cursor only means that no module was entered, missing totals that nothing was folded
         return b""
 
@@ -151,13 +168,16 @@ def _read_details(directory: Path, loader: Loader, damage: list[str]) -> Folded 
     folded = _read_folded(_bytes_or_nothing(directory / FOLDED), damage)
     done = set(folded.segments) if folded is not None else set()
     found = detail_files(directory)
-    for number, (path, lines) in sorted(found.items()):
+    for number, (path, lines) in sorted(found.items())[-MOST_DETAILS:]:
         if number not in done:  # else the process was killed before it could remove the file
             damage += (f"{path.name}: {sentence}" for sentence in loader.file(_bytes_or_nothing(path), lines))
     ends = [record.details for record in loader.records if isinstance(record, End)]
-    lost = set(range(1, max((*found, *done, *ends), default=0) + 1)) - done - set(found)
-    if lost:
-        damage.append(f"{len(lost)} file(s) of details are missing")
+    there = {number for number in (*found, *done) if number > 0}
+    lost = max((*there, *ends), default=0) - len(there)  # counted, not listed: a number from a stranger sizes nothing
+    if lost > 0:
+        damage.append(f"{lost:,} file(s) of details are missing")
+    if len(found) > MOST_DETAILS:
+        damage.append(f"only the last {MOST_DETAILS:,} of {len(found):,} files of details were read")
     return folded
 
 
@@ -195,7 +215,7 @@ def _described(samples: list[Sample], sites: dict[int, Site], damage: list[str])
 def _recording_stopped(page: bytes) -> Iterator[str]:
     stopped = read_stopped(page)
     if stopped is not None:
-        yield f"the watch stopped before the program did: {os.strerror(stopped.errno)}; {stopped.lost} record(s) were not written"
+        yield f"recording stopped before the program ended: {os.strerror(stopped.errno)}; {stopped.lost} record(s) were not written"
 
 
 def _cursor(page: bytes, sites: dict[int, Site]) -> Cursor | None:

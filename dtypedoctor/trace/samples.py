@@ -1,6 +1,5 @@
 """Reads lines of samples, thousands at a time: a long trace is little else."""
 
-import json
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -8,8 +7,9 @@ from dataclasses import fields
 from itertools import repeat
 from typing import Any
 
-from dtypedoctor.trace.decode import LARGEST, refuse_constant
+from dtypedoctor.trace.decode import LARGEST
 from dtypedoctor.trace.events import Sample
+from dtypedoctor.unpatched import from_json
 
 __all__ = ["BATCH", "SAMPLES_PREFIX", "parse_line", "parse_lines"]
 
@@ -30,7 +30,7 @@ def parse_lines(lines: Sequence[bytes]) -> list[Sample]:
     Raises:
         ValueError: at least one line is damaged; :func:`parse_line` tells which.
     """
-    values = json.loads(b"[" + b",".join(lines) + b"]", parse_constant=refuse_constant)
+    values = from_json(b"[" + b",".join(lines) + b"]")
     if len(values) != len(lines):  # two damaged lines may complete each other
         raise ValueError("a line is damaged")
     rows = [row for value in values for row in value[4]]

@@ -21,6 +21,7 @@ def steps_by_call(trace: Trace) -> Trace:
         trace,
         records=tuple(_renumbered(record) for record in trace.records),
         samples=tuple(replace(sample, step=max(sample.call, 1)) for sample in trace.samples),
+        by_call=True,
         cursor=replace(trace.cursor, step=max(trace.cursor.call, 1)) if trace.cursor is not None else None,
     )
 

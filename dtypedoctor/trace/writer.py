@@ -1,19 +1,33 @@
 """Writes a trace: one line per record, each handed to the kernel as a whole, so that nothing but a power cut loses it."""
 
 import errno
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from dtypedoctor.interruptions import is_interruption
+from dtypedoctor.redaction.redact import without_literals, without_process_secrets
 from dtypedoctor.trace.cursor import CURSOR, CursorPage
 from dtypedoctor.trace.details import DetailFiles
-from dtypedoctor.trace.events import NAMES, End, Metric, ProbeLogProbs, ScalerState
+from dtypedoctor.trace.events import (
+    NAMES,
+    End,
+    Flow,
+    Header,
+    Metric,
+    Observation,
+    Op,
+    ParameterNote,
+    ProbeLogProbs,
+    Root,
+    ScalerState,
+    Site,
+)
 from dtypedoctor.trace.lines import Lines
 from dtypedoctor.trace.loader import Loader
+from dtypedoctor.unpatched import getpid, say, to_json
 
 EVENTS = "events.jsonl"
 
@@ -23,6 +37,9 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 SampleRow = tuple[int, float, int, int]
 """site id, absmax over finite elements, number of NaN, number of inf."""
 
+_OF_NAMES = frozenset({Header, Root, ParameterNote, Site, Flow, Op, ScalerState})
+"""Records that are made of names of modules, operators and dtypes. There are many, and no shape of a token is looked for in them."""
+
 _OF_A_STEP = (Metric, ScalerState, ProbeLogProbs)
 """Records that every step leaves; like samples they are folded in a long run."""
 
@@ -30,6 +47,16 @@ _OF_A_STEP = (Metric, ScalerState, ProbeLogProbs)
 def encode(record: Any) -> dict[str, Any]:
     """The JSON object of a record; empty fields (None, False, an empty list or text) are left out where a reader puts the same back."""
     return {"e": NAMES[type(record)], **_plain(record)}
+
+
+def _public(value: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """A record without what is secret in this process; where it holds a message, without what looks so either."""
+    if kind not in _OF_NAMES:
+        return cast(dict[str, Any], without_process_secrets(value, recent=kind is Observation))
+    for key in ("error", "scalars"):
+        if key in value:
+            value[key] = without_process_secrets(value[key], recent=True)
+    return cast(dict[str, Any], without_literals(value))
 
 
 def _plain(value: Any) -> Any:
@@ -63,11 +90,12 @@ class TraceWriter:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._directory = directory = directory.absolute()  # the program may change its working directory
         self._nonfinite: set[int] = set()
         self._next = 0
         self._entered = 0
         self._disowned = False
+        self._owner = getpid()
         self._stopped = 0
         self._lost = 0
         self._cursor = CursorPage.memory_only()
@@ -100,7 +128,7 @@ class TraceWriter:
         elif isinstance(record, End):
             self._line(encode(replace(record, details=self._details.number)))
         else:
-            self._line(encode(record))
+            self._line(_public(encode(record), type(record)))
 
     def write_samples(self, n: int, step: int, call: int, rows: Sequence[SampleRow]) -> None:
         """Appends one line of samples; row i has the sequence number ``n + i`` (reserve them with :meth:`next_n`).
@@ -117,13 +145,13 @@ class TraceWriter:
 
     def mark(self, step: int, call: int, site: int) -> None:
         """Notes, in memory shared with the file system, the module that is being entered (no system call)."""
-        if not self._disowned:
+        if not self._disowned and getpid() == self._owner:
             self._cursor.mark(self._next, step, call, site)
 
     def entered_collective(self) -> None:
         """Counts, in the same memory, a collective that is being entered and to which every rank sends something."""
         self._entered += 1
-        if not self._disowned:
+        if self._is_ours():
             self._cursor.entered(self._entered)
 
     def disown(self) -> None:
@@ -132,12 +160,16 @@ class TraceWriter:
 
     def close(self) -> None:
         """Closes the files; the End record has to be written before."""
-        if not self._disowned:
+        if self._is_ours():
             self._details.complete()
         self._details.close()
         self._events.close()
         self._cursor.close()
         self._disowned = True
+
+    def _is_ours(self) -> bool:
+        """False in a forked child, also in one that a C library has forked behind Python's back."""
+        return not self._disowned and getpid() == self._owner
 
     def _look_for_news(self, rows: Sequence[SampleRow]) -> None:
         """The first time that a place is not finite is worth keeping in detail."""
@@ -147,10 +179,10 @@ class TraceWriter:
             self._details.event()
 
     def _line(self, value: Any, moment: tuple[int, int] | None = None) -> None:
-        self._append(json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True), moment)
+        self._append(to_json(value), moment)
 
     def _append(self, text: str, moment: tuple[int, int] | None) -> None:
-        if self._disowned:
+        if not self._is_ours():
             return
         if self._stopped:
             self._lost += 1
@@ -163,18 +195,17 @@ class TraceWriter:
             else:
                 self._details.at(*moment)
                 self._details.current.append(line)
-        except OSError as error:
+        except OSError as error:  # TimeoutError is one, and what many signal handlers raise
+            if is_interruption(error):
+                raise
             self._stop(error)
 
     def _stop(self, error: OSError) -> None:
         self._stopped = error.errno or 5
         self._lost = 1
         self._cursor.stopped(self._stopped, self._lost)
-        message = f"dtypedoctor: the watch has stopped, the program goes on: {error.strerror} ({self._directory})"
-        try:
-            print(message, file=sys.stderr, flush=True)
-        except (OSError, ValueError):  # nobody can be told now; the cursor's page tells the reader
-            return
+        if self._stopped in _FULL:  # else the file has been taken away; the cursor's page tells the reader
+            say(f"dtypedoctor: recording stopped ({error.strerror}: {self._directory}); your program continues")
 
 
 def _decimal(value: float) -> str:

@@ -12,7 +12,7 @@ from dtypedoctor.trials.drift import drifts
 from dtypedoctor.trials.missing import missing
 from dtypedoctor.trials.series import compare_logprobs, compare_metrics
 from dtypedoctor.trials.sides import describe, differing, end_of, settings_of
-from dtypedoctor.trials.tolerance import default_tolerance
+from dtypedoctor.trials.tolerance import Tolerance, default_tolerance
 
 __all__ = ["compare_runs"]
 
@@ -24,10 +24,12 @@ def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> Tr
         a: one run.
         b: the other.
         tolerance: largest relative error that counts as equal; 0 for equal to the last digit that traces keep. Left out, it
-            follows from the coarsest dtype (:func:`.default_tolerance`).
+            follows from what rounding does (:func:`.default_tolerance`).
     """
     ours, theirs = a.run.trace, b.run.trace
-    limit, reason = default_tolerance(ours, theirs) if tolerance is None else (tolerance, "as given")
+    limit = default_tolerance(ours, theirs)
+    if tolerance is not None:
+        limit = Tolerance(base=tolerance, grows=False, reason="as given")
     alignment = align(ours, theirs)
     found = drifts(ours, theirs, alignment, limit)
     lone = Counter(one.side for one in alignment.lone)
@@ -35,8 +37,9 @@ def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> Tr
         verdict=Verdict.EQUAL,
         a=describe(a),
         b=describe(b),
-        tolerance=limit,
-        tolerance_reason=reason,
+        tolerance=limit.base,
+        tolerance_grows=limit.grows,
+        tolerance_reason=limit.reason,
         compared=found.compared,
         equal=found.equal,
         beyond=found.beyond,
@@ -78,7 +81,7 @@ def _diverged(found: TraceComparison) -> bool:
         found.first is not None
         or found.ends_differ
         or any(metric.beyond for metric in found.metrics)
-        or any(probe.error > found.tolerance or probe.unmatched for probe in found.logprobs)
+        or any(probe.error > found.tolerance_at(probe.step) or probe.unmatched for probe in found.logprobs)
         or (found.tolerance == 0 and found.parameters_equal is False)
     )
 

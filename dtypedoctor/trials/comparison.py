@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from dtypedoctor.trials.tolerance import Tolerance
+
 __all__ = [
     "Difference",
     "Divergence",
@@ -217,7 +219,8 @@ class TraceComparison:
     """Two traces, compared.
 
     Attributes:
-        tolerance: largest relative error that counts as equal.
+        tolerance: largest relative error that counts as equal in the first training step.
+        tolerance_grows: whether it is that times the number of the step.
         tolerance_reason: why it is that, where nobody gave it.
         compared: measurements in both; ``equal`` of them in every digit that a trace keeps, ``beyond`` outside the tolerance.
         lone_a, lone_b: measurements that one trace holds alone.
@@ -233,6 +236,7 @@ class TraceComparison:
     a: Side
     b: Side
     tolerance: float
+    tolerance_grows: bool
     tolerance_reason: str
     compared: int
     equal: int
@@ -249,6 +253,10 @@ class TraceComparison:
     logprobs: tuple[LogProbDrift, ...]
     environment: tuple[Setting, ...]
     settings: tuple[Setting, ...]
+
+    def tolerance_at(self, step: int) -> float:
+        """Largest relative error that counts as equal in training step ``step``."""
+        return Tolerance(base=self.tolerance, grows=self.tolerance_grows, reason=self.tolerance_reason).at(step)
 
     def surplus(self, side: str) -> int:
         """Measurements that ``side`` (``A`` or ``B``) holds alone although the other has measured the same tensor."""

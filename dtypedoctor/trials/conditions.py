@@ -23,6 +23,9 @@ CLAIMS: Mapping[str, str] = {
 }
 """Findings that name a condition as their cause: a failure that is there without it has another one."""
 
+DIVERGES, FLOAT32 = "divergence", "autocast-off"
+"""A finding that a dtype is not the cause of, and the condition under which an autocast program computes in float32."""
+
 PROOFS = frozenset({"autocast-bypass", "compile-only-nonfinite"})
 """Those of them that a run without the condition proves: it takes away the cause and nothing besides."""
 
@@ -89,12 +92,24 @@ def weighed(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Findi
 def _weighed(finding: Finding, tried: Iterable[tuple[Trial, Diagnostic]]) -> Finding:
     for trial, found in tried:
         claimed = CLAIMS.get(finding.id) == trial.remedy
+        if finding.id == DIVERGES and trial.remedy == FLOAT32:
+            finding = _with_float32(finding, trial, found)
         if claimed and found.bearing is Bearing.NEEDED and finding.id in PROOFS:
-            finding = replace(finding, confidence=Confidence.PROVEN)
+            proof = f"the same run with only {trial.remedy} changed ({trial.summary}) shows nothing of this"
+            finding = replace(finding, confidence=Confidence.PROVEN, proven_by=proof)
         if claimed and found.bearing is Bearing.NOT_NEEDED:
-            finding = replace(finding, confidence=Confidence.POSSIBLE)
+            finding = replace(finding, confidence=Confidence.POSSIBLE, proven_by=None)
         finding = replace(finding, evidence=(*finding.evidence, *_said(trial, found, claimed=claimed)))
     return finding
+
+
+def _with_float32(finding: Finding, trial: Trial, found: Diagnostic) -> Finding:
+    """A divergence after the same run without autocast: proven where that diverges too, no more than possible where it is finite."""
+    if found.bearing is Bearing.NOT_NEEDED:
+        proof = f"the same run with only {trial.remedy} changed ({trial.summary}) stops being finite in the same place"
+        return replace(finding, confidence=Confidence.PROVEN, proven_by=proof)
+    possible = found.bearing is Bearing.NEEDED
+    return replace(finding, confidence=Confidence.POSSIBLE, proven_by=None) if possible else finding
 
 
 def _said(trial: Trial, found: Diagnostic, *, claimed: bool) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.alignment import Alignment, Lone, Pair, Stream, lane_of
 from dtypedoctor.trials.comparison import Difference, Divergence, ModuleDrift
 from dtypedoctor.trials.divergence import Found, divergence_of, first_divergence
-from dtypedoctor.trials.tolerance import drift, relative_error
+from dtypedoctor.trials.tolerance import Tolerance, drift, relative_error
 
 __all__ = ["Drifts", "drifts"]
 
@@ -26,13 +26,14 @@ class Drifts:
     modules: tuple[ModuleDrift, ...]
 
 
-def drifts(a: Trace, b: Trace, alignment: Alignment, tolerance: float) -> Drifts:
+def drifts(a: Trace, b: Trace, alignment: Alignment, tolerance: Tolerance) -> Drifts:
     """Compares what is aligned, one measurement with the other."""
     rows: dict[_ModuleLane, _Row] = {}
     found: dict[bool, Found] = {}
+    around = _gradients_around(alignment)
     for number, pair in enumerate(alignment.pairs):
         sites = a.sites[pair.a.site], b.sites[pair.b.site]
-        difference = _difference(pair, sites, tolerance)
+        difference = _difference(pair, sites, tolerance.at(pair.place.step), around.get(_owner(pair), 0.0))
         _row(rows, pair.place.stream).add(pair, sites, beyond=number if difference is not None else None)
         if difference is not None:
             found.setdefault(_in_finiteness(pair), Found(number, pair, difference))
@@ -49,15 +50,37 @@ def drifts(a: Trace, b: Trace, alignment: Alignment, tolerance: float) -> Drifts
     )
 
 
-def _difference(pair: Pair, sites: tuple[Site, Site], tolerance: float) -> Difference | None:
+def _difference(pair: Pair, sites: tuple[Site, Site], tolerance: float, around: float) -> Difference | None:
     a, b = pair.a, pair.b
     if not _may_be_equal(sites[0].shape, sites[1].shape):
         return Difference.SHAPE
     if (a.num_nan, a.num_inf) != (b.num_nan, b.num_inf):
         return Difference.NONFINITE
+    if abs(a.absmax - b.absmax) <= tolerance * around:
+        return None
     is_loss = pair.place.stream.kind == "loss"
     error = drift(a.absmax, b.absmax, tolerance) if is_loss else relative_error(a.absmax, b.absmax)
     return Difference.MAGNITUDE if error > tolerance else None
+
+
+def _gradients_around(alignment: Alignment) -> dict[tuple[int, str, int], float]:
+    """By module and step the largest gradient of a parameter of it.
+
+    A gradient that is zero in exact arithmetic, as of the bias of an attention's keys, is all rounding: the sums that cancel in it
+    are as large as the gradients beside it, and so is the measure of what rounding may do.
+    """
+    largest: dict[tuple[int, str, int], float] = {}
+    for pair in alignment.pairs:
+        if pair.place.stream.kind == "grad":
+            owner = _owner(pair)
+            largest[owner] = max(largest.get(owner, 0.0), pair.a.absmax, pair.b.absmax)
+    return largest
+
+
+def _owner(pair: Pair) -> tuple[int, str, int]:
+    stream, step = pair.place.stream, pair.place.step
+    owner = stream.fqn.rpartition(".")[0] if stream.kind == "grad" else ""
+    return (stream.root if stream.kind == "grad" else -1), owner, step
 
 
 def _in_finiteness(pair: Pair) -> bool:

@@ -70,7 +70,7 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) ->
         remedy=remedy.id,
         summary=remedy.summary,
         outcome=Outcome.NOT_FIXED if reason else Outcome.FIXED,
-        reason=reason or "all steps done, the finding is gone, everything finite",
+        reason=reason or f"all steps done, the finding is gone, {_finite(run.trace)}",
         safe=remedy.safe and probe is None,
         run=after,
         parity=parity(run.trace, yardstick.reference[1]) if yardstick.reference else None,
@@ -84,6 +84,11 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) ->
         never_reached=_never_reached(run, yardstick.raised),
         diagnostic=probe,
     )
+
+
+def _finite(trace: Trace) -> str:
+    bad = any(not sample.finite for sample in trace.samples)
+    return "no inf or NaN that matters" if bad else "everything measured is finite"
 
 
 def _why_not_installed(refused: Correction) -> str:

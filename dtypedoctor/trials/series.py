@@ -8,7 +8,7 @@ from typing import TypeVar
 from dtypedoctor.trace.events import Metric, ProbeLogProbs
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.comparison import LogProbDrift, MetricDrift
-from dtypedoctor.trials.tolerance import drift
+from dtypedoctor.trials.tolerance import Tolerance, drift
 
 __all__ = ["compare_logprobs", "compare_metrics"]
 
@@ -20,7 +20,7 @@ _Key = tuple[int, int]
 """Step, and which of the step's records it is."""
 
 
-def compare_metrics(a: Trace, b: Trace, tolerance: float) -> tuple[MetricDrift, ...]:
+def compare_metrics(a: Trace, b: Trace, tolerance: Tolerance) -> tuple[MetricDrift, ...]:
     """One value for each number that either run reports, in the order in which they are first reported."""
     ours, theirs = _by_key(a.all(Metric)), _by_key(b.all(Metric))
     names = dict.fromkeys(
@@ -29,12 +29,14 @@ def compare_metrics(a: Trace, b: Trace, tolerance: float) -> tuple[MetricDrift, 
     return tuple(_metric(name, ours, theirs, tolerance) for name in names if name not in _NOT_COMPARED)
 
 
-def _metric(name: str, ours: Mapping[_Key, Metric], theirs: Mapping[_Key, Metric], tolerance: float) -> MetricDrift:
+def _metric(name: str, ours: Mapping[_Key, Metric], theirs: Mapping[_Key, Metric], tolerance: Tolerance) -> MetricDrift:
     keys = sorted({key for side in (ours, theirs) for key, record in side.items() if _reports(record, name)})
     a, b = ([_value(side.get(key), name) for key in keys] for side in (ours, theirs))
     alone = [key for key in keys if not (_reports(ours.get(key), name) and _reports(theirs.get(key), name))]
     errors = {
-        key: _error(mine, yours, tolerance) for key, mine, yours in zip(keys, a, b, strict=True) if key not in alone
+        key: _error(mine, yours, tolerance.at(key[0]))
+        for key, mine, yours in zip(keys, a, b, strict=True)
+        if key not in alone
     }
     return MetricDrift(
         name=name,
@@ -42,7 +44,7 @@ def _metric(name: str, ours: Mapping[_Key, Metric], theirs: Mapping[_Key, Metric
         a=tuple(a),
         b=tuple(b),
         max_error=max(errors.values(), default=0.0),
-        beyond=tuple(key[0] for key, error in errors.items() if error > tolerance),
+        beyond=tuple(key[0] for key, error in errors.items() if error > tolerance.at(key[0])),
         lone=tuple(step for step, _ in alone),
     )
 

@@ -47,7 +47,8 @@ def _settled(finding: Finding, fixed: Mapping[str, Trial]) -> Finding:
         f"The same run with {proving.remedy} ({proving.summary}) does {_steps(proving.run)} and shows nothing of this.",
         *(f"So does the run with {t.remedy} ({t.summary}): {_steps(t.run)}." for t in others if t.run),
     ]
-    return replace(finding, confidence=Confidence.PROVEN, evidence=(*finding.evidence, *said))
+    proof = f"the same run with only {proving.remedy} changed ({proving.summary}) shows nothing of this"
+    return replace(finding, confidence=Confidence.PROVEN, proven_by=proof, evidence=(*finding.evidence, *said))
 
 
 def _steps(run: RunSummary) -> str:

@@ -45,9 +45,10 @@ def summarise(label: str, run: Run, scenario: Scenario, twin: Trace | None = Non
     )
 
 
-def _exception(raised: Raised, *, where: bool) -> str:
+def _exception(raised: Raised, moment: str) -> str:
+    """An exception in words; ``moment`` is the step or call, and empty where that says nothing."""
     name = INTERRUPTED if raised.type == "KeyboardInterrupt" else raised.type
-    place = f" in step {raised.step} ({raised.phase})" if where else ""
+    place = f" in {moment} ({raised.phase})" if moment else ""
     first_line = raised.message.splitlines()[0] if raised.message else ""
     return f"{name}{place}" + (f": {first_line[:160]}" if first_line else "")
 
@@ -58,13 +59,19 @@ def _series(name: str, metrics: Sequence[Metric]) -> tuple[float | None, ...]:
     return tuple(metric.values.get(name) for metric in metrics) if known else ()
 
 
+def uncaught(trace: Trace) -> Raised | None:
+    """What ended the run; not an exception that the program caught."""
+    return next((record for record in reversed(trace.all(Raised)) if not record.caught), None)
+
+
 def how_it_ended(run: Run) -> str:
     """The end of a run in words: ``completed``, the exception, or how the process died."""
     if run.died:
         return run.last_words()
-    raised = run.trace.last(Raised)
+    raised = uncaught(run.trace)
     if raised is not None:
-        return _exception(raised, where=not run.foreign or bool(run.trace.all(Root)))
+        told = not run.foreign or bool(run.trace.all(Root))
+        return _exception(raised, run.trace.moment(raised.step) if told else "")
     if run.foreign and run.exit.code != 0:
         return run.exit.describe()
     return "completed"

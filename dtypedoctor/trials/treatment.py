@@ -1,5 +1,6 @@
 """The whole treatment of a scenario: before, diagnosis, a closer look, trials, reference."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from dtypedoctor.diagnosis.distributed import across_ranks
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.window import shows_failure, suspicious_windows
-from dtypedoctor.errors import UsageError
+from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request, Window
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trials.caught import said_of_caught, with_caught
 from dtypedoctor.trials.conditions import weighed
 from dtypedoctor.trials.judge import Yardstick, judge, not_tried
 from dtypedoctor.trials.observer import compare_unwatched
@@ -24,7 +26,9 @@ from dtypedoctor.trials.ranks import led, rank_of, ranks_of
 from dtypedoctor.trials.references import float32_twin, healthy_reference, is_script
 from dtypedoctor.trials.remedies import REMEDIES, Remedy
 from dtypedoctor.trials.results import Observer, RunSummary, Trial
+from dtypedoctor.trials.second_run import another_way, unconfirmed
 from dtypedoctor.trials.settle import settled
+from dtypedoctor.trials.spawned import led_by_spawned, said_of_spawned
 from dtypedoctor.trials.summary import how_it_ended, summarise
 
 RunRequest = Callable[[str, Request], Run]
@@ -33,6 +37,8 @@ RunRequest = Callable[[str, Request], Run]
 
 WATCHED_LIVE = "the program was watched while it ran, and is not run again from here (`dtypedoctor exec` does that)"
 STOPPED = "the second run was stopped before its end"
+ENDED = "a run before it was stopped from outside"
+NOT_MADE = "the second run could not be made"
 NOT_SEEN_AGAIN = "the failure did not come back in a second run, so no op trace shows it"
 MAX_CLOSER_LOOKS = 2
 """Runs with the op trace on; each costs about as much as the first run."""
@@ -49,6 +55,7 @@ class Treatment:
         no_closer: why there is no second look, where there is none.
         diagnosed: the trace that the findings come from (the closer look's where there is one).
         complete: whether remedies were to be tried, so that the scenario's expectation can be judged.
+        refusals: the runs after the first that could not be made, and why.
     """
 
     scenario: Scenario
@@ -63,6 +70,7 @@ class Treatment:
     reference_summary: RunSummary | None
     trials: tuple[Trial, ...]
     complete: bool
+    refusals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,21 +97,30 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         scenario: what to run.
         run: runs one request.
         plan: how far to go; everything if left out.
+
+    Raises:
+        UsageError: the scenario cannot be run at all. Once it has been run, nothing that comes later raises: what cannot be
+            run any more (the disk is full, the script is gone) stands in the treatment's ``refusals``.
     """
     plan = plan or Plan()
-    run = led(run)
     remedies = plan.remedies
     static = check_checkpoints(scenario)
-    before = run("before", Request(scenario=scenario, witness=plan.certify))
-    closer, no_closer = _look_closer(scenario, before, run, plan)
+    run = led_by_spawned(led(_judging_caught(run)))
+    before = _first(run, Request(scenario=scenario, witness=plan.certify))
+    later = _Later(run, before)
+    closer, no_closer = _look_closer(scenario, before, later, plan)
+    doubt, second = no_closer, later.last if no_closer == NOT_SEEN_AGAIN else None
+    if closer is not None and (doubt := another_way(before, closer)):
+        closer, second, no_closer = None, closer, f"a second run went another way: {doubt}"
     diagnosed = closer.trace if closer is not None else before.trace
     seen = closer if closer is not None else before
-    findings = across_ranks(joined(diagnose(diagnosed), static), ranks_of(seen), rank_of(seen))
-    observer = _certificate(scenario, before, run) if plan.certify else NOT_COMPARED
+    told = said_of_caught(diagnose(diagnosed), diagnosed)
+    findings = said_of_spawned(across_ranks(joined(told, static), ranks_of(seen), rank_of(seen)), seen)
+    observer = _certificate(scenario, before, later) if plan.certify else NOT_COMPARED
     hung = before.exit.timed_out  # so would every other run of it
     failed = bool(findings) or (how_it_ended(before) != "completed" and not hung)
-    reference = _compared_run("reference", healthy_reference(scenario), run) if remedies and failed else None
-    twin = _compared_run("float32-twin", float32_twin(scenario), run) if remedies and failed else None
+    reference = _compared_run("reference", healthy_reference(scenario), later) if remedies and failed else None
+    twin = _compared_run("float32-twin", float32_twin(scenario), later) if remedies and failed else None
     exact = twin.trace if twin is not None else None
     before_summary = summarise("before", before, scenario, exact)
     reference_summary = summarise("reference", reference, scenario, exact) if reference is not None else None
@@ -117,7 +134,8 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
             raised=before.trace.last(Raised),
             failed=before.trace if failed else None,
         )
-        trials = tuple(_try(r, scenario, run, yardstick, plan) for r in _proposed(scenario, findings, failed=failed))
+        trials = tuple(_try(r, scenario, later, yardstick, plan) for r in _proposed(scenario, findings, failed=failed))
+    findings = weighed(settled(findings, trials), trials)
     return Treatment(
         scenario=scenario,
         before=before,
@@ -125,20 +143,69 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         closer=closer,
         no_closer=no_closer,
         diagnosed=diagnosed,
-        findings=weighed(settled(findings, trials), trials),
+        findings=findings if second is None else unconfirmed(findings, second.trace, doubt),
         observer=observer,
         reference=reference,
         reference_summary=reference_summary,
         trials=trials,
         complete=remedies and plan.only is None,
+        refusals=tuple(later.refusals),
     )
 
 
-def _certificate(scenario: Scenario, before: Run, run: RunRequest) -> Observer:
+def _judging_caught(run: RunRequest) -> RunRequest:
+    """``run``, with exceptions that the program caught and did not get past as what it raised."""
+    return lambda label, request: with_caught(run(label, request))
+
+
+def _first(run: RunRequest, request: Request) -> Run:
+    try:
+        return run("before", request)
+    except OSError as error:
+        raise UsageError(
+            f"it cannot be run here: {error.strerror or error}", "Free some space, or give another --out."
+        ) from error
+
+
+class _Later:
+    """Makes the runs that follow the first. That one cannot be made is never raised: the first is over, and is reported."""
+
+    def __init__(self, run: RunRequest, first: Run) -> None:
+        self._run = run
+        self._ended = _was_asked_to_end(first)
+        self.refusals: list[str] = []
+        self.last: Run | None = None
+
+    def __call__(self, label: str, request: Request) -> Run | None:
+        """The run; where it cannot be made None, and the reason is noted."""
+        made = self.attempt(label, request)
+        if isinstance(made, Run):
+            return made
+        self.refusals.append(f"the run {label!r} could not be made: {made}")
+        return None
+
+    def attempt(self, label: str, request: Request) -> Run | str:
+        """The run, or why it cannot be made, or not be recorded to its end: that a failure is missing in it says nothing."""
+        if self._ended:
+            return ENDED
+        try:
+            made = self.last = self._run(label, request)
+        except DoctorError as error:
+            return error.message
+        except OSError as error:
+            return error.strerror or str(error)
+        self._ended = _was_asked_to_end(made)
+        return made if made.trace.stopped is None else os.strerror(made.trace.stopped.errno)
+
+
+def _certificate(scenario: Scenario, before: Run, run: _Later) -> Observer:
     if before.exit.timed_out:
         return Observer(bitwise_equal=None, reason="the run was stopped at its time limit, so it was not run again")
     request = Request(scenario=scenario, watch=False, repeats="before", witness=True)
-    return compare_unwatched(before, run("unwatched", request))
+    unwatched = run("unwatched", request)
+    if unwatched is None:
+        return Observer(bitwise_equal=None, reason="the run without the watch could not be made")
+    return compare_unwatched(before, unwatched)
 
 
 def examine(scenario: Scenario, run: Run) -> Treatment:
@@ -148,7 +215,8 @@ def examine(scenario: Scenario, run: Run) -> Treatment:
         scenario: stands for the program that was watched.
         run: what was watched of it.
     """
-    findings = across_ranks(diagnose(run.trace), ranks_of(run), rank_of(run))
+    run = with_caught(run)
+    findings = across_ranks(said_of_caught(diagnose(run.trace), run.trace), ranks_of(run), rank_of(run))
     return Treatment(
         scenario=scenario,
         before=run,
@@ -165,7 +233,7 @@ def examine(scenario: Scenario, run: Run) -> Treatment:
     )
 
 
-def _look_closer(scenario: Scenario, before: Run, run: RunRequest, plan: Plan) -> tuple[Run | None, str]:
+def _look_closer(scenario: Scenario, before: Run, run: _Later, plan: Plan) -> tuple[Run | None, str]:
     """The same run again with the op trace on where the first one failed, or why there is none.
 
     Where the op trace shows that what looked like a failure got nowhere, the next one is looked at as well.
@@ -179,7 +247,10 @@ def _look_closer(scenario: Scenario, before: Run, run: RunRequest, plan: Plan) -
     while len(windows) < MAX_CLOSER_LOOKS and (unsettled := suspicious_windows(closer.trace)):
         windows.append(unsettled[0])
         label = "closer" if closer is before else f"closer-{len(windows)}"
-        closer = run(label, Request(scenario=scenario, windows=windows, repeats="before"))
+        looked = run(label, Request(scenario=scenario, windows=windows, repeats="before"))
+        if looked is None:
+            return (None, NOT_MADE) if closer is before else (closer, "")
+        closer = looked
         if _was_stopped(closer):
             return None, STOPPED
         if not shows_failure(closer.trace):
@@ -192,25 +263,25 @@ def _look_closer(scenario: Scenario, before: Run, run: RunRequest, plan: Plan) -
 
 def _was_stopped(run: Run) -> bool:
     """Whether somebody, or the time limit, has ended it from outside."""
-    return run.exit.timed_out or -run.exit.code in (signal.SIGINT, signal.SIGTERM)
+    return run.exit.timed_out or _was_asked_to_end(run)
 
 
-def _look_at_compiled(scenario: Scenario, before: Run, run: RunRequest) -> Run | None:
+def _was_asked_to_end(run: Run) -> bool:
+    """Whether somebody wants it all to end, so that nothing more is to be run."""
+    return bool(run.exit.asked_to_end) or -run.exit.code in (signal.SIGINT, signal.SIGTERM)
+
+
+def _look_at_compiled(scenario: Scenario, before: Run, run: _Later) -> Run | None:
     """A failure that went away with the op trace may have been the compiler's: the call is made compiled and in eager mode."""
     window = eager_window(before.trace, incidents(before.trace))
     if window is None:
         return None
     closer = run("closer-eager", Request(scenario=scenario, windows=[window], repeats="before"))
-    return closer if shows_failure(closer.trace) else None
+    return closer if closer is not None and shows_failure(closer.trace) else None
 
 
-def _compared_run(label: str, scenario: Scenario | None, run: RunRequest) -> Run | None:
-    if scenario is None:
-        return None
-    try:
-        return run(label, Request(scenario=scenario))
-    except UsageError:  # what can be run as it is may still not be possible in another dtype
-        return None
+def _compared_run(label: str, scenario: Scenario | None, run: _Later) -> Run | None:
+    return run(label, Request(scenario=scenario)) if scenario is not None else None
 
 
 def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool) -> Iterator[Remedy]:
@@ -224,16 +295,15 @@ def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool
             yield REMEDIES[name]
 
 
-def _try(remedy: Remedy, scenario: Scenario, run: RunRequest, yardstick: Yardstick, plan: Plan) -> Trial:
+def _try(remedy: Remedy, scenario: Scenario, run: _Later, yardstick: Yardstick, plan: Plan) -> Trial:
     changed = remedy.change(scenario)
     reason = _why_not(remedy, scenario, changed, plan)
     condition = changed.conditions != scenario.conditions
     if reason:
         return not_tried(remedy, reason, condition=condition)
-    try:
-        tried = run(f"remedy-{remedy.id}", Request(scenario=changed, repeats="before"))
-    except UsageError as refused:  # what can be run untreated may still not be possible with the remedy
-        return not_tried(remedy, refused.message, condition=condition)
+    tried = run.attempt(f"remedy-{remedy.id}", Request(scenario=changed, repeats="before"))
+    if isinstance(tried, str):  # what can be run untreated may still not be possible with the remedy
+        return not_tried(remedy, tried, condition=condition)
     return judge(remedy, changed, tried, yardstick)
 
 

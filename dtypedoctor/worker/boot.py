@@ -5,7 +5,9 @@ would put the working directory in front while the doctor's own modules are impo
 """
 
 import sys
-from pathlib import Path
+
+AT_START = frozenset(sys.modules)
+"""What the interpreter has imported for any program."""
 
 RANK = "--rank"
 """Stands before the directory where it is that of all ranks, and this process is one of them."""
@@ -15,21 +17,25 @@ def begin() -> None:
     """Takes this file's folder off ``sys.path`` and runs what ``request.json`` in the directory asks for."""
     if not sys.flags.safe_path:
         del sys.path[0]
-    home = str(Path(__file__).resolve().parents[2])
+    home = __file__.rsplit("/", 3)[0]
     installed = home in sys.path
     if not installed:
         sys.path.append(home)
-    if sys.argv[1] == RANK:
-        from dtypedoctor.worker.rank import enter, serve
+    from dtypedoctor.worker.shadows import real_modules_first
 
-        directory = enter(Path(sys.argv[2]))
-    else:
-        directory = Path(sys.argv[1])
-        from dtypedoctor.worker.script import serve
+    before = real_modules_first()
+    from pathlib import Path
 
+    from dtypedoctor.worker import main_module, rank, script
+
+    sys.path[:] = before
     if not installed:
         sys.path.remove(home)
-    serve(directory)
+    main_module.at_start = AT_START
+    if sys.argv[1] == RANK:
+        rank.serve(rank.enter(Path(sys.argv[2])))
+    else:
+        script.serve(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-NOT_HERE = "only the process that runs the script is watched"
+from dtypedoctor.trace.events import NOT_HERE
 
 _SYSTEM = (
     "libc.",
@@ -74,13 +74,13 @@ class Elsewhere:
         """File names of the C libraries that were loaded by ctypes, those that come with torch and the system left out."""
         return [name for name in self._libraries if not name.startswith(_SYSTEM)]
 
-    def processes(self) -> Iterator[tuple[str, str]]:
-        """What ran in other processes, and why it is not watched."""
+    def processes(self, followed: int = 0) -> Iterator[tuple[str, str]]:
+        """What ran in other processes, and why it is not watched; ``followed`` of them leave traces of their own."""
         if self._forks:
             yield f"{self._forks} forked process(es)", NOT_HERE
         if programs := [name for name in self._programs if name not in _TOOLS]:
             yield f"other programs that were started ({', '.join(programs)})", NOT_HERE
-        elif not self._forks and not self._programs and self._has_had_children():
+        elif not followed and not self._forks and not self._programs and self._has_had_children():
             yield "other processes that were started", NOT_HERE
 
     def threads(self) -> Iterator[tuple[str, str]]:

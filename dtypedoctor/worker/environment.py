@@ -2,11 +2,14 @@
 
 import os
 import platform
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from dtypedoctor.unpatched import read_text
 
 PACKAGES = (
     "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets", "triton", "safetensors",
@@ -51,6 +54,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     return values
 
 
+@cache  # asked again at the end, when the program may have replaced what reads files
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -60,6 +64,6 @@ def _version(package: str) -> str | None:
 
 def _driver() -> str | None:
     try:
-        return DRIVER.read_text().strip()
+        return read_text(DRIVER).strip()
     except OSError:  # no such driver, or not Linux
         return None

@@ -17,8 +17,9 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.models.build import BUILTIN
+from dtypedoctor.redaction.request_file import read_request
 from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Scenario, ScenarioStep
-from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Correction, End, Environment, Refused, Resources, Stage
 from dtypedoctor.trace.ranks import header
 from dtypedoctor.trace.writer import TraceWriter
@@ -44,7 +45,7 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
     Returns:
         0 if the scenario ran to its end, 1 if an exception ended it, 2 if the scenario cannot be run at all.
     """
-    request = Request.model_validate_json((directory / REQUEST).read_bytes())
+    request = Request.model_validate_json(read_request(directory))
     writer = TraceWriter(directory)
     writer.write(header(watched=request.watch))
     instruments = Instruments(

@@ -1,4 +1,4 @@
-"""Runs a script or a module as ``python script.py`` and ``python -m module`` do."""
+"""Runs a program as ``python script.py``, ``python -m module``, ``python -c text`` and ``python -`` do."""
 
 import builtins
 import io
@@ -6,11 +6,15 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.abc import InspectLoader
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import find_spec
+from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
+from importlib.util import MAGIC_NUMBER, find_spec
 from types import CodeType, ModuleType
 from typing import Any
+
+from dtypedoctor.worker.shadows import let_through
+
+at_start = frozenset(sys.modules)
+"""Names of the modules that the interpreter had imported before this package was."""
 
 
 class NotRunnableError(Exception):
@@ -24,56 +28,82 @@ class Program:
     Attributes:
         code: the compiled program.
         argv0: what ``sys.argv[0]`` will be.
-        path0: what is put in front of ``sys.path``.
+        path0: what is put in front of ``sys.path``, one folder or none.
         attributes: the attributes of the module ``__main__``.
     """
 
     code: CodeType
     argv0: str
-    path0: str
+    path0: list[str]
     attributes: dict[str, Any]
 
 
-def script(path: str) -> Program:
-    """The program in a file, or ``__main__.py`` in a directory or zip archive.
+def program(path: str | None, module: str | None, code: str | None) -> Program:
+    """What ``python path``, ``python -m module`` or ``python -c code`` would run, or ``python -`` with ``code`` on standard input.
 
     Raises:
-        NotRunnableError: it cannot be read.
+        NotRunnableError: there is no such program.
         SyntaxError: it is not Python.
     """
-    where = os.path.abspath(path)
-    if not os.path.isfile(where) or _is_archive(where):
+    if module is not None:
+        return _module(module)
+    if code is not None:
+        return _text(code, argv0=path or "-c")
+    assert path is not None  # the scenario has been checked
+    return _file(path)
+
+
+def _text(code: str, *, argv0: str) -> Program:
+    """Source text that lies in no file. Python names standard input where it would name one, and gives `-c` no name."""
+    name = {"__file__": "<stdin>", "__cached__": None} if argv0 == "-" else {}
+    attributes = name | {"__package__": None, "__spec__": None, "__loader__": BuiltinImporter}
+    filename = "<stdin>" if argv0 == "-" else "<string>"
+    return Program(code=_compiled(code, filename), argv0=argv0, path0=_unless_safe(""), attributes=attributes)
+
+
+def _file(path: str) -> Program:
+    where = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    if _is_package(where):
         spec = PathFinder.find_spec("__main__", [where])
         if spec is None:
             raise NotRunnableError(f"can't find '__main__' module in {path!r}")
-        return _from_spec(spec, argv0=path, path0=where)
+        return _from_spec(spec, argv0=path, path0=[where])  # even where the path is to be safe
     try:
         with io.open_code(where) as file:
             source = file.read()
     except OSError as error:
         raise NotRunnableError(f"can't open file {where!r}: {error.strerror}") from None
+    compiled = where.endswith(".pyc") or source.startswith(MAGIC_NUMBER[:2])
+    loader = SourcelessFileLoader("__main__", where) if compiled else SourceFileLoader("__main__", where)
+    code = loader.get_code("__main__") if compiled else _compiled(source, where)
+    assert code is not None  # a loader of files has one, or raises
     return Program(
-        code=compile(source, where, "exec", dont_inherit=True),
+        code=code,
         argv0=path,
-        path0=os.path.dirname(os.path.realpath(where)),
+        path0=_unless_safe(os.path.dirname(os.path.realpath(where))),
         attributes={
             "__file__": where,
             "__cached__": None,
             "__package__": None,
             "__spec__": None,
-            "__loader__": SourceFileLoader("__main__", where),
+            "__loader__": loader,
         },
     )
 
 
-def module(name: str) -> Program:
-    """The program in a module, or in ``__main__`` of a package, as ``python -m``. Imports the packages that hold it.
+def _unless_safe(folder: str) -> list[str]:
+    return [] if sys.flags.safe_path else [folder]
 
-    Raises:
-        NotRunnableError: there is no such module, or it is not Python code.
-        SyntaxError: it is not Python.
-    """
-    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
+
+def _compiled(source: str | bytes, filename: str) -> CodeType:
+    return compile(source, filename, "exec", dont_inherit=True)
+
+
+def _module(name: str) -> Program:
+    """The program in a module, or in ``__main__`` of a package, as ``python -m``. Imports the packages that hold it."""
+    looked_in = [] if sys.flags.safe_path else [os.getcwd()]
+    sys.path[:0] = looked_in  # where `python -m` looks first
+    let_through(looked_in, at_start)
     sys.argv[0] = "-m"  # as Python has it while it looks
     try:
         spec = find_spec(name)
@@ -83,15 +113,16 @@ def module(name: str) -> Program:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise NotRunnableError(f"Error while finding module specification for {name!r} ({error})") from error
     finally:
-        del sys.path[0]
+        del sys.path[: len(looked_in)]
     if spec is None:
         raise NotRunnableError(f"No module named {name}")
-    return _from_spec(spec, argv0=spec.origin or name, path0=os.getcwd())
+    return _from_spec(spec, argv0=spec.origin or name, path0=looked_in)
 
 
-def _from_spec(spec: ModuleSpec, *, argv0: str, path0: str) -> Program:
+def _from_spec(spec: ModuleSpec, *, argv0: str, path0: list[str]) -> Program:
     loader = spec.loader
-    code = loader.get_code(spec.name) if isinstance(loader, InspectLoader) else None
+    get_code = getattr(loader, "get_code", None)  # not every loader that has it says so by its class
+    code: CodeType | None = get_code(spec.name) if get_code is not None else None
     if code is None:
         raise NotRunnableError(f"No code object available for {spec.name}")
     return Program(
@@ -114,13 +145,23 @@ def run(program: Program, arguments: Sequence[str]) -> None:
     vars(main).update(program.attributes, __builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     sys.argv[:] = [program.argv0, *arguments]
-    if not sys.flags.safe_path:
-        sys.path.insert(0, program.path0)
+    sys.path[:0] = program.path0
+    let_through(sys.path[: _standard_library()], at_start)
     exec(program.code, vars(main))  # noqa: S102  (running it is what this module is for)
 
 
-def _is_archive(path: str) -> bool:
-    """Whether Python would run ``__main__.py`` inside of the file."""
-    from zipfile import is_zipfile
+def _standard_library() -> int:
+    """Where the standard library stands on ``sys.path``."""
+    home = os.path.dirname(os.__file__)
+    return sys.path.index(home) if home in sys.path else len(sys.path)
 
-    return not path.endswith(".py") and is_zipfile(path)
+
+def _is_package(path: str) -> bool:
+    """Whether Python would run ``__main__.py`` inside of ``path``: a directory or an archive, whatever its name is."""
+    for hook in sys.path_hooks:
+        try:
+            hook(path)
+        except ImportError:
+            continue
+        return True
+    return False

@@ -8,6 +8,7 @@ from torch import nn
 
 from dtypedoctor.corrections import CORRECTIONS
 from dtypedoctor.corrections.contract import Installed
+from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import Correction
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -33,10 +34,10 @@ class OutsideCorrections:
             return
         self._offered.add(module)
         for name, modules in list(self._waiting.items()):
-            try:
+            with contained() as ours:
                 self._installed[name] = CORRECTIONS[name].install(module, modules)
-            except Exception as error:  # noqa: BLE001  (it does not fit here; perhaps it fits the next model)
-                self._reasons[name] = f"{type(error).__name__}: {error}"
+            if ours.error is not None:  # it does not fit here; perhaps it fits the next model
+                self._reasons[name] = f"{type(ours.error).__name__}: {ours.error}"
             else:
                 del self._waiting[name]
                 self._record(name)

@@ -1,7 +1,7 @@
 """The instruments around a process that is not the doctor's: a user's script, or a program that has asked to be watched."""
 
 import os
-import time
+import sys
 from collections.abc import Callable, Sequence
 from math import isfinite
 
@@ -13,11 +13,14 @@ from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.operator_mode import COMPILER as DYNAMO
 from dtypedoctor.instrument.operator_mode import keep_compiler_out
+from dtypedoctor.instrument.position import FOR_GOOD
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.instrument.sharding import SHARDING
 from dtypedoctor.trace.events import Environment, Metric, NotWatched, Observation
 from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.unpatched import getpid, perf_counter
 from dtypedoctor.worker.environment import describe_environment
+from dtypedoctor.worker.failed_tests import follow_test_runners
 from dtypedoctor.worker.on_import import after_import
 from dtypedoctor.worker.own_kernels import own_kernels
 from dtypedoctor.worker.resources import peak_resident, resident
@@ -48,10 +51,10 @@ class ProcessWatch:
         self._compiler = CompileWatch()
         self._compiling = False
         self._loss: float | None = None
-        self._step_began = time.perf_counter()
+        self._step_began = perf_counter()
         self._memory = resident()
         self._described = False
-        self._owner = os.getpid()
+        self._owner = getpid()
         self._running = False
         self._waiting: list[Callable[[], None]] = []
 
@@ -69,6 +72,7 @@ class ProcessWatch:
             after_import(PRETRAINED, instruments.silent.follow_pretrained),
             after_import(GENERATION, instruments.phases.follow_generate),
             after_import(SHARDING, instruments.sharding.follow),
+            follow_test_runners(self._note_test),
         ]
         os.register_at_fork(after_in_child=self._be_quiet)
 
@@ -85,16 +89,42 @@ class ProcessWatch:
         self._running = False
         for stop_waiting in self._waiting:
             stop_waiting()
-        self.instruments.stop()
-        if error is not None:
-            self.instruments.note_exception(error)
-        self._writer.write(Environment(values=describe_environment(torch.device(self.device))))
+        keeping = (
+            self.instruments.guard.keeping
+        )  # of what goes wrong here, the program's own replacements say, the rest is written
+        with keeping("the end of the program"):
+            self.instruments.stop()
+        with keeping("what ended the program"):
+            if error is not None:
+                self.instruments.note_exception(error)
+        with keeping("the environment at the end"):
+            self._writer.write(Environment(values=describe_environment(torch.device(self.device))))
         if not self.instruments.names.count:
             self._writer.write(NotWatched(what="modules", why="no torch.nn.Module was called"))
-        for what, why in own_kernels(libraries):
-            self._writer.write(NotWatched(what=what, why=why))
-        self._note_compiled()
+        with keeping("kernels that torch does not know"):
+            for what, why in own_kernels(libraries):
+                self._writer.write(NotWatched(what=what, why=why))
+        with keeping("what the compiler gave up on"):
+            self._note_compiled()
         return self.instruments.position.step - 1
+
+    def note_exit(self, leaving: SystemExit) -> None:
+        """The program leaves with a status of its own: what it was handling, or a test runner has reported, is recorded if it failed."""
+        if leaving.code in (None, 0):
+            return
+        self.instruments.note_behind(leaving)
+        reported = getattr(sys, "last_value", None)
+        if isinstance(reported, BaseException):
+            self._note_reported(reported)
+
+    def _note_test(self, failure: BaseException) -> None:
+        if os.getpid() == self._owner:
+            self.instruments.guard.shield(self._note_reported, "what failed in a test")(failure)
+
+    def _note_reported(self, error: BaseException) -> None:
+        """An exception that a test runner or a console shows as a failure."""
+        self.instruments.note_caught(error, ending=True)
+        self.instruments.note_behind(error)
 
     @property
     def device(self) -> str:
@@ -109,7 +139,7 @@ class ProcessWatch:
 
     def _be_quiet(self) -> None:
         """A forked child (a data loader's worker, say) is not watched: the trace is its parent's."""
-        self.instruments.position.muted += 1
+        self.instruments.position.muted = FOR_GOOD
 
     def _describe(self, module: nn.Module) -> None:
         """Writes the environment when it matters, and not earlier: a program may still set it up after importing torch."""
@@ -125,7 +155,7 @@ class ProcessWatch:
         self._loss = loss
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        now = time.perf_counter()
+        now = perf_counter()
         seconds, self._step_began = now - self._step_began, now
         n, step = self._writer.next_n(), self.instruments.position.step
         self.instruments.arrivals.afterwards(lambda: self._write_step(n, step, seconds))
@@ -144,7 +174,7 @@ class ProcessWatch:
         self.instruments.collectives.keep_compiler_out()
 
     def _compiler_is_there(self) -> None:
-        if self._running and self.instruments.watching and os.getpid() == self._owner:
+        if self._running and self.instruments.watching and getpid() == self._owner:
             self._compiler.__enter__()
             self._compiling = True
 

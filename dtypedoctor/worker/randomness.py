@@ -4,11 +4,12 @@ Python's and numpy's generators begin with entropy of the system. Their first st
 run and set in the later ones. torch's begins with the same seed in every process anyway.
 """
 
-import json
 import random
 import sys
 from pathlib import Path
 from typing import Any
+
+from dtypedoctor.unpatched import from_json, to_json
 
 STATES = "random_states.json"
 
@@ -25,7 +26,7 @@ class RandomStates:
         self._kept = directory / STATES
         self._states: dict[str, Any] = {}
         if repeats is not None and (repeats / STATES).exists():
-            self._states = json.loads((repeats / STATES).read_bytes())
+            self._states = from_json((repeats / STATES).read_bytes())
 
     def begin(self) -> None:
         """The script is about to start."""
@@ -47,6 +48,6 @@ class RandomStates:
     def _keep(self, name: str, state: Any) -> None:
         self._states[name] = state
         try:
-            self._kept.write_text(json.dumps(self._states), encoding="ascii")
+            self._kept.write_text(to_json(self._states), encoding="ascii")
         except OSError:  # a full disk: the script goes on, and a second look at it may draw other numbers
             return

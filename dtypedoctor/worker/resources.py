@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor.instrument.statistics import local_part
+from dtypedoctor.unpatched import read_text
 
 
 class MemoryMeter:
@@ -54,7 +55,7 @@ def _reset_peak() -> None:
 
 def _status(field: str) -> int:
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = read_text("/proc/self/status").splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)

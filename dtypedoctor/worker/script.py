@@ -4,18 +4,30 @@ Nothing heavy is imported here. The instruments come in when the script itself h
 that it sets before that are heeded, and a script without torch pays nothing.
 """
 
-import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtypedoctor.trace.events import NOTHING_WATCHED, End, NotWatched, Raised, Refused, Resources, Stage
-from dtypedoctor.trace.ranks import header
+from dtypedoctor.interruptions import contained
+from dtypedoctor.redaction.messages import message_of
+from dtypedoctor.redaction.request_file import read_request
+from dtypedoctor.trace.events import (
+    NO_TORCH,
+    NOT_HERE,
+    NOTHING_WATCHED,
+    End,
+    NotWatched,
+    Raised,
+    Refused,
+    Resources,
+    Stage,
+)
+from dtypedoctor.trace.ranks import header, member
 from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.unpatched import from_json, getpid, perf_counter
 from dtypedoctor.worker import main_module
 from dtypedoctor.worker.elsewhere import Elsewhere
 from dtypedoctor.worker.on_import import after_import
@@ -24,9 +36,7 @@ from dtypedoctor.worker.tracebacks import hide_in_excepthook, hide_own_frames
 
 if TYPE_CHECKING:
     from dtypedoctor.worker.script_watch import ScriptWatch
-
-REQUEST = "request.json"
-"""The same name as in ``dtypedoctor.scenario.request``, whose pydantic models a script need not wait for."""
+    from dtypedoctor.worker.spawned import Spawned
 
 
 def serve(directory: Path) -> None:
@@ -35,12 +45,12 @@ def serve(directory: Path) -> None:
     What the script raises, ``SystemExit`` and ``KeyboardInterrupt`` included, leaves this function, so that the interpreter
     ends as it would without the doctor.
     """
-    request = json.loads((directory / REQUEST).read_bytes())
-    recording = _Recording(request, directory)
+    request = from_json(read_request(directory))
+    recording = Recording(request, directory)
     recording.begin()
     settings = request["scenario"]["steps"][0]["workload"]
     try:
-        program = main_module.module(settings["module"]) if settings["module"] else main_module.script(settings["path"])
+        program = main_module.program(settings["path"], settings["module"], settings["code"])
     except main_module.NotRunnableError as error:
         recording.refuse(str(error))
         sys.exit(2)
@@ -55,18 +65,20 @@ def serve(directory: Path) -> None:
     recording.end(None)
 
 
-class _Recording:
+class Recording:
     """The trace of a script, begun before it starts and ended after its last line."""
 
     def __init__(self, request: Mapping[str, Any], directory: Path) -> None:
         self._request = request
         self._writer = TraceWriter(directory)
         self._watch: ScriptWatch | None = None
-        self._owner = os.getpid()
+        self._owner = getpid()
         repeats = request["repeats"]
         self._randomness = RandomStates(directory, directory.parent / repeats if repeats else None)
         self._elsewhere = Elsewhere()
-        self._began = time.perf_counter()
+        self._began = perf_counter()
+        self._directory = directory
+        self._spawned: Spawned | None = None
 
     def begin(self) -> None:
         """Writes the header and waits for torch."""
@@ -76,17 +88,28 @@ class _Recording:
         os.register_at_fork(after_in_child=writer.disown)
         after_import("torch", self._torch_is_there)
         after_import("numpy.random", self._randomness.numpy_is_there)
+        if member() is None:
+            after_import("multiprocessing.spawn", self._follow_spawned)
         self._randomness.begin()
         self._elsewhere.begin()
 
     def _torch_is_there(self) -> None:
-        try:
+        with contained() as ours:  # a defect of ours must not end the script
             from dtypedoctor.worker.script_watch import ScriptWatch
 
             self._watch = ScriptWatch(self._writer, self._request)
             self._watch.start()
-        except Exception as error:  # noqa: BLE001  (a defect of ours must not end the script)
-            self._writer.write(NotWatched(what=NOTHING_WATCHED, why=f"{type(error).__name__}: {error}"))
+        if ours.error is not None:
+            self._writer.write(NotWatched(what=NOTHING_WATCHED, why=f"{type(ours.error).__name__}: {ours.error}"))
+
+    def _follow_spawned(self) -> None:
+        with contained() as ours:  # a defect of ours must not end the script
+            from dtypedoctor.worker.spawned import Spawned
+
+            self._spawned = Spawned(self._request, self._directory)
+            self._spawned.begin()
+        if ours.error is not None:
+            self._writer.write(NotWatched(what="spawned processes", why=f"{type(ours.error).__name__}: {ours.error}"))
 
     def refuse(self, message: str) -> None:
         """There is nothing to run."""
@@ -95,33 +118,43 @@ class _Recording:
 
     def end(self, error: BaseException | None) -> None:
         """The script has come to its end, with ``error`` if it is one."""
-        if os.getpid() != self._owner:
+        if getpid() != self._owner:
             return  # a child that the script has forked ends here too; the trace is its parent's
         if error is not None:
             hide_own_frames(error)
             hide_in_excepthook()
         raised = error if not isinstance(error, SystemExit) else None
         steps = 0
-        try:
+        with contained() as ours:  # a defect of ours, or a device that no longer answers
+            if isinstance(error, SystemExit) and self._watch is not None:
+                self._watch.process.note_exit(error)
             steps = self._conclude(raised)
-        except Exception as failure:  # noqa: BLE001  (a defect of ours, or a device that no longer answers)
-            self._writer.write(NotWatched(what="the end of the script", why=f"{type(failure).__name__}: {failure}"))
+        if ours.error is not None:
+            self._writer.write(
+                NotWatched(what="the end of the script", why=f"{type(ours.error).__name__}: {ours.error}")
+            )
         self._finish("raised" if raised is not None else "completed", steps)
 
     def _conclude(self, error: BaseException | None) -> int:
         watch, writer = self._watch, self._writer
         self._elsewhere.end()
-        for what, why in (*self._elsewhere.processes(), *self._elsewhere.threads()):
+        followed = 0
+        if self._spawned is not None:
+            self._spawned.end()
+            followed = self._spawned.count - self._spawned.not_followed
+            if self._spawned.not_followed:
+                writer.write(NotWatched(what=f"{self._spawned.not_followed} more spawned process(es)", why=NOT_HERE))
+        for what, why in (*self._elsewhere.processes(followed), *self._elsewhere.threads()):
             writer.write(NotWatched(what=what, why=why))
         if watch is None:
-            writer.write(NotWatched(what="tensors and modules", why="the script has not imported torch"))
+            writer.write(NotWatched(what="tensors and modules", why=NO_TORCH))
             if error is not None:
                 _without_torch(writer, error)
             return 0
         steps = watch.finish(error, self._elsewhere.libraries)
         writer.write(
             Resources(
-                seconds=time.perf_counter() - self._began,
+                seconds=perf_counter() - self._began,
                 peak_memory=watch.process.peak_memory(),
                 device=watch.process.device,
                 checksum=watch.checksum,
@@ -144,7 +177,7 @@ def _without_torch(writer: TraceWriter, error: BaseException) -> None:
             call=0,
             phase="forward",
             type=type(error).__name__,
-            message=str(error)[:2000],
+            message=message_of(error),
             frames=[f"{f.filename}:{f.lineno} {f.name}" for f in frames],
             modules=[],
         )

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from dtypedoctor.redaction.request_file import read_request
 from dtypedoctor.runner.child import STDERR, STDOUT, redirect
-from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.scenario.request import Request
 from dtypedoctor.worker.main import choose_device, prepare_process, serve
 from dtypedoctor.worker.stock import Stock
 
@@ -30,7 +31,7 @@ def serve_warm(directory: Path, channel: Connection) -> None:
     and ``("stop", directory)``; sends ``("ended", directory, status)``, where a negative status is a signal's number. Ends when
     the channel is closed, and ends its workers then.
     """
-    scenario = Request.model_validate_json((directory / REQUEST).read_bytes()).scenario
+    scenario = Request.model_validate_json(read_request(directory)).scenario
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     stock = Stock()

@@ -12,8 +12,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._debug_mode import DebugMode
 from transformers.debug_utils import DebugUnderflowOverflow
 
+from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.session import Instruments
-from dtypedoctor.instrument.statistics import tensors_in
 from dtypedoctor.trace.events import Header
 from dtypedoctor.trace.writer import EVENTS, TraceWriter
 from tests.benchmarks.counting import count_synchronisations

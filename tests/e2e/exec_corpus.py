@@ -19,6 +19,8 @@ from nursery import fork, preload
 from script_corpus import Case, cases, matches_fqn
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.report.build import build_report
+from dtypedoctor.report.model import Status
 from dtypedoctor.runner.launch import Run, WorkerExit, collect
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.scenario.request import REQUEST, Request
@@ -118,6 +120,9 @@ def mistakes(case: Case, treatment: Treatment) -> Iterator[str]:
         yield f"ended: {ended}"
     if case.healthy:
         yield from (f"false alarm: {f.id}" for f in findings)
+        report = build_report(treatment, command="", files={}, next_command="")
+        if not findings and report.status is not Status.HEALTHY:
+            yield f"status: {report.status}: {report.headline}"
         return
     if not findings:
         yield "nothing found"
@@ -127,7 +132,12 @@ def mistakes(case: Case, treatment: Treatment) -> Iterator[str]:
         yield f"id: {first.id}"
     if not matches_fqn(first.fqn, case.fqns):
         yield f"fqn: {first.fqn!r}"
-    for name, actual, accepted in (("op", first.op, case.ops), ("phase", first.phase, case.phases)):
+    for name, actual, accepted in (
+        ("op", first.op, case.ops),
+        ("phase", first.phase, case.phases),
+        ("confidence", first.confidence, case.confidence),
+        ("severity", first.severity, case.severity),
+    ):
         if accepted is not None and actual not in accepted:
             yield f"{name}: {actual}"
     if case.step is not None and first.step != case.step:
@@ -139,7 +149,8 @@ def expected(case: Case) -> str:
     fqns = "any" if case.fqns is None else "|".join(map(repr, case.fqns))
     ops = "any" if case.ops is None else "|".join(map(str, case.ops))
     phases = "any" if case.phases is None else "|".join(map(str, case.phases))
-    return f"{'|'.join(case.ids) or 'nothing'} fqn={fqns} op={ops} {phases} step={case.step}"
+    sure = "|".join(map(str, case.confidence or ("any",)))
+    return f"{'|'.join(case.ids) or 'nothing'} fqn={fqns} op={ops} {phases} step={case.step} {sure}"
 
 
 def main(wanted: list[str]) -> int:

@@ -9,13 +9,15 @@ Every script in ``scripts/`` opens with a YAML block in comments::
     #   phase: forward
     #   step: 3                  optimizer steps done plus one; without optimizer steps, number of the outermost call
     #   raises: RuntimeError     exception that ends the script, or null
+    #   confidence: proven       how sure the first finding is
+    #   severity: error          how much it matters
     #   family: nonfinite
     #   why: one sentence
 
 For dtype mismatches also ``born`` (what gave the odd operand its dtype), ``born_fqn`` (where) and ``raised_in`` (the
 module whose forward raised; ``fqn`` names the one to blame). ``shows`` is a regular expression that the script's own
-output must match: the visible symptom of a failure that raises nothing. A list in ``id``, ``fqn``, ``op``, ``phase`` or
-``born`` means any one of these. A key that is left out is not expected to have a certain value.
+output must match: the visible symptom of a failure that raises nothing. A list in ``id``, ``fqn``, ``op``, ``phase``,
+``confidence`` or ``born`` means any one of these. A key that is left out is not expected to have a certain value.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ import yaml
 FOLDER = Path(__file__).parent / "scripts"
 
 FAMILIES = ("mismatch", "scaling", "nonfinite", "silent", "compile-load", "healthy")
+
+CONFIDENCES = ("proven", "likely", "possible")
+SEVERITIES = ("error", "warning", "info")
 
 BORN = (
     "norm",
@@ -52,7 +57,7 @@ BORN = (
 """What can have given the odd operand of a mismatch its dtype."""
 
 REQUIRED = {"id", "raises", "family", "why"}
-KEYS = REQUIRED | {"fqn", "op", "phase", "step", "born", "born_fqn", "raised_in", "shows"}
+KEYS = REQUIRED | {"confidence", "severity", "fqn", "op", "phase", "step", "born", "born_fqn", "raised_in", "shows"}
 
 Choice = tuple[str | None, ...] | None
 """Accepted values; None where anything is accepted."""
@@ -72,6 +77,8 @@ class Case:
     phases: Choice
     step: int | None
     raises: str | None
+    confidence: Choice
+    severity: Choice
     born: Choice
     born_fqn: str | None
     raised_in: str | None
@@ -120,6 +127,8 @@ def read_case(path: Path) -> Case:
         phases=choice(header, "phase"),
         step=header.get("step"),
         raises=header["raises"],
+        confidence=choice(header, "confidence"),
+        severity=choice(header, "severity"),
         born=choice(header, "born"),
         born_fqn=header.get("born_fqn"),
         raised_in=header.get("raised_in"),
@@ -135,6 +144,9 @@ def check_header(path: Path, header: Mapping[str, Any]) -> None:
         raise ValueError(f"{path}: missing keys {sorted(missing)}")
     if header["family"] not in FAMILIES or (header["family"] == "healthy") != (header["id"] is None):
         raise ValueError(f"{path}: family {header['family']!r} does not go with id {header['id']!r}")
+    for key, words in (("confidence", CONFIDENCES), ("severity", SEVERITIES)):
+        if strange := set(as_tuple(header.get(key))) - {None, *words}:
+            raise ValueError(f"{path}: unknown {key} {sorted(map(str, strange))}")
     if strange := set(as_tuple(header.get("born"))) - {None, *BORN}:
         raise ValueError(f"{path}: unknown origins {sorted(map(str, strange))}")
 

@@ -1,8 +1,10 @@
 """A disk that fills up, a directory that goes away, two runs at once: the training goes on, and the report says what is missing."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,7 @@ from command import Finished, dtypedoctor, report_of
 
 from dtypedoctor.trace.events import SCHEMA, Header, Site
 from dtypedoctor.trace.writer import EVENTS, TraceWriter
+from dtypedoctor.trials.bisection.journal import JOURNAL
 
 TRAINING = """
 import torch
@@ -48,14 +51,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def goes_on(finished: Finished, steps: int) -> None:
+def goes_on(finished: Finished, steps: int, code: int = 10) -> None:
     """The training came to its end, the watch did not, and no traceback is shown."""
     assert f"trained {steps}" in finished.out, finished.err
     assert "Traceback" not in finished.err
-    assert finished.code == 10
+    assert finished.code == code
     assert "only a part of the trace could be read" in finished.err
 
 
@@ -64,17 +67,91 @@ def test_a_training_goes_on_when_the_disk_is_full(small_disk: Path, tmp_path: Pa
     script = training(tmp_path, steps=1500)
     finished = dtypedoctor("exec", "--once", "--out", small_disk / "run", script)
     goes_on(finished, 1500)
-    assert "the watch has stopped, the program goes on: No space left on device" in finished.err
+    assert "recording stopped (No space left on device" in finished.err
     assert "the report cannot be kept" in finished.err
+
+
+OVERFLOWING = """
+import os, pathlib, sys, torch
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).half()
+with torch.no_grad():
+    net[1].weight.fill_(6e4)
+    net[0].weight.fill_(1.0)
+net(torch.ones(2, 4).half())
+checkpoints = pathlib.Path(sys.argv[1], "exp", "stdout.txt")
+checkpoints.mkdir(parents=True)
+torch.save(net.state_dict(), checkpoints / "checkpoint.pt")
+"""
+"""Overflows in its second layer, and saves a checkpoint in a folder of its own below the one that it is given."""
+
+FILLS_THE_DISK = """
+with (checkpoints / "filler").open("wb", buffering=0) as filler:
+    try:
+        while filler.write(bytes(4096)):
+            pass
+    except OSError:
+        print("full")
+"""
+
+
+@pytest.mark.parametrize(
+    "ending", ["os.remove(__file__)", FILLS_THE_DISK, "(pathlib.Path(sys.argv[1]) / 'closer').mkdir()"]
+)
+def test_a_run_that_is_over_and_what_it_saved_outlive_a_second_run_that_cannot_be_made(
+    ending: str, small_disk: Path, tmp_path: Path
+) -> None:
+    """The script is gone, the disk is full, or the place is taken: the first run is diagnosed, and the rest is a line."""
+    script, out = tmp_path / "train.py", small_disk / "run"
+    script.write_text(OVERFLOWING + ending)
+    finished = dtypedoctor("exec", "--out", out, script, out, OMP_NUM_THREADS="1")
+    assert finished.code == 10, finished.err
+    assert "Traceback" not in finished.err
+    assert "overflows" in finished.err.replace("\n", " ") or "inf" in finished.err
+    assert "the run 'closer' could not be made" in " ".join(finished.err.split())
+    assert (out / "before" / EVENTS).stat().st_size > 0
+    assert (out / "exp" / "stdout.txt" / "checkpoint.pt").is_file()
+
+
+def test_a_bisection_whose_disk_fills_up_keeps_everything_and_goes_on_later(small_disk: Path) -> None:
+    """The first run's diagnosis is reported; once there is room again, --resume repeats none of the runs that are whole."""
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    out, case = small_disk / "run", ["--model", "bisect_factories:slow", "--workload", "forward", "--jobs", "1"]
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dtypedoctor", "bisect", *case, "--out", str(out)],
+        env=os.environ | paths, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not (out / JOURNAL).exists() or '"event":"probe"' not in (out / JOURNAL).read_text():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    fill(small_disk)
+    shown, errors = process.communicate(timeout=200)
+    assert process.returncode == 10, errors
+    assert "Traceback" not in errors
+    assert shown.startswith("Interrupted"), shown
+    assert f"dtypedoctor bisect --resume {out}" in " ".join(shown.split()), shown
+    assert (out / "before" / EVENTS).stat().st_size > 0
+    assert (out / JOURNAL).read_text().count('"event":"probe"') >= 1
+    assert len(list((out / "probes").glob(f"*/{EVENTS}"))) >= 1
+    (small_disk / "filler").unlink()
+    resumed = dtypedoctor("bisect", "--resume", out, "--allow-code", **paths)
+    assert resumed.code == 10, resumed.err
+    assert "(known)" in resumed.err
+    assert any("blocks.6" in name for name in report_of(out)["bisection"]["culprits"])
+
+
+def fill(disk: Path) -> None:
+    """Leaves not a byte free."""
+    with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
 
 
 def test_a_disk_that_was_full_before_is_said_at_once(small_disk: Path, tmp_path: Path) -> None:
     """Nothing can be begun, so nothing is run."""
-    (small_disk / "filler").write_bytes(bytes(small_disk.stat().st_blksize))
-    with (small_disk / "filler").open("ab") as filler:
-        while free := os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize:
-            filler.write(bytes(free))
-            filler.flush()
+    fill(small_disk)
     finished = dtypedoctor("exec", "--out", small_disk / "run", training(tmp_path))
     assert finished.code == 2
     assert "cannot be" in finished.err
@@ -92,10 +169,10 @@ def test_a_training_goes_on_when_its_files_may_not_grow(tmp_path: Path) -> None:
 
 
 def test_a_training_goes_on_when_its_run_directory_is_removed(tmp_path: Path) -> None:
-    """Somebody cleans up in the middle of a run."""
+    """Somebody cleans up in the middle of a run; there is no trace that could be used then."""
     remove = f"import shutil; shutil.rmtree({str(tmp_path / 'run')!r})"
     finished = dtypedoctor("exec", "--once", "--out", tmp_path / "run", training(tmp_path, middle=remove))
-    goes_on(finished, 40)
+    goes_on(finished, 40, code=3)
     assert "the report cannot be kept" in finished.err
     assert not (tmp_path / "run").exists()
 

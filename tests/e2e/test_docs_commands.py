@@ -5,6 +5,7 @@ no run and leave nothing for the reader to fill in are executed besides, in a fo
 """
 
 import contextlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,7 +82,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finished = dtypedoctor("run", "gemma4_grpo_fp16", "--out", "runs/first", cwd=folder)
     assert finished.code == 0, finished.err
     (folder / "dtype-report").mkdir()
-    (folder / "dtype-report" / "gemma4_grpo_fp16").symlink_to(folder / "runs" / "first")
+    shutil.copytree(folder / "runs" / "first", folder / "dtype-report" / "gemma4_grpo_fp16")
     first = read_report(folder / "runs" / "first")
     row = row_of(first, exit_code=0, seconds=1.0, path="gemma4_grpo_fp16/report.json")
     (folder / "dtype-report" / "matrix.json").write_text(render_matrix_json([row], exit_code=0))

@@ -34,11 +34,13 @@ def test_a_list_means_any_of_these_and_a_missing_key_means_anything(tmp_path: Pa
         ({"family": "healthy"}, "does not go with"),
         ({"id": "null"}, "does not go with"),
         ({"born": "thin-air"}, "unknown origins"),
+        ({"confidence": "certain"}, "unknown confidence"),
+        ({"severity": "fatal"}, "unknown severity"),
         ({"why": "`x` is read"}, "no readable"),
     ],
 )
 def test_a_header_that_says_something_impossible_is_refused(change: dict[str, str], words: str, tmp_path: Path) -> None:
-    """A misspelt key, a family against its id, an unknown origin and broken YAML all name the file."""
+    """A misspelt key, a family against its id, an unknown origin, confidence or severity and broken YAML all name the file."""
     with pytest.raises(ValueError, match=words) as error:
         read_case(script(tmp_path, **(GOOD | change)))
     assert "one.py" in str(error.value)

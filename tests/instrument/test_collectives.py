@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.session import Instruments
-from dtypedoctor.instrument.statistics import local_part, measurable, tensors_in
+from dtypedoctor.instrument.statistics import local_part, measurable
 from dtypedoctor.trace.events import NotWatched, Observation, Op
 from dtypedoctor.trace.reader import Trace, read_trace
 from dtypedoctor.trace.writer import TraceWriter

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtypedoctor.report.secret_patterns import ALLOWED_VARIABLES
+from dtypedoctor.redaction.secrets import ALLOWED_VARIABLES
 from dtypedoctor.worker import environment, survey
 from dtypedoctor.worker.environment import PACKAGES, VARIABLES, describe_environment
 

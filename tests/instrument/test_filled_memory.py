@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.reader import Trace
@@ -138,3 +139,67 @@ def test_an_operand_beside_memory_that_is_misread_is_not_taken_for_it(tmp_path: 
 
     [finding] = diagnose(multiplied(Beside(), tmp_path))
     assert (finding.id, finding.dtype) == ("stale-dequant-buffer", "bfloat16")
+
+
+class Inferred(Projection):
+    """Dequantizes a weight around 0.02 in inference mode into memory that is larger than it needs, and uses it in some way."""
+
+    def __init__(self, state: torch.dtype, read: torch.dtype, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(fill_unseen, read, "global")
+        packed, self.weight.quant_state = quantize_4bit(torch.randn(64, 64, dtype=state) * 0.02, quant_type="nf4")
+        self.weight.data = packed
+        self.use = use
+        with torch.inference_mode():
+            BUFFERS["larger"] = torch.zeros(2 * 64 * 64, dtype=read)
+
+    @torch.inference_mode()
+    def dense(self) -> Tensor:
+        state = self.weight.quant_state
+        memory = BUFFERS["larger"][: 64 * 64].view(64, 64)
+        self.fill(self.weight, state.absmax, state.dtype, memory.view(state.dtype))
+        return memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.dense())
+
+
+def joined(w: Tensor) -> Tensor:
+    """The weight twice, one below the other; float16 autocast raises where it has to join bfloat16 tensors."""
+    with torch.autocast("cpu", enabled=False):
+        return torch.cat([w, w])
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cast by autocast": lambda x, w: x @ w.t(),
+    "cast by name": lambda x, w: x @ w.to(x.dtype).t(),
+    "cast like another": lambda x, w: x @ w.t().type_as(x),
+    "copied into its dtype": lambda x, w: x @ torch.empty(64, 64, dtype=x.dtype).copy_(w),
+    "joined": lambda x, w: x @ joined(w).t().to(x.dtype),
+    "scaled": lambda x, w: x @ (w * 0.5).to(x.dtype),
+    "a linear layer": lambda x, w: nn.functional.linear(x, w),
+}
+"""Ways to the product that has no bits of the weight left in its operand where float16 makes 0 of 1e-16."""
+
+
+@pytest.mark.parametrize("use", USES)
+def test_bits_that_a_cast_destroys_are_seen_before_the_cast(use: str, tmp_path: Path) -> None:
+    """In both orders, as a view of a larger buffer that was made in inference mode; in memory of its own dtype nothing is said."""
+    for state, read, found in (
+        (torch.float16, torch.bfloat16, ["stale-dequant-buffer"]),
+        (torch.bfloat16, torch.float16, ["stale-dequant-buffer"]),
+        (torch.float16, torch.float16, []),
+        (torch.bfloat16, torch.bfloat16, []),
+    ):
+        folder = tmp_path / f"{state}-{read}"
+        folder.mkdir()
+        net, x = Inferred(state, read, USES[use]), torch.randn(3, 64, dtype=state)
+
+        def work(_: object, net: nn.Module = net, x: Tensor = x) -> None:
+            with torch.autocast("cpu", dtype=x.dtype):
+                net(x)
+
+        findings = [
+            finding for finding in diagnose(watched(folder, work, WINDOW)) if finding.severity is not Severity.INFO
+        ]
+        assert [finding.id for finding in findings] == found, (state, read)
+        assert all(finding.source.startswith("test_filled_memory.py") for finding in findings)

@@ -18,6 +18,8 @@ from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.kernels import dequantize
+from dtypedoctor.models.quantization import quantize_linears
+from dtypedoctor.scenario.model import Quantization
 
 Work = Callable[[Instruments], Any]
 TINY: dict[str, Any] = {
@@ -117,6 +119,75 @@ def test_norms_lifted_to_float32_are_found_behind_the_projection_that_refuses(tm
     model = llama()
     for layer in model.model.layers:
         layer.input_layernorm.float()
+    (finding,) = findings(tmp_path, lambda _: model(input_ids=ids()))
+    assert (finding.id, finding.fqn) == ("norm-promotes-to-float32", "model.layers.0.input_layernorm")
+    assert finding.confidence == "proven"
+
+
+CASTING_BACK: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "to its dtype": lambda layer, x: layer(x.to(layer.weight.dtype)).to(x.dtype),
+    "like it": lambda layer, x: layer(x.bfloat16()).type_as(x),
+    "a mask in its dtype": lambda layer, x: (torch.arange(x.shape[-1]) >= 0).to(x.dtype) * x,
+    "another output in its dtype": lambda layer, x: layer(x.bfloat16()).relu().to(x.dtype) + x,
+}
+
+
+@pytest.mark.parametrize("kind", CASTING_BACK)
+def test_a_cast_back_to_the_dtype_of_an_input_is_looked_behind(kind: str, tmp_path: Path) -> None:
+    """A module that returns the dtype it was given has not made it: the float32 norm weights before it have."""
+
+    class Careful(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return CASTING_BACK[kind](self.layer, x)
+
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp = Careful(nn.Linear(32, 32, dtype=torch.bfloat16))
+        layer.post_attention_layernorm.float()
+    (finding,) = findings(tmp_path, lambda _: model(input_ids=ids()))
+    assert (finding.id, finding.fqn) == ("norm-promotes-to-float32", "model.layers.0.post_attention_layernorm")
+    assert finding.confidence == "proven"
+
+
+NAMED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a method": lambda x: x.float(),
+    "an argument": lambda x: x.to(torch.float32),
+    "over lines": lambda x: x.to(
+        dtype=torch.float32,
+    ),
+    "as ever": lambda x: x.to(WIDE[0]),
+}
+WIDE = [torch.float32]
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_a_cast_by_name_is_where_the_dtype_comes_from(kind: str, tmp_path: Path) -> None:
+    """Also where the module was given float32 this time; a dtype that stands elsewhere is known by what other calls were given."""
+
+    class Widening(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return NAMED[kind](super().forward(x.bfloat16()))
+
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp = Widening(32, 32, dtype=torch.bfloat16)
+    (finding,) = findings(tmp_path, lambda _: model(input_ids=ids()))
+    assert finding.provenance[-1].op == "cast"
+    assert finding.fqn != "model.layers.0.post_attention_layernorm"
+
+
+def test_float32_norms_of_a_4_bit_model_are_found_behind_layers_that_cast_back(tmp_path: Path) -> None:
+    """bitsandbytes' layers return what they got; every dtype between the first norm and the head is float32."""
+    model = llama()
+    spec = Quantization(kind="nf4", skip=["lm_head"])
+    quantize_linears(model, spec, torch.bfloat16)
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.float()
     (finding,) = findings(tmp_path, lambda _: model(input_ids=ids()))
     assert (finding.id, finding.fqn) == ("norm-promotes-to-float32", "model.layers.0.input_layernorm")
     assert finding.confidence == "proven"

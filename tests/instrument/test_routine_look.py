@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from watched import watched
 
+from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.look import RoutineLook, Seen
@@ -68,6 +69,24 @@ def test_replaced_elements_are_counted(tmp_path: Path) -> None:
     (one,) = seen(tmp_path, "absorbed", lambda a, b: torch.nan_to_num(a * b, 0.0, 0.0, 0.0), gate, up)
     assert (one.values["op"], one.values["rescued"]) == ("aten.nan_to_num.default", 2)
     assert one.values["relative_error"] == 1.0
+
+
+def clamped_as_in_t5(x: Tensor) -> Tensor:
+    """A test for inf chooses the bounds of a clamp; the clamp is what takes the inf out."""
+    x = x * x
+    largest = torch.finfo(x.dtype).max
+    bound = torch.where(torch.isinf(x).any(), largest - 1000, largest)
+    return torch.clamp(x, min=-bound, max=bound)
+
+
+def test_a_test_for_inf_that_only_chooses_a_bound_rescues_nothing_and_the_clamp_behind_it_does(tmp_path: Path) -> None:
+    """One of three elements is replaced, and by the clamp; a count of 0 is never a rescue."""
+    trace = watched(tmp_path, lambda _: Apply(clamped_as_in_t5)(torch.tensor([1.0, 400.0, 2.0]).half()))
+    (found,) = [f for f in diagnose(trace) if f.id == "silent-rescue"]
+    assert (found.op, found.confidence) == ("aten.clamp.Tensor", "proven")
+    assert "replaces 1 elements" in found.summary
+    assert found.proven_by is not None
+    assert "float32" in found.proven_by
 
 
 def test_a_where_that_asks_for_finite_values_is_seen_through(tmp_path: Path) -> None:

@@ -190,6 +190,7 @@ def test_going_to_and_fro_between_streams_launches_nothing(stream: dict[str, int
     """One launch for each stream in the end, the modules' own one last: results are written in that order."""
     rows = Counted(torch.device("cpu"))
     made = Batches(rows, torch.device("cpu"))
+    made.begin_call()
     for number in range(6):
         stream["is"] = 1 + number % 2
         made.add(torch.full((2,), float(number)))
@@ -212,6 +213,7 @@ def test_a_part_of_a_buffer_counts_as_the_whole_of_it(stream: dict[str, int], mo
     monkeypatch.setattr(batches, "KEPT_BYTES", 1 << 12)
     rows = Counted(torch.device("cpu"))
     made = Batches(rows, torch.device("cpu"))
+    made.begin_call()
     stream["is"] = 2
     part: Tensor = torch.ones(1 << 12)[:4]
     made.add(part)

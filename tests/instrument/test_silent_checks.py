@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from watched import watched
 
+from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.silent.loading import header_dtypes
 from dtypedoctor.trace.events import Observation, Op
@@ -440,3 +441,33 @@ def test_an_early_window_holds_what_is_computed_between_two_calls(tmp_path: Path
     assert "aten.exp.default" in names
     assert names.count("aten.addmm.default") == 1
     assert [op.root for op in trace.all(Op) if op.op == "aten.exp.default"] == [-1]
+
+
+class Tempered(nn.Module):
+    """A float32 layer and one bfloat16 temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.temperature = nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) / self.temperature.float()
+
+
+def test_one_temperature_that_never_moves_is_found_beside_a_layer_that_does(tmp_path: Path) -> None:
+    """It has one update a step, and three of them are enough."""
+
+    def work(_: object) -> None:
+        torch.manual_seed(0)
+        net = Tempered()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.0)
+        for _ in range(4):
+            net(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = [f for f in diagnose(watched(tmp_path, work)) if f.id == "update-stall"]
+    assert len(found) == 1
+    assert "temperature does not move" in found[0].summary
+    assert found[0].confidence == "proven"

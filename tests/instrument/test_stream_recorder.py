@@ -118,6 +118,30 @@ def test_a_tensor_changed_in_place_before_its_batch_is_left_out_once_and_then_me
 
 
 @pytest.mark.usefixtures("behind")
+def test_a_tensor_freed_before_its_batch_is_left_out(tmp_path: Path) -> None:
+    """FSDP frees parameters by resizing their storage: nothing is read at an address that is not the tensor's any more."""
+
+    class Frees(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.first(x * 2)
+            result = found.sum()
+            found.untyped_storage().resize_(0)
+            return result
+
+    net = Frees()
+    with torch.no_grad():
+        trace = watched(tmp_path, lambda _: [net(torch.ones(16)) for _ in range(4)])
+    first = [s.absmax for s in trace.samples if trace.sites[s.site].fqn == "first"]
+    assert set(first) == {2.0}
+    assert len(first) == 3
+    assert any("freed" in note.why for note in trace.all(NotWatched))
+
+
+@pytest.mark.usefixtures("behind")
 def test_layouts_and_dtypes_are_all_measured(tmp_path: Path) -> None:
     """Transposed, sliced, expanded, empty, float64 and float8 outputs have the same magnitudes as by torch."""
     base = torch.randn(6, 10)

@@ -7,8 +7,10 @@ import mismatch_examples
 from compilation_examples import BREAK, LIMIT, RECOMPILE, launches, trace
 from nonfinite_examples import (
     compiled,
+    diverging,
     given,
     gradient,
+    guarded,
     masked,
     optimizer_step,
     overflow,
@@ -22,6 +24,7 @@ from silent_examples import (
     absorbed,
     cast,
     correction,
+    erased,
     positions,
     pretrained,
     rotary,
@@ -73,6 +76,8 @@ DETECTOR_EXAMPLES: dict[str, dict[str, Example]] = {
         "nonfinite-parameters": pair(lambda: given("parameter", "mid.1.bias"), lambda: given("input", "args.0")),
         "nonfinite-input": pair(lambda: given("input", "args.0"), lambda: given("input", "args.0", nan=0, neginf=4)),
         "optimizer-epsilon-underflow": pair(optimizer_step, lambda: optimizer_step(dtype="float32")),
+        "rounds-out-of-domain": pair(guarded, lambda: guarded(program_finite=False)),
+        "divergence": pair(diverging, lambda: diverging(weights=(0.25, 0.3))),
         "domain-error": pair(lambda: overflow(dtype="float32", float32=None, finite=False), overflow),
         "compile-only-nonfinite": pair(compiled, lambda: compiled(eager_finite=False)),
     },
@@ -90,6 +95,7 @@ DETECTOR_EXAMPLES: dict[str, dict[str, Example]] = {
             lambda: absorbed("aten.clamp.default", "0.0", "6.0", error=0.0),
         )
     },
+    "erased": {"silent-rescue": pair(erased, lambda: erased(rewards_finite=True))},
     "gradient-underflow": {"gradient-underflow": pair(lambda: scaled(2), lambda: scaled(40))},
     "update-stall": {"update-stall": pair(updates, lambda: updates(lost=32))},
     "partial-stall": {"update-stall": pair(lambda: updates(moving=640), lambda: updates(lost=32, moving=640))},

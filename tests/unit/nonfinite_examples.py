@@ -30,6 +30,37 @@ def unread_memory() -> TraceBuilder:
     return trace.sample("", 2.0, kind="loss").sample("lin.weight", 0.5, kind="grad", phase="backward")
 
 
+def guarded(*, epsilon: str = "1e-12", program_finite: bool = True) -> TraceBuilder:
+    """A division by a sum to which an epsilon was added that its dtype does not have."""
+    trace = TraceBuilder()
+    trace.op("aten.add.Tensor", "scale", [tensor(1, 0.0)], [tensor(2, 0.0, lost=8)], scalars=[epsilon])
+    birth = trace.op("aten.div.Tensor", "scale", [tensor(3), tensor(2, 0.0, lost=8)], [tensor(4, nan=8)])
+    replayed(trace, birth.n, 0.0, finite=False)
+    replayed(trace, birth.n, 5.0, finite=program_finite, how="float32-program")
+    return trace.sample("scale", 0.0, nan=8).sample("", 0.0, nan=8)
+
+
+def diverging(
+    *, weights: tuple[float, float] = (0.25, 30.0), losses: tuple[float, float] = (1.0, 120.0)
+) -> TraceBuilder:
+    """Two training steps, and a product that leaves the range in the third."""
+    trace = TraceBuilder()
+    for step, loss in enumerate(losses, 1):
+        trace.sample("", loss, kind="loss", dtype="float32", step=step, call=step)
+        trace.sample("out.weight", loss / 10, kind="grad", phase="backward", dtype="float32", step=step, call=step)
+        if step == 1:
+            trace.sample(
+                "out.weight", weights[0], kind="initial", phase="optimizer", dtype="float32", step=step, call=step
+            )
+        size = weights[step - 1]
+        trace.sample("out.weight", size, kind="param", phase="optimizer", dtype="float32", step=step, call=step)
+    product = trace.op(
+        "aten.addmm.default", "out", [tensor(1, 900.0), tensor(2, 800.0)], [tensor(3, inf=1)], step=3, call=3
+    )
+    replayed(trace, product.n, 2e5)
+    return trace.sample("out", 6e4, inf=1, step=3, call=3).sample("", 6e4, inf=1, step=3, call=3)
+
+
 def scores(
     *, product: str = "aten.bmm.default", query: str = "", float32: float = 93000.0, **tried: Any
 ) -> TraceBuilder:

@@ -170,6 +170,7 @@ def _overflow_finding() -> Finding:
         id="float16-overflow",
         severity=Severity.ERROR,
         confidence=Confidence.PROVEN,
+        proven_by="aten.mul.Tensor run again on the same operands in float32 gives finite values up to 181,000, beyond float16 max (65,504)",
         fqn="model.layers.0.mlp",
         op="aten.mul.Tensor",
         phase="generate",

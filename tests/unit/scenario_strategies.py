@@ -70,9 +70,10 @@ def _part(part: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def _one_target(script: dict[str, Any]) -> dict[str, Any]:
-    others = {key: value for key, value in script.items() if key not in ("path", "module")}
-    if script.get("path") is not None:
-        return others | {"path": script["path"]}
+    others = {key: value for key, value in script.items() if key not in ("path", "module", "code")}
+    for target in ("code", "path"):
+        if script.get(target) is not None:
+            return others | {target: script[target]}
     return others | {"module": script.get("module") or "package.module"}
 
 

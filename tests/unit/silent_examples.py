@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from traces import TraceBuilder
+from traces import TraceBuilder, tensor
 
-from dtypedoctor.trace.events import Correction, Observation, ScalerState
+from dtypedoctor.trace.events import Correction, Observation, ScalerState, TensorNote
 
 BORN = {
     "op": "aten.mul.Tensor",
@@ -41,6 +41,17 @@ def updates(wanted: int = 64, lost: int = 64, *, moving: int = 0) -> TraceBuilde
     one = {"wanted": wanted, "lost": lost, "dtype": "bfloat16", "absmax": 1.0, "update": 1e-5}
     return seen("updates", optimizer="AdamW", lr=1e-5, checks=2, first_step=1, parameters={"norm.weight": one},
                 wanted=wanted + moving, lost=lost)  # fmt: skip
+
+
+def summed_gradient(name: str, gradient: float) -> TraceBuilder:
+    """A parameter whose updates are lost; its gradient sums 512 rows of gradients of about one in bfloat16."""
+    one = {"wanted": 64, "lost": 64, "dtype": "bfloat16", "elements": 32, "absmax": 1.0, "update": 1e-5}
+    trace = seen(
+        "updates", optimizer="AdamW", lr=1e-5, checks=2, first_step=1, parameters={name: one}, wanted=640, lost=64
+    )
+    module = name.rpartition(".")[0]
+    trace.sample(module, 1.0, kind="grad_output", phase="backward", dtype="bfloat16", shape=[4, 128, 32])
+    return trace.sample(name, gradient, kind="grad", phase="backward", dtype="bfloat16", shape=[32])
 
 
 def scaled(zeros_scaled: int, *, scaler: bool = False) -> TraceBuilder:
@@ -120,3 +131,22 @@ def state_loaded(became_zero: int) -> TraceBuilder:
     """A state that was cast while it was loaded."""
     return seen("state-loaded", casts={"bfloat16->float16": 773}, became_inf=0, became_zero=became_zero, elements=773,
                 names=["0.weight"])  # fmt: skip
+
+
+def erased(*, rewards_finite: bool = False) -> TraceBuilder:
+    """Eight rewards minus their mean are NaN and are replaced: because one reward is -inf, or because all are divided by 0."""
+    made = TraceBuilder()
+
+    def runs(op: str, given: TensorNote, *, neginf: int = 0, nan: int = 0, scalars: tuple[str, ...] = ()) -> TensorNote:
+        result = TensorNote(id=made.n(), dtype="float32", shape=[8], absmax=1.0, num_nan=nan, num_neginf=neginf)
+        made.op(
+            op, "", [given], [result], sentinel=True, root=-1, source=f"train.py:{result.id}", scalars=list(scalars)
+        )
+        return result
+
+    rewards = tensor(made.n(), dtype="float32")
+    if not rewards_finite:
+        rewards = runs("aten.masked_fill.Scalar", rewards, neginf=1, scalars=("-inf",))
+    advantages = runs("aten.div.Tensor" if rewards_finite else "aten.sub.Tensor", rewards, nan=8)
+    runs("aten.nan_to_num.default", advantages)
+    return made

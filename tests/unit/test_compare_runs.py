@@ -92,6 +92,38 @@ def test_the_default_tolerance_follows_the_coarsest_dtype() -> None:
     assert "bfloat16" in mixed.tolerance_reason
 
 
+def trained(*, error: float, step: int = 1, bias: float = 1e-9) -> TraceBuilder:
+    """A deep float32 model of wide layers in training step ``step``; ``error`` is that of a gradient."""
+    trace = TraceBuilder()
+    for number in range(32):
+        trace.sample(f"layers.{number}", 2.0, dtype="float32", shape=[2, 64, 256], step=step)
+    trace.sample("k.weight", 0.25 * (1 + error), dtype="float32", kind="grad", phase="backward", step=step)
+    return trace.sample("k.bias", bias, dtype="float32", kind="grad", phase="backward", step=step)
+
+
+@pytest.mark.parametrize(
+    ("error", "step", "verdict"),
+    [
+        (2e-6, 1, Verdict.EQUAL),
+        (1e-4, 1, Verdict.DIVERGED),
+        (1e-4, 9, Verdict.EQUAL),
+        (1e-2, 9, Verdict.DIVERGED),
+    ],
+)
+def test_what_counts_as_equal_follows_from_sums_modules_and_steps(error: float, step: int, verdict: Verdict) -> None:
+    """Two orders of adding the same numbers are equal on every machine; more than rounding can do is not."""
+    assert (
+        compared(trained(error=0.0, step=step).build(), trained(error=error, step=step).build(), None).verdict
+        is verdict
+    )
+
+
+def test_a_gradient_that_is_all_rounding_is_measured_by_those_of_the_same_module() -> None:
+    """That of the bias of an attention's keys is zero in exact arithmetic, and any two runs have other noise there."""
+    assert compared(trained(error=0.0).build(), trained(error=0.0, bias=3e-9).build(), None).verdict is Verdict.EQUAL
+    assert compared(trained(error=0.0).build(), trained(error=0.0, bias=3e-3).build(), None).verdict is Verdict.DIVERGED
+
+
 def test_a_module_that_only_one_run_has_is_reported_and_prevents_equality() -> None:
     """Nothing is skipped in silence."""
     found = compared(three_modules().sample("extra", 1.0).build(), three_modules().build())

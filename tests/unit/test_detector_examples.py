@@ -4,6 +4,7 @@ import pytest
 from detector_examples import DETECTOR_EXAMPLES, Example
 
 from dtypedoctor.diagnosis import DETECTORS, diagnose
+from dtypedoctor.diagnosis.finding import Confidence
 from dtypedoctor.diagnosis.ids import FINDING_IDS
 
 EXAMPLES = [
@@ -43,3 +44,13 @@ def test_a_finding_says_what_happened_why_and_on_what_grounds(detector: str, fin
     assert found.phase
     assert found.references
     assert all(reference.startswith("https://") for reference in found.references)
+
+
+@pytest.mark.parametrize(("detector", "finding", "example"), EXAMPLES)
+def test_a_proven_finding_names_its_counterfactual_and_no_other_does(
+    detector: str, finding: str, example: Example
+) -> None:
+    """``proven_by`` is a clause that a sentence can end with."""
+    for found in DETECTORS[detector](example.fires()):
+        assert (found.confidence is Confidence.PROVEN) == bool(found.proven_by)
+        assert not (found.proven_by or "").endswith(".")

@@ -52,7 +52,7 @@ def test_every_module_that_a_developer_is_sent_to_exists(page: str) -> None:
     named = set(re.findall(r"(?<![\w./*-])(?:[a-z_\d]+/)*[a-z_\d]+\.py\b", text))
     modules = [
         path.relative_to(ROOT).as_posix()
-        for room in ("dtypedoctor", "docs", "tests")
+        for room in ("dtypedoctor", "docs", "tests", "tools")
         for path in (ROOT / room).rglob("*.py")
     ]
     assert named

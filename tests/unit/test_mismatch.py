@@ -19,7 +19,7 @@ def test_every_finding_of_the_family_has_an_example() -> None:
     assert tuple(EXAMPLES) == FAMILIES["dtype-mismatch"]
 
 
-@pytest.mark.parametrize(("name", "example"), EXAMPLES.items(), ids=str)
+@pytest.mark.parametrize(("name", "example"), EXAMPLES.items(), ids=list(EXAMPLES))
 def test_an_example_fires(name: str, example: Example) -> None:
     """The first finding has the id, the module, the confidence and the named reason of the example, and says what happened."""
     first = next(detect_mismatch(example.fires()))
@@ -331,3 +331,20 @@ def test_an_adapter_is_known_by_its_shape_and_not_by_its_name() -> None:
     assert census.is_adapter(0, "wrapped.down.weight")
     assert not census.is_adapter(0, "wrapped.base.weight")
     assert not census.is_adapter(0, "body.weight")
+
+
+@pytest.mark.parametrize(("place", "name"), [(1, "kv-cache-dtype"), (3, "attention-dtype-mismatch")])
+def test_a_table_of_biases_is_no_cache(place: int, name: str) -> None:
+    """Memory from before the call is a cache where attention reads keys, and a mask or bias in the place of the mask."""
+    story = Story().body()
+    q, k, v = (
+        story.run("aten.mm.default", "attend", [story.given(HALF), story.parameter(n, HALF)], HALF)
+        for n in ("q.w", "k.w", "v.w")
+    )
+    operands = [q, k, v, q]
+    operands[place] = story.tensor("float32", name="attend.table", origin="attribute")
+    message = (
+        "Expected query, key, and value to have the same dtype, but got query.dtype: c10::BFloat16 key.dtype: float"
+    )
+    story.refuse("aten.scaled_dot_product_attention.default", "attend", operands, message)
+    assert next(detect_mismatch(story.ended())).id == name

@@ -36,6 +36,18 @@ def test_the_op_that_made_the_first_inf_is_blamed_and_not_the_modules_that_pass_
     assert any("77178" in line for line in finding.evidence)
 
 
+def test_a_sum_that_overflows_inside_of_an_operator_is_not_told_as_its_result() -> None:
+    """The float16 result would fit: nobody is told that 1,677 is too much for float16."""
+    trace = TraceBuilder()
+    loss = trace.op("aten.nll_loss_forward.default", "", [tensor(1, 900.0)], [tensor(2, 0.0, inf=1)])
+    trace.add(Replay(n=trace.n(), of=loss.n, how="float32", finite=True, absmax=1677.0))
+    (finding,) = diagnose(trace.sample("", 0.0, inf=1, kind="loss").build())
+    assert finding.id == "float16-overflow"
+    assert "a sum inside of aten.nll_loss_forward.default exceeds float16 max (65,504)" in finding.summary
+    assert "although its result would be 1,677" in finding.summary
+    assert "needs" not in finding.summary
+
+
 def test_a_result_that_float32_cannot_hold_either_is_no_precision_problem() -> None:
     """A replay that is not finite turns the verdict to domain-error."""
     (finding,) = diagnose(overflowing(replay_finite=False).build())

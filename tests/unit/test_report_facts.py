@@ -126,6 +126,6 @@ def test_what_is_proven_is_said_of_the_finding_that_is() -> None:
     told = [
         proven_means(replace(report, findings=found)) for found in ((first, unsure), (unsure, first), (unsure,), ())
     ]
-    assert told[0].startswith("Proven by counterfactual: ")
+    assert told[0] == f"Proven by counterfactual: {first.proven_by}."
     assert told[1].startswith(f"{first.id}, further down, is proven by counterfactual: ")
     assert told[2:] == ["", ""]

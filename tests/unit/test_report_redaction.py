@@ -13,11 +13,11 @@ from report_builders import healthy, mismatch, overflow, worker_died
 from rich.console import Console
 from secret_texts import HOST, SECRETS, USER
 
+from dtypedoctor.redaction.paths import short_paths
+from dtypedoctor.redaction.redact import Private, redact
+from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.private_paths import short_paths
-from dtypedoctor.report.redaction import Private, redact
 from dtypedoctor.report.renderers import RENDERERS
-from dtypedoctor.report.secret_patterns import names_a_secret, without_secrets
 from dtypedoctor.report.terminal import render_terminal
 
 PRIVATE = Private(users=frozenset({USER}), hosts=frozenset({HOST}))

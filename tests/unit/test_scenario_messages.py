@@ -161,7 +161,7 @@ STEP = {
     ),
     "a script without a target": (
         "{workload: {kind: script}}",
-        ["7:16: steps[1].workload: give either path or module"],
+        ["7:16: steps[1].workload: give either path, module or code"],
     ),
     "an empty list that must not be": (
         "{model: {name: a, lora: {targets: []}}, workload: {kind: unload}}",

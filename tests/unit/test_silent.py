@@ -13,6 +13,7 @@ from silent_examples import (
     scaled,
     seen,
     state_loaded,
+    summed_gradient,
     twins,
     updates,
 )
@@ -38,6 +39,12 @@ def test_a_few_weights_that_stall_do_not_speak_before_a_router_that_flips() -> N
         for record in router(18).build().all(Observation):
             trace.add(record)
         assert [finding.id for finding in diagnose(trace.build())] == order
+
+
+def test_a_parameter_whose_gradient_is_all_rounding_is_not_called_stalled() -> None:
+    """The bias of an attention's keys has none in exact arithmetic, so there is nothing that is lost."""
+    assert diagnose(summed_gradient("attn.k.bias", 0.02).build()) == ()
+    assert only(summed_gradient("attn.q.bias", 5.0)).id == "update-stall"
 
 
 @pytest.mark.parametrize(

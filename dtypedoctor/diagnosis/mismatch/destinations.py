@@ -1,10 +1,9 @@
 """Tensors written into others: key/value caches, features merged into embeddings. And attention, which reads such caches."""
 
-from dtypedoctor.diagnosis.finding import Confidence
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.mismatch.kinds import ATTENTION, MERGES
-from dtypedoctor.diagnosis.mismatch.report import Verdict, described, is_settled, said
+from dtypedoctor.diagnosis.mismatch.report import Verdict, described, said, settled_by
 from dtypedoctor.diagnosis.wording import place, short
 
 __all__ = ["attention_operands", "cache_of_another_dtype", "merged_features"]
@@ -38,7 +37,7 @@ def merged_features(case: Case) -> Verdict | None:
             f"{said(case)} needs one dtype and casts nothing, under autocast neither. The destination goes back to "
             f"{described(target.birth)}, the source to {described(source.birth)}."
         ),
-        confidence=Confidence.PROVEN if is_settled(case, source) else Confidence.LIKELY,
+        proven_by=settled_by(case, source),
         blamed=source,
     )
 
@@ -63,7 +62,7 @@ def attention_operands(case: Case) -> Verdict | None:
             + (", and the flash kernel takes float16 and bfloat16 only" if family == FLASH else "")
             + f". The {odd.dtype} goes back to {described(odd.birth)}."
         ),
-        confidence=Confidence.PROVEN if is_settled(case, odd) else Confidence.LIKELY,
+        proven_by=settled_by(case, odd),
         blamed=odd,
     )
 
@@ -83,7 +82,9 @@ def _cache(case: Case, cache: Operand, use: str) -> Verdict:
             + (", the dtype of the configuration," if config == cache.dtype else "")
             + f" before the call, and the layers compute in {others}. {use}"
         ),
-        confidence=Confidence.PROVEN if case.ran("equal-dtypes") else Confidence.LIKELY,
+        proven_by=f"{said(case)} run again with all operands in one dtype does not raise"
+        if case.ran("equal-dtypes")
+        else None,
         evidence=tuple(evidence),
         blamed=_as_cache(cache),
     )
@@ -113,11 +114,10 @@ def _target_and_source(case: Case) -> tuple[Operand | None, Operand | None]:
 
 
 def _is_memory(operand: Operand) -> bool:
-    """Whether attention reads what was there before the call, as it was; a buffer in the place of the mask is a mask."""
+    """Whether attention reads what was there before the call, as it was, as keys or values; in the place of the mask it is a mask or a
+    table of biases, whatever holds it."""
     birth = operand.birth
-    if birth.promoted is not None:
-        return False
-    return operand.index in KEY_AND_VALUE if birth.reason is Reason.BUFFER else _outlives_the_call(birth)
+    return birth.promoted is None and operand.index in KEY_AND_VALUE and _outlives_the_call(birth)
 
 
 def _outlives_the_call(birth: Birth) -> bool:

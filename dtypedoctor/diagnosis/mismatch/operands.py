@@ -1,10 +1,9 @@
 """Refusals that are explained by where the odd operand got its dtype: a norm, a buffer, the input, an adapter, the head."""
 
-from dtypedoctor.diagnosis.finding import Confidence
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.mismatch.census import owner_of
-from dtypedoctor.diagnosis.mismatch.report import Verdict, described, is_settled, said
+from dtypedoctor.diagnosis.mismatch.report import Verdict, described, said, settled_by
 from dtypedoctor.diagnosis.wording import place, short
 
 __all__ = ["by_origin"]
@@ -40,7 +39,7 @@ def _norm(case: Case, odd: Operand) -> Verdict:
     kept = f" The model's list of modules to keep in float32 has {entry!r}, which names it." if entry else ""
     return Verdict(
         id="norm-promotes-to-float32",
-        confidence=_confidence(case, odd),
+        proven_by=settled_by(case, odd),
         blamed=odd,
         fqn=birth.fqn,
         summary=f"{short(birth.fqn)} returns {odd.dtype} for {case.rule} activations, and {_refuser(case)} refuses it.",
@@ -61,7 +60,7 @@ def _buffer(case: Case, odd: Operand) -> Verdict:
     )
     return Verdict(
         id="buffer-promotes-to-float32",
-        confidence=_confidence(case, odd),
+        proven_by=settled_by(case, odd),
         blamed=odd,
         fqn=birth.fqn,
         summary=f"The {odd.dtype} {what.split()[0]} {birth.name} lifts {case.rule} activations, and {_refuser(case)} refuses them.",
@@ -75,7 +74,7 @@ def _buffer(case: Case, odd: Operand) -> Verdict:
 def _input(case: Case, odd: Operand) -> Verdict:
     return Verdict(
         id="model-input-dtype",
-        confidence=_confidence(case, odd),
+        proven_by=settled_by(case, odd),
         blamed=odd,
         fqn=place(case.op),
         summary=f"The model is given {odd.dtype} where its weights are {case.rule}, and {_refuser(case)} refuses it.",
@@ -91,7 +90,7 @@ def _adapter(case: Case, odd: Operand) -> Verdict:
     wrapper = case.census.saved_copy(birth.root, birth.fqn or "")
     return Verdict(
         id="adapter-dtype-mismatch",
-        confidence=_confidence(case, odd),
+        proven_by=settled_by(case, odd),
         blamed=odd,
         fqn=wrapper or birth.fqn,
         summary=f"The adapter {short(birth.fqn)} is {odd.dtype}, the base model and its activations are {case.rule}.",
@@ -115,7 +114,7 @@ def _head(case: Case, odd: Operand) -> Verdict:
         cause = f"The weight is {described(birth)}; the body hands on {case.rule}, and nothing casts it."
     return Verdict(
         id="head-dtype-mismatch",
-        confidence=_confidence(case, odd),
+        proven_by=settled_by(case, odd),
         blamed=odd,
         fqn=place(case.op) if birth.reason is Reason.COMPUTE_DTYPE else wrapper or birth.fqn,
         summary=f"The last layer, {head}, is {_own_dtype(case)} and is given {_given_dtype(case)}.",
@@ -136,16 +135,12 @@ def _fallback(case: Case, odd: Operand) -> Verdict:
     birth = odd.birth
     return Verdict(
         id="operand-dtype-mismatch",
-        confidence=_confidence(case, odd),
+        proven_by=settled_by(case, odd),
         blamed=odd,
         fqn=birth.fqn if birth.reason in OF_THE_OWNER else place(case.op),
         summary=f"{said(case)} in {short(place(case.op))} gets {' and '.join(case.dtypes)}.",
         cause=f"{case.rule} is what {_ruled_by(case)}. The {odd.dtype} operand goes back to {described(birth)}.{_more(case, birth)}",
     )
-
-
-def _confidence(case: Case, odd: Operand) -> Confidence:
-    return Confidence.PROVEN if is_settled(case, odd) else Confidence.LIKELY
 
 
 def _is_about_the_head(case: Case, odd: Operand) -> bool:

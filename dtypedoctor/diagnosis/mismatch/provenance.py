@@ -18,7 +18,7 @@ from dtypedoctor.diagnosis.mismatch.kinds import (
 )  # fmt: skip
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.trace.events import Observation, Op, TensorNote
+from dtypedoctor.trace.events import Flow, Observation, Op, TensorNote
 
 __all__ = ["Provenance"]
 
@@ -27,6 +27,8 @@ MAX_LINKS = 12
 MAX_WALK = 2000
 MAX_CASTS = 8
 """Casts in a row that are looked behind."""
+CALL_DEPTH = 40
+"""How many ops above a cast an operand of its module is looked for."""
 NORM_DEPTH = 8
 """How many ops above a multiplication by a weight the root of a mean square may lie, for it to be a norm."""
 
@@ -129,6 +131,50 @@ class Provenance:
             return Reason.COMPUTE_DTYPE
         return Reason.CAST
 
+    def casts_back_to(self, cast: Op, dtype: str) -> tuple[TensorNote, Op] | None:
+        """The operand that the module of a cast was given in ``dtype`` and the cast goes back to, with the op that used it.
+
+        That is an operand which the casted value was computed from, ``layer(x).to(x.dtype)``, or one that its result is combined
+        with, ``mask.to(x.dtype) + x``. None where the module got no such operand, or where it gives ``dtype`` back for others too.
+        """
+        if self._always_returns(cast, dtype):
+            return None
+        return self._computed_from(cast, dtype) or self._combined_with(cast, dtype)
+
+    def _computed_from(self, cast: Op, dtype: str) -> tuple[TensorNote, Op] | None:
+        level, seen = [cast], {cast.n}
+        for _ in range(CALL_DEPTH):
+            given = ((t, op) for op in level for t in op.inputs if t.dtype == dtype and self._was_given(t, cast))
+            found = next(given, None)
+            if found is not None or not level:
+                return found
+            makers = (self.graph.producer(t) for op in level for t in op.inputs if not t.origin)
+            inside = {m.n: m for m in makers if m is not None and _is_inside(m, cast) and m.n not in seen}
+            seen.update(inside)
+            level = list(inside.values())
+        return None
+
+    def _combined_with(self, cast: Op, dtype: str) -> tuple[TensorNote, Op] | None:
+        for user in self.graph.downstream(cast, 1):
+            floats = [t for t in user.inputs if t.dtype in DTYPES]
+            others = [t for t in floats if t.id not in {made.id for made in cast.outputs}]
+            if _is_inside(user, cast) and {t.dtype for t in floats} == {dtype}:
+                return next(((t, user) for t in others if self._was_given(t, cast)), None)
+        return None
+
+    def _was_given(self, tensor: TensorNote, cast: Op) -> bool:
+        """Whether a tensor came into the module of ``cast`` from outside, before it."""
+        if tensor.origin:
+            return tensor.origin == "input"
+        maker = self.graph.producer(tensor)
+        return maker is not None and maker.n < cast.n and not _is_inside(maker, cast)
+
+    def _always_returns(self, cast: Op, dtype: str) -> bool:
+        """Whether a module of the same class returned ``dtype`` where it was given none of it."""
+        cls = self.census.class_of(cast.root, cast.fqn)
+        flows = (flow for flow in self.graph.trace.all(Flow) if cls and flow.cls == cls)
+        return any(dtype in flow.outputs and dtype not in flow.inputs for flow in flows)
+
     def shard_unit(self, op: Op, dtype: str) -> str | None:
         """The shard unit whose policy casts its outputs to ``dtype``, where ``op`` casts a result of that unit."""
         made = next((maker for t in op.inputs if (maker := self.graph.producer(t)) is not None), None)
@@ -160,6 +206,10 @@ class _Walk:
                 break
             born = self._dequantised(maker) if is_dequantisation(maker) else self._born_at(maker, tensor)
             self._link(maker, tensor.dtype)
+            back = self._cast_back(maker, born)
+            if back is not None:
+                tensor, user = back
+                continue
             if born is not None:
                 return self._end(born)
             following = self._follow(maker, tensor)
@@ -196,6 +246,17 @@ class _Walk:
             return next((t for t in maker.inputs if t.storage == tensor.storage), None)
         same = [t for t in maker.inputs if t.dtype == tensor.dtype]
         return next((t for t in same if not t.origin), same[0])
+
+    def _cast_back(self, maker: Op, born: Birth | None) -> tuple[TensorNote, Op] | None:
+        """Where the dtype comes from that a cast takes from an operand of its module."""
+        if (
+            born is None
+            or born.reason not in (Reason.CAST, Reason.FACTORY)
+            or overload_free(maker.op) not in CASTS
+            or maker.by_name
+        ):
+            return None
+        return self._known.casts_back_to(maker, self._dtype)
 
     def _named(self, tensor: TensorNote, user: Op) -> Birth:
         name = tensor.name or ""
@@ -236,6 +297,13 @@ class _Walk:
         links = self._links
         kept = links if len(links) < MAX_LINKS else [*links[: MAX_LINKS // 2], *links[-MAX_LINKS // 2 :]]
         return replace(birth, promoted=self._promoted, chain=(*kept, last))
+
+
+def _is_inside(op: Op, cast: Op) -> bool:
+    """Whether an op ran in the same call, in the module of ``cast`` or in one inside it."""
+    return (op.call, op.root) == (cast.call, cast.root) and (
+        op.fqn == cast.fqn or not cast.fqn or op.fqn.startswith(f"{cast.fqn}.")
+    )
 
 
 def _reads_bits(op: Op, tensor: TensorNote) -> bool:

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.mismatch.birth import Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.mismatch.census import Census
 from dtypedoctor.diagnosis.mismatch.kinds import CONVOLUTIONS, PRODUCTS
 from dtypedoctor.diagnosis.mismatch.provenance import Provenance
-from dtypedoctor.diagnosis.mismatch.report import Verdict, is_settled, said
+from dtypedoctor.diagnosis.mismatch.report import Verdict, said, settled_by
 from dtypedoctor.diagnosis.mismatch.unpacked import Unpacked, is_wrong
 from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import listed, place, short
-from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.events import Observation, Op
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["dequantised_to_another_dtype", "packed_weight_used_as_dense", "silently_wrong_weights", "stale_buffer"]
@@ -40,7 +40,6 @@ def packed_weight_used_as_dense(case: Case) -> Verdict | None:
             f"forward can unpack. Code that takes the layer's `weight` and multiplies with it (nn.MultiheadAttention's fast "
             "path, a merged projection, a patched forward) gets the bytes."
         ),
-        confidence=Confidence.LIKELY,
         evidence=(f"{packed.name} has the shape {packed.shape} of the storage, not that of the layer's weight.",),
         reason=f"{Reason.QUANT_STATE}: {packed.name}",
     )
@@ -57,7 +56,7 @@ def stale_buffer(case: Case) -> Verdict | None:
                 fqn=found.owner,
                 summary=_stale_summary(found, read),
                 cause=_STALE.format(state=found.state_dtype, read=read),
-                confidence=Confidence.PROVEN,
+                proven_by=_GARBAGE,
                 evidence=found.evidence,
                 blamed=operand,
             )
@@ -78,7 +77,7 @@ def dequantised_to_another_dtype(case: Case) -> Verdict | None:
             fqn=found.owner,
             summary=_kernel_summary(found),
             cause=_KERNEL.format(state=found.state_dtype),
-            confidence=Confidence.PROVEN,
+            proven_by=_GARBAGE,
             evidence=found.evidence,
             blamed=odd,
         )
@@ -97,7 +96,7 @@ def dequantised_to_another_dtype(case: Case) -> Verdict | None:
                 else ""
             )
         ),
-        confidence=Confidence.PROVEN if is_settled(case, odd) else Confidence.LIKELY,
+        proven_by=settled_by(case, odd),
         evidence=found.evidence,
         blamed=odd,
         unfit=frozenset({"dequant-float32-kernel"}),  # the values are right
@@ -106,22 +105,35 @@ def dequantised_to_another_dtype(case: Case) -> Verdict | None:
 
 def silently_wrong_weights(trace: Trace) -> Iterator[Finding]:
     """Products that ran on something else than the packed weight that they were meant to use."""
-    graph = OpGraph(trace)
-    suspects = [o for o in trace.all(Observation) if o.kind == "packed-weight" and is_wrong(o)]
-    if not suspects:
-        return
-    provenance = Provenance(graph, Census(trace))
-    by_number = {op.n: op for op in graph.ops}
-    found = []
-    for observation in suspects:
-        op = by_number.get(int(observation.values["of"]))
-        if op is not None and op.error is None:
-            index = int(observation.values["operand"])
-            unpacked = Unpacked.of(provenance, op, index, provenance.of(op.inputs[index], op))
-            if unpacked is not None and unpacked.is_garbage:
-                found.append(unpacked)
+    found = sorted(_wrong(trace), key=lambda one: one.op.n)
     if found:
         yield _silent(found)
+
+
+def _wrong(trace: Trace) -> Iterator[Unpacked]:
+    """One weight of each product: the one whose bits were seen on the way to it, else the one that its operand should have been."""
+    suspects = [
+        o for o in trace.all(Observation) if o.kind == "packed-bits" or (o.kind == "packed-weight" and is_wrong(o))
+    ]
+    if not suspects:
+        return
+    graph = OpGraph(trace)
+    provenance = Provenance(graph, Census(trace))
+    by_number = {op.n: op for op in graph.ops if op.error is None}
+    told = set()
+    for seen in sorted(suspects, key=lambda o: o.kind != "packed-bits"):
+        op = by_number.get(int(seen.values["of"]))
+        unpacked = _unpacked(provenance, op, seen) if op is not None else None
+        if unpacked is not None and unpacked.is_garbage and unpacked.op.n not in told:
+            told.add(unpacked.op.n)
+            yield unpacked
+
+
+def _unpacked(provenance: Provenance, op: Op, seen: Observation) -> Unpacked | None:
+    if seen.kind == "packed-bits":
+        return Unpacked.of_bits(provenance, op, seen)
+    index = int(seen.values["operand"])
+    return Unpacked.of(provenance, op, index, provenance.of(op.inputs[index], op))
 
 
 def _silent(found: list[Unpacked]) -> Finding:
@@ -133,6 +145,7 @@ def _silent(found: list[Unpacked]) -> Finding:
     others = (f"As wrong: the packed weights of {listed(owners[1:])}.",) if len(owners) > 1 else ()
     statement = Statement(
         id=name,
+        proven_by=_GARBAGE,
         summary=_stale_summary(first, read) if stale else _kernel_summary(first),
         cause=_STALE.format(state=first.state_dtype, read=read) if stale else _KERNEL.format(state=first.state_dtype),
         evidence=(*first.evidence, *others, "No operation has complained, and everything is finite."),
@@ -149,6 +162,7 @@ def _silent(found: list[Unpacked]) -> Finding:
     )
 
 
+_GARBAGE = "the same packed weight, dequantized in float32 from its state, is not the matrix that was multiplied"
 _STALE = (
     "The kernel that dequantises is chosen by the quantisation state ({state}), the memory that it writes to was made for "
     "another dtype ({read}), by an earlier call or model. Nothing is converted: {state} bit patterns are read as {read} numbers. "

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
+from dtypedoctor.diagnosis.finding import Finding, Link
 from dtypedoctor.diagnosis.mismatch.case import Case
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of, dtype_named
-from dtypedoctor.diagnosis.mismatch.report import Verdict, said
+from dtypedoctor.diagnosis.mismatch.report import Verdict, ran_in, said
 from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, short
@@ -29,7 +29,6 @@ def recomputed_outside_of_the_region(case: Case) -> Verdict | None:
     if twin is None:
         return None
     unit = case.raised.modules[0] if case.raised.modules else case.op.fqn
-    settled = case.ran(f"all-as-{twin.autocast}")
     return Verdict(
         id="recompute-dtype-mismatch",
         fqn=unit,
@@ -38,7 +37,7 @@ def recomputed_outside_of_the_region(case: Case) -> Verdict | None:
             f"The forward pass ran inside a {twin.autocast} autocast region. Whoever recomputes it in the backward pass enters "
             f"none, so {said(case)} gets {' and '.join(case.dtypes)} as they are."
         ),
-        confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
+        proven_by=ran_in(case, twin.autocast),
         evidence=(f"In the forward pass {twin.op} got {', '.join(t.dtype for t in twin.inputs)}, cast by autocast.",),
     )
 
@@ -63,7 +62,11 @@ def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
         )
     statement = Statement(
         id="recompute-dtype-mismatch",
-        confidence=Confidence.PROVEN if split is not None else Confidence.LIKELY,
+        proven_by=(
+            f"{split[1].op} ran twice, in the forward pass and in the recomputation, and returned two dtypes"
+            if split is not None
+            else None
+        ),
         summary=f"{short(unit)} is recomputed in {again} where its forward pass was in {saved}.",
         cause=(
             "Checkpointing runs the module a second time in the backward pass and expects the same tensors. Something that "

@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.mismatch.birth import Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.mismatch.census import HALF, Census
 from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CASTS, CONVOLUTIONS, PRODUCTS, writes
-from dtypedoctor.diagnosis.mismatch.report import Verdict, described, said
+from dtypedoctor.diagnosis.mismatch.report import Verdict, described, ran_in, said
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import place, short
@@ -47,14 +47,14 @@ def custom_function(case: Case) -> Verdict | None:
             else f"{case.op.function} is not decorated with custom_fwd and custom_bwd, so its backward does not know of the region."
         )
         cause = f"The forward ran inside a {forward} autocast region and the backward outside of any. {why} {_MEET}"
-        proven = case.ran(f"all-as-{forward}") and case.ran("equal-dtypes")
+        proof = ran_in(case, forward) if case.ran("equal-dtypes") else None
     elif case.op.autocast and decorated and used:
         cause = (
             f"custom_bwd re-enters the {case.op.autocast} autocast region of the forward, so the products of the backward come "
             f"in {case.op.autocast}; {said(case)} writes to memory that exists already, where autocast casts nothing, and that "
             f"memory has the dtype of {_saved(case)}."
         )
-        proven = case.ran("equal-dtypes") and case.ran(f"all-as-{case.op.autocast}")
+        proof = ran_in(case, case.op.autocast) if case.ran("equal-dtypes") else None
     else:
         return None
     return Verdict(
@@ -62,7 +62,7 @@ def custom_function(case: Case) -> Verdict | None:
         fqn=place(case.op),
         summary=f"The backward of {case.op.function} in {short(place(case.op))} mixes {' and '.join(case.dtypes)}.",
         cause=cause,
-        confidence=Confidence.PROVEN if proven else Confidence.LIKELY,
+        proven_by=proof,
         reason=f"{Reason.CUSTOM_FUNCTION}: {case.op.function}",
         unfit=_unfit(case),
         evidence=(_both_regions(case, context),),
@@ -108,7 +108,7 @@ def autocast_bypass(case: Case) -> Verdict | None:
             f"the other comes from {_the_rest(case)}."
         ),
         blamed=_before_casts(case),
-        confidence=Confidence.PROVEN if case.ran(f"all-as-{region}") else Confidence.LIKELY,
+        proven_by=ran_in(case, region),
         reason=f"{Reason.INPLACE if writes(case.op) else Reason.AUTOCAST_LIST}: {said(case)} is not cast",
         unfit=_unfit(case),
     )
@@ -167,7 +167,7 @@ def wrong_device(case: Case) -> Verdict | None:
     )
     if region is None or any(r["device"] == device for r in seen.values["regions"]):
         return None
-    settled = case.ran(f"all-as-{region['wanted']}")
+    proof = ran_in(case, region["wanted"])
     return Verdict(
         id="autocast-wrong-device",
         fqn=place(case.op),
@@ -176,9 +176,9 @@ def wrong_device(case: Case) -> Verdict | None:
             f"A region casts for its own device type only. The one that {region['source'] or 'the caller'} enters does nothing for "
             f"tensors on {device!r}, so {said(case)} gets {' and '.join(case.dtypes)}, which it would have cast to {region['wanted']}."
         ),
-        confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
+        proven_by=proof,
         evidence=(f"With all operands in {region['wanted']}, as the region would have cast them, the same op runs.",)
-        if settled
+        if proof
         else (),
     )
 
@@ -198,7 +198,7 @@ def contradicted_by(case: Case) -> Finding | None:
         root=case.op.root,
         dtypes=(str(model), str(region)),
         where=(case.op.phase, case.op.step, inner[0]["source"] if inner else None),
-        settled=case.ran(f"all-as-{model}"),
+        proof=ran_in(case, str(model)),
         consequence=f"{said(case)} at {case.op.source} gets {' and '.join(case.dtypes)}, and refuses.",
         weights=case.census.weights_in_words(case.op.root),
     )
@@ -218,13 +218,13 @@ def contradicting_region(trace: Trace) -> Iterator[Finding]:
                 root=flow.root,
                 dtypes=(str(model), str(flow.autocast)),
                 where=("static", None, source),
-                settled=False,
+                proof=None,
                 consequence=None,
                 weights=census.weights_in_words(flow.root),
             )
 
 
-def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int | None, str | None], settled: bool,
+def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int | None, str | None], proof: str | None,
                    consequence: str | None, weights: str) -> Finding:  # fmt: skip
     model, region = dtypes
     phase, step, source = where
@@ -232,13 +232,13 @@ def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int 
     statement = Statement(
         id="autocast-contradicts-model",
         severity=Severity.ERROR if consequence else Severity.WARNING,
-        confidence=Confidence.PROVEN if settled else Confidence.LIKELY,
+        proven_by=proof,
         summary=f"A {region} autocast region is around a {model} model.",
         cause=_why_it_matters(model, region, met=consequence is not None),
         evidence=(
             f"The weights of {_model(root)}, in elements: {weights}. The region is {region}{entered}.",
             *((consequence,) if consequence else ()),
-            *((f"Replayed alone, with all operands in {model}, the same op runs.",) if settled else ()),
+            *((f"Replayed alone, with all operands in {model}, the same op runs.",) if proof else ()),
         ),
     )
     return located(statement, phase=phase, step=step, dtype=region, source=source)

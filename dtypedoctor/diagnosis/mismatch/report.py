@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
+from dtypedoctor.diagnosis.finding import Finding, Link
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, place, short, short_parameter
 from dtypedoctor.dtypes import DTYPES
 
-__all__ = ["Verdict", "described", "finding", "is_settled", "met", "said"]
+__all__ = ["Verdict", "described", "finding", "is_settled", "met", "ran_in", "said", "settled_by"]
 
 _MODULE = "module."
 
@@ -22,7 +22,7 @@ class Verdict:
     Attributes:
         id: id of the finding.
         fqn: the module that originates it.
-        summary, cause, confidence: see :class:`Finding`.
+        summary, cause, proven_by: see :class:`Finding`.
         evidence: sentences of the rule's own; what every refusal shows is added to them.
         blamed: the operand whose chain is the provenance; the odd one where left out.
         reason: the named reason in which the chain ends, where it is not the birth of the operand.
@@ -33,7 +33,7 @@ class Verdict:
     fqn: str | None
     summary: str
     cause: str
-    confidence: Confidence
+    proven_by: str | None = None
     evidence: tuple[str, ...] = ()
     blamed: Operand | None = None
     reason: str | None = None
@@ -46,7 +46,7 @@ def finding(case: Case, verdict: Verdict) -> Finding:
     odd = verdict.blamed if verdict.blamed is not None else case.odd
     statement = Statement(
         id=verdict.id,
-        confidence=verdict.confidence,
+        proven_by=verdict.proven_by,
         summary=verdict.summary,
         cause=verdict.cause,
         evidence=(met(case), *verdict.evidence, *_experiments(case, odd), *how_the_run_ended(case.trace)),
@@ -123,6 +123,20 @@ def is_settled(case: Case, operand: Operand | None) -> bool:
         return operand.birth.reason is not Reason.ELSEWHERE
     narrow = case.graph.replay(promoted, "narrowest-dtype")
     return narrow is not None and narrow.dtype is not None and narrow.dtype != operand.dtype
+
+
+def settled_by(case: Case, operand: Operand | None) -> str | None:
+    """The experiment of :func:`is_settled` as a clause; None where nothing is settled."""
+    if operand is None or not is_settled(case, operand):
+        return None
+    return f"{said(case)} run again with its {operand.dtype} operand alone cast to {case.rule} does not raise"
+
+
+def ran_in(case: Case, dtype: str | None) -> str | None:
+    """The experiment in which all operands of the op had ``dtype``, as a clause; None where it raised or was not made."""
+    return (
+        f"{said(case)} run again with all operands in {dtype} does not raise" if case.ran(f"all-as-{dtype}") else None
+    )
 
 
 def _experiments(case: Case, odd: Operand | None) -> tuple[str, ...]:

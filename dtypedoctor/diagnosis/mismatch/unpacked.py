@@ -1,10 +1,12 @@
 """Operands that are, or are meant to be, a packed weight made dense again."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.census import owner_of
-from dtypedoctor.diagnosis.mismatch.kinds import CASTS, UNCOMPUTED, VIEWS
+from dtypedoctor.diagnosis.mismatch.kinds import CASTS, PRODUCTS, UNCOMPUTED, VIEWS
 from dtypedoctor.diagnosis.mismatch.provenance import Provenance
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.wording import short
@@ -14,6 +16,8 @@ __all__ = ["Unpacked", "is_wrong"]
 
 MAX_BACK = 8
 """Views and casts between a product and the memory that it reads."""
+
+_PACKED = (Reason.QUANT_STATE, Reason.REINTERPRETED)
 
 GARBAGE = 0.1
 """Relative error above which a matrix is not the packed weight; rounding to bfloat16 makes 0.002."""
@@ -29,7 +33,7 @@ class Unpacked:
         owner: dotted name of the module that holds the packed weight.
         name: name of the packed weight, where known.
         state_dtype: what the quantisation state says.
-        measured: whether its values were compared with bitsandbytes' own dequantisation.
+        measured: whether its values were compared with those of the packed bytes.
         error: the relative error found; None where it is not finite, or nothing was measured.
         misread: whether the bits of what was read are the weight, in the format that the quantisation state says.
     """
@@ -49,22 +53,43 @@ class Unpacked:
         measured = next((o for o in provenance.graph.trace.all(Observation) if o.kind == "packed-weight"
                          and o.values.get("of") == op.n and o.values.get("operand") == index), None)  # fmt: skip
         birth = provenance.before_casts(birth)
-        goes_back = birth.reason in (Reason.QUANT_STATE, Reason.REINTERPRETED)
+        goes_back = birth.reason in _PACKED
         misread = measured is not None and is_wrong(measured) and _is_misread(provenance, op, index)
-        if not goes_back and (measured is None or not (misread or _may_be_filled_unseen(birth, measured))):
+        if not goes_back and (
+            measured is None or not (misread or _may_be_filled_unseen(provenance, op, index, birth, measured))
+        ):
             return None
         values = measured.values if measured is not None else {}
         name = birth.name if goes_back else values.get("weight")
+        return cls._named(provenance, op, birth, name, values, misread)
+
+    @classmethod
+    def of_bits(cls, provenance: Provenance, op: Op, seen: Observation) -> "Unpacked | None":
+        """The weight whose bits ``op`` was seen to read in another dtype; None where they are only moved and reach no product.
+
+        Whatever stands between (a join, a scale), the product that its result reaches is the op that uses it.
+        """
+        used = [op, *provenance.graph.downstream(op, MAX_BACK)]
+        product = next((user for user in used if overload_free(user.op) in PRODUCTS), None)
+        is_cast = any(out.dtype != seen.values["dtype"] for out in op.outputs)
+        if product is None and not is_cast:
+            return None
+        birth = provenance.before_casts(provenance.of(op.inputs[int(seen.values["operand"])], op))
+        name = birth.name if birth.reason in _PACKED else seen.values["weight"]
+        return cls._named(provenance, product or op, birth, name, seen.values, True)
+
+    @classmethod
+    def _named(cls, provenance: Provenance, op: Op, birth: Birth, name: str | None, values: Mapping[str, Any],
+               misread: bool) -> "Unpacked":  # fmt: skip
         note = provenance.census.note(op.root, name) if name else None
         stated = note.quant.get("dtype") if note is not None and note.quant else values.get("quant_dtype")
-        owner = owner_of(name) if name else birth.fqn or ""
         return cls(
             op=op,
             birth=birth,
-            owner=owner,
+            owner=owner_of(name) if name else birth.fqn or "",
             name=name,
             state_dtype=stated or birth.quant_dtype,
-            measured=measured is not None,
+            measured=bool(values),
             error=values.get("relative_error"),
             misread=misread,
         )
@@ -82,8 +107,8 @@ class Unpacked:
         if self.measured:
             size = f"{self.error:.3g}" if self.error is not None else "not finite"
             said.append(
-                f"The matrix that was multiplied is {self.birth.dtype}; its relative error against bitsandbytes' own "
-                f"dequantisation in float32 is {size}."
+                f"The matrix that was multiplied is {self.birth.dtype}; its relative error against the packed "
+                f"bytes, decoded in float32, is {size}."
             )
         if self.misread:
             said.append(f"The same bits read as {self.state_dtype} are the weight.")
@@ -96,19 +121,31 @@ def is_wrong(observation: Observation) -> bool:
     return error is None or float(error) > GARBAGE
 
 
-def _may_be_filled_unseen(birth: Birth, measured: Observation) -> bool:
+def _may_be_filled_unseen(provenance: Provenance, op: Op, index: int, birth: Birth, measured: Observation) -> bool:
     """Whether an operand's memory may have been filled by a kernel that no mode sees (ctypes, Triton).
 
     New memory that nobody was seen to write to is; memory from before the window only where its dtype is not the state's,
-    because a dense matrix of the same shape may come from there too. What holds the weight's values is the weight.
+    because a dense matrix of the same shape may come from there too. What holds the weight's values is the weight, and what was
+    computed from such memory is another matrix.
     """
     if not is_wrong(measured):
         return True
+    first = _before_views(provenance, op, index)
+    if first is not None and overload_free(first.op) not in UNCOMPUTED:
+        return False
     if birth.reason is Reason.FACTORY:
         return birth.op is not None and overload_free(birth.op.op) in UNCOMPUTED
     if birth.reason is Reason.ELSEWHERE:
         return bool(measured.values.get("dtype") != measured.values.get("quant_dtype"))
     return False
+
+
+def _before_views(provenance: Provenance, op: Op, index: int) -> Op | None:
+    """The op that made an operand, views and casts left out; None where it came from outside of the window."""
+    maker = provenance.graph.producer(op.inputs[index])
+    while maker is not None and maker.inputs and overload_free(maker.op) in CASTS | VIEWS:
+        maker = provenance.graph.producer(maker.inputs[0])
+    return maker
 
 
 def _is_misread(provenance: Provenance, op: Op, index: int) -> bool:

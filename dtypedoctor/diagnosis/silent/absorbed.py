@@ -26,7 +26,7 @@ EDGE = 0.5
 def detect_rescues(trace: Trace) -> Iterator[Finding]:
     """Clamps and replacements that take inf or NaN out of the middle of a model."""
     for seen in observed(trace, "absorbed"):
-        if _is_rescue(seen):
+        if _is_rescue(seen) and seen.values["rescued"]:
             yield _rescue(seen)
     yield from _rescued_by_corrections(trace)
 
@@ -37,7 +37,7 @@ def swallowed_overflows(trace: Trace) -> Iterator[Finding]:
     A result that differs from float32's is an error; one that does not is worth knowing, and no more than that.
     """
     for seen in observed(trace, "absorbed"):
-        if not _is_rescue(seen):
+        if not _is_rescue(seen) and seen.values["rescued"]:
             yield from _swallowed(trace, seen)
 
 
@@ -48,7 +48,8 @@ def _is_rescue(seen: Observation) -> bool:
         return True
     if name in REPLACEMENTS:
         return bool(values["by_mask"])
-    return name in CLAMPS and any(_is_edge(text, values["born"]["dtype"]) for text in values["scalars"])
+    bounds = [*values["scalars"], *map(str, values.get("bounds", ()))]
+    return name in CLAMPS and any(_is_edge(text, values["born"]["dtype"]) for text in bounds)
 
 
 def _is_edge(text: str, dtype: str) -> bool:
@@ -63,6 +64,7 @@ def _rescue(seen: Observation) -> Finding:
     said = Statement(
         id="silent-rescue",
         severity=Severity.WARNING,
+        proven_by=_proof(seen),
         summary=(
             f"{values['op']} in {short(values['fqn'])} replaces {values['rescued']} elements that are not finite, "
             f"in step {seen.step}."
@@ -75,6 +77,15 @@ def _rescue(seen: Observation) -> Finding:
         evidence=tuple(_evidence(seen)),
     )
     return found_in(seen, said, dtype=born["dtype"], op=values["op"], source=values["source"])
+
+
+def _proof(seen: Observation) -> str:
+    """The float32 run of the ops between the overflow and the first finite result, as a clause."""
+    born = seen.values["born"]
+    return (
+        f"{born['op']} and what follows it up to {seen.values['op']}, run again in float32, is finite everywhere: the result "
+        f"reaches {born['float32']:,.6g} where {born['dtype']} overflows"
+    )
 
 
 def _evidence(seen: Observation) -> Iterator[str]:
@@ -100,6 +111,7 @@ def _rescued_by_corrections(trace: Trace) -> Iterator[Finding]:
             said = Statement(
                 id="silent-rescue",
                 severity=Severity.WARNING,
+                proven_by="the correction counts the elements that it replaces",
                 summary=f"The correction {record.id} replaced {record.rescued} elements that were not finite.",
                 cause="What comes before the corrected operation is not finite already; the correction hides it.",
                 evidence=(f"{record.rescued} elements rescued and {record.clamped} clamped in {record.hits} calls.",),
@@ -121,6 +133,7 @@ def _swallowed(trace: Trace, seen: Observation) -> Iterator[Finding]:
     )
     said = Statement(
         id=name,
+        proven_by=_proof(seen),
         severity=Severity.ERROR if harmful else Severity.INFO,
         summary=(
             f"{born['op']} in {short(born['fqn'])} overflows {born['dtype']} in step {seen.step}, leaves nothing but finite "

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.mismatch.census import HALF
 from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.wording import short
-from dtypedoctor.trace.events import Correction, Metric
+from dtypedoctor.diagnosis.wording import listed, short
+from dtypedoctor.trace.events import Correction, Flow, Metric
 from dtypedoctor.trace.reader import Trace
 
 GAP = 1e-3
@@ -45,7 +46,50 @@ def detect_gap(trace: Trace) -> Iterator[Finding]:
         )
         yield located(said, phase=twins[0].phase, step=twins[0].step, dtype=values["generator_dtype"])
         return
-    yield from _reported(trace)
+    found = tuple(_ratio_off(trace))
+    yield from found or _reported(trace)
+
+
+def _ratio_off(trace: Trace) -> Iterator[Finding]:
+    """A clipped ratio that is not 1 before the first optimizer step, in a program that computes in half precision somewhere."""
+    ways = _ways_of_computing(trace)
+    for seen in observed(trace, "first-ratio"):
+        values = seen.values
+        if values["largest_gap"] <= GAP or values["random"] or not ways:
+            continue
+        low, high = values["bounds"]
+        said = Statement(
+            id="logprob-gap",
+            severity=Severity.WARNING,
+            confidence=Confidence.LIKELY if len(ways) > 1 else Confidence.POSSIBLE,
+            summary=(
+                f"Before the first optimizer step, log-probabilities of sampler and trainer are up to {values['largest_gap']:.2g} apart: "
+                f"the ratio of {values['off']:,} of {values['elements']:,} actions is not 1."
+            ),
+            cause=(
+                "No weight has been trained yet, so trainer and sampler are the same policy and their ratio is meant to be 1. What it is "
+                "off by is the difference between two ways of computing, and updates are clipped and weighted by it."
+            ),
+            evidence=(
+                (
+                    f"exp(new - old) before it is clipped to {low:g} to {high:g}: largest difference of log-probabilities "
+                    f"{values['largest_gap']:.3g}, mean {values['mean_gap']:.3g}; {values['clipped']:,} ratios are beyond the bounds."
+                ),
+                f"The policy is computed as {listed(ways)}.",
+                "No module drops elements at random or normalizes by its batch while it trains, so that is not the reason.",
+            ),
+        )
+        yield located(said, phase="forward", step=seen.step)
+
+
+def _ways_of_computing(trace: Trace) -> list[str]:
+    """The dtypes and autocast regions in which outermost modules ran; empty where none is in half precision."""
+    flows = [flow for flow in trace.all(Flow) if not flow.fqn and flow.outputs]
+    ways = [f"{flow.outputs[0]} in {flow.autocast} autocast" if flow.autocast else flow.outputs[0] for flow in flows]
+    halves = any(
+        flow.autocast in HALF or {*flow.inputs, *flow.outputs, *flow.weights} & HALF for flow in trace.all(Flow)
+    )
+    return list(dict.fromkeys(ways)) if halves else []
 
 
 def _reported(trace: Trace) -> Iterator[Finding]:
@@ -115,6 +159,7 @@ def _not_applied(*, fqn: str | None, source: str | None, summary: str, evidence:
     said = Statement(
         id="patch-not-applied",
         severity=Severity.WARNING,
+        proven_by="the code that runs was looked at: it is not the patch, or nothing has called it",
         summary=summary,
         cause=(
             "Whoever patches a method may find that it has changed and leave it as it is; nobody notices unless the code "

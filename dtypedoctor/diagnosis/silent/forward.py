@@ -23,6 +23,7 @@ def detect_stale_cache(trace: Trace) -> Iterator[Finding]:
     values = first.values
     said = Statement(
         id="stale-autocast-cache",
+        proven_by=f"the same layer run again without autocast's cache differs by {values['relative_error']:.2g} of its largest magnitude",
         summary=(
             f"{short(values['fqn'])} computes with an old {values['dtype']} copy of its weight in step {first.step}: the weight "
             "has changed inside one autocast region."
@@ -51,6 +52,7 @@ def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
         values = seen.values
         said = Statement(
             id="float-to-int-cast",
+            proven_by=f"the activation before the cast differs from what is used by {values['relative_error']:.3g} times its norm",
             summary=f"{short(values['fqn'])} casts an activation from {values['from']} to {values['to']} in step {seen.step}.",
             cause=(
                 f"A cast to {values['to']} cuts fractions off, and what lies outside of its range has no defined result. The "
@@ -86,6 +88,7 @@ def detect_router_flips(trace: Trace) -> Iterator[Finding]:
     values = seen.values
     said = Statement(
         id="router-flip",
+        proven_by=f"with {values['scores_op']} in float32 on the same operands {values['flipped']} tokens choose other experts",
         severity=Severity.WARNING,
         summary=(
             f"{short(values['fqn'])} routes {100 * values['flipped'] / values['tokens']:.2g} % of the tokens to other experts than "

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.statement import Statement, found_in
 from dtypedoctor.diagnosis.wording import short
@@ -21,7 +21,11 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
         said = Statement(
             id=ID,
             severity=Severity.WARNING,
-            confidence=Confidence.PROVEN if values["read"] else Confidence.LIKELY,
+            proven_by=(
+                f"a table computed in float32 differs from the one that is read by up to {100 * values['deviation']:.2g}%"
+                if values["read"]
+                else None
+            ),
             summary=(
                 f"The frequencies {short(values['name'])} are rounded to {values['rounded_to']}: at position 4096 an angle is off "
                 f"by {values['angle_error']:.2g} rad."
@@ -51,6 +55,7 @@ def detect_rounded_positions(trace: Trace) -> Iterator[Finding]:
         said = Statement(
             id=ID,
             severity=Severity.WARNING,
+            proven_by=f"the same positions in float32 are up to {values['largest_error']:g} apart from those that are used",
             summary=(
                 f"{short(values['fqn'])} counts positions in {values['dtype']}: of {values['length']} only "
                 f"{values['distinct']} are left."

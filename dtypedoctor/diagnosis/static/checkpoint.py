@@ -1,6 +1,5 @@
 """Reads a checkpoint's folder or file: headers, config, quantisation states. No weights are loaded."""
 
-import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from dtypedoctor.diagnosis.static.model_class import kept_in_float32
 from dtypedoctor.diagnosis.static.safetensors_file import Entry, read_entries
 from dtypedoctor.diagnosis.static.subject import Intent, QuantState, StaticTensor, Subject
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import parse_json, read_file, reason
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 STATE = ".quant_state.bitsandbytes__"
@@ -57,9 +57,9 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read ({error})") from error
+        value = parse_json(read_file(path, follow=True))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({reason(error)})", "Download it again.") from error
     if not isinstance(value, dict):
         raise UsageError(f"{path}: holds no settings")
     return value
@@ -74,7 +74,10 @@ def _is_part(name: str, quantised: set[str]) -> bool:
 def _tensor(entry: Entry) -> StaticTensor:
     small = entry.end - entry.begin <= LARGEST_TABLE
     table = small and entry.dtype == "float32" and entry.name.endswith(FREQUENCIES)
-    values = struct.unpack(f"<{(entry.end - entry.begin) // 4}f", entry.read()) if table else ()
+    try:
+        values = struct.unpack(f"<{(entry.end - entry.begin) // 4}f", entry.read()) if table else ()
+    except (OSError, ValueError, struct.error) as error:
+        raise UsageError(f"{entry.file}: {entry.name} is no table of float32 ({reason(error)})") from error
     return StaticTensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, values=values)
 
 
@@ -85,12 +88,20 @@ def _quant_states(entries: list[Entry]) -> Iterator[QuantState]:
         if not mark:
             continue
         try:
-            state = json.loads(entry.read())
+            state = parse_json(entry.read())
             yield QuantState(
                 weight=weight, kind=kind, dtype=str(state["dtype"]), nested="nested_dtype" in state
             )  # fmt: skip
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{entry.file}: {entry.name} is no quantisation state ({error})") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{entry.file}: {entry.name} is no quantisation state ({reason(error)})") from error
+
+
+def _shards(index: Path) -> set[str]:
+    """The files that an index names."""
+    named = _json(index).get("weight_map", {})
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise UsageError(f"{index}: weight_map is no mapping of tensors to files", "Download it again.")
+    return set(named.values())
 
 
 def _gaps(folder: Path, files: list[Path]) -> Iterator[str]:
@@ -101,8 +112,7 @@ def _gaps(folder: Path, files: list[Path]) -> Iterator[str]:
         yield f"{', '.join(pickled[:3])}: a pickle, which is code and cannot be read without running it"
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        wanted = set(_json(index).get("weight_map", {}).values())
-        missing = sorted(wanted - {file.name for file in files})
+        missing = sorted(_shards(index) - {file.name for file in files})
         if missing:
             yield f"{', '.join(missing[:3])}: named in the index and not there"
     if not files:

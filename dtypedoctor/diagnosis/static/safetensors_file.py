@@ -3,7 +3,7 @@
 Format: https://github.com/huggingface/safetensors#format
 """
 
-import json
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import open_file, parse_json, reason
 
 LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library itself."""
+
+LARGEST_SMALL = 1 << 20
+"""Bytes of a tensor that is read: a quantisation state in JSON, or a table of frequencies."""
 
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -35,7 +39,9 @@ class Entry:
 
     def read(self) -> bytes:
         """The tensor's bytes, for the small ones that are worth it."""
-        with self.file.open("rb") as file:
+        if self.end - self.begin > LARGEST_SMALL:
+            raise ValueError(f"{self.end - self.begin} bytes, which is too much for what it is named")
+        with open_file(self.file, follow=True) as file:
             file.seek(self.begin)
             return file.read(self.end - self.begin)
 
@@ -47,28 +53,42 @@ def read_entries(path: Path) -> list[Entry]:
         UsageError: the file cannot be read, or is no safetensors file.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path, follow=True) as file:
+            size = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(8))[0]
             if length > min(LARGEST_HEADER, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
-        return [_entry(path, 8 + length, name, one) for name, one in header.items() if name != "__metadata__"]
+            header = parse_json(file.read(length))
+        data = (8 + length, size)
+        return [_entry(path, data, name, one) for name, one in header.items() if name != "__metadata__"]
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+        raise UsageError(f"{path}: cannot be read ({reason(error)})", "Download it again.") from error
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path}: not a safetensors file ({error})", "Download it again; it may be cut short."
+            f"{path}: not a safetensors file ({reason(error)})", "Download it again; it may be cut short."
         ) from error
 
 
-def _entry(path: Path, data: int, name: str, described: Mapping[str, Any]) -> Entry:
-    begin, end = described["data_offsets"]
+def _entry(path: Path, data: tuple[int, int], name: str, described: Mapping[str, Any]) -> Entry:
+    """One entry of the header; ``data`` is where the tensors begin and where the file ends."""
+    first, last = data
+    begin, end = (first + _whole(offset) for offset in described["data_offsets"])
+    if not begin <= end <= last:
+        raise ValueError(f"{name[:100]!r} lies at bytes {begin} to {end} of {last}")
+    shape, dtype = described["shape"], described["dtype"]
+    if not isinstance(shape, list) or not isinstance(dtype, str):
+        raise TypeError(f"{name[:100]!r} has no shape or no dtype")
     return Entry(
         name=name,
-        dtype=DTYPES.get(described["dtype"], str(described["dtype"]).lower()),
-        shape=tuple(int(size) for size in described["shape"]),
+        dtype=DTYPES.get(dtype, dtype.lower()[:40]),
+        shape=tuple(_whole(size) for size in shape),
         file=path,
-        begin=data + int(begin),
-        end=data + int(end),
+        begin=begin,
+        end=end,
     )
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 2**63:
+        raise ValueError(f"{str(number)[:40]} is no size")
+    return number

@@ -5,6 +5,7 @@ clamp makes 65504 of it. Whether such an overflow did harm is measured: the ops 
 are run beside the real ones on the same operands in float32, and the two results are compared.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,15 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from dtypedoctor.instrument.headroom import bytes_of, fits
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.schema import scalars, tensors_of
+from dtypedoctor.instrument.schema import leaves_memory_as_it_was, scalars, tensors_of
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import Extent, measurable, measure
 from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
+from dtypedoctor.interruptions import contained
 
 MAX_SHADOWED = 64
 """Ops of one call that are run in float32 beside the real ones; an inf that lives longer is the module watch's business."""
+TOO_LARGE = "overflows that end in finite values, in large tensors"
 NARROW = (torch.float16, torch.float8_e5m2)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float8_e5m2)
 
@@ -49,8 +53,8 @@ class AbsorbedOverflows:
 
     ``fqn`` is the module of the op that ended it. Values: ``op``, ``source`` (of that op), ``scalars`` (its numbers),
     ``relative_error`` (largest difference of its result from the float32 one, over the largest magnitude of the latter),
-    ``rescued`` (elements that were not finite in its operands), ``elements`` (of its result), ``by_mask`` (whether a test for
-    finiteness came between), ``through`` (ops from the overflow to that op, this included), and ``born``: ``op``, ``fqn``
+    ``rescued`` (elements that were not finite in its operands), ``elements`` (of its result), ``bounds`` (largest magnitudes of its
+    other operands), ``by_mask`` (whether a test for finiteness came between), ``through`` (ops from the overflow to that op, this included), and ``born``: ``op``, ``fqn``
     (None outside of modules), ``source``, ``dtype``, ``operands`` (largest magnitudes), ``float32`` (largest magnitude of
     the result in float32), ``bad``, ``elements``, ``squares`` (whether it multiplied a tensor with itself), ``negative``
     (whether all it made was ``-inf``, as masks do).
@@ -74,7 +78,7 @@ class AbsorbedOverflows:
             return
         if held:
             self._follow(seen, held)
-        elif any(measurable(t) and t.dtype in NARROW for t in seen.results):
+        elif any(measurable(t) and t.dtype in NARROW for t in seen.results) and not leaves_memory_as_it_was(seen.func):
             self._look_for_birth(seen)
 
     def _held(self, seen: Seen) -> dict[int, _Shadow]:
@@ -90,15 +94,25 @@ class AbsorbedOverflows:
         operands = [t for t in seen.operands if measurable(t)]
         if all(e.finite for e in extents) or not operands or not all(e.finite for e in measure(operands)):
             return
-        wide = _in_float32(seen, {})
+        wide = self._in_float32(seen, {})
         floats = [t for t in wide if measurable(t)]
         if not floats or not all(e.finite for e in measure(floats)):
             return  # float32 cannot hold it either, or it was asked for
         birth = _Birth(self._told(seen, results, extents, floats))
         self._keep(seen, wide, birth)
 
+    def _in_float32(self, seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:
+        """The results of the same op in float32, where there is memory for it; else nothing is followed any more."""
+        held = {id(shadow.tensor): shadow.tensor for shadow in self._shadows.values()}
+        wide = [t for t in (*seen.operands, *seen.results) if measurable(t) or id(t) in shadows]
+        if fits(bytes_of(held.values()) + bytes_of(wide, 4), seen.results[0].device):
+            return _in_float32(seen, shadows)
+        self._shadows.clear()
+        self.notes.leave_out(TOO_LARGE, "their float32 copies would take too much memory; a smaller batch is checked")
+        return []
+
     def _told(self, seen: Seen, results: list[Tensor], extents: list[Extent], wide: list[Tensor]) -> dict[str, Any]:
-        place = self._place(seen)
+        place = self._place()
         bad = [e for e in extents if not e.finite]
         return {
             "op": seen.name,
@@ -117,7 +131,7 @@ class AbsorbedOverflows:
         self._count += 1
         before = next(iter(held.values())).birth
         birth = _Birth(before.values, (*before.through, seen.name))
-        wide = _in_float32(seen, {number: shadow.tensor for number, shadow in held.items()})
+        wide = self._in_float32(seen, {number: shadow.tensor for number, shadow in held.items()})
         if not wide:
             return
         floats = [(real, other) for real, other in zip(seen.results, wide, strict=False) if measurable(real)]
@@ -133,7 +147,10 @@ class AbsorbedOverflows:
 
     def _ended(self, seen: Seen, held: dict[int, _Shadow], birth: _Birth, floats: list[tuple[Tensor, Tensor]]) -> None:
         extents = measure([t for t in seen.operands if id(t) in held and measurable(t)])
-        place = self._place(seen)
+        if all(e.finite for e in extents):
+            return  # a test for finiteness decided something: that is control, and replaces no data
+        others = [t for t in seen.operands if id(t) not in held and measurable(t)]
+        place = self._place()
         values = {
             "op": seen.name,
             "source": place.source,
@@ -141,6 +158,7 @@ class AbsorbedOverflows:
             "relative_error": max(_relative_error(real, other) for real, other in floats),
             "rescued": sum(e.num_nan + e.num_posinf + e.num_neginf for e in extents),
             "elements": sum(real.numel() for real, _ in floats),
+            "bounds": [e.absmax for e in measure(others)],
             "by_mask": any(not t.is_floating_point() for t in seen.operands if id(t) in held),
             "through": list(birth.through),
             "born": birth.values,
@@ -148,8 +166,8 @@ class AbsorbedOverflows:
         key = (birth.values["op"], birth.values["fqn"], birth.values["source"], seen.name, place.source)
         self.notes.once("absorbed", key, place.fqn if place.root != OUTSIDE else None, values)
 
-    def _place(self, seen: Seen) -> OpPlace:
-        return self.whereabouts.here(seen.frame, "cpu")
+    def _place(self) -> OpPlace:
+        return self.whereabouts.here(sys._getframe(), "cpu")
 
 
 def _in_float32(seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:
@@ -157,10 +175,9 @@ def _in_float32(seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:
     if torch.Tag.nondeterministic_seeded in seen.func.tags:
         return []  # it would draw from the program's random numbers
     args, kwargs = tree_map(partial(_widened, shadows), seen.arguments)
-    try:
+    with contained():  # an op without a float32 form ends the pursuit
         return tensors_of(seen.func(*args, **kwargs))
-    except Exception:  # noqa: BLE001  (an op without a float32 form ends the pursuit)
-        return []
+    return []
 
 
 def _widened(shadows: dict[int, Tensor], value: Any) -> Any:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor.instrument.autocast import AutocastLog
+from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.phases import Phases
@@ -21,6 +22,7 @@ from dtypedoctor.instrument.silent.look import RoutineLook
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.silent.patches import PatchCheck
 from dtypedoctor.instrument.silent.positions import RoundedPositions
+from dtypedoctor.instrument.silent.ratios import RatioCheck
 from dtypedoctor.instrument.silent.rotary import RotaryTables
 from dtypedoctor.instrument.silent.routers import RouterFlips
 from dtypedoctor.instrument.silent.twins import TwinCheck
@@ -35,12 +37,13 @@ class SilentChecks:
 
     Args:
         writer: where the observations go.
-        position, names, autocast, guard: shared with the other instruments.
+        position, names, autocast, guard, originals: shared with the other instruments.
     """
 
     def __init__(
-        self, writer: TraceWriter, position: Position, names: Names, autocast: AutocastLog, guard: Guard
-    ) -> None:
+        self, writer: TraceWriter, position: Position, names: Names, autocast: AutocastLog, guard: Guard,
+        originals: Originals,
+    ) -> None:  # fmt: skip
         self._notes = notes = Notes(writer, position)
         self._position = position
         whereabouts = Whereabouts(writer, position, names, autocast)
@@ -57,7 +60,8 @@ class SilentChecks:
         self._updates = UpdateCheck(notes, names, position)
         self._gradients = GradientCheck(notes, names, position, autocast)
         self._twins = TwinCheck(notes, names, position)
-        self._loading = LoadingCheck(notes, position, guard)
+        self._ratios = RatioCheck(notes, names, position)
+        self._loading = LoadingCheck(notes, position, guard, originals)
         self._patches = PatchCheck(notes, names)
 
     def listen(self, phases: Phases, modules: ModuleWatch) -> None:
@@ -107,8 +111,11 @@ class SilentChecks:
 
     def _before_backward(self, tensors: list[Tensor]) -> None:
         self._look.after_call()  # a backward pass inside of a call would leave its mode in another order
+        self._ratios.before_backward(tensors)
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        self._ratios.before_step()
+        self._loading.before_step(optimizer)
         self._gradients.before_step(optimizer)
         self._updates.before_step(optimizer)
 

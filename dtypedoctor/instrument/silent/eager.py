@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
-from dtypedoctor.instrument.statistics import Extent, measure, tensors_in
+from dtypedoctor.instrument.statistics import Extent, measure
 
 
 class EagerReplay:

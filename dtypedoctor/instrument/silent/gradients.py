@@ -15,6 +15,8 @@ from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.interruptions import is_interruption
+from dtypedoctor.redaction.messages import elided
 
 SCALE = 32768.0
 """The largest power of two that float16 holds; half of what a gradient scaler begins with."""
@@ -79,7 +81,9 @@ class GradientCheck:
                 plain = _gradients(losses, parameters, 1.0)
                 scaled = _gradients(losses, parameters, SCALE)
         except RuntimeError as error:  # a graph that can be walked only once, say
-            self._notes.write("scaled-backward", None, {"scale": SCALE, "error": str(error)[:200]})
+            if is_interruption(error):
+                raise
+            self._notes.write("scaled-backward", None, {"scale": SCALE, "error": elided(str(error))[:200]})
             return
         with self._position.mute(), torch.no_grad():
             told = {

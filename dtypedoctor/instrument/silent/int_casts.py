@@ -5,6 +5,7 @@ goes wrong, ``x.to(weight.dtype)`` with a packed weight say, is used as a number
 by the next product, and what it cut off is missing there.
 """
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +63,7 @@ class IntegerCasts:
         """Notes a lossy cast, or how one is used."""
         if self._casts:
             self._note_use(seen)
-        if seen.name == "aten._to_copy.default":
+        if seen.name == "aten._to_copy.default" and seen.operands and seen.results:  # vmap casts numbers by it as well
             self._note_cast(seen)
 
     def _note_cast(self, seen: Seen) -> None:
@@ -74,7 +75,7 @@ class IntegerCasts:
         error = _relative_error(source, result)
         if error is None or error < LOSSY:
             return
-        place = self.whereabouts.here(seen.frame, "cpu")
+        place = self.whereabouts.here(sys._getframe(), "cpu")
         self._casts[seen.number(result)] = _Cast(
             fqn=place.fqn if place.root != OUTSIDE else None,
             values={
@@ -98,7 +99,7 @@ class IntegerCasts:
             if name in _INDEXING:
                 cast.as_index = True
             elif numbers and cast.as_number is None:
-                cast.as_number = (seen.name, self.whereabouts.here(seen.frame, "cpu").source)
+                cast.as_number = (seen.name, self.whereabouts.here(sys._getframe(), "cpu").source)
             elif not numbers:
                 self._pass_on(seen, cast)
 

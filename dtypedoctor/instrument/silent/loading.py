@@ -5,23 +5,27 @@ where it is not told. The dtypes in a file are read from its header, without loa
 """
 
 import functools
-import json
 import math
 import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from dtypedoctor.instrument.float32_program import SMALL, Originals
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.unpatched import from_json
 
 LONGEST_HEADER = 100_000_000
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -30,20 +34,39 @@ SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 MOST_NAMED = 5
 
 
+@dataclass(frozen=True, slots=True)
+class _Rounded:
+    """A parameter that was given values of a dtype with more bits. ``change``: sum of the relative changes of those that were rounded."""
+
+    held: ReferenceType[Tensor]
+    name: str
+    cast: str
+    elements: int
+    rounded: int
+    change: float
+
+
 class LoadingCheck:
     """Follows ``load_state_dict`` and transformers' ``from_pretrained`` while started.
 
     * ``state-loaded``: ``casts`` (elements by ``FROM->TO``), ``became_inf`` and ``became_zero`` (elements that were finite, or
       not zero, before a cast to a smaller range), ``elements`` (that were cast to a smaller range) and ``names`` (a few of
       these tensors).
+    * ``rounded-and-trained``: parameters that lost bits when a state was loaded into them are in the groups of an optimizer that is
+      about to step. ``casts`` (elements by ``FROM->TO``), ``rounded`` (elements whose value the cast changed), ``elements``,
+      ``parameters`` (how many), ``names`` (a few) and ``mean_change`` (of these values, relative).
     * ``pretrained``: ``model`` (class), ``stored`` and ``loaded`` (elements by dtype), ``requested`` (dtype asked for or None).
     """
 
-    def __init__(self, notes: Notes, position: Position, guard: Guard) -> None:
+    def __init__(self, notes: Notes, position: Position, guard: Guard, originals: Originals) -> None:
         self._notes = notes
         self._position = position
         self._guard = guard
+        self._originals = originals
+        self._is_applying = False
+        self._before: dict[str, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
+        self._rounded: dict[int, _Rounded] = {}
         self._wrapped_pretrained = False
 
     def start(self) -> None:
@@ -53,12 +76,49 @@ class LoadingCheck:
 
         @functools.wraps(original)
         def load_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            note(module, state_dict)
+            if not (args[1] if len(args) > 1 else kwargs.get("assign")):
+                note(module, state_dict)
             return original(module, state_dict, *args, **kwargs)
 
         setattr(nn.Module, "load_state_dict", load_state_dict)  # noqa: B010  (mypy takes methods for fixed)
         self._undo.append(lambda: setattr(nn.Module, "load_state_dict", original))
+        self._follow_casts()
         self.follow_pretrained()
+
+    def _follow_casts(self) -> None:
+        """Wraps what ``half()`` and ``to(dtype)`` of a module come to."""
+        original = nn.Module._apply
+        begin = self._guard.shield(self._before_cast, "what casting a module has rounded")
+        end = self._guard.shield(self._after_cast, "what casting a module has rounded")
+
+        @functools.wraps(original)
+        def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._is_applying:  # the modules inside of it
+                return original(module, *args, **kwargs)
+            self._is_applying = True
+            try:
+                begin(module)
+                result = original(module, *args, **kwargs)
+                end(module)
+                return result
+            finally:
+                self._is_applying = False
+
+        setattr(nn.Module, "_apply", _apply)  # noqa: B010
+        self._undo.append(lambda: setattr(nn.Module, "_apply", original))
+
+    def _before_cast(self, module: nn.Module) -> None:
+        with self._position.mute(), torch.no_grad():
+            self._before = {
+                n: t.detach().clone() for n, t in _small(module) if t.dtype in (torch.float32, torch.float64)
+            }
+
+    def _after_cast(self, module: nn.Module) -> None:
+        before, self._before = self._before, {}
+        with self._position.mute(), torch.no_grad():
+            for name, tensor in _small(module) if before else ():
+                if name in before:
+                    self._originals.cast(before[name], tensor)
 
     def stop(self) -> None:
         """Puts everything back as it was."""
@@ -91,12 +151,16 @@ class LoadingCheck:
         cast = [(n, a, b) for n, a, b in pairs if measurable(a) and measurable(b) and a.dtype is not b.dtype]
         if not cast:
             return
+        with self._position.mute(), torch.no_grad():
+            for _, a, b in cast:
+                self._originals.cast(a, b)
         casts: Counter[str] = Counter()
         for _, a, b in cast:
             casts[f"{dtype_name(a)}->{dtype_name(b)}"] += a.numel()
         narrowed = [(n, a, b) for n, a, b in cast if torch.finfo(b.dtype).max < torch.finfo(a.dtype).max]
         with self._position.mute(), torch.no_grad():
             lost = [_lost(a, b.dtype) for _, a, b in narrowed]
+            self._note_rounded(cast)
         values = {
             "casts": dict(casts),
             "became_inf": sum(inf for inf, _ in lost),
@@ -105,6 +169,37 @@ class LoadingCheck:
             "names": [n for n, _, _ in narrowed[:MOST_NAMED]],
         }
         self._notes.once("state-loaded", (type(module), *sorted(casts)), None, values)
+
+    def _note_rounded(self, cast: list[tuple[str, Tensor, Tensor]]) -> None:
+        for name, stored, own in cast:
+            if torch.finfo(own.dtype).eps > torch.finfo(stored.dtype).eps:
+                changed, change = _changed(stored, own.dtype)
+                if changed:
+                    about = f"{dtype_name(stored)}->{dtype_name(own)}"
+                    self._rounded[id(own)] = _Rounded(ref(own), name, about, stored.numel(), changed, change)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step: tells of what it trains and was rounded, once."""
+        if not self._rounded:
+            return
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        held = [found for p in trained if (found := self._rounded.get(id(p))) is not None and found.held() is p]
+        if not held:
+            return
+        self._rounded.clear()
+        casts: Counter[str] = Counter()
+        for found in held:
+            casts[found.cast] += found.elements
+        rounded = sum(found.rounded for found in held)
+        values = {
+            "casts": dict(casts),
+            "rounded": rounded,
+            "elements": sum(found.elements for found in held),
+            "parameters": len(held),
+            "names": [found.name for found in held[:MOST_NAMED]],
+            "mean_change": sum(found.change for found in held) / rounded,
+        }
+        self._notes.once("rounded-and-trained", tuple(sorted(casts)), None, values)
 
     def _note_pretrained(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         stored = stored_dtypes(args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
@@ -120,6 +215,12 @@ class LoadingCheck:
         self._notes.once("pretrained", (type(model), *sorted(stored), *sorted(loaded)), None, values)
 
 
+def _small(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of which a float32 copy costs nothing."""
+    held = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, tensor) for name, tensor in held if measurable(tensor) and tensor.numel() <= SMALL]
+
+
 def _lost(tensor: Tensor, dtype: torch.dtype) -> tuple[int, int]:
     """How many elements a cast turns into inf, and how many into zero."""
     cast = tensor.detach().to(dtype)
@@ -127,6 +228,14 @@ def _lost(tensor: Tensor, dtype: torch.dtype) -> tuple[int, int]:
     became_zero = cast.eq(0) & tensor.ne(0)
     inf, zero = torch.stack([became_inf.sum(), became_zero.sum()]).tolist()
     return int(inf), int(zero)
+
+
+def _changed(tensor: Tensor, dtype: torch.dtype) -> tuple[int, float]:
+    """How many finite elements a cast rounds, and the sum of their relative changes."""
+    wide = tensor.detach()
+    change = ((wide.to(dtype).to(wide.dtype) - wide) / wide).abs()
+    change = change[change.isfinite() & change.ne(0)]
+    return change.numel(), float(change.double().sum())
 
 
 def stored_dtypes(name: Any, options: Mapping[str, Any]) -> dict[str, int]:
@@ -157,7 +266,7 @@ def header_dtypes(file: Path) -> dict[str, int]:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else LONGEST_HEADER + 1
         if length > LONGEST_HEADER:
             raise ValueError(f"{file}: not a safetensors file")
-        header = json.loads(stream.read(length))
+        header = from_json(stream.read(length))
     counts: Counter[str] = Counter()
     for key, entry in header.items():
         if key != "__metadata__" and entry["dtype"] in SAFETENSORS:

@@ -5,12 +5,10 @@ that there would never be a reason for an op trace. A look writes nothing but wh
 of each outermost module at its calls 1, 2, 16, 128, 1024 …, apart for each phase, forward only.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +20,7 @@ from torch.utils._python_dispatch import (
 )
 
 from dtypedoctor.instrument.guard import Guard
+from dtypedoctor.instrument.headroom import bytes_of, fits
 from dtypedoctor.instrument.identity import TensorIds
 from dtypedoctor.instrument.opaque import being_recorded, why_opaque
 from dtypedoctor.instrument.operator_mode import OperatorMode, is_whole
@@ -32,6 +31,8 @@ from dtypedoctor.instrument.statistics import is_spread
 FIRST_LOOKS = 2
 EACH_LATER = 8
 """The calls that are looked at are 1, 2, and then each 8 times the one before."""
+
+TOO_LARGE = "a copy of what they overwrite would take too much memory; a smaller batch is checked"
 
 _SKIPPED = frozenset({"aten.detach.default", "aten.alias.default"})
 
@@ -46,7 +47,6 @@ class Seen:
         results: the tensors that it returned.
         ids: tells tensors apart.
         before: numbers of the tensors that it has written to, as they were, by the identity of their copies.
-        frame: a frame from which the Python code that called it can be found.
     """
 
     func: Any
@@ -54,7 +54,6 @@ class Seen:
     results: Sequence[Tensor]
     ids: TensorIds
     before: Mapping[int, int]
-    frame: FrameType
 
     @property
     def name(self) -> str:
@@ -114,7 +113,7 @@ class RoutineLook:
         if self._mode is None:
             return
         mode, self._mode = self._mode, None
-        mode.__exit__(None, None, None)
+        mode.leave()
         with mode.aside():
             for check in self._checks:
                 check.end()
@@ -138,17 +137,15 @@ class _Mode(OperatorMode):
     @contextmanager
     def aside(self) -> Any:
         """The doctor's own work: seen by no mode, recorded by nobody, and its errors kept from the program."""
-        try:
-            with (
-                self._position.mute(),
-                _disable_current_modes(),
-                torch._C.DisableTorchFunction(),
-                torch._C._DisableAutocast(),
-                torch.no_grad(),
-            ):
-                yield
-        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
-            self._guard.tell("some operators in a routine look", f"{type(error).__name__}: {error!s:.200}")
+        with (
+            self._guard.keeping("some operators in a routine look"),
+            self._position.mute(),
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableAutocast(),
+            torch.no_grad(),
+        ):
+            yield
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -159,8 +156,11 @@ class _Mode(OperatorMode):
             return func(*args, **kwargs)
         if is_unfinished(func) or any(map(is_spread, tensors_of((args, kwargs)))):
             return func(*args, **kwargs)
-        if is_whole(func, types):
+        if is_whole(func, types, tensors_of((args, kwargs))):
             return self.taken_apart(func, args, kwargs)
+        changed = written(func, (args, kwargs))
+        if changed and not fits(bytes_of(changed), changed[0].device):
+            return self._unseen(func, (args, kwargs))
         kept = (args, kwargs)
         before: dict[int, int] = {}
         with self.aside():
@@ -171,9 +171,19 @@ class _Mode(OperatorMode):
         with self.aside():
             for tensor in written(func, (args, kwargs)):
                 self._ids.wrote(tensor)
-            seen = Seen(func, kept, tensors_of(result), self._ids, before, sys._getframe())
+            seen = Seen(func, kept, tensors_of(result), self._ids, before)
             for check in self._checks:
                 check.saw(seen)
+        return result
+
+    def _unseen(self, func: Any, arguments: Arguments) -> Any:
+        """Runs an operator that no check sees: what it writes to is too large to be kept as it was."""
+        self._guard.tell("operators that write to large tensors, in a routine look", TOO_LARGE)
+        args, kwargs = arguments
+        result = func(*args, **kwargs)
+        with self.aside():
+            for tensor in written(func, arguments):
+                self._ids.wrote(tensor)
         return result
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.events import NotWatched, Observation
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_NOTES = 40
@@ -44,3 +44,10 @@ class Notes:
                 fqn=fqn, values={**values, "fqn": fqn},
             )
         )  # fmt: skip
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Tells once that something is not checked."""
+        told = self._told.setdefault("left out", set())
+        if what not in told:
+            told.add(what)
+            self._writer.write(NotWatched(what=what, why=why))

@@ -4,6 +4,7 @@ Half precision has no 257 in bfloat16 and no 2049 in float16: neighbouring token
 tensor is taken for positions when it counts by ones; it matters once arithmetic is done with the rounded numbers.
 """
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +62,7 @@ class RoundedPositions:
         exact = _whole_numbers(seen, first)
         if exact is None or not bool((exact.diff() == 1).all()) or torch.equal(exact, first):
             return
-        place = self.whereabouts.here(seen.frame, "cpu")
+        place = self.whereabouts.here(sys._getframe(), "cpu")
         self._rounded[seen.number(result)] = {
             "fqn": place.fqn if place.root != OUTSIDE else None,
             "op": seen.name,
@@ -80,7 +81,7 @@ class RoundedPositions:
         if name in _STILL_POSITIONS:
             self._rounded.update({seen.number(result): found for result in seen.results})
         elif name in _ARITHMETIC and not (name == "div" and known[0] is None):  # a mean divides by a count
-            used_at = self.whereabouts.here(seen.frame, "cpu").source
+            used_at = self.whereabouts.here(sys._getframe(), "cpu").source
             values = {**found, "used_by": seen.name, "used_at": used_at}
             self.notes.once("rounded-positions", (found["fqn"], found["source"]), found["fqn"], values)
 

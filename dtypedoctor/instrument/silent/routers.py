@@ -5,7 +5,9 @@ precision, scores that differ by less than the rounding error swap. The check ru
 operands, and everything between it and the selection, and compares the chosen sets.
 """
 
+import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from dtypedoctor.instrument.headroom import bytes_of, fits
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.schema import tensors_of
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
+from dtypedoctor.interruptions import contained
 
 HALF = (torch.float16, torch.bfloat16)
 MAX_BETWEEN = 24
@@ -27,11 +31,13 @@ MAX_BETWEEN = 24
 MOST_EXPERTS = 4096
 """A selection among more than this is one among words, not among experts."""
 
+TOO_LARGE = "router choices among the scores of many tokens"
+
 _PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 _SELECTION = "aten.topk.default"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Product:
     """A product in half precision, and the ops that its result went through since."""
 
@@ -40,6 +46,8 @@ class _Product:
     after: list[Seen] = field(default_factory=list)
     derived: set[int] = field(default_factory=set)
     """Numbers of its result and of everything made of it."""
+    held: int = 0
+    """Bytes of the tensors that it keeps alive."""
 
 
 @dataclass(slots=True)
@@ -58,11 +66,14 @@ class RouterFlips:
     _recent: deque[_Product] = field(default_factory=lambda: deque(maxlen=2))
     _judged: dict[int, dict[str, Any]] = field(default_factory=dict)
     """What is to be told of a selection once its indices are used, by their number."""
+    _dropped: bool = False
+    """Whether a product was given up because too much would have been kept for it."""
 
     def end(self) -> None:
         """Forgets the call."""
         self._recent.clear()
         self._judged.clear()
+        self._dropped = False
 
     def saw(self, seen: Seen) -> None:
         """Keeps the last products, follows what is made of them, and judges a selection."""
@@ -74,16 +85,34 @@ class RouterFlips:
         fed = [product for product in self._recent if not product.derived.isdisjoint(numbers)]
         if fed and seen.name == _SELECTION:
             self._judge(seen, fed[-1])
+        elif seen.name == _SELECTION and self._dropped:
+            self.notes.leave_out(TOO_LARGE, "what they were made of would have to be kept; a smaller batch is checked")
         for product in fed:
-            if len(product.after) < MAX_BETWEEN:
-                product.after.append(seen)
-                product.derived.update(seen.number(t) for t in seen.results)
+            self._follow(seen, product, numbers)
         if seen.name in _PRODUCTS and _may_be_scores(seen):
             self._keep(seen)
 
+    def _follow(self, seen: Seen, product: _Product, numbers: Sequence[int]) -> None:
+        others = [t for t, number in zip(seen.operands, numbers, strict=True) if number not in product.derived]
+        product.held += bytes_of([*others, *seen.results])
+        if len(product.after) < MAX_BETWEEN and self._there_is_room(seen):
+            product.after.append(seen)
+            product.derived.update(seen.number(t) for t in seen.results)
+        else:
+            self._recent.remove(product)
+
     def _keep(self, seen: Seen) -> None:
-        place = self.whereabouts.here(seen.frame, "cpu")
-        self._recent.append(_Product(seen, place, derived={seen.number(seen.results[0])}))
+        activations = seen.operands if "bmm" in seen.name else seen.operands[-2:-1]  # the other one is a weight
+        place = self.whereabouts.here(sys._getframe(), "cpu")
+        held = bytes_of([*activations, *seen.results])
+        self._recent.append(_Product(seen, place, derived={seen.number(seen.results[0])}, held=held))
+        while not self._there_is_room(seen):
+            self._recent.popleft()
+
+    def _there_is_room(self, seen: Seen) -> bool:
+        room = fits(sum(product.held for product in self._recent), seen.results[0].device)
+        self._dropped = self._dropped or not room
+        return room
 
     def _judge(self, seen: Seen, product: _Product) -> None:
         chosen, exact = seen.results[1], _again(seen, product)
@@ -91,7 +120,7 @@ class RouterFlips:
             return
         scores = seen.operands[0]
         flipped = (chosen.sort(-1).values != exact.sort(-1).values).any(-1)
-        source = self.whereabouts.here(seen.frame, "cpu").source
+        source = self.whereabouts.here(sys._getframe(), "cpu").source
         fqn = product.place.fqn if product.place.root != OUTSIDE else None
         self._judged[seen.number(chosen)] = {
             "fqn": fqn,
@@ -117,7 +146,7 @@ def _again(selection: Seen, product: _Product) -> Tensor | None:
     """The indices that the selection finds where the product is computed in float32; None where that cannot be had."""
     values: dict[int, Tensor] = {}
     results: list[Tensor] = []
-    try:
+    with contained():  # scores that cannot be computed again are not judged
         for one in [product.seen, *product.after, selection]:
             if torch.Tag.nondeterministic_seeded in one.func.tags:
                 return None
@@ -125,9 +154,8 @@ def _again(selection: Seen, product: _Product) -> Tensor | None:
             args, kwargs = tree_map(partial(_replaced, stand_ins), one.arguments)
             results = tensors_of(one.func(*args, **kwargs))
             values.update({one.number(real): other for real, other in zip(one.results, results, strict=True)})
-    except Exception:  # noqa: BLE001  (scores that cannot be computed again are not judged)
-        return None
-    return results[1]
+        return results[1]
+    return None
 
 
 def _replaced(stand_ins: dict[int, Tensor], value: Any) -> Any:

@@ -12,10 +12,11 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
-from dtypedoctor.instrument.statistics import measurable, tensors_in
+from dtypedoctor.instrument.statistics import measurable
 
 ROWS = 64
 """Distributions of a call that are kept for comparison."""

@@ -19,6 +19,7 @@ from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.interruptions import contained
 
 HALF = (torch.float16, torch.bfloat16)
 SAMPLED = 4096
@@ -40,6 +41,7 @@ class _Total:
     """What the checks of one parameter have found so far, in elements."""
 
     dtype: str
+    elements: int
     wanted: int = 0
     lost: int = 0
     absmax: float = 0.0
@@ -66,7 +68,7 @@ class UpdateCheck:
 
     Values: ``optimizer`` (class), ``lr``, ``checks`` (steps checked so far), ``first_step`` (the first of them) and
     ``parameters``: for the worst of those that have lost at least half, over all checks, ``wanted`` (elements that move in
-    float32), ``lost`` (those of them that did not move), ``dtype``, ``absmax`` (largest weight) and ``update`` (largest
+    float32), ``lost`` (those of them that did not move), ``dtype``, ``elements`` (compared in a step), ``absmax`` (largest weight) and ``update`` (largest
     float32 update) of the elements that were compared. ``wanted`` and ``lost`` are the sums over all parameters.
     """
 
@@ -102,7 +104,7 @@ class UpdateCheck:
             counted = torch.stack([_counts(sample) for sample in samples]).tolist()
         totals = self._totals.setdefault(id(optimizer), {})
         for sample, (wanted, lost, absmax, update) in zip(samples, counted, strict=True):
-            total = totals.setdefault(sample.name, _Total(dtype_name(sample.parameter)))
+            total = totals.setdefault(sample.name, _Total(dtype_name(sample.parameter), sample.before.numel()))
             total.wanted += int(wanted)
             total.lost += int(lost)
             total.absmax = max(total.absmax, absmax)
@@ -122,7 +124,14 @@ class UpdateCheck:
             "wanted": sum(t.wanted for t in totals.values()),
             "lost": sum(t.lost for t in totals.values()),
             "parameters": {
-                name: {"wanted": t.wanted, "lost": t.lost, "dtype": t.dtype, "absmax": t.absmax, "update": t.update}
+                name: {
+                    "wanted": t.wanted,
+                    "lost": t.lost,
+                    "dtype": t.dtype,
+                    "elements": t.elements,
+                    "absmax": t.absmax,
+                    "update": t.update,
+                }
                 for name, t in stalled[:MOST_TOLD]
             },
         }
@@ -184,12 +193,10 @@ def _step_in_float32(optimizer: Optimizer, samples: list[_Sample]) -> bool:
         if state:
             twin.state[sample.copy] = state
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=devices, enabled=not _by_element(optimizer)):
-            inspect.unwrap(type(optimizer).step)(twin)
-    except Exception:  # noqa: BLE001  (an optimizer that wants a closure, say: then nothing is claimed about it)
-        return False
-    return True
+    # An optimizer may want a closure, say: then nothing is claimed about it.
+    with contained() as trial, torch.random.fork_rng(devices=devices, enabled=not _by_element(optimizer)):
+        inspect.unwrap(type(optimizer).step)(twin)
+    return trial.error is None
 
 
 def _state_in_float32(state: dict[str, Any], sample: _Sample) -> dict[str, Any] | None:
@@ -205,8 +212,8 @@ def _state_in_float32(state: dict[str, Any], sample: _Sample) -> dict[str, Any] 
                 return None  # quantised state
             taken = _strided(value, sample.stride)
             copied[key] = taken.float() if value.dtype in HALF else taken.clone()
-        elif value.numel() <= 1:
-            copied[key] = value.clone()
+        elif value.numel() <= 1:  # a count of steps, or what an optimizer keeps of a parameter of one element
+            copied[key] = value.float() if value.dtype in HALF else value.clone()
         else:
             return None
     return copied

@@ -79,6 +79,14 @@ class _Bisecting:
         self._told.stage("the case")
         treatment = treat(self._scenario, lambda label, request: self._lab.run(request, label), Plan(remedies=False))
         _require_built(treatment.before)
+        try:
+            return self._searched(treatment)
+        except UsageError as error:  # the disk is full, the model is gone: what is known is reported all the same
+            found = Bisection(end=End.INTERRUPTED, treatment=treatment, failure=symptom_of(treatment.before))
+            return replace(found, note=f"a run could not be made: {error.message}")
+
+    def _searched(self, treatment: Treatment) -> Bisection:
+        """What is found out about the failure of the untreated run."""
         failure, bench = self._failure(treatment)
         found = Bisection(end=End.HEALTHY, treatment=treatment, failure=failure)
         if failure.healthy:
@@ -134,7 +142,7 @@ class _Bisecting:
             return self._refused(found, answer)
         try:
             trial, confirmed = self._try(found, KEEP, with_kept(self._scenario, kept), bench)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, UsageError):
             return replace(found, end=End.INTERRUPTED, note="the whole scenario was not tried with them")
         return replace(found, trials=(trial,), confirmed=confirmed)
 
@@ -177,7 +185,7 @@ class _Bisecting:
         return judge(remedy, changed, run, yardstick), symptom_of(run, bench.tolerance.of_first_outputs()).healthy
 
     def _concluded(self, found: Bisection, bench: Bench, ladder: Sequence[Workload]) -> Bisection:
-        """Corrections, modes, cost and reproduction, where there is a culprit; Ctrl-C leaves out what is missing."""
+        """Corrections, modes, cost and reproduction, where there is a culprit; Ctrl-C, or a run that cannot be made, leaves out the rest."""
         if found.end is not End.FOUND:
             return found
         try:
@@ -190,7 +198,7 @@ class _Bisecting:
             found = replace(found, cost=measure_cost(self._lab, bench.workload, found.culprits))
             self._told.stage("a minimal reproduction")
             return replace(found, reproduction=reproduce(self._lab, bench, found.culprits))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, UsageError, OSError):
             return replace(found, end=End.INTERRUPTED, note="the modules are known, what comes after them is not")
 
     def _corrected(self, found: Bisection, bench: Bench, offered: tuple[str, ...]) -> Bisection:

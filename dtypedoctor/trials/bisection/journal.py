@@ -1,5 +1,6 @@
 """The log of a bisection: what was asked for, and every probe with its outcome, one JSON object a line."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +10,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import parse_json, read_head
 from dtypedoctor.scenario.model import Scenario
 
 __all__ = ["JOURNAL", "Asked", "Journal"]
 
 JOURNAL = "bisection.jsonl"
 SCHEMA = 1
+
+_LONGEST = 1 << 20
+"""Bytes of the first line, which holds a scenario."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +59,8 @@ class Journal:
             }))  # fmt: skip
 
     def note(self, event: str, **values: Any) -> None:
-        """Appends one event."""
-        with self._path.open("ab", buffering=0) as file:
+        """Appends one event; without room for it the log lacks it, and nothing else is lost."""
+        with contextlib.suppress(OSError), self._path.open("ab", buffering=0) as file:
             file.write(_line({"event": event, **values}))
 
     def asked(self) -> Asked:
@@ -65,8 +70,7 @@ class Journal:
             UsageError: there is no log, or it cannot be read.
         """
         try:
-            with self._path.open(encoding="utf-8") as file:
-                first = json.loads(file.readline())
+            first = parse_json(read_head(self._path, _LONGEST).partition(b"\n")[0])
             if first["schema"] > SCHEMA:
                 raise UsageError(f"{self._path}: written by a newer version", "Update dtypedoctor to go on with it.")
             return Asked(

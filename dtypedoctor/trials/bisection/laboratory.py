@@ -1,8 +1,6 @@
 """Runs requests, several at a time, and never one that is done already."""
 
 import hashlib
-import json
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +8,10 @@ from pathlib import Path
 from typing import Protocol
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.redaction.request_file import public_text
 from dtypedoctor.runner.launch import EXIT, Run, WorkerExit, collect
+from dtypedoctor.runner.unused import clear
 from dtypedoctor.scenario.request import REQUEST, Request
 
 __all__ = ["Done", "Laboratory", "Start", "Started"]
@@ -100,10 +101,11 @@ class Laboratory:
         places = [self._place(request, label, attempt) for request in requests]
         for index, place in enumerate(places):
             self.runs += 1
-            if _is_finished(place, requests[index]):
-                yield Done(index=index, run=_reopened(place), repeated=True)
+            found = _reopened(place) if _is_finished(place, requests[index]) else None
+            if found is not None:
+                yield Done(index=index, run=found, repeated=True)
             else:
-                shutil.rmtree(place, ignore_errors=True)  # what an interruption has left there
+                clear(place)  # what an interruption has left there
                 waiting.append(index)
         running: dict[int, tuple[int, Started]] = {}
         try:
@@ -131,18 +133,23 @@ class Laboratory:
 
 def _is_finished(place: Path, request: Request) -> bool:
     try:
-        json.loads((place / EXIT).read_text(encoding="utf-8"))
-        return (place / REQUEST).read_text(encoding="utf-8") == request.model_dump_json()
-    except (OSError, ValueError):
+        _exit(place)
+        return read_file(place / REQUEST).decode("utf-8") == public_text(request.model_dump_json())
+    except (OSError, ValueError, TypeError):
         return False
 
 
-def _reopened(place: Path) -> Run | UsageError:
-    ended = WorkerExit(**json.loads((place / EXIT).read_text(encoding="utf-8")))
+def _exit(place: Path) -> WorkerExit:
+    return WorkerExit(**parse_json(read_file(place / EXIT)))
+
+
+def _reopened(place: Path) -> Run | UsageError | None:
+    """What a finished run has left; None where a full disk ended its recording, so that it has to be made again."""
     try:
-        return collect(place, ended)
+        run = collect(place, _exit(place))
     except UsageError as error:
         return error
+    return run if run.trace.stopped is None else None
 
 
 def _collected(started: Started) -> Run | UsageError:

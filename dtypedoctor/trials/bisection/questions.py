@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trials.bisection.bench import Bench
@@ -110,7 +111,7 @@ def ask(lab: Laboratory, bench: Bench, question: Question, watch: Watch) -> Answ
         answer.result = reduction.result()
     except BaselineError as error:
         answer.baseline = error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, UsageError):  # the latter: no more runs can be made, usually because the disk is full
         answer.interrupted = True
         answer.best = reduction.best
     return answer

@@ -1,6 +1,5 @@
 """A stand-alone script that shows the failure of one module, made from what the worker kept of it, and run to make sure."""
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.runner.clean import run_clean
 from dtypedoctor.scenario.request import Capture, Request
 from dtypedoctor.trials.bisection.bench import Bench
@@ -21,6 +21,9 @@ __all__ = ["SCRIPT", "Reproduction", "reproduce"]
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"
 _CAPTURED = ("capture.json", "capture.safetensors")
 """What the worker calls them."""
+
+_LARGEST = 256 << 20
+"""Bytes of a description; that of a whole model takes some megabytes."""
 
 TIME_LIMIT = 300.0
 """Seconds for the script: it imports the module's library."""
@@ -87,7 +90,7 @@ def _attempt(lab: Laboratory, bench: Bench, culprit: str, failure: Symptom, made
     wanted = Capture(module=culprit.removesuffix(OWN), own=culprit.endswith(OWN), call=failure.call)
     try:
         captured = lab.run(Request(scenario=bench.workload.scenario, capture=wanted)).directory
-        description = json.loads((captured / _CAPTURED[0]).read_text(encoding="utf-8"))
+        description = parse_json(read_file(captured / _CAPTURED[0], _LARGEST))
     except UsageError as error:
         return Reproduction(module=culprit, reason=error.message)
     except (OSError, ValueError):

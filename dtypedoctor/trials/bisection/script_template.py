@@ -1,14 +1,17 @@
-"""What every reproduction script has in common; braces that stay in it are doubled, for ``str.format``."""
+"""What every reproduction script has in common; braces that stay in it are doubled, for ``str.format``.
+
+Its first lines are fixed: a comment there could choose another encoding of the file, in which what follows means something else.
+"""
 
 __all__ = ["TEMPLATE"]
 
-TEMPLATE = '''"""{title}
+TEMPLATE = '''"""One call of a module that fails by itself: it needs torch and the library of the module, nothing else.
+
+Run:     python repro.py
+Expect:  a line that begins with FAILS, and exit status 1. Exit status 0 means that it is fixed.
+"""
 
 {about}
-
-Run:     python repro.py    (needs torch and the library of the module; made with {made_with})
-Expect:  a line that begins with FAILS, and exit status 1. Exit status 0 means that it is cured.
-"""
 
 import importlib
 import json
@@ -19,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-CHECK = "{check}"
+CHECK = {check!r}
 LIMIT = {limit!r}  # of the relative error, where accuracy is checked
-AUTOCAST = {autocast}
+AUTOCAST = {autocast!r}
 HALF = (torch.float16, torch.bfloat16)
 WIDE = []  # holds something while the call is made in float32
 LEFT = []  # what has left the module, in order: to the modules in it, and as its output

@@ -1,10 +1,17 @@
-"""The text of a stand-alone script that repeats one captured call of a module. The script needs torch, not this package."""
+"""The text of a stand-alone script that repeats one captured call of a module. The script needs torch, not this package.
+
+Whatever was captured is text of somebody else's. In the script it is data: a literal as ``repr`` writes it, or a comment.
+"""
 
 import contextlib
-from collections.abc import Mapping
+import keyword
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dtypedoctor.redaction.redact import redact
+from dtypedoctor.redaction.secrets import SECRET, names_a_secret
+from dtypedoctor.scenario.problems import printable
 from dtypedoctor.trials.bisection.script_template import TEMPLATE
 
 __all__ = ["CannotBeWrittenError", "Claim", "script_text"]
@@ -52,15 +59,13 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool) -> s
         for place, leaving in enumerate(capture["leaving"])
         for index, key in leaving["gradients"].items()
     ]
-    keywords = "".join(f", {name}={writer.value(value)}" for name, value in capture["kwargs"].items())
+    keywords = "".join(f", {_keyword(name, writer.value(value))}" for name, value in capture["kwargs"].items())
     positional = ", ".join(writer.value(value) for value in capture["args"])
     return TEMPLATE.format(
-        title=claim.title,
-        about="\n".join(claim.about),
-        made_with=claim.made_with,
+        about=_comment((claim.title, *claim.about, f"Made with {claim.made_with}.")),
         check=claim.check,
-        limit=claim.limit,
-        grad=capture["grad"] or claim.check == "backward",
+        limit=float(claim.limit),
+        grad=bool(capture["grad"] or claim.check == "backward"),
         autocast=[tuple(region) for region in capture["autocast"]],
         calls="\n".join(calls),
         gradients="\n".join(gradients),
@@ -69,7 +74,25 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool) -> s
     )
 
 
+def _comment(texts: Iterable[str]) -> str:
+    """Texts as comments, redacted, each of their lines behind a ``#`` and with nothing in it that would end the line."""
+    lines = [line for text in texts for line in redact(text).split("\n")]
+    return "\n".join(f"# {printable(line)}".rstrip() for line in lines)
+
+
+def _keyword(name: str, value: str) -> str:
+    """A keyword argument of a call; a name that no source text can have goes through a dictionary."""
+    plain = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
+    return f"{name}={value}" if plain else f"**{{{name!r}: {value}}}"
+
+
 class _Writer:
+    """Writes expressions.
+
+    Args:
+        configs: whether modules get their configuration objects.
+    """
+
     def __init__(self, *, configs: bool) -> None:
         self._configs = configs
 
@@ -77,7 +100,7 @@ class _Writer:
         """A Python expression for a described value; ``T`` holds the tensors."""
         ((kind, content),) = [(k, v) for k, v in described.items() if k in _KINDS]
         if kind == "value":
-            return repr(content)
+            return repr(redact(content) if isinstance(content, str) else content)
         if kind == "float":
             return f"float({content!r})"
         if kind == "tensor":
@@ -118,11 +141,16 @@ class _Writer:
         for name, described in recipe["attributes"].items():
             if self._configs or "config" not in described:
                 with contextlib.suppress(CannotBeWrittenError):
-                    found[name] = self.value(described)
+                    found[name] = self._named(name, described)
         return found
 
     def _mapping(self, content: Mapping[str, Any]) -> str:
-        return "{" + ", ".join(f"{name!r}: {self.value(item)}" for name, item in content.items()) + "}"
+        return "{" + ", ".join(f"{name!r}: {self._named(name, item)}" for name, item in content.items()) + "}"
+
+    def _named(self, name: str, described: Mapping[str, Any]) -> str:
+        """A value by its name, which may say that it is secret."""
+        secret = names_a_secret(name) and isinstance(described.get("value"), str)
+        return repr(SECRET) if secret else self.value(described)
 
     def _imported(self, kind: str, described: Mapping[str, Any]) -> str:
         if kind == "function":

@@ -1,5 +1,6 @@
 """What went wrong in one run, boiled down to what a bisection compares."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -115,6 +116,10 @@ def _symptoms(run: Run, tolerance: Tolerance | None, incident: Incident | None) 
         yield _raised(raised)
     if run.died:
         yield _died(run)
+    if trace.stopped is not None:
+        yield Symptom(
+            kind=Kind.DIED, reason=f"only a part of it was recorded: {os.strerror(trace.stopped.errno)}", detail="disk"
+        )
     yield from _bad_numbers(trace)
     excess = tolerance.excess(trace) if tolerance is not None else None
     if excess is not None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import Condition
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.conditions import CONDITIONS
@@ -42,10 +43,10 @@ class Conditions:
             self._record(name)
 
     def _switch(self, name: str, switch: Switch) -> None:
-        try:
+        with contained() as ours:  # another version of the library; that must not end the program
             self._in_force.enter_context(switch(partial(self._took_effect, name)))
-        except Exception as error:  # noqa: BLE001  (another version of the library; that must not end the program)
-            self._reasons[name] = f"it could not be switched: {type(error).__name__}: {error}"
+        if ours.error is not None:
+            self._reasons[name] = f"it could not be switched: {type(ours.error).__name__}: {ours.error}"
 
     def _took_effect(self, name: str) -> None:
         self._effects[name] += 1

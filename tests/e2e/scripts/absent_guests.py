@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   shows: "round 2 nan"
 #   family: nonfinite
 #   why: float16 scores are -inf here and there, which does no harm; the rows that are NaN are those of an empty table

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 6
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: silent
 #   shows: 'average (\S+) raw \1'
 #   why: averaged weights are copied in with .data inside the region in which the raw ones were already cast

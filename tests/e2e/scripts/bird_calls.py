@@ -4,6 +4,8 @@
 #   phase: optimizer
 #   step: 1
 #   raises: AssertionError
+#   confidence: likely
+#   severity: error
 #   family: scaling
 #   why: the optimizer was made before the output layer was replaced and holds only frozen layers and the old output layer
 

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 2
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: mismatch
 #   raised_in: first
 #   why: the scratch is an attribute of the layer's class, made in the first model's bfloat16 and filled for the second in float16

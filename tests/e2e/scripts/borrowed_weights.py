@@ -4,6 +4,8 @@
 #   op: null
 #   phase: static
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: compile-load
 #   shows: 'stored torch\.bfloat16 loaded torch\.float16'
 #   why: a bfloat16 checkpoint is loaded as float16, whose range is smaller

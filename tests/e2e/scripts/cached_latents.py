@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: likely
+#   severity: error
 #   family: nonfinite
 #   why: latents that were written to disk earlier contain inf; numpy made them, no torch op did
 

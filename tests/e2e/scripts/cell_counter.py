@@ -4,6 +4,8 @@
 #   op: null
 #   phase: static
 #   raises: null
+#   confidence: likely
+#   severity: warning
 #   family: silent
 #   shows: 'stored as torch\.float16'
 #   why: accelerate was told bf16 and wraps a network whose weights are float16

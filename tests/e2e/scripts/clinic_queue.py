@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: "sent elsewhere: [1-9]"
 #   why: a bfloat16 gate chooses other experts than float32; the gain of one norm stalls besides, and does not lead

@@ -4,6 +4,8 @@
 #   op: null
 #   phase: compile
 #   raises: null
+#   confidence: likely
+#   severity: info
 #   family: compile-load
 #   why: a print inside a compiled submodule
 

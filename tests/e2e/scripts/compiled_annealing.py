@@ -4,6 +4,8 @@
 #   op: null
 #   phase: compile
 #   raises: null
+#   confidence: likely
+#   severity: warning
 #   family: compile-load
 #   why: an integer attribute of a compiled module counts the steps, so each step compiles again until Dynamo gives up
 

@@ -4,6 +4,8 @@
 #   phase: compile
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   shows: "night 2 nan"
 #   family: compile-load
 #   why: eager mode rounds a product to one and takes the root of 0, the compiled kernel keeps float32 and takes that of a negative number

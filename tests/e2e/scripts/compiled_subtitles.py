@@ -4,6 +4,8 @@
 #   op: null
 #   phase: compile
 #   raises: null
+#   confidence: likely
+#   severity: warning
 #   family: compile-load
 #   why: dynamic=False and a new sentence length each time
 

@@ -4,6 +4,8 @@
 #   op: null
 #   phase: compile
 #   raises: null
+#   confidence: likely
+#   severity: info
 #   family: compile-load
 #   why: a Python branch on a tensor's value inside a compiled forward
 

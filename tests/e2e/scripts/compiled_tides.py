@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   shows: "hour 2 nan"
 #   family: compile-load
 #   why: the root of a negative number is NaN compiled and in eager mode alike, so the compiler is not to blame

@@ -3,6 +3,8 @@
 #   fqn: [p, _orig_mod.p]
 #   phase: compile
 #   raises: null
+#   confidence: likely
+#   severity: warning
 #   family: compile-load
 #   why: a layer fills its weight by a C function; Dynamo stops inside ctypes, and the line that called it is the one to change
 

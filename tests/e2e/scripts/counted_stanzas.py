@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   shows: "places told apart: 3"
 #   family: silent
 #   why: positions take the activations' bfloat16 before they are turned into sines, and 300 of them become fewer

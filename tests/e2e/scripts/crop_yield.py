@@ -4,6 +4,8 @@
 #   op: null
 #   phase: static
 #   raises: null
+#   confidence: likely
+#   severity: warning
 #   family: scaling
 #   shows: 'torch\.bfloat16 scale 65536'
 #   why: a scaler over bfloat16 trainables does nothing useful here and raises on CUDA

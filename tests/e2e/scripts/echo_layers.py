@@ -5,6 +5,8 @@
 #   phase: recompute
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: forward runs in bfloat16, the home-made checkpoint re-enters autocast with a hard-wired float16
 

@@ -5,6 +5,8 @@
 #   phase: backward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: a hand-written backward multiplies the gradient by a steep float16 slope
 

@@ -5,6 +5,8 @@
 #   phase: optimizer
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: 'norm change 0\.0 '
 #   why: a bfloat16 model under AdamW at a usual fine-tuning rate; the norm weights, which are one, never move

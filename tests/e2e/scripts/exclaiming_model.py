@@ -5,6 +5,8 @@
 #   phase: generate
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   shows: '\[0, 0, 0, 0\]'
 #   why: eager attention in float16; greedy decoding over NaN logits answers token 0 for ever

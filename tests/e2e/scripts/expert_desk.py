@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: mismatch
 #   raised_in: desk
 #   why: the result buffer is made by torch.zeros without a dtype, the experts answer in bfloat16

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   shows: 'grad nan'
 #   why: activations are kept as float16 for the backward only; the loss is finite, the recompute starts from inf

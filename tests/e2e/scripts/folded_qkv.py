@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: RuntimeError
+#   confidence: likely
+#   severity: error
 #   family: mismatch
 #   born: quant-state
 #   raised_in: mixer

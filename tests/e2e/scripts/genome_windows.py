@@ -4,6 +4,8 @@
 #   phase: recompute
 #   step: 1
 #   raises: CheckpointError
+#   confidence: proven
+#   severity: error
 #   family: mismatch
 #   why: the position table takes torch's default dtype, bfloat16 around the forward only, so the recompute saves float32
 

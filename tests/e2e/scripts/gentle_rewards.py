@@ -4,6 +4,8 @@
 #   phase: backward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: 'zero gradients 9\d%'
 #   why: a loss divided by a large constant gives gradients below float16's smallest number, and there is no scaler

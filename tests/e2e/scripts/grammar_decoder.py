@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 3
 #   raises: RuntimeError
+#   confidence: likely
+#   severity: error
 #   family: nonfinite
 #   why: after a closing bracket the grammar allows no token at all, so softmax has a row of -inf and multinomial raises
 

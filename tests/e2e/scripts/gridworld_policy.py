@@ -2,6 +2,8 @@
 #   id: logprob-gap
 #   phase: [forward, generate]
 #   raises: null
+#   confidence: likely
+#   severity: warning
 #   family: silent
 #   shows: 'mean ratio (0\.9|1\.0)[0-9]*[1-9]'
 #   why: actions are drawn by a bfloat16 copy of the policy, their ratios are taken against float32 log-probabilities

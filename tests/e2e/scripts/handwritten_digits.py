@@ -5,6 +5,8 @@
 #   phase: [optimizer, static]
 #   step: 1
 #   raises: ValueError
+#   confidence: likely
+#   severity: error
 #   family: scaling
 #   why: the whole network was halved, so the scaler would have to unscale float16 gradients
 

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: transformers' Trainer on a float16 BERT; one dense layer's output is beyond 65504
 

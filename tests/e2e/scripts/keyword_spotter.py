@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: ValueError
+#   confidence: likely
+#   severity: error
 #   family: mismatch
 #   born: model-input
 #   raised_in: rnn

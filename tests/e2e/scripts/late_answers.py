@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 4
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: mismatch
 #   born: adapter
 #   born_fqn: body.0.low

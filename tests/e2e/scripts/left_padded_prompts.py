@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: additive masks of the smallest float16 number, for the future, padded keys and padded queries, sum to -inf in whole rows
 

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 3
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: the last batch of an epoch has one row, whose standard deviation is 0/0
 

@@ -4,6 +4,8 @@
 #   op: null
 #   phase: static
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: 'kept torch\.bfloat16'
 #   why: to(bfloat16) on a transformers model casts inv_freq too, which from_pretrained(dtype=...) would not

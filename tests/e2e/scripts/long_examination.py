@@ -4,6 +4,8 @@
 #   op: null
 #   phase: static
 #   raises: null
+#   confidence: likely
+#   severity: warning
 #   shows: "exam in bfloat16"
 #   family: silent
 #   why: training keeps the frequencies in float32; the evaluation afterwards casts the whole model, its buffers too

@@ -5,6 +5,8 @@
 #   phase: recompute
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: a shared layer is updated inside the backward, so the checkpointed first use is recomputed with other weights
 

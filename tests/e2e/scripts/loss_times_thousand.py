@@ -5,6 +5,8 @@
 #   phase: backward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: a fixed loss scale without a scaler; the output layer's weight gradient leaves float16's range
 

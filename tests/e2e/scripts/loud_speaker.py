@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: 'peak 65504'
 #   why: a clamp to the largest float16 number hides that the gain made infinities

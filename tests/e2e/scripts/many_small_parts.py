@@ -5,6 +5,8 @@
 #   phase: backward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   shows: "largest gradient inf"
 #   family: nonfinite
 #   why: eight backward passes add up in float16 gradients; each part is finite, their sum is not

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   shows: "walk 2 nan"
 #   family: nonfinite
 #   why: queries and keys of a far place are multiplied in float16 before they are scaled, in inference mode

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: silent
 #   shows: 'distinct heights (2\d|3[0-2])\b'
 #   why: normalised coordinates take the dtype of the tile index, an int64, before the table is interpolated

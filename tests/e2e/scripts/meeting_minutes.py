@@ -4,6 +4,8 @@
 #   op: null
 #   phase: static
 #   raises: null
+#   confidence: likely
+#   severity: warning
 #   family: silent
 #   shows: 'weights torch\.bfloat16 region torch\.float16'
 #   why: the region's dtype comes from an environment default, float16, the model's weights are bfloat16

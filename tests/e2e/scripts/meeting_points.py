@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   shows: "1 nan"
 #   family: nonfinite
 #   why: there is no module at all; squared distances fit into float16, their sum over the coordinates does not, and a softmax of -inf follows

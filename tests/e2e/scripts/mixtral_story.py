@@ -4,6 +4,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: 'tokens [0-9]+'
 #   why: a bfloat16 Mixtral with many experts picks other experts than its own gate in float32

@@ -1,5 +1,5 @@
 # expect:
-#   id: float16-overflow
+#   id: divergence
 #   fqn: back
 #   op: aten.addmm.default
 #   phase: forward
@@ -7,7 +7,7 @@
 #   raises: null
 #   family: nonfinite
 #   shows: '2 nan|2 inf'
-#   why: the warm-up multiplies the learning rate by ten each step until a linear's float16 output is inf in the third
+#   why: the warm-up multiplies the learning rate by ten each step until weights and loss have grown a hundredfold, and a linear's float16 output is inf in the third
 
 import torch
 from torch import nn

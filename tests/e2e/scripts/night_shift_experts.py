@@ -4,6 +4,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: 'chosen otherwise [1-9]'
 #   why: the choice of experts is made from bfloat16 scores and differs from float32's for a few percent of tokens

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: the timestep (up to 999) times a scalar frequency of 100 is taken in float16
 

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: key_padding_mask excludes every key of one sample
 

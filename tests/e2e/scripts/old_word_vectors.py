@@ -5,6 +5,8 @@
 #   phase: [static, forward, generate]
 #   step: 1
 #   raises: RuntimeError
+#   confidence: likely
+#   severity: error
 #   family: nonfinite
 #   why: one row of the embedding is inf; sampling dies much later, in multinomial
 

@@ -5,6 +5,8 @@
 #   phase: optimizer
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: a home-made optimizer adds 1e-10 to a float16 root mean square that is zero for a dead input column
 

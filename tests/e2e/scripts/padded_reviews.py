@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: the second batch holds an empty review, whose every position is filled with -inf before the softmax
 

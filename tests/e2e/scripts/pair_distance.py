@@ -5,6 +5,8 @@
 #   phase: backward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: the square root's derivative at zero is inf for a pair of equal points; the forward is finite
 

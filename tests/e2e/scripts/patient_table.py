@@ -4,6 +4,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: likely
+#   severity: error
 #   family: nonfinite
 #   shows: 'visit 1 .*nan'
 #   why: only the target, which no module ever sees, holds NaN

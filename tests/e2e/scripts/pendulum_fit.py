@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: silent
 #   shows: '(?s)0 loss (\S+)\n.*5 loss \1\n'
 #   why: one autocast region around the loop; its cached bfloat16 copies of the weights outlive optimizer.step

@@ -4,6 +4,8 @@
 #   op: null
 #   phase: [static, forward]
 #   raises: null
+#   confidence: likely
+#   severity: info
 #   family: silent
 #   shows: 'logits in torch\.float32'
 #   why: the region is for "cuda" and everything lives on the CPU, so nothing is computed in bfloat16

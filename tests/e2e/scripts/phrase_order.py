@@ -4,6 +4,8 @@
 #   op: null
 #   phase: static
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: 'largest angle error [0-9.]*[1-9]'
 #   why: model.to(bfloat16) rounds the inverse frequencies; a later float() cannot bring them back

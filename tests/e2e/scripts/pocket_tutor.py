@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: silent
 #   shows: 'distinct inputs [1-9]\b'
 #   why: the wrapper casts activations to the dtype of a packed 4-bit weight, which is uint8

@@ -5,6 +5,8 @@
 #   phase: [forward, generate]
 #   step: 1
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: TRL's GRPO samples from a float16 policy; its first product overflow surfaces in multinomial
 

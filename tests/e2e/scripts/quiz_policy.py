@@ -2,6 +2,8 @@
 #   id: logprob-gap
 #   phase: [forward, generate]
 #   raises: null
+#   confidence: likely
+#   severity: warning
 #   family: silent
 #   shows: 'largest gap 0\.[0-9]*[1-9]'
 #   why: a bfloat16 model generates, a float32 model with the same weights is trained on its log-probabilities

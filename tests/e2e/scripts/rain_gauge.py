@@ -5,6 +5,8 @@
 #   phase: backward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: forward peaks at a few hundred; the gradients through large float16 weights leave the range at any loss scale
 

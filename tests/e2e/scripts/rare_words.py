@@ -5,6 +5,8 @@
 #   phase: optimizer
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   shows: 'loss nan'
 #   why: Adam's 1e-8 is zero in float16, so rows without a gradient become 0/0

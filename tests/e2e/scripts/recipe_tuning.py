@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: mismatch
 #   born: modules-to-save
 #   born_fqn: lm_head.modules_to_save.default

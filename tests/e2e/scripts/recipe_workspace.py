@@ -4,6 +4,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: silent
 #   shows: 'second: mean weight 1\.0\d|second: mean weight [1-9]\.'
 #   why: the scratch is an attribute of a module that both models hold, and autocast casts what is read from it in silence

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: mismatch
 #   raised_in: mean
 #   why: half features rely on an autocast region that is for "cuda" while everything lives on the CPU

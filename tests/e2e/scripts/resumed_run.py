@@ -5,6 +5,8 @@
 #   phase: [static, forward]
 #   step: 1
 #   raises: null
+#   confidence: likely
+#   severity: error
 #   family: nonfinite
 #   why: the weights that are loaded hold NaN in one layer, from an earlier run
 

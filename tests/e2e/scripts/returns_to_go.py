@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: undiscounted returns above 65504 are stored as float16 outside any module
 

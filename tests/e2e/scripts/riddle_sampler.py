@@ -5,6 +5,8 @@
 #   phase: generate
 #   step: 1
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: sampling from a float16 Gemma; multinomial only consumes what the gated product made
 

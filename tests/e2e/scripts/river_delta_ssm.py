@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: the scan divides by a decay product taken through exp of a cumulative sum, whose inverse exceeds float16
 

@@ -4,6 +4,8 @@
 #   phase: optimizer
 #   step: 1
 #   raises: AssertionError
+#   confidence: likely
+#   severity: error
 #   family: scaling
 #   why: one of two optimizers owns a part that runs under no_grad and so never gets a gradient
 

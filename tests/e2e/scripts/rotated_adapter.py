@@ -5,6 +5,8 @@
 #   phase: optimizer
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: 'magnitude 0\.0 matrices [1-9]'
 #   why: DoRA's magnitudes were cast to bfloat16 with all other trainables and are too large for the updates

@@ -3,6 +3,8 @@
 #   op: null
 #   step: 1
 #   raises: null
+#   confidence: likely
+#   severity: error
 #   family: scaling
 #   shows: 'updates 0 of 10'
 #   why: the backoff factor is so close to one that the scale never comes down to where gradients fit into float16

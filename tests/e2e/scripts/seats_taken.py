@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: RuntimeError
+#   confidence: likely
+#   severity: error
 #   family: nonfinite
 #   why: a mask is filled with -1e9, which float16 cannot hold, and torch refuses
 

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 3
 #   raises: null
+#   confidence: likely
+#   severity: error
 #   family: nonfinite
 #   why: the third batch carries a gap in the recording as NaN
 

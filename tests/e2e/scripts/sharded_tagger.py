@@ -3,6 +3,8 @@
 #   fqn: ["", blocks.0]
 #   phase: [static, forward]
 #   raises: AssertionError
+#   confidence: likely
+#   severity: error
 #   family: mismatch
 #   why: one shard unit holds bfloat16 linears and a float32 norm
 

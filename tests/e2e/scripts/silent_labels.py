@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: every label of the second batch is -100, so the mean over no elements is 0/0
 

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: the norm multiplies by one plus a large learnt weight in float32 and its cast back to float16 is inf
 

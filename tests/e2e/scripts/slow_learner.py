@@ -4,6 +4,8 @@
 #   phase: optimizer
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: 'weights moved: 0 of'
 #   why: bfloat16 weights near one, and updates far below half a unit in the last place

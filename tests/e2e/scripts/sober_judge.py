@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: mismatch
 #   raised_in: mid
 #   why: a disabled region inside the bfloat16 one, and features cast to float32 meet a bfloat16 layer in it

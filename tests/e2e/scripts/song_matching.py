@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   shows: 'best match 0\.000'
 #   why: the length of a float16 vector is itself beyond 65504, so normalising gives zero vectors and a zero similarity

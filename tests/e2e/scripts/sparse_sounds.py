@@ -4,6 +4,8 @@
 #   phase: backward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: 'first layer gradient 0\.0e\+00'
 #   why: float16 autocast without a scaler over a mean of very many elements

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: a softmax written by hand without subtracting the maximum; exp of 12 is beyond float16
 

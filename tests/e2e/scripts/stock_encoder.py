@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   shows: 'spread 0\.0+'
 #   why: squares above 65504 become inf in float16, the reciprocal root 0, and the norm's output all zeros, still finite

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: mismatch
 #   raised_in: cell
 #   why: the first recurrent state is a float32 torch.zeros in a float16 network

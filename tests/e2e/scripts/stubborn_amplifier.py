@@ -5,6 +5,8 @@
 #   phase: backward
 #   step: 1
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: scaling
 #   why: a slope of a thousand in the forward overflows the gradient at every scale, until a scaler of one's own gives up
 

@@ -5,6 +5,8 @@
 #   phase: [optimizer, static]
 #   step: 1
 #   raises: ValueError
+#   confidence: likely
+#   severity: error
 #   family: scaling
 #   why: peft keeps its adapters in float32, but the fully trained copy of the output layer stays float16
 

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 4
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   shows: "3 inf"
 #   family: nonfinite
 #   why: a float16 teacher is the sum of its students instead of their mean; its bias overflows between two calls

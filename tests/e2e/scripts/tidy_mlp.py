@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: warning
 #   family: silent
 #   shows: 'loss [0-9.]+$'
 #   why: nan_to_num puts zeros where a float16 product overflowed, and training goes on without these elements

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   shows: 'loss nan'
 #   why: the gated product of the second block leaves float16's range; the projection and the norm behind it pass it on

@@ -3,6 +3,8 @@
 #   op: null
 #   step: 1
 #   raises: null
+#   confidence: likely
+#   severity: error
 #   family: scaling
 #   shows: 'steps taken 0 of 8'
 #   why: a floor keeps the scale where the float16 backward always leaves its range, so every step is skipped

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 1
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: mismatch
 #   raised_in: straighten
 #   why: the sampling grid is kept float32 "for accuracy" while the picture is bfloat16

@@ -5,6 +5,8 @@
 #   phase: backward
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: three calls of one network, then a distance outside of it whose root is taken at zero; only the backward is infinite
 

@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: nonfinite
 #   why: after one step the learnt temperature has dropped so far that similarity over temperature leaves float16
 

@@ -4,6 +4,8 @@
 #   phase: backward
 #   step: 1
 #   raises: AttributeError
+#   confidence: likely
+#   severity: error
 #   family: mismatch
 #   born: custom-fwd
 #   why: custom_fwd writes to the context that a forward without ctx does not have, and custom_bwd looks for it there

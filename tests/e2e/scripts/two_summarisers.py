@@ -4,6 +4,8 @@
 #   phase: forward
 #   step: 2
 #   raises: null
+#   confidence: proven
+#   severity: error
 #   family: silent
 #   shows: 'b: mean weight 1\.0\d|b: mean weight [1-9]\.'
 #   why: under autocast the wrongly typed scratch raises nothing; bfloat16 bits are read as float16 numbers

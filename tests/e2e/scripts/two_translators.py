@@ -5,6 +5,8 @@
 #   phase: forward
 #   step: 2
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: mismatch
 #   raised_in: first
 #   why: the shared scratch keeps the first model's bfloat16 while the second model's weights dequantise to float16

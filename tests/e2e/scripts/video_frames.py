@@ -5,6 +5,8 @@
 #   phase: recompute
 #   step: 1
 #   raises: RuntimeError
+#   confidence: proven
+#   severity: error
 #   family: mismatch
 #   raised_in: "1"
 #   why: a home-made checkpoint function recomputes outside the autocast region that the forward ran in

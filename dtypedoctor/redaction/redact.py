@@ -1,18 +1,19 @@
 """Takes out of a report what must not stand in a public ticket: who, where, and every secret."""
 
 import getpass
-import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, TypeVar
 
-from dtypedoctor.report.private_paths import HOMES, short_paths
-from dtypedoctor.report.secret_patterns import ALLOWED_VARIABLES, SECRET, names_a_secret, without_secrets
+from dtypedoctor.redaction.paths import HOMES, short_paths
+from dtypedoctor.redaction.process import Literals, is_password, literals_of_process, masked_by, recent_literals
+from dtypedoctor.redaction.secrets import ALLOWED_VARIABLES, names_a_secret, without_secrets
+from dtypedoctor.redaction.shapes import SECRET
 
-__all__ = ["Private", "redact"]
+__all__ = ["Private", "redact", "without_literals", "without_process_secrets"]
 
 _Value = TypeVar("_Value")
 
@@ -30,9 +31,6 @@ _NOBODY = frozenset({
 })  # fmt: skip
 """User and host names that identify nobody, and words that a report needs."""
 
-_FOLDERS = frozenset({"PWD", "OLDPWD"})
-"""Variables of the shell that sound like passwords; paths are shortened wherever they stand."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Private:
@@ -41,12 +39,12 @@ class Private:
     Attributes:
         users: login names.
         hosts: host names, short or full.
-        secrets: values that must not be shown wherever they stand.
+        literals: values that must not be shown wherever they stand.
     """
 
     users: frozenset[str] = frozenset()
     hosts: frozenset[str] = frozenset()
-    secrets: frozenset[str] = frozenset()
+    literals: Literals = field(default_factory=lambda: Literals(iter(())))
 
     @classmethod
     def of_this_machine(cls) -> "Private":
@@ -56,16 +54,14 @@ class Private:
         except (KeyError, OSError):  # a container may run under a user id that has no name
             users = frozenset()
         host = socket.gethostname()
-        named = ((name, value) for name, value in os.environ.items() if name not in _FOLDERS and len(value) > 5)
-        secrets = frozenset(value for name, value in named if names_a_secret(name))
-        return cls(users=users, hosts=frozenset({host, host.split(".")[0]}), secrets=secrets)
+        return cls(users=users, hosts=frozenset({host, host.split(".")[0]}), literals=literals_of_process())
 
 
 def redact(report: _Value, private: Private | None = None) -> _Value:
     """``report`` (or any other value made of dataclasses, mappings, sequences and texts) with everything private replaced.
 
-    Replaced are tokens, passwords and credentials in URLs (:mod:`.secret_patterns`), values of environment variables
-    outside the allow-list, absolute paths (:mod:`.private_paths`), e-mail addresses, and the names of users and hosts:
+    Replaced are tokens, passwords and credentials in URLs (:mod:`.secrets`), values of environment variables
+    outside the allow-list, absolute paths (:mod:`.paths`), e-mail addresses, and the names of users and hosts:
     those in ``private`` (by default of this machine) and those that home directories in the report itself give away.
     Redacting twice changes nothing more.
     """
@@ -79,14 +75,33 @@ def redact(report: _Value, private: Private | None = None) -> _Value:
 
     def clean(text: str) -> str:
         if text not in cleaned:
-            shown = text
-            for secret in known.secrets:
-                shown = shown.replace(secret, SECRET)
-            cleaned[text] = clean_names(short_paths(without_secrets(shown)))
+            cleaned[text] = clean_names(short_paths(without_secrets(known.literals.masked(text))))
         return cleaned[text]
 
     result: _Value = _walk(report, clean)
     return result
+
+
+def without_process_secrets(value: Any, *, recent: bool = False) -> Any:
+    """``value``, made of what JSON has, without what is secret in this process or looks so; names and paths stay.
+
+    With ``recent`` the environment is not looked at again.
+    """
+    return _walk(value, masked_by(recent_literals() if recent else literals_of_process()))
+
+
+def without_literals(value: Any) -> Any:
+    """``value`` without the texts that are secret in this process: for what is made of names and holds no messages."""
+    literals = recent_literals()
+    return _walk_values(value, literals.masked) if literals else value
+
+
+def _walk_values(value: Any, clean: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {key: _walk_values(item, clean) for key, item in value.items()}
+    return [_walk_values(item, clean) for item in value] if isinstance(value, list) else value
 
 
 def _walk(value: Any, clean: Callable[[str], str]) -> Any:
@@ -99,7 +114,8 @@ def _walk(value: Any, clean: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {_walk(key, clean): _entry(key, item, clean) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_sequence(value, clean))
+        numbers = all(type(item) in (int, float) for item in value)
+        return value if numbers else type(value)(_sequence(value, clean))
     return value
 
 
@@ -107,17 +123,28 @@ def _entry(key: Any, item: Any, clean: Callable[[str], str]) -> Any:
     name = str(key)
     if name.lower() in _VARIABLES and isinstance(item, Mapping):
         return {_walk(k, clean): _walk(v, clean) if k in ALLOWED_VARIABLES else SECRET for k, v in item.items()}
-    if isinstance(item, str) and names_a_secret(name):
+    if names_a_secret(name) and _is_text(item):
         return SECRET
     return _walk(item, clean)
 
 
+def _is_text(item: Any) -> bool:
+    """Whether it is a text, or holds some: the numbers of ``tokens`` are no secrets."""
+    return isinstance(item, str) or (isinstance(item, (list, tuple)) and any(isinstance(one, str) for one in item))
+
+
 def _sequence(items: Sequence[Any], clean: Callable[[str], str]) -> Iterator[Any]:
-    option = False
-    for item in items:
-        # an argument list keeps an option and its value apart: ["--token", "…"]
-        yield SECRET if option and isinstance(item, str) and not item.startswith("-") else _walk(item, clean)
-        option = isinstance(item, str) and item.startswith("-") and names_a_secret(item)
+    before = ""
+    for item in items:  # an argument list keeps an option and its value apart: ["--token", "…"]
+        text = item if isinstance(item, str) else ""
+        option, sign, value = text.partition("=")
+        if text and is_password(before, text):
+            yield SECRET
+        elif sign and is_password(option, value):
+            yield f"{option}={SECRET}"
+        else:
+            yield _walk(item, clean)
+        before = text
 
 
 def _texts(value: Any) -> Iterator[str]:

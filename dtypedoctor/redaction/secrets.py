@@ -1,11 +1,12 @@
-"""What secrets look like: tokens of known services, credentials in URLs, and values that stand beside a telling name."""
+"""What is secret in a text: tokens (:mod:`.shapes`), credentials in URLs and headers, and values that stand beside a telling name."""
 
 import re
 from collections.abc import Callable
 
+from dtypedoctor.redaction.shapes import SECRET, without_shapes
+
 __all__ = ["ALLOWED_VARIABLES", "SECRET", "names_a_secret", "without_secrets"]
 
-SECRET = "<secret>"
 
 ALLOWED_VARIABLES = frozenset({
     "ACCELERATE_MIXED_PRECISION", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE",
@@ -20,10 +21,16 @@ _IDENTITY = frozenset(
 )
 
 _NAME = (
-    r"(?:token|secret|password|passwd|passphrase|pwd|credentials?|cookie|authorization|dsn|sas|"
-    r"(?:api|access|account|secret|private|signing|encryption|shared)[-_]?key(?:[-_]?id)?|connection[-_]?string)"
+    r"(?:token|secret|password|passwd|passphrase|passcode|pwd|credentials?|cookie|authorization|dsn|sas|webhook(?:[-_]?url)?|"
+    r"(?:api|access|account|auth|secret|private|signing|encryption|shared|license|deploy|master|service|app|admin|hf|wandb|openai)[-_]?"
+    r"key(?:[-_]?id)?|(?:db|smtp|user|root|admin|ssh|ftp|mail|redis|proxy|basic|http)[-_]?pass|connection[-_]?string)"
 )
+_VARIABLE = re.compile(
+    r"(?:[A-Z0-9_]+_)?(?:[A-Z0-9]*KEY|PASS|PASSWD|PASSWORD|PIN|WEBHOOK(?:_URL)?|AUTH|PWD|CREDS|JWT|SALT|SIGNATURE)"
+)
+"""Names of environment variables that are telling in capitals only: ``backward_pass`` and ``sort_key`` hold no secrets."""
 _TELLING = re.compile(rf"(?:^|[^a-z]){_NAME}s?$|[a-z0-9]{_NAME}$", re.IGNORECASE)
+_LONGEST_NAME = 100
 _VOCABULARY = re.compile(
     r"(?:^|[-_])(?:pad|eos|bos|unk|sep|cls|mask|image|audio|video|new|per|max|num|extra|special)[-_]tokens?$",
     re.IGNORECASE,
@@ -36,15 +43,31 @@ _TRIVIAL = re.compile(
 _QUOTES = ("'\"'\"'", '\\"', "\\'", '"', "'")
 """What may stand around names and values: a quote as a shell (``shlex.join``) or a string literal writes it in another, or itself."""
 _QUOTE = "|".join(map(re.escape, _QUOTES))
-_VALUE = re.compile(rf"""({_QUOTE})(?:(?!\1)[^\n])*\1|(?!\\["'])[^\s"',;&)\]}}|]+""")
+_VALUE = re.compile(
+    rf"""(?:[({{\[][^(){{}}\[\]\n]{{0,2000}}[)}}\]])|({_QUOTE})(?:(?!\1)[^\n])*\1|(?!\\["'])[^\s"',;&)\]}}|]+"""
+)
 _ASSIGNED = re.compile(rf"""(?<![\w.-])((?:{_QUOTE})?)([\w.-]++)\1(\s*+(?:=|:(?!:|//))\s*+)""")
 _OPTION = re.compile(r"(?<![\w-])(?P<option>--?[\w-]++)\s++(?!-)")
+_PAIR = re.compile(rf"""({_QUOTE})(?P<option>[\w.-]{{2,60}})\1\s*+,\s*+(?={_QUOTE})""")
+"""A name and its value as two items of a tuple or a list."""
 _BEGINNING = re.compile(r"\s*+")
 
+_HASH = (
+    r"(?<![A-Za-z0-9/@+])(?<!commit/)(?<!tree/)(?<!blob/)(?<!commit[ :=])(?<!revision[ :=])(?<!commit: )(?<!revision: )"
+    r"(?<!version: )(?<!version': ')(?<!commit': ')(?<!revision': ')(?<!revision=')(?<!HEAD is at )"
+    r"[0-9a-f]{40}(?![A-Za-z0-9])"
+)
+"""A key of Weights & Biases looks like the hash of a commit; what stands before it tells them apart."""
 _SHAPES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", SECRET),
+        (r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|\Z)", SECRET),
+        (r"(?i)(\bmachine\s+\S+\s+login\s+\S+\s+password\s+)(?!<)\S+", rf"\1{SECRET}"),
+        (r"(?i)((?:discord(?:app)?\.com/api/webhooks|hooks\.slack\.com/(?:services|workflows|triggers))/)(?!<)[^\s\"'<>)]+", rf"\1{SECRET}"),
+        (r"(?i)(?<![\w-])([\w-]{1,60}\.webhook\.office\.com/)(?!<)[^\s\"'<>)]+", rf"\1{SECRET}"),
+        (r"(?<!\d)\d{8,10}:AA[\w-]{30,}", SECRET),
+        (r"(?<![A-Za-z0-9])key-[0-9a-f]{32}(?![A-Za-z0-9])|(?<![A-Za-z0-9])[0-9a-f]{32}-us\d{1,2}(?!\d)", SECRET),
+        (r"(?<![\w.])(-u|--user)([ =])(?!<)[^\s:/'\"]+:(?!//)[^\s'\"]+", rf"\1\2{SECRET}"),
         (r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]{0,30}://)[^\s/\"'<>]+@", rf"\1{SECRET}@"),
         (r"(?i)([?&](?:x-amz-[\w-]+|x-goog-[\w-]+|sig|signature|token|key|auth|access_token|se|sp|sv)=)(?!<)[^&\s\"']+", rf"\1{SECRET}"),
         (r"(?i)\b(bearer|digest|token)(\s+)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}", rf"\1\2{SECRET}"),
@@ -52,13 +75,13 @@ _SHAPES = tuple(
         (r"(?<![A-Za-z0-9])eyJ[\w-]{6,}\.[\w-]{6,}(?:\.[\w-]*)?", SECRET),
         (r"(?<![A-Za-z0-9])(?:hf|api_org)_[A-Za-z0-9]{16,}", SECRET),
         (r"(?<![A-Za-z0-9])(?:gh[a-z]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,})", SECRET),
-        (r"(?<![A-Za-z0-9])[srp]k[-_](?=[\w-]*\d)[\w-]{16,}", SECRET),
+        (r"(?<![A-Za-z0-9])[srp]k[-_](?=[\w-]{0,99}\d)[\w-]{16,}", SECRET),
         (r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA|AGPA|AIDA|AROA)[0-9A-Z]{12,}", SECRET),
         (r"(?<![A-Za-z0-9])wandb_v\d+_\w{16,}", SECRET),
         (r"(?<![A-Za-z0-9])xox[a-z]-[\w-]{10,}", SECRET),
         (r"(?<![A-Za-z0-9])AIza[\w-]{30,}", SECRET),
-        (r"(?<![A-Za-z0-9])(?:npm_|gsk_|r8_|nvapi-|pypi-|dop_v1_|tok_)(?=[\w-]*\d)[\w-]{16,}", SECRET),
-        (r"(?<![A-Za-z0-9/])(?<!commit/)(?<!tree/)(?<!blob/)[0-9a-f]{40}(?![A-Za-z0-9])", SECRET),
+        (r"(?<![A-Za-z0-9])(?:npm_|gsk_|r8_|nvapi-|pypi-|dop_v1_|tok_|dckr_pat_|lin_api_|pcsk_|xai-|pplx-|glc_|glsa_|ntn_|figd_|sntrys_|NRAK-|wandb_)(?=[\w-]{0,99}\d)[\w-]{16,}", SECRET),
+        (_HASH, SECRET),
         (r"(?<![\w/+=.-])(?=[\w/+]*[a-z])(?=[\w/+]*[A-Z])(?=[\w/+]*\d)[A-Za-z0-9/+]{40}(?![\w/+=])", SECRET),
         (r"(?<![\w.+-])[\w.+-]{1,64}@(?:[\w-]+\.)+[A-Za-z]{2,}\b", "<email>"),
     )
@@ -67,15 +90,18 @@ _SHAPES = tuple(
 
 def names_a_secret(name: str) -> bool:
     """Whether a variable, option or key of this name holds a secret (``HF_TOKEN``, ``--api-key``, but not ``pad_token``)."""
-    return bool(_TELLING.search(name)) and not _VOCABULARY.search(name)
+    name = name[-_LONGEST_NAME:]
+    return bool(_VARIABLE.fullmatch(name) or _TELLING.search(name)) and not _VOCABULARY.search(name)
 
 
 def without_secrets(text: str) -> str:
     """``text`` with every secret replaced by a word in angle brackets; doing it twice changes nothing more."""
     for pattern, replacement in _SHAPES:
         text = pattern.sub(replacement, text)
+    text = without_shapes(text)
     text = _without_values(text, _ASSIGNED, _assigns_a_secret)
-    return _without_values(text, _OPTION, lambda head: names_a_secret(head["option"]))
+    text = _without_values(text, _OPTION, lambda head: names_a_secret(head["option"]))
+    return _without_values(text, _PAIR, lambda head: names_a_secret(head["option"]))
 
 
 def _without_values(text: str, heads: re.Pattern[str], is_secret: Callable[[re.Match[str]], bool]) -> str:

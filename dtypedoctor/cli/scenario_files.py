@@ -1,0 +1,30 @@
+"""Loads scenario files for the verbs: every id in them is held against what the program has."""
+
+from pathlib import Path
+
+from dtypedoctor.cli.foreign_code import allow_scenario
+from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.trials.correction_ids import CORRECTION_IDS
+from dtypedoctor.trials.remedies import REMEDIES
+
+__all__ = ["load_checked"]
+
+_KNOWN = {"finding": FINDING_IDS, "remedy": REMEDIES, "correction": CORRECTION_IDS}
+
+
+def load_checked(path: Path, *, allow_code: bool) -> Scenario:
+    """The scenario of a file.
+
+    Args:
+        path: the file.
+        allow_code: let a stranger's scenario name code.
+
+    Raises:
+        UsageError: the file cannot be read, or holds mistakes; an unknown id of a finding, a remedy or a correction is one.
+            Or it is a stranger's and names code.
+    """
+    scenario = load_scenario(path, _KNOWN)
+    allow_scenario(scenario, path, allowed=allow_code)
+    return scenario

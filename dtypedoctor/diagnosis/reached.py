@@ -1,0 +1,102 @@
+"""Which values outside of modules that are not finite got anywhere: a number that the program reads, a test, the end of the program.
+
+The sentinel (``instrument/bad_values.py``) says what it saw; here is decided what of it is a failure. An infinity that was asked for by
+name is none, nor is a value that the program tests for and replaces.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from dtypedoctor.diagnosis.births import ancestry, has_nan
+from dtypedoctor.diagnosis.observations import observed
+from dtypedoctor.diagnosis.ops import OpGraph
+from dtypedoctor.trace.events import Observation, Op, ScalerState
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["Reached", "behind", "links", "reached"]
+
+KIND = "nonfinite-reached"
+ENDS = {
+    "item": "is read as a number",
+    "guard": "is tested for",
+    "alive": "is left at the end of the program",
+    "unused": "is computed and never used",
+}
+"""Where a value can get to besides losses, gradients and modules, and how that is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A value that got somewhere. ``seen`` is what the sentinel saw of it."""
+
+    seen: Observation
+
+    @property
+    def got(self) -> str:
+        """Where it got to, in words."""
+        where = f" at {self.source}" if self.source else ""
+        return f"{ENDS[self.seen.values['what']]}{where}"
+
+    @property
+    def source(self) -> str | None:
+        """The line that reads it."""
+        source: str | None = self.seen.values["source"]
+        return source
+
+
+def reached(trace: Trace) -> Iterator[Reached]:
+    """The values that got to an end that counts, in order."""
+    found = [seen for seen in observed(trace, KIND) if seen.values["what"] in ENDS]
+    graph = OpGraph(trace)
+    skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
+    for seen in found:
+        last = behind(graph, seen)
+        if last is None:
+            counts = seen.values["what"] == "item" and seen.values["value"] == "nan" and seen.step not in skipped
+        else:
+            counts = _counts(graph, seen, last, skipped)
+        if counts:
+            yield Reached(seen)
+
+
+def behind(graph: OpGraph, seen: Observation) -> Op | None:
+    """The op that made what was seen; None where it is not known."""
+    return graph.producer_of(seen.values["id"])
+
+
+def links(trace: Trace, numbers: Collection[int], call: int) -> Iterator[Observation]:
+    """What the sentinel has seen of the losses and gradients with these numbers of samples, and of what went into a module call."""
+    for seen in observed(trace, KIND):
+        what = seen.values["what"]
+        if (what in ("loss", "gradient") and seen.values["sample"] in numbers) or (
+            what == "call" and seen.call == call and seen.values["value"] != "-inf" and seen.n < min(numbers)
+        ):
+            yield seen
+
+
+def _counts(graph: OpGraph, seen: Observation, last: Op, skipped: Collection[int]) -> bool:
+    what, value = seen.values["what"], seen.values["value"]
+    found = ancestry(graph, last)
+    if not found.computed and not found.nan_makers:
+        given = any(has_nan(tensor) for _, tensor in found.given)
+        return given and what == "item" and seen.step not in skipped
+    if not found.computed and value != "nan":
+        return False
+    return what == "item" or not _is_replaced(graph, last)
+
+
+def _is_replaced(graph: OpGraph, last: Op) -> bool:
+    """Whether the value, or one that it was computed from, also went into an op whose results are all finite."""
+    seen: set[int] = set()
+    waiting = [last]
+    while waiting:
+        op = waiting.pop()
+        if op.n in seen:
+            continue
+        seen.add(op.n)
+        for tensor in op.outputs:
+            if not tensor.finite and any(all(t.finite for t in user.outputs) for user in graph.consumers(tensor)):
+                return True
+        makers = (graph.producer(tensor) for tensor in op.inputs if not tensor.finite)
+        waiting += [maker for maker in makers if maker is not None]
+    return False

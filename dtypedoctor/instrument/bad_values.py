@@ -1,0 +1,431 @@
+"""Follows values that are not finite through the operators outside of module calls, from the operator that makes them to whatever reads them.
+
+An inf or NaN is no failure as such: masks are ``-inf``, a running minimum starts at ``inf``, a ``where`` drops what was computed for rows
+that are not there. So each operator that makes, uses or replaces such a value is recorded as an :class:`Op`, and each moment at which one
+gets somewhere as an :class:`Observation` of kind ``nonfinite-reached``; what follows from both is for the diagnosis to say.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, isnan
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dtypedoctor.instrument.autocast import AutocastLog
+from dtypedoctor.instrument.frames import Line
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.replay import replay_wider
+from dtypedoctor.instrument.schema import Arguments, has_out, is_inplace, scalars, tensors_of
+from dtypedoctor.instrument.statistics import Extent, measurable, measure, real_of
+from dtypedoctor.instrument.whereabouts import OUTSIDE
+from dtypedoctor.trace.events import Observation, Op, TensorNote
+from dtypedoctor.trace.writer import TraceWriter
+
+EACH = 3
+"""Records of one operator at one line that does the same with the same kind of values."""
+MAX_RECORDS = 2000
+"""Records of one run, so that a program in which nothing is finite any more cannot fill a disk."""
+MAX_KEPT = 2048
+"""Values kept in mind, until those that are gone are looked for and forgotten."""
+REPLAYED = 4 << 20
+"""Elements of the operands of an operator that is run again in a wider dtype."""
+FIRST_ID = 1 << 40
+"""Numbers of tensors begin here, so that none is that of a tensor in an op trace."""
+
+
+class Ends(NamedTuple):
+    """The smallest and the largest element of a tensor; both NaN where one of them is."""
+
+    low: float
+    high: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether every element is finite."""
+        return -inf < self.low and self.high < inf
+
+    @property
+    def kind(self) -> str:
+        """``nan``, ``inf``, ``-inf`` or nothing."""
+        if isnan(self.low):
+            return "nan"
+        return "inf" if self.high == inf else "-inf" if self.low == -inf else ""
+
+
+FINITE = Ends(0.0, 0.0)
+"""Stands for the ends of every tensor in which all is finite."""
+
+
+def ends_of(tensor: Tensor) -> Ends:
+    """Measures a dense tensor; waits for its device."""
+    tensor = real_of(tensor)
+    size = tensor.numel()
+    if size == 1:
+        value = tensor.item()
+        return Ends(value, value) if isinstance(value, float) and not -inf < value < inf else FINITE
+    if size == 0:
+        return FINITE
+    least, most = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    low, high = least.item(), most.item()
+    return FINITE if -inf < low and high < inf else Ends(low, high)
+
+
+@dataclass(slots=True, eq=False)
+class Bad:
+    """A value that is not finite, or that says whether another one is.
+
+    Attributes:
+        id: its number in the records.
+        kind: the worst of its elements, as :attr:`Ends.kind` says it.
+        held: its memory.
+        recorded: whether the operator that made it is in the trace.
+        used: whether another value was computed from it.
+        written: whether it was written into memory that was there before.
+        says: the value that a truth value, or an index, was computed from; None for what is not finite itself.
+    """
+
+    id: int
+    kind: str
+    held: StorageWeakRef
+    recorded: bool = False
+    used: bool = False
+    written: bool = False
+    says: "Bad | None" = None
+
+
+@dataclass(slots=True)
+class Ran:
+    """An operator that has run outside of all modules.
+
+    Attributes:
+        func: the operator.
+        arguments: what it was given, with copies of what it has written to since where ``exact``.
+        exact: whether ``arguments`` are what it was given.
+        operands, results: the tensors in and out.
+        ends: what was measured of each result; None for one that is not floating point or was not measured.
+        line: the line of code that it belongs to.
+        node: the autograd node that it is part of.
+    """
+
+    func: Any
+    arguments: Arguments
+    exact: bool
+    operands: Sequence[Tensor]
+    results: Sequence[Tensor]
+    ends: Sequence[Ends | None]
+    line: Line | None
+    node: str | None = None
+    sources: list[Bad] = field(default_factory=list)
+    used: dict[int, Bad] = field(default_factory=dict)
+    """The bad value behind each operand that is not finite, by the operand's place."""
+
+    @property
+    def source(self) -> str | None:
+        """The line as text."""
+        return None if self.line is None else self.line.source
+
+
+class BadValues:
+    """Knows which memory holds something that is not finite.
+
+    Observations of kind ``nonfinite-reached``: ``what`` (``item``: a number in Python; ``guard``: a test of it in Python;
+    ``loss``: a backward pass begins there; ``gradient``; ``call``: an argument of a module; ``alive``: there at the end of the program and
+    never used; ``unused``: gone before that, and never used), ``id`` of the tensor in the ops (0 where it is not known), ``value`` (``nan``, ``inf``
+    or ``-inf``), ``source``, and for a loss or a gradient the number of its ``sample``.
+
+    Args:
+        writer: where the records go.
+        position: shared coordinates.
+        autocast: tells the autocast dtype in force.
+    """
+
+    def __init__(self, writer: TraceWriter, position: Position, autocast: AutocastLog) -> None:
+        self._writer = writer
+        self._position = position
+        self._autocast = autocast
+        self._held: dict[int, Bad] = {}
+        self._ids = FIRST_ID
+        self._seen: Counter[Any] = Counter()
+        self._last_ids: dict[Any, list[int]] = {}
+        self._unused: dict[int, Bad] = {}
+        self._records = 0
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is known not to be finite."""
+        return bool(self._held)
+
+    def behind(self, tensor: Tensor) -> Bad | None:
+        """What is known of the memory of ``tensor``; part of it may well be finite."""
+        try:
+            return self._held.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse tensors and some wrappers have none
+            return None
+
+    def enters(self, arguments: Sequence[Tensor], module: nn.Module) -> None:
+        """A module is called: tells of what is not finite among its arguments, and of parameters that were made so."""
+        for tensor in arguments:
+            bad = self.behind(tensor)
+            if bad is not None and bad.says is None:
+                self.reached("call", bad)
+        if any(bad.written and bad.kind != "-inf" for bad in self._held.values()):
+            for tensor in module.parameters():
+                bad = self.behind(tensor)
+                if bad is not None and bad.written:
+                    self.reached("call", bad)
+
+    def ran(self, ran: Ran) -> None:
+        """An operator has run that was given, or has returned, something that is not finite."""
+        self._find_sources(ran)
+        if any(ends is not None and not ends.finite for ends in ran.ends):
+            self._passed_on(ran)
+        elif ran.sources:
+            self._ended(ran)
+
+    def read(self, tensor: Tensor, value: object, line: Line | None) -> None:
+        """The program has read a number out of a tensor."""
+        bad = self.behind(tensor)
+        source = None if line is None else line.source
+        if isinstance(value, float) and not -inf < value < inf:
+            kind = Ends(value, value).kind
+            self.reached("item", bad if bad is not None and bad.says is None else None, source, value=kind)
+        elif bad is not None and bad.says is not None:
+            self.reached("guard", bad.says, source)
+
+    def reached(self, what: str, bad: Bad | None, source: str | None = None, **more: Any) -> None:
+        """Something that is not finite has got somewhere; recorded a few times for each place."""
+        key = (what, source, bad.id if bad is not None and what in ("alive", "unused") else 0)
+        self._seen[key] += 1
+        if self._seen[key] > EACH and what not in ("loss", "gradient"):
+            return
+        values = {"what": what, "id": bad.id if bad is not None else 0, "source": source}
+        values |= {"value": bad.kind} if bad is not None else {}
+        position = self._position
+        self._writer.write(
+            Observation(n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
+                        kind="nonfinite-reached", values=values | more)
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """The program has ended: tells of everything that is not finite, there or gone, and that nothing was computed from."""
+        for bad in [*self._held.values(), *self._unused.values()]:
+            if bad.says is None and not bad.used and bad.recorded:
+                self.reached("unused" if bad.held.expired() else "alive", bad)
+        self._held.clear()
+        self._unused.clear()
+
+    def _find_sources(self, ran: Ran) -> None:
+        if not self._held:
+            return
+        for place, tensor in enumerate(ran.operands):
+            bad = self.behind(tensor)
+            if bad is None or (bad.says is None and not self._holds_it(tensor)):
+                continue
+            ran.used[place] = bad
+            ran.sources.append(bad)
+
+    def _holds_it(self, tensor: Tensor) -> bool:
+        """Whether what is not finite in the memory of ``tensor`` is in that part of it that ``tensor`` is."""
+        if tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
+            return True
+        return not measurable(real_of(tensor)) or not ends_of(tensor).finite
+
+    def _passed_on(self, ran: Ran) -> None:
+        values = [bad for bad in ran.sources if bad.says is None]
+        if not values and ran.exact:
+            self._notice_given(ran)
+            values = [bad for bad in ran.sources if bad.says is None]
+        out = "".join(ends.kind if ends is not None else "." for ends in ran.ends)
+        key = (ran.func, ran.line, ran.node, "".join(sorted({bad.kind for bad in values})), out)
+        record = self._may_record(key)
+        extents = (
+            [self._extent(t) if ends is not None else None for t, ends in zip(ran.results, ran.ends, strict=True)]
+            if record
+            else []
+        )
+        inputs = self._notes_in(ran) if record else []
+        for bad in values:
+            bad.used = True
+        ids = self._ids_of(key, len(ran.results), record)
+        for tensor, ends, number in zip(ran.results, ran.ends, ids, strict=True):
+            if ends is not None and not ends.finite:
+                written = any(tensor is operand for operand in ran.operands)
+                self._keep(tensor, Bad(number, ends.kind, _memory(tensor), recorded=True, written=written))
+        if record:
+            outputs = [_note(t, e, number) for t, e, number in zip(ran.results, extents, ids, strict=True)]
+            n = self._write(ran, inputs, outputs)
+            if not values:
+                self._replay(ran, n)
+
+    def _notice_given(self, ran: Ran) -> None:
+        """Operands that are not finite already, and that no operator seen here has made: data, or what a module returned."""
+        for place, tensor in enumerate(tensors_of(ran.arguments) if ran.operands else ()):
+            if place not in ran.used and measurable(real_of(tensor)) and tensor.device.type == "cpu":
+                ends = ends_of(tensor)
+                if not ends.finite:
+                    bad = Bad(self._new_id(), ends.kind, _memory(ran.operands[place]))
+                    ran.used[place] = bad
+                    ran.sources.append(bad)
+
+    def _ended(self, ran: Ran) -> None:
+        """All results are finite: values are gone, or were only looked at."""
+        values = [bad for bad in ran.sources if bad.says is None]
+        said = next((bad.says for bad in ran.sources if bad.says is not None), None)
+        if any(ends is not None for ends in ran.ends):
+            self._replaced(ran, values)
+        elif all(t.dtype is torch.bool for t in ran.results):
+            self._tested(ran, said or (values[0] if values else None))
+        else:
+            for bad in values:
+                bad.used = True
+            for tensor in ran.results if said is not None else ():
+                self._keep(tensor, Bad(0, "", _memory(tensor), says=said))
+
+    def _tested(self, ran: Ran, about: Bad | None) -> None:
+        """Truth values were computed: of NaN, whatever was asked, and of infinities, where it was asked for them."""
+        if about is None:
+            return
+        if any(
+            text.lstrip("-") == "inf" for text in scalars(ran.arguments)
+        ):  # isinf and isfinite compare a magnitude with it
+            about.used = True
+        elif about.kind != "nan" and not any(bad.says is not None for bad in ran.sources):
+            return
+        for tensor in ran.results:
+            self._keep(tensor, Bad(0, about.kind, _memory(tensor), says=about))
+
+    def _replaced(self, ran: Ran, values: list[Bad]) -> None:
+        if not values:
+            return
+        key = (ran.func, ran.line, "".join(sorted({bad.kind for bad in values})))
+        record = self._may_record(key)
+        inputs = self._notes_in(ran) if record else []
+        for bad in values:
+            bad.used = True
+        for tensor in ran.results:  # written in place: what was bad in there may be gone
+            held = self.behind(tensor) is not None
+            if held and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
+                self._held.pop(tensor.untyped_storage()._cdata, None)
+        if record:
+            ids = self._ids_of(key, len(ran.results), record)
+            self._write(ran, inputs, [_note(t, None, i) for t, i in zip(ran.results, ids, strict=True)])
+
+    def _may_record(self, key: Any) -> bool:
+        self._seen[key] += 1
+        if self._seen[key] > EACH or self._records >= MAX_RECORDS:
+            return False
+        self._records += 1
+        return True
+
+    def _ids_of(self, key: Any, count: int, fresh: bool) -> list[int]:
+        """Numbers for the results; where nothing is recorded any more, those of the last that were, which came about in the same way."""
+        known = self._last_ids.get(key, [])
+        if fresh or len(known) != count:
+            known = self._last_ids[key] = [self._new_id() for _ in range(count)]
+        return known
+
+    def _new_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    def _keep(self, tensor: Tensor, bad: Bad) -> None:
+        if len(self._held) >= MAX_KEPT:
+            self._forget()
+        number = tensor.untyped_storage()._cdata
+        before = self._held.get(number)
+        if before is not None and not before.used and before.says is None and before.id != bad.id:
+            before.used = True  # overwritten by what was computed from it
+        self._held[number] = bad
+
+    def _forget(self) -> None:
+        for number, bad in list(self._held.items()):
+            if bad.held.expired():
+                del self._held[number]
+                if bad.says is None and not bad.used and bad.recorded:
+                    self._unused[bad.id] = bad
+
+    def _extent(self, tensor: Tensor) -> Extent:
+        return measure([real_of(tensor)])[0]
+
+    def _notes_in(self, ran: Ran) -> list[TensorNote]:
+        notes: list[TensorNote] = []
+        numbers: dict[int, int] = {}
+        kept = tensors_of(ran.arguments) if ran.exact else []
+        for place, tensor in enumerate(ran.operands):
+            bad = ran.used.get(place)
+            value = kept[place] if place < len(kept) else None
+            extent = self._extent(value) if value is not None and measurable(real_of(value)) else None
+            memory = _address(tensor)
+            number = bad.id if bad is not None and bad.id else numbers.setdefault(memory, self._new_id())
+            note = _note(tensor, extent, number)
+            if extent is None and bad is not None and bad.says is None:
+                note = _unmeasured(note, bad)
+            notes.append(note)
+        return notes
+
+    def _replay(self, ran: Ran, n: int) -> None:
+        if not ran.exact or torch.Tag.nondeterministic_seeded in ran.func.tags or ran.func.namespace != "aten":
+            return
+        if 0 < sum(t.numel() for t in ran.operands) <= REPLAYED:
+            replay_wider(self._writer, n, ran.func, *ran.arguments)
+
+    def _write(self, ran: Ran, inputs: list[TensorNote], outputs: list[TensorNote]) -> int:
+        position = self._position
+        n = self._writer.next_n()
+        device = next((t.device.type for t in ran.operands if t.device.type != "cpu"), "cpu")
+        self._writer.write(
+            Op(
+                n=n,
+                step=position.step,
+                call=position.call,
+                phase=position.phase,
+                fqn="",
+                op=str(ran.func),
+                inputs=inputs,
+                outputs=outputs,
+                source=ran.source,
+                inplace=is_inplace(ran.func),
+                out_variant=has_out(ran.func),
+                autocast=self._autocast.dtype(device),
+                scalars=scalars(ran.arguments),
+                root=OUTSIDE,
+                node=ran.node,
+                sentinel=True,
+            )
+        )
+        return n
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def _note(tensor: Tensor, extent: Extent | None, number: int) -> TensorNote:
+    return TensorNote(
+        id=number,
+        dtype=dtype_name(tensor),
+        shape=list(tensor.shape),
+        absmax=extent.absmax if extent else None,
+        num_nan=extent.num_nan if extent else 0,
+        num_posinf=extent.num_posinf if extent else 0,
+        num_neginf=extent.num_neginf if extent else 0,
+    )
+
+
+def _unmeasured(note: TensorNote, bad: Bad) -> TensorNote:
+    """An operand that was overwritten before it could be counted: at least one of its elements is known to have been bad."""
+    return replace(
+        note, num_nan=int(bad.kind == "nan"), num_posinf=int(bad.kind == "inf"), num_neginf=int(bad.kind == "-inf")
+    )

@@ -1,0 +1,363 @@
+"""The operator sentinel: looks at what is computed outside of module calls, where no hook of a module sees it.
+
+Losses, metrics and whole programs without modules are operators on plain tensors. A dispatch mode sees them, and is on only there: it leaves
+the stack of modes when an outermost module is called and comes back after it, always at the bottom, so that the modes that the program puts
+on above it come off as if it were not there. In backward passes it is on where the program calls no modules.
+
+What it costs is bounded by counts: everything is measured up to an allowance that each module call adds to; beyond it an eighth of the
+operators, in turns, and of backward passes each eighth is seen.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from dtypedoctor.instrument.bad_values import FINITE, BadValues, Ends, Ran, ends_of
+from dtypedoctor.instrument.coverage import Coverage
+from dtypedoctor.instrument.frames import Line, line_of
+from dtypedoctor.instrument.guard import Guard
+from dtypedoctor.instrument.operator_mode import COMPILER, OperatorMode, keep_compiler_out
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.recorders import BEHIND
+from dtypedoctor.instrument.schema import Arguments, is_unfinished, keep_written, tensors_of, written
+from dtypedoctor.instrument.statistics import measurable, real_of
+
+ALLOWANCE = 20_000
+"""Operators that are all measured, however many there are between two module calls."""
+PER_CALL = 500
+"""Operators that each outermost module call adds to the allowance."""
+EACH = 8
+"""Beyond the allowance each so-many-th backward pass is seen, and each so-many-th result on a GPU measured from the start."""
+ROUND, MEASURED = 509, 64
+"""Beyond the allowance so many operators of so many are measured, in one go; no loop is likely to be as long as a round."""
+BYTES = 2 << 30
+"""Results larger than :data:`SMALL` that are measured, in bytes; each outermost module call adds :data:`BYTES_PER_CALL`."""
+BYTES_PER_CALL = 64 << 20
+SMALL = 1 << 20
+"""Bytes up to which a result is measured without counting its size."""
+COPIED = 1 << 20
+"""Elements of an operand that is copied before an operator writes to it, so that the operator can be run again."""
+MAX_LINES = 50_000
+"""Autograd nodes whose line is remembered."""
+
+
+_NOTHING = (
+    "aten.empty",
+    "aten.new_empty",
+    "aten.resize_",
+    "aten.set_",
+    "aten.detach",
+    "aten.alias",
+    "aten.lift_fresh",
+    "aten.view",
+)
+"""Beginnings of the names of operators that compute nothing."""
+
+_KEEPING = (
+    "aten::native_",
+    "aten::_scaled_dot_product",
+    "aten::_flash",
+    "aten::_efficient",
+    "aten::_cudnn",
+    "aten::_thnn",
+)
+"""Beginnings of the names of operators whose further results only their backward reads."""
+
+
+class _Plan(NamedTuple):
+    """What is to be done about an operator."""
+
+    passes: bool = False
+    """Nothing: it computes nothing, or nothing can be measured."""
+    reads: bool = False
+    """It makes a number of a tensor, for Python."""
+    writes: bool = False
+    """It writes to operands."""
+    fresh: bool = False
+    """It takes no more than the form of its operands."""
+
+
+class Sentinel(OperatorMode):
+    """Sees the operators that run outside of module calls.
+
+    Args:
+        bad: follows what is not finite.
+        position: shared coordinates.
+        coverage: counts the operators.
+        guard: keeps its errors from the program.
+        sample: measures a result on a device that works behind the host, under a name.
+
+    Attributes:
+        quiet: says whether somebody else looks at the operators now.
+        wanted: says whether this is a step in which everything is measured.
+        raised: called with what an operator has raised; raises nothing itself.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, bad: BadValues, position: Position, coverage: Coverage, guard: Guard,
+                 sample: Callable[[str, Tensor], None]) -> None:  # fmt: skip
+        super().__init__()
+        self._bad = bad
+        self._position = position
+        self._coverage = coverage
+        self._guard = guard
+        self._sample = sample
+        self._plans: dict[Any, _Plan] = {}
+        self._lines: dict[int, Line] = {}
+        self._visits: dict[Any, int] = {}
+        self._last_node = -1
+        self._backwards = 0
+        self._seen = 0
+        self._missed = 0
+        self._bytes = 0
+        self._thread = 0
+        self._pauses = 0
+        self._on = False
+        self.quiet: Callable[[], bool] = lambda: False
+        self.wanted: Callable[[], bool] = lambda: True
+        self.raised: Callable[[BaseException], None] = lambda _: None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code is compiled and runs as it would without the sentinel."""
+        return True
+
+    def start(self) -> None:
+        """Begins to look at what this thread computes."""
+        self._thread = get_ident()
+        held = ref(self)
+
+        def forked() -> None:
+            if (here := held()) is not None:
+                here.leave()
+
+        os.register_at_fork(after_in_child=forked)
+        self.settle()
+
+    def stop(self) -> None:
+        """Ends for good; tells of what is not finite and was never used."""
+        self.leave()
+        self._bad.finish()
+
+    def leave(self) -> None:
+        """Ends in this process, which a program has forked."""
+        self.off()
+        self._thread = 0
+
+    def pause(self) -> None:
+        """Until :meth:`resume`, nothing is looked at: the doctor is at work, or an optimizer."""
+        self._pauses += 1
+        self.settle()
+
+    def resume(self) -> None:
+        """Ends one :meth:`pause`."""
+        self._pauses -= 1
+        self.settle()
+
+    def backward_begins(self) -> None:
+        """An outermost backward pass is about to begin."""
+        self._backwards += 1
+        self.settle()
+
+    def settle(self) -> None:
+        """Puts the mode on the stack or takes it off, as the position of the program demands; cheap to call again."""
+        if self._thread != get_ident():
+            return
+        try:
+            wanted = not self._pauses and not self._position.stack and self._may_be_on()
+            if wanted != self._on:
+                self._into_stack() if wanted else self.off()
+        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
+            self._guard.failed("operators outside of modules", error)
+
+    def _may_be_on(self) -> bool:
+        position = self._position
+        if "optimizer" in position.overrides or not self.wanted():
+            return False
+        if position.backward_depth and (position.call or (self._is_thin and self._backwards % EACH)):
+            return False
+        return hasattr(TorchDispatchMode, "ignore_compile_internals") or not _compiler_is_there()
+
+    @property
+    def _is_thin(self) -> bool:
+        """Whether the allowance is spent."""
+        return self._seen > ALLOWANCE + PER_CALL * self._position.call
+
+    def _into_stack(self) -> None:
+        keep_compiler_out()
+        self._last_node = torch._C._autograd._get_sequence_nr() - 1
+        if torch._C._len_torch_dispatch_stack() == 0:
+            _push_mode(self)
+            self._on = True
+            return
+        others = self._others()
+        if others is None:
+            return
+        for _ in others:
+            _pop_mode()
+        _push_mode(self)
+        for mode in others:
+            _push_mode(mode)
+        self._on = True
+
+    def off(self) -> None:
+        """Leaves the stack of modes until :meth:`settle` is called."""
+        if not self._on or self._thread != get_ident():
+            return
+        self._on = False
+        if torch._C._len_torch_dispatch_stack() == 1:
+            _pop_mode()
+            return
+        others = self._others()
+        if others is None:
+            self._pauses += 1  # stays on the stack, and only hands on
+            return
+        for _ in range(len(others) + 1):
+            _pop_mode()
+        for mode in others:
+            _push_mode(mode)
+
+    def _others(self) -> list[Any] | None:
+        """The other modes on the stack, bottom first; None where there are some of torch's own, which have their own order."""
+        others = [mode for mode in _get_current_dispatch_mode_stack() if mode is not self]
+        return None if any(mode.is_infra_mode() for mode in others) else others
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Runs ``func`` as it is and looks at what comes out."""
+        kwargs = kwargs or {}
+        plan = self._plans.get(func) or self._plan(func)
+        if plan.passes or not self._on or self._position.muted or self.quiet():
+            return func(*args, **kwargs)
+        if not plan.reads:
+            self._seen += 1
+            self._coverage.operators += 1
+            if self._seen > ALLOWANCE and self._seen % ROUND >= MEASURED and self._is_thin:
+                return func(*args, **kwargs)
+        kept: Arguments = (args, kwargs)
+        if plan.writes:
+            kept = self._before(func, kept)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self.raised(error)
+            raise
+        try:
+            self._after(func, plan, (args, kwargs), kept, result)
+        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
+            self._guard.failed("some operators outside of modules", error)
+        return result
+
+    def _plan(self, func: Any) -> _Plan:
+        overload = isinstance(func, torch._ops.OpOverload)
+        plan = _plan_of(func) if overload else _Plan(passes=True)
+        self._plans[func] = plan
+        return plan
+
+    def _before(self, func: Any, arguments: Arguments) -> Arguments:
+        """The arguments with copies of the small ones that are about to be written to; as they are where one is not small."""
+        try:
+            if all(t.numel() <= COPIED and t.device.type == "cpu" for t in written(func, arguments)):
+                return keep_written(func, arguments)
+        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
+            self._guard.failed("some operators outside of modules", error)
+        return arguments
+
+    def _after(self, func: Any, plan: _Plan, arguments: Arguments, kept: Arguments, result: Any) -> None:
+        line, node = self._where()
+        if plan.reads:
+            self._bad.read(arguments[0][0], result, line)
+            return
+        results = written(func, arguments) if plan.writes else _results(func, result)
+        missed = self._missed
+        ends = [self._measured(func, line, tensor) for tensor in results]
+        self._coverage.operators_measured += self._missed == missed
+        if not self._bad.any and all(one is FINITE or one is None for one in ends):
+            return
+        exact = not plan.writes or kept is not arguments
+        operands = [] if plan.fresh else tensors_of(arguments)
+        self._bad.ran(Ran(func, kept, exact, operands, results, ends, line, node))
+
+    def _where(self) -> tuple[Line | None, str | None]:
+        """The line that an operator belongs to, in a backward pass the one that it differentiates; and the autograd node."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            line = line_of(sys._getframe(3))
+            if line is not None and not self._position.call:
+                self._remember(line)
+            return line, None
+        name: str = node.name()
+        if isinstance(
+            node, FunctionCtx
+        ):  # the context of a custom function is its node; its backward is the program's own code
+            return line_of(sys._getframe(3)), name
+        return self._lines.get(node._sequence_nr()), name
+
+    def _remember(self, line: Line) -> None:
+        """The node of an operator is made just before the operator itself is dispatched, and takes the number before the next."""
+        number = torch._C._autograd._get_sequence_nr() - 1
+        if number == self._last_node:
+            return
+        self._last_node = number
+        if len(self._lines) >= MAX_LINES:
+            for old in list(self._lines)[: MAX_LINES // 2]:
+                del self._lines[old]
+        self._lines[number] = line
+
+    def _measured(self, func: Any, line: Line | None, tensor: Tensor) -> Ends | None:
+        """Its ends where they are known at once; None for a whole number, for what is sampled behind the host, and for what is missed."""
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return None
+        device, tensor = tensor.device.type, real_of(tensor)
+        if measurable(tensor) and device == "cpu" and self._affords(tensor):
+            return ends_of(tensor)
+        if measurable(tensor) and device in BEHIND and self._is_turn(("sampled", func), line, EACH):
+            self._sample(f"{func} {line.source if line is not None else ''}", tensor)
+        else:
+            self._missed += 1
+        return None
+
+    def _affords(self, tensor: Tensor) -> bool:
+        size = tensor.nbytes
+        if size > SMALL:
+            self._bytes += size
+        return size <= SMALL or self._bytes <= BYTES + BYTES_PER_CALL * self._position.call
+
+    def _is_turn(self, what: Any, line: Line | None, each: int) -> bool:
+        key = (what, line)
+        self._visits[key] = number = self._visits.get(key, 0) + 1
+        return number % each == 1
+
+
+def _results(func: Any, result: Any) -> list[Tensor]:
+    """What an operator returns; of those of torch's own that keep something for their backward, what the program gets."""
+    if isinstance(result, Tensor):
+        return [result]
+    results = tensors_of(result)
+    return results[:1] if func._schema.name.startswith(_KEEPING) else results
+
+
+def _plan_of(func: Any) -> _Plan:
+    if str(func) == "aten._local_scalar_dense.default":
+        return _Plan(reads=True)
+    schema = func._schema
+    if is_unfinished(func) or str(func).startswith(_NOTHING):
+        return _Plan(passes=True)
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return _Plan(passes=True)  # a view
+    if schema.is_mutable and torch.Tag.nondeterministic_seeded in func.tags:
+        return _Plan(passes=True)  # random numbers written into memory
+    name = schema.name.removeprefix("aten::")
+    return _Plan(writes=schema.is_mutable, fresh=name.endswith("_like") or name.startswith("new_"))
+
+
+def _compiler_is_there() -> bool:
+    return COMPILER in sys.modules

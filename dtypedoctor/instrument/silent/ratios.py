@@ -1,0 +1,114 @@
+"""The ratio of two policies before anything was trained: it is 1 where both sides compute alike.
+
+Whatever computed the two log-probabilities, and wherever: the clipped ratio of a policy-gradient loss, exp(new - old) between two
+bounds around 1, stands in the autograd graph of the loss, with its values. Before the first optimizer step the weights that drew the
+actions are the weights that are trained, so what the ratio is off by is the two ways of computing.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.silent.notes import Notes
+
+MAX_NODES = 2000
+"""Nodes of the graph that are visited, the nearest to the loss first."""
+NEAR = 0.5
+"""Magnitude of a log-ratio up to which it may be what rounding makes; further off is padding, or another policy."""
+MOST = 0.9
+"""Share of the elements that have to be near 1."""
+_AT_RANDOM = ("p", "dropout", "attention_dropout")
+
+
+class RatioCheck:
+    """Writes an :class:`Observation` of kind ``first-ratio`` for the first clipped ratio whose backward pass begins.
+
+    Values: ``elements``, ``off`` (those whose ratio is not 1), ``largest_gap`` and ``mean_gap`` (of the log-ratio's magnitude, over
+    the elements near 1), ``clipped`` (elements beyond the bounds), ``bounds`` and ``random`` (whether a module that is training drops
+    elements, or normalizes by its batch).
+    """
+
+    def __init__(self, notes: Notes, names: Names, position: Position) -> None:
+        self._notes = notes
+        self._names = names
+        self._position = position
+        self._over = False
+
+    def before_step(self) -> None:
+        """An optimizer step begins: from now on the weights may differ."""
+        self._over = True
+
+    def before_backward(self, tensors: list[Tensor]) -> None:
+        """A backward pass from ``tensors`` is about to begin."""
+        if self._over or self._position.backward_depth:
+            return
+        with self._position.mute(), torch.no_grad():
+            found = next(_clipped_ratios(tensors), None)
+            if found is not None:
+                self._over = True
+                self._tell(*found)
+
+    def _tell(self, ratio: Tensor, bounds: tuple[float, float]) -> None:
+        gaps = ratio.detach().float().log().abs().flatten()
+        near = gaps[gaps <= NEAR]
+        if near.numel() < MOST * gaps.numel():
+            return
+        values = {
+            "elements": gaps.numel(),
+            "off": int(near.ne(0).sum()),
+            "largest_gap": float(near.max()),
+            "mean_gap": float(near.mean()),
+            "clipped": int(((ratio < bounds[0]) | (ratio > bounds[1])).sum()),
+            "bounds": list(bounds),
+            "random": any(_is_random(module) for root in self._names.roots for module in root.modules()),
+        }
+        self._notes.once("first-ratio", "", None, values)
+
+
+def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float, float]]]:
+    """Each clamp of a ratio in the graph behind ``tensors``, with its bounds."""
+    level: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(level)
+    while level and len(seen) < MAX_NODES:
+        for node in level:
+            if node.name().startswith("ClampBackward") and (bounds := _around_one(node)) and _is_ratio(_made_by(node)):
+                yield node._saved_self, bounds
+        level = list(
+            dict.fromkeys(n for node in level for n, _ in node.next_functions if n is not None and n not in seen)
+        )
+        seen.update(level)
+
+
+def _around_one(clamp: Any) -> tuple[float, float] | None:
+    low, high = getattr(clamp, "_saved_min", None), getattr(clamp, "_saved_max", None)
+    if not isinstance(low, int | float) or not isinstance(high, int | float):
+        return None
+    return (float(low), float(high)) if 0 <= low < 1 < high < 100 else None
+
+
+def _is_ratio(node: Any) -> bool:
+    """Whether a node is exp(new - old), in which only the new one is trained; the difference may be bounded first."""
+    if node is None or not node.name().startswith("ExpBackward"):
+        return False
+    difference = _made_by(node)
+    while difference is not None and difference.name().startswith("ClampBackward"):
+        difference = _made_by(difference)
+    if difference is None or not difference.name().startswith("SubBackward"):
+        return False
+    (new, _), (old, _) = difference.next_functions
+    return new is not None and old is None
+
+
+def _made_by(node: Any) -> Any:
+    return node.next_functions[0][0] if node.next_functions else None
+
+
+def _is_random(module: nn.Module) -> bool:
+    if not module.training:
+        return False
+    drops = (getattr(module, name, None) for name in _AT_RANDOM)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or any(isinstance(p, float) and p > 0 for p in drops)

@@ -1,0 +1,103 @@
+"""Tells what broke in from what the running code itself raised.
+
+Python runs a signal handler between two instructions of whatever runs at that moment, and raises there what the handler raises;
+an exception that one thread sends to another (``PyThreadState_SetAsyncExc``) arrives the same way. Such an interruption means
+the program, so code that keeps its own errors to itself must let it pass.
+"""
+
+import sys
+from collections.abc import Callable
+from dis import opname
+from queue import Empty
+from types import FrameType, TracebackType
+from typing import Self
+
+__all__ = ["contained", "is_interruption"]
+
+_TRACE_EVENTS = frozenset({"call", "line", "return", "exception", "opcode"})
+_RAISES = frozenset({"RAISE_VARARGS", "RERAISE"})
+_ONLY_CHECKS = ("RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
+"""Instructions that raise nothing themselves, at which the interpreter looks for signals and exceptions of other threads."""
+_RAISED_BARE = (MemoryError, StopIteration, StopAsyncIteration, Empty)
+"""What functions written in C raise without an argument."""
+_KNOWN = sys.stdlib_module_names | {"torch", "numpy", "triton", "dtypedoctor"}
+"""Packages whose C code may raise classes of their own."""
+_VARARGS = 0x04
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether ``error`` came from outside of the code that was running, by the traceback that it has where it is caught.
+
+    True for every exception that is no ``Exception``, for what a signal handler or a trace function raised, and for an exception
+    that another thread has sent. False for what the code itself raised, or whatever it called.
+    """
+    if not isinstance(error, Exception):
+        return True
+    inner = error.__traceback__
+    while inner is not None:
+        outer, inner = inner, inner.tb_next
+        if inner is None:
+            return _was_sent(error, outer)
+        if _breaks_in(inner.tb_frame, outer.tb_frame):
+            return True
+    return False
+
+
+class contained:  # noqa: N801  (used as a function is: `with contained() as ours`)
+    """Keeps exceptions of the ``with`` block inside, but for interruptions.
+
+    Args:
+        failed: called with the exception.
+
+    Attributes:
+        error: the exception that was kept inside; None where there was none.
+    """
+
+    __slots__ = ("_failed", "error")
+
+    def __init__(self, failed: Callable[[Exception], None] | None = None) -> None:
+        self._failed = failed
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        if not isinstance(error, Exception) or is_interruption(error):
+            return False
+        self.error = error
+        if self._failed is not None:
+            self._failed(error)
+        return True
+
+
+def _breaks_in(frame: FrameType, interrupted: FrameType) -> bool:
+    """Whether ``frame`` is a signal handler ``(number, frame)`` or a trace function ``(frame, event, value)`` of ``interrupted``."""
+    values = _arguments(frame)
+    for before, value, after in zip([None, *values], values, [*values[1:], None], strict=False):
+        if value is interrupted and (isinstance(before, int) or (isinstance(after, str) and after in _TRACE_EVENTS)):
+            return True
+    return False
+
+
+def _arguments(frame: FrameType) -> list[object]:
+    """What a Python function was called with, as far as its variables still hold it."""
+    code, variables = frame.f_code, frame.f_locals
+    named = code.co_argcount + code.co_kwonlyargcount
+    values = [variables.get(name) for name in code.co_varnames[:named]]
+    if code.co_flags & _VARARGS:
+        values += variables.get(code.co_varnames[named]) or ()
+    return values
+
+
+def _was_sent(error: Exception, innermost: TracebackType) -> bool:
+    """Whether another thread sent the exception: no instruction raised it, or it has no argument and no ``raise`` made it."""
+    code = innermost.tb_frame.f_code.co_code
+    at = opname[code[innermost.tb_lasti]] if 0 <= innermost.tb_lasti < len(code) else ""
+    if at in _RAISES:
+        return False
+    if at.startswith(_ONLY_CHECKS):
+        return not isinstance(error, MemoryError)
+    if error.args == () and not isinstance(error, _RAISED_BARE):
+        return True
+    return type(error).__module__.partition(".")[0] not in _KNOWN

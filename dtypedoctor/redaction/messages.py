@@ -1,0 +1,229 @@
+"""What is quoted of an exception's message: its template, without the data of a training that was put into it.
+
+Where the program wrote the message, the template stands in its source, and only what fills it can be data. Where C code did, as for all
+of torch's kernels, or where no template is found, what looks like data goes: long literals, containers, printed tensors. Numbers, dtypes,
+shapes and names stay. The whole message is on the program's own standard error.
+"""
+
+import ast
+import dis
+import linecache
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from types import CodeType, FrameType, TracebackType
+
+from dtypedoctor.interruptions import contained
+from dtypedoctor.redaction.process import masked
+
+__all__ = ["elided", "message_of"]
+
+LONGEST = 2000
+"""Characters of a message that are kept."""
+_READ = 20_000
+_ELIDED = "…"
+_NAME = r"[A-Za-z_<][\w.:<>*/\[\]-]*"
+_HARMLESS = re.compile(
+    rf"(?:torch\.Size)?[\[(]?\s*(?:[-+]?\d[\d.xe+-]*|None|{_NAME})(?:\s*(?:,|x|!=|==|and|or)\s*(?:[-+]?\d[\d.xe+-]*|None|{_NAME}))*,?\s*[\])]?"
+)
+"""Numbers, shapes, dtypes and names, one or several."""
+_NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
+_FLOAT = re.compile(r"-?\d+\.\d*(?:e[-+]?\d+)?|nan|inf")
+_QUOTED = re.compile(r"""(?<![\w])([bru]{0,2})('(?:[^'\\\n]|\\.){0,4000}'|"(?:[^"\\\n]|\\.){0,4000}")(?!\w)""")
+_INNERMOST = re.compile(r"(\b\w+)?([(\[{])([^()\[\]{}]*)([)\]}])")
+_PRINTED = frozenset(
+    {
+        "tensor",
+        "Tensor",
+        "array",
+        "Parameter",
+        "DataFrame",
+        "Series",
+        "Dataset",
+        "dict",
+        "OrderedDict",
+        "defaultdict",
+        "BatchEncoding",
+    }
+)
+_MOST_NUMBERS, _LONGEST_NAME, _LONGEST_HOLE, _LEAST_TEMPLATE, _FRAMES = 8, 200, 60, 6, 4
+_ABOUT_DTYPES = re.compile(
+    r"\b(?:dtype|c10::|torch\.|[Hh]alf|bfloat16|float16|float32|BFloat16|scalar type|CUDA|cuBLAS|overflow|non-?finite|[Nn]a[Nn]|inf)\b"
+)
+_METADATA = re.compile(r"(?:'(?:shape|dtype|device)': [^'\"]{1,100}(?:'\w+'[\2\4\6])?(?:, )?)+")
+"""What torch's checkpointing says of a tensor; brackets in it are marked already."""
+_IDENTIFIER = re.compile(r"[\w.:*/<>@+-]+")
+_MARK = "\0"
+
+
+def message_of(error: BaseException) -> str:
+    """The message of an exception that was raised, without data and secrets; empty where it has none, or fails to say it."""
+    with contained() as failed:  # it runs code of the exception's class
+        text = str(error)[:_READ]
+    if failed.error is not None:
+        return ""
+    with contained() as failed:
+        quoted = _of_source(text, error.__traceback__)
+    if failed.error is not None:  # whatever the program has made of its source, its message is judged by its looks
+        quoted = elided(text)
+    return masked(quoted)[:LONGEST]
+
+
+def elided(text: str) -> str:
+    """``text`` without what looks like data in it."""
+    text = _QUOTED.sub(_quoted, text)
+    while True:
+        shorter = _INNERMOST.sub(_bracketed, text)
+        if shorter == text:
+            break
+        text = shorter
+    return _restored(text)
+
+
+def _quoted(match: re.Match[str]) -> str:
+    inside = match[2][1:-1]
+    if len(inside) <= _LONGEST_NAME and (
+        _IDENTIFIER.fullmatch(inside) or _HARMLESS.fullmatch(inside) or not inside.strip()
+    ):
+        return match[0]
+    return match[1] + match[2][0] + _ELIDED + match[2][0]
+
+
+_MARKS = str.maketrans({"(": "\1", ")": "\2", "[": "\3", "]": "\4", "{": "\5", "}": "\6"})
+_UNMARKS = {value: chr(key) for key, value in _MARKS.items()}
+
+
+def _bracketed(match: re.Match[str]) -> str:
+    """A pair of brackets that holds no other: kept, and marked as done, or without its content."""
+    before, opening, inside, closing = match[1] or "", match[2], match[3], match[4]
+    kept = inside if _is_harmless(before, opening, inside) else _ELIDED
+    return before + (opening + kept + closing).translate(_MARKS)
+
+
+def _is_harmless(before: str, opening: str, inside: str) -> bool:
+    if not inside.strip() or inside == _ELIDED:
+        return True
+    if opening == "{" and _METADATA.fullmatch(inside):
+        return True
+    if before in _PRINTED or (opening == "{" and ":" in inside) or len(inside) > 600:
+        return False
+    if opening != "(" and ("'" in inside or '"' in inside) and not _is_names(inside):
+        return False
+    return len(_NUMBER.findall(inside)) <= _MOST_NUMBERS and len(_FLOAT.findall(inside)) < 3
+
+
+def _is_names(inside: str) -> bool:
+    """Whether a list holds names only, as a list of modules or of missing keys does."""
+    return all(
+        _IDENTIFIER.fullmatch(item.strip().strip("'\"")) and len(item) <= 100
+        for item in inside.split(",")
+        if item.strip()
+    )
+
+
+def _restored(text: str) -> str:
+    for mark, sign in _UNMARKS.items():
+        text = text.replace(mark, sign)
+    return text
+
+
+def _of_source(text: str, traceback: TracebackType | None) -> str:
+    frames = list(_frames(traceback))
+    if not frames or not _raises(*frames[-1]):
+        return elided(text)
+    if frames[-1][0].f_globals.get("__name__", "").partition(".")[0] == "torch":
+        return elided(text)  # its messages tell of tensors by shape and dtype, which a detector needs
+    last = [frame for frame, _ in frames[-_FRAMES:]]
+    for frame in reversed(last):
+        for template in _templates(frame.f_code):
+            found = re.fullmatch(template, text, re.DOTALL)
+            if found is not None:
+                return _filled(text, found)
+    return elided(text) if _ABOUT_DTYPES.search(text) else elided(_without_locals(text, last))
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lasti
+        traceback = traceback.tb_next
+
+
+def _raises(frame: FrameType, instruction: int) -> bool:
+    """Whether the frame raised by itself, and not something that it called in C."""
+    return dis.opname[frame.f_code.co_code[instruction]] in ("RAISE_VARARGS", "RERAISE")
+
+
+@lru_cache(maxsize=64)
+def _templates(code: CodeType) -> tuple[str, ...]:
+    """Expressions for the texts that a function's source makes, those with the most text of their own first."""
+    lines = linecache.getlines(code.co_filename)
+    if not lines or len(lines) > 50_000:
+        return ()
+    tree = ast.parse("".join(lines))
+    scopes = [node for node in ast.walk(tree) if _begins_at(node, code.co_firstlineno)] or [tree]
+    found = {made for scope in scopes for node in ast.walk(scope) if (made := _template(node)) is not None}
+    return tuple(template for _, template in sorted(found, reverse=True))
+
+
+def _begins_at(node: ast.AST, line: int) -> bool:
+    """Whether a node is a function whose first line, that of a decorator included, is this one."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        return False
+    first: int = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+    return first == line
+
+
+def _template(node: ast.AST) -> tuple[int, str] | None:
+    """How much text of its own a node has, and the expression for what it makes; None where it makes no text."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [str(part.value) if isinstance(part, ast.Constant) else None for part in node.values]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        parts = _split(node.value)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _joined(node)
+    else:
+        return None
+    own = sum(len(part) for part in parts if part is not None)
+    return (
+        (own, "".join("(.*)" if part is None else re.escape(part) for part in parts))
+        if own >= _LEAST_TEMPLATE
+        else None
+    )
+
+
+def _joined(node: ast.BinOp) -> tuple[int, str] | None:
+    """Two texts that are added; what is no text in the source is a hole."""
+    sides = [_template(side) for side in (node.left, node.right)]
+    if sides == [None, None]:
+        return None
+    return sum(side[0] for side in sides if side), "".join(side[1] if side else "(.*)" for side in sides)
+
+
+def _split(text: str) -> list[str | None]:
+    """A text and the holes that ``%`` or ``format`` fill in it."""
+    parts: list[str | None] = []
+    for piece in re.split(r"(%(?:\(\w+\))?[-+ #0]*[\d.]*[diouxXeEfFgGcrsa]|\{[^{}]*\})", text):
+        hole = re.fullmatch(r"%.*[diouxXeEfFgGcrsa]|\{[^{}]*\}", piece) is not None
+        parts.append(None if hole else piece)
+    return parts
+
+
+def _filled(text: str, found: re.Match[str]) -> str:
+    """The text with each hole judged by itself."""
+    parts, at = [], 0
+    for number in range(1, len(found.groups()) + 1):
+        begin, end = found.span(number)
+        hole = found[number]
+        kept = len(hole) <= _LONGEST_HOLE and (_HARMLESS.fullmatch(hole) or _IDENTIFIER.fullmatch(hole))
+        parts += [text[at:begin], hole if kept or not hole else elided(hole) if len(elided(hole)) <= 3 else _ELIDED]
+        at = end
+    return "".join(parts) + text[at:]
+
+
+def _without_locals(text: str, frames: list[FrameType]) -> str:
+    """The text without the values of texts that the functions on the stack have."""
+    for frame in frames:
+        for value in list(frame.f_locals.values()):
+            if type(value) is str and len(value) >= 12 and value in text and not _IDENTIFIER.fullmatch(value):
+                text = text.replace(value, _ELIDED)
+    return text[:600]

@@ -1,0 +1,78 @@
+"""What this package needs of the standard library while another program runs, so that it is not that program's replacement.
+
+``json.dumps = orjson.dumps`` and ``builtins.print = log`` are ordinary code. What stands here was bound when this module was
+imported, or does not go through the names that programs replace.
+"""
+
+import os
+import sys
+from io import FileIO
+from json.decoder import JSONDecoder
+from json.encoder import JSONEncoder
+from os import PathLike, getpid
+from time import monotonic, perf_counter, sleep
+from typing import Any
+
+from dtypedoctor.interruptions import contained
+
+__all__ = ["from_json", "getpid", "monotonic", "perf_counter", "read_text", "say", "sleep", "to_json"]
+
+
+class _Encoder(JSONEncoder):
+    default = JSONEncoder.default
+    encode = JSONEncoder.encode
+    iterencode = JSONEncoder.iterencode
+
+
+class _Decoder(JSONDecoder):
+    decode = JSONDecoder.decode
+    raw_decode = JSONDecoder.raw_decode
+
+
+_compact = _Encoder(separators=(",", ":"), allow_nan=False).encode
+_indented = _Encoder(indent=2, allow_nan=False).encode
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"not JSON: {constant}")
+
+
+_read = _Decoder(parse_constant=_refuse).decode
+
+
+def to_json(value: Any, *, indented: bool = False) -> str:
+    """``value`` as JSON in ASCII, on one line or indented by two.
+
+    Raises:
+        ValueError: it holds NaN or inf.
+        TypeError: it holds something that JSON has not.
+    """
+    return _indented(value) if indented else _compact(value)
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of a JSON text, of bytes in UTF-8.
+
+    Raises:
+        ValueError: it is not JSON; NaN and Infinity are not.
+    """
+    return _read(text if isinstance(text, str) else str(text, "utf-8"))
+
+
+def read_text(path: str | PathLike[str]) -> str:
+    """What stands in a file, in UTF-8.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not UTF-8.
+    """
+    with FileIO(os.fspath(path)) as file:
+        return str(file.readall(), "utf-8")
+
+
+def say(text: str) -> None:
+    """Writes a line to standard error, whatever that is now; where it cannot be written, nobody is told."""
+    with contained():
+        stream = sys.stderr
+        stream.write(text + "\n")
+        stream.flush()

@@ -1,0 +1,59 @@
+"""Programs that catch what torch raises, run by `exec`: a test runner, and a guard that leaves with a status."""
+
+import textwrap
+from pathlib import Path
+
+from command import dtypedoctor, report_of
+
+TESTS = """
+    import pytest, torch
+    from torch import nn
+
+    def test_an_error_is_expected():
+        with pytest.raises(RuntimeError):
+            nn.Linear(2, 2).half()(torch.ones(1, 2))
+
+    def test_training():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+        model(torch.ones(1, 2)).sum().backward()
+
+    def test_another_model_trains():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+"""
+GUARD = """
+    import sys, torch
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())
+    try:
+        model(torch.ones(1, 2))
+    except RuntimeError as error:
+        print("training failed:", error)
+        sys.exit(1)
+"""
+
+
+def test_a_dtype_error_in_a_test_is_found_under_pytest(tmp_path: Path) -> None:
+    """The failing test's error is explained by an op trace; the one that a test expects is not a finding."""
+    (tmp_path / "test_it.py").write_text(textwrap.dedent(TESTS))
+    done = dtypedoctor(
+        "exec", "--out", "run", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py", cwd=tmp_path
+    )
+    report = report_of(tmp_path / "run")
+    assert (done.code, report["status"]) == (10, "findings"), done.err
+    (finding,) = report["findings"]
+    assert (finding["id"], finding["confidence"]) == ("operand-dtype-mismatch", "proven")
+    assert "bfloat16" in finding["summary"]
+    assert finding["source"] is not None
+    assert finding["summary"].endswith("was caught by the program.")
+    assert report["before"]["ended"] == "ended with status 1"
+
+
+def test_a_guard_that_prints_and_leaves_is_looked_behind(tmp_path: Path) -> None:
+    """`sys.exit(1)` in an except clause ends with what was caught as the finding."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(GUARD))
+    done = dtypedoctor("exec", "--out", "run", "train.py", cwd=tmp_path)
+    report = report_of(tmp_path / "run")
+    assert (done.code, report["findings"][0]["id"]) == (10, "operand-dtype-mismatch"), done.err
+    assert "was caught by the program" in done.out + done.err

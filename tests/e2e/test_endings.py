@@ -1,0 +1,89 @@
+"""However a run ends, its exit code is that of one table: 3 is for a run of which no trace is left, and for nothing else."""
+
+import os
+import signal
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command import dtypedoctor, report_of
+
+from dtypedoctor.cli.endings import ENDINGS, exit_code
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.errors import ExitCode
+from dtypedoctor.report.model import Observer, Report, Status
+
+HEALTHY = Report(name="run", status=Status.HEALTHY, headline="")
+NOTE = Finding(id="update-stall", severity=Severity.INFO, confidence=Confidence.PROVEN, fqn=None, op=None, phase="forward", step=1, dtype=None,
+               source=None, summary="", cause="")  # fmt: skip
+ERROR = replace(NOTE, severity=Severity.ERROR)
+REPORTS = {
+    "no usable trace, and no finding without one": [
+        replace(HEALTHY, status=status, trace_usable=False) for status in Status
+    ],
+    "fails and is fixed as the scenario says": [
+        replace(HEALTHY, status=Status.FINDINGS, findings=(ERROR,), expectation_met=True)
+    ],
+    "not what the scenario says": [replace(HEALTHY, expectation_met=False)],
+    "a bisection of what fails": [replace(HEALTHY, bisection={"end": "interrupted"})],
+    "a finding that is more than a note": [
+        replace(HEALTHY, status=Status.FINDINGS, findings=(NOTE, ERROR)),
+        replace(HEALTHY, status=Status.WORKER_DIED, findings=(ERROR,), trace_usable=False),
+    ],
+    "killed, stopped, raised, status not 0, not measured": [
+        replace(HEALTHY, status=status) for status in Status if status not in (Status.HEALTHY, Status.FINDINGS)
+    ],
+    "differs without instrumentation": [replace(HEALTHY, observer=Observer(bitwise_equal=False, reason=""))],
+    "nothing wrong": [HEALTHY, replace(HEALTHY, findings=(NOTE,)), replace(HEALTHY, bisection={"end": "healthy"})],
+}
+
+
+@pytest.mark.parametrize("row", ENDINGS, ids=lambda row: row[0])
+def test_each_row_of_the_table_decides_for_its_reports(row: tuple[str, object, ExitCode]) -> None:
+    """The first that holds, and no status is left without a row."""
+    words, _, code = row
+    for report in REPORTS[words]:
+        assert next(name for name, holds, _ in ENDINGS if holds(report)) == words
+        assert exit_code(report) == code
+
+
+KILLED_AT_BIRTH = "import os, sys\nif 'boot.py' in ' '.join(sys.orig_argv):\n    os.kill(os.getpid(), 9)\n"
+
+SCRIPTS = {
+    "status 0, nothing to measure": ("print(1)", 10, "unknown"),
+    "status 7": ("import sys; sys.exit(7)", 10, "error"),
+    "os._exit": ("import os; os._exit(5)", 10, "error"),
+    "an exception": ("raise ValueError('no')", 10, "error"),
+    "abort": ("import os; os.abort()", 10, "worker-died"),
+    "a null pointer": ("import ctypes; ctypes.string_at(0)", 10, "worker-died"),
+    "SIGKILL": ("import os; os.kill(os.getpid(), 9)", 10, "worker-died"),
+    "SIGTERM": ("import os; os.kill(os.getpid(), 15)", 10, "worker-died"),
+    "Ctrl-C": ("raise KeyboardInterrupt", 10, "error"),
+    "the time limit": ("import time; time.sleep(600)", 10, "worker-died"),
+    "its directory is gone": ("import shutil, sys; shutil.rmtree(sys.argv[1])", 3, ""),
+    "killed before its first record": ("print(1)", 3, "worker-died"),
+}
+"""How a script ends, the exit code of the doctor, and the status in its report."""
+
+
+@pytest.mark.parametrize("ending", SCRIPTS)
+def test_a_script_that_ends_in_any_way_ends_with_the_code_of_the_table(ending: str, tmp_path: Path) -> None:
+    """The real command line; the report says what the exit code stands for."""
+    source, code, status = SCRIPTS[ending]
+    (tmp_path / "work.py").write_text(textwrap.dedent(source))
+    paths = {}
+    if ending == "killed before its first record":
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site" / "sitecustomize.py").write_text(KILLED_AT_BIRTH)
+        paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])}
+    limit = ["--time-limit", "3"] if ending == "the time limit" else []
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    finished = dtypedoctor(
+        "exec", "--out", tmp_path / "run", *limit, tmp_path / "work.py", tmp_path / "run", cwd=tmp_path, **paths
+    )
+    assert finished.code == code, finished.err
+    assert "dtypedoctor itself failed" not in finished.err
+    if status:
+        report = report_of(tmp_path / "run")
+        assert (report["status"], report["trace_usable"]) == (status, code != 3)

@@ -1,0 +1,170 @@
+"""Signals and orphans: what is sent to the doctor reaches the script, and nothing that it has started outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import report_of
+
+from dtypedoctor.runner.signals import outliving
+
+CAUGHT = (
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGWINCH,
+    signal.SIGALRM,
+    signal.SIGCONT,
+    signal.SIGRTMIN,
+    signal.SIGRTMAX,
+)
+
+COUNTS = f"""
+    import os, signal, sys, time
+    seen = []
+    for number in {[int(number) for number in CAUGHT]}:
+        signal.signal(number, lambda number, _: seen.append(number))
+    def wait(for_many, seconds=60.0):
+        end = time.monotonic() + seconds
+        while len(seen) < for_many and time.monotonic() < end:
+            time.sleep(0.02)
+        return sorted(set(map(int, seen)))
+"""
+
+
+def started(folder: Path, source: str, *options: str, **more: object) -> "subprocess.Popen[str]":
+    """``dtypedoctor exec`` of a script, in a session of its own, with pipes for its streams."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is deaf to it, and so is what it starts
+    (folder / "work.py").write_text(textwrap.dedent(source))
+    command = [sys.executable, "-m", "dtypedoctor", "exec", "--out", "run", *options, "work.py"]
+    return subprocess.Popen(
+        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def line_of(process: "subprocess.Popen[str]") -> list[str]:
+    """The next line that the script prints, in words."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()
+    return line.split()
+
+
+def becomes(what: Callable[[], bool]) -> bool:
+    """Whether it comes true within a minute."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if what():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def state(pid: int) -> str:
+    """The letter by which the kernel names what a process does; empty where there is none any more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("options", [[], ["--nproc", "2"]], ids=["alone", "ranks"])
+def test_every_signal_that_a_script_can_catch_reaches_it(options: list[str], tmp_path: Path) -> None:
+    """Of SLURM, of launchers, of the terminal, real-time ones; in every rank where there are several."""
+    source = COUNTS + f'    print("ready", flush=True)\n    print("got", *wait({len(CAUGHT)}), flush=True)\n'
+    process = started(tmp_path, source, *options)
+    count = 2 if options else 1
+    for _ in range(count):
+        assert line_of(process) == ["ready"]
+    for number in CAUGHT:
+        process.send_signal(number)
+        time.sleep(0.05)  # those of one number that come at once are one
+    for _ in range(count):
+        assert line_of(process) == ["got", *map(str, sorted(map(int, CAUGHT)))]
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 10, errors  # nothing was measured
+    assert report_of(tmp_path / "run")["status"] == "unknown"
+
+
+@pytest.mark.parametrize("options", [[], ["--nproc", "2"]], ids=["alone", "ranks"])
+def test_a_killed_doctor_leaves_nothing_running(options: list[str], tmp_path: Path) -> None:
+    """SIGKILL, which it can tell nobody of: the script ends, every rank, and what these have started, sessions of its own included."""
+    source = """
+        import os, subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        print(os.getpid(), child.pid, flush=True)
+        time.sleep(600)
+    """
+    process = started(tmp_path, source, *options)
+    running = {int(word) for _ in range(2 if options else 1) for word in line_of(process)}
+    assert len(running) == (4 if options else 2)
+    assert all(state(pid) for pid in running)
+    process.kill()
+    process.communicate(timeout=60)
+    assert becomes(lambda: not any(state(pid) not in ("", "Z") for pid in running))
+
+
+def test_the_script_stops_and_goes_on_with_its_doctor(tmp_path: Path) -> None:
+    """SIGTSTP stops both, SIGCONT wakes both, and the script comes to its end."""
+    process = started(tmp_path, COUNTS + "    print(os.getpid(), flush=True)\n    print(*wait(1), flush=True)\n")
+    script = int(line_of(process)[0])
+    process.send_signal(signal.SIGTSTP)
+    assert becomes(lambda: state(script) == "T" and state(process.pid) == "T")
+    process.send_signal(signal.SIGCONT)
+    assert line_of(process) == [str(int(signal.SIGCONT))]
+    process.communicate(timeout=60)
+    assert report_of(tmp_path / "run")["before"]["ended"] == "completed"
+
+
+def test_nothing_is_run_again_once_somebody_asked_for_the_end(tmp_path: Path) -> None:
+    """The script heeds SIGTERM in its own time and ends with status 0; its overflow is reported from the one run."""
+    source = """
+        import signal, time, torch
+        ended = []
+        signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+        big = torch.nn.Linear(4, 4).half()
+        with torch.no_grad():
+            big.weight.fill_(6e4)
+        big(torch.ones(2, 4).half())
+        print("ready", flush=True)
+        while not ended:
+            time.sleep(0.02)
+        print("saved", flush=True)
+    """
+    process = started(tmp_path, source, "--certify")
+    assert line_of(process) == ["ready"]
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (10, "saved\n"), errors
+    assert report_of(tmp_path / "run")["findings"]
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["before"]
+
+
+def test_a_signal_that_comes_between_two_runs_does_not_end_the_doctor() -> None:
+    """A batch system warns all processes of a job; there is no script then that it could go to."""
+    with outliving():
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGRTMIN):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_server_that_the_script_leaves_behind_keeps_its_output(tmp_path: Path) -> None:
+    """It writes after the script and the doctor have ended, and is read as it would be without the doctor."""
+    server = "import sys, time; time.sleep(float(sys.argv[1])); print('served', flush=True); print('well', flush=True)"
+    source = f"""
+        import subprocess, sys
+        subprocess.Popen([sys.executable, "-c", {server!r}, "6"], start_new_session=True)
+        print("started", flush=True)
+    """
+    process = started(tmp_path, source)
+    assert line_of(process) == ["started"]
+    assert process.wait(timeout=60) == 10
+    assert line_of(process) == ["served"]
+    assert line_of(process) == ["well"]
+    process.communicate(timeout=60)

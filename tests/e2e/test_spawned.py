@@ -1,0 +1,93 @@
+"""Training in processes that a script spawns is followed: each leaves a trace of its own, and the report is about all of them."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from command import dtypedoctor, report_of
+
+TRAINING = """
+    import sys, torch
+    from torch import nn
+
+    def train(rank, bad):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
+        nn.init.constant_(model[0].weight, 0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(3):
+            scale = 60000.0 if bad and rank == 1 and step == 1 else 1.0
+            loss = (model(torch.full((2, 4), scale).half()) * 2).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if bad == 2:
+            nn.Linear(2, 2)(torch.ones(1, 2).half())
+        print("rank", rank, "done", flush=True)
+"""
+WAYS = {
+    "mp.spawn": """
+    if __name__ == "__main__":
+        import torch.multiprocessing
+        torch.multiprocessing.spawn(train, (BAD,), nprocs=2)
+    """,
+    "process": """
+    if __name__ == "__main__":
+        import multiprocessing
+        context = multiprocessing.get_context("spawn")
+        children = [context.Process(target=train, args=(rank, BAD)) for rank in range(2)]
+        for child in children:
+            child.start()
+            child.join()
+        sys.exit(max(child.exitcode for child in children))
+    """,
+    "forkserver": """
+    if __name__ == "__main__":
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+        with ProcessPoolExecutor(1, get_context("forkserver")) as pool:
+            for rank in range(2):
+                pool.submit(train, rank, BAD).result()
+    """,
+}
+
+
+def spawning(folder: Path, way: str, bad: int) -> Path:
+    """A script that trains in processes that it spawns."""
+    path = folder / "train.py"
+    source = textwrap.dedent(TRAINING) + textwrap.dedent(WAYS[way]).replace("BAD", str(bad))
+    path.write_text(source)
+    return path
+
+
+@pytest.mark.parametrize("way", ["mp.spawn", "forkserver"])
+def test_training_in_spawned_processes_is_measured(way: str, tmp_path: Path) -> None:
+    """A healthy one is healthy because its processes were measured, and prints what it prints alone."""
+    path = spawning(tmp_path, way, 0)
+    done = dtypedoctor("exec", "--out", "run", path, cwd=tmp_path)
+    report = report_of(tmp_path / "run")
+    assert (done.code, report["status"]) == (0, "healthy"), report["headline"]
+    assert report["measured"]["module_calls"] == [18, 18]
+    assert report["measured"]["gradients"] == [24, 24]
+    assert sorted(done.out.splitlines()) == ["rank 0 done", "rank 1 done"]
+
+
+def test_an_overflow_in_a_spawned_process_is_found_there(tmp_path: Path) -> None:
+    """The op trace of a second run is that of the same process, and the report says which one it is."""
+    done = dtypedoctor("exec", "--out", "run", spawning(tmp_path, "mp.spawn", 1), cwd=tmp_path)
+    report = report_of(tmp_path / "run")
+    finding = report["findings"][0]
+    assert (done.code, finding["id"], finding["step"], finding["confidence"]) == (10, "float16-overflow", 2, "proven")
+    assert "Seen in spawned process 2 of 2." in finding["evidence"]
+
+
+def test_a_dtype_error_in_a_spawned_process_is_found_and_printed_as_ever(tmp_path: Path) -> None:
+    """What multiprocessing prints of it names no frame of the doctor's."""
+    path = spawning(tmp_path, "process", 2)
+    done = dtypedoctor("exec", "--out", "run", path, cwd=tmp_path)
+    report = report_of(tmp_path / "run")
+    printed = done.err.partition("FOUND")[0]
+    assert printed.count("RuntimeError: mat1 and mat2 must have the same dtype") == 2
+    assert "/dtypedoctor/" not in printed.replace(str(Path(torch.__file__).parent), "")
+    assert (done.code, report["findings"][0]["id"]) == (10, "model-input-dtype")

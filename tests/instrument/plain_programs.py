@@ -1,0 +1,330 @@
+"""Programs that call no module: some compute inf or NaN in one line, which a comment names with its operator; some only use them.
+
+Each is a function without arguments. The comment ``# makes: OP`` marks the line in which the first value goes wrong; more than one operator
+may be named where it is a matter of taste which of them did it.
+"""
+
+# ruff: noqa: D103
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+INF = float("inf")
+
+
+def entropy_of_a_sure_event() -> None:
+    p = torch.tensor([1.0, 0.0, 0.0])
+    entropy = -(p * torch.log(p)).sum()  # makes: log
+    print(entropy.item())
+
+
+def standardised_constant_column() -> None:
+    x = torch.tensor([[1.0, 5.0], [2.0, 5.0], [3.0, 5.0]])
+    z = (x - x.mean(0)) / x.std(0)  # makes: div
+    weights = torch.zeros(2, requires_grad=True)
+    (z @ weights).pow(2).sum().backward()
+
+
+def softmax_by_hand() -> None:
+    logits = torch.tensor([[10.0, 100.0, 20.0]], requires_grad=True)
+    e = torch.exp(logits)  # makes: exp
+    p = e / e.sum(-1, keepdim=True)
+    (-torch.log(p[0, 1])).backward()
+
+
+def distance_of_equal_points() -> None:
+    a = torch.ones(4, 2, requires_grad=True)
+    squared = (a[:, None] - a[None]).pow(2).sum(-1)
+    distance = torch.sqrt(squared)  # makes: sqrt
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(distance.mean(), a, retain_graph=True)
+        print(gradient.shape)
+
+
+def root_by_power() -> None:
+    x = torch.zeros(3, requires_grad=True)
+    loss = (x**0.5).sum()  # makes: pow
+    loss.backward()
+
+
+def angle_between_equal_vectors() -> None:
+    u = torch.tensor([0.6, 0.8])
+    cosine = (u * u).sum() + 1e-6
+    angle = torch.acos(cosine)  # makes: acos
+    degrees = angle * 57.3
+    print(float(degrees))
+
+
+def squashed_action() -> None:
+    mean = torch.tensor([20.0, 0.1], requires_grad=True)
+    action = torch.tanh(mean)
+    log_probability = -0.5 * mean**2 - torch.log(1 - action**2)  # makes: log
+    (-log_probability.mean()).backward()
+
+
+def where_in_backward() -> None:
+    x = torch.tensor([0.0, 1.0, 4.0], requires_grad=True)
+    y = torch.where(x > 0, torch.sqrt(x), torch.zeros(()))  # makes: sqrt
+    y.sum().backward()
+
+
+def variational_variance() -> None:
+    logvar = torch.tensor([0.1, 120.0], requires_grad=True)
+    mu = torch.zeros(2)
+    variance = logvar.exp()  # makes: exp
+    kl = -0.5 * (1 + logvar - mu**2 - variance).sum()
+    kl.backward()
+
+
+def mixture_far_away() -> None:
+    x, centers = torch.tensor([[100.0]]), torch.tensor([0.0, 1.0], requires_grad=True)
+    density = torch.exp(-0.5 * (x - centers) ** 2) * 0.5
+    loss = -torch.log(density.sum(-1)).mean()  # makes: log
+    loss.backward()
+
+
+def flow_with_a_singular_matrix() -> None:
+    w = torch.ones(3, 3, requires_grad=True)
+    log_det = torch.logdet(w @ w.T * 0)  # makes: logdet _linalg_slogdet linalg_slogdet _linalg_det log
+    nll = -log_det + 1.0
+    print(nll.detach().numpy())
+
+
+def ratio_of_policies() -> None:
+    new, old = torch.tensor([0.0, -1.0], requires_grad=True), torch.tensor([-120.0, -1.0])
+    ratio = (new - old).exp()  # makes: exp
+    advantage = torch.tensor([-1.0, 1.0])
+    loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    loss.backward()
+
+
+def cosine_of_nothing() -> None:
+    a, b = torch.zeros(5), torch.ones(5)
+    similarity = (a * b).sum() / (a.norm() * b.norm())  # makes: div
+    if torch.isnan(similarity):
+        print("no similarity")
+
+
+def newton_at_an_inflection() -> None:
+    x = torch.tensor(0.0, requires_grad=True)
+    for _ in range(3):
+        y = x**3 + 1
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        (second,) = torch.autograd.grad(first, x)
+        with torch.no_grad():
+            x -= (first + 1) / second  # makes: div
+
+
+def transformed_gradient() -> None:
+    def objective(w: Tensor) -> Tensor:
+        return (torch.log(w) * w).sum()  # makes: log
+
+    gradient = torch.func.grad(objective)(torch.tensor([0.0, 1.0]))
+    print(gradient.tolist())
+
+
+def mapped_over_samples() -> None:
+    batch = torch.stack([torch.arange(3.0), torch.ones(3)])
+    scaled = torch.vmap(lambda row: (row - row.mean()) / row.std())(batch)  # makes: div
+    print(scaled.sum().item())
+
+
+def mean_in_half_precision() -> None:
+    x = torch.full((3000,), 50.0, dtype=torch.float16)
+    total = x.sum()  # makes: sum
+    print((total / 3000).item())
+
+
+def correlation_of_a_constant() -> None:
+    with torch.no_grad():
+        a, b = torch.ones(6), torch.arange(6.0)
+        a, b = a - a.mean(), b - b.mean()
+        r = (a * b).sum() / torch.sqrt((a * a).sum() * (b * b).sum())  # makes: div
+    assert not torch.isfinite(r).all()
+
+
+def descent_that_diverges() -> None:
+    w = torch.tensor([3.0], requires_grad=True)
+    for _ in range(12):
+        loss = (w**4).sum()  # makes: pow
+        loss.backward()
+        with torch.no_grad():
+            w -= 0.5 * w.grad
+            w.grad = None
+
+
+def update_without_epsilon() -> None:
+    w, v = torch.zeros(3), torch.zeros(3)
+    gradient = torch.tensor([0.0, 1.0, 2.0])
+    v.mul_(0.9).addcmul_(gradient, gradient, value=0.1)
+    w.sub_(0.1 * gradient / v.sqrt())  # makes: div
+    (w * 2).sum()
+
+
+def rate_of_zero() -> None:
+    score = torch.tensor([-1.0, 2.0], requires_grad=True)
+    rate = torch.relu(score)
+    loss = (rate - torch.tensor([1.0, 3.0]) * torch.log(rate)).mean()  # makes: log
+    loss.backward()
+
+
+def scaled_half_loss() -> None:
+    w = torch.ones(4, dtype=torch.float16, requires_grad=True)
+    loss = (w * 2).sum()
+    (loss * 65536.0).backward()  # makes: mul
+
+
+def variance_of_one() -> None:
+    rewards = torch.tensor([[1.0]])
+    spread = rewards.std(dim=1)  # makes: std
+    advantage = (rewards - rewards.mean(1, keepdim=True)) / (spread[:, None] + 1e-4)
+    print(advantage.numpy())
+
+
+def masked_causally() -> None:
+    mask = torch.triu(torch.full((5, 5), -INF), diagonal=1)
+    scores = torch.randn(5, 5, requires_grad=True)
+    attention = torch.softmax(scores + mask, dim=-1)
+    attention.pow(2).sum().backward()
+    print(mask.tolist())
+
+
+def best_so_far() -> None:
+    best = torch.tensor(INF)
+    w = torch.ones(3, requires_grad=True)
+    for _ in range(3):
+        loss = w.pow(2).mean()
+        loss.backward()
+        with torch.no_grad():
+            w -= 0.1 * w.grad
+            w.grad = None
+        best = torch.minimum(best, loss.detach())
+    print(best.item())
+
+
+def degrees_of_a_graph() -> None:
+    degree = torch.tensor([0.0, 1.0, 3.0])
+    inverse = degree.pow(-0.5)
+    inverse[inverse == INF] = 0
+    print((inverse[:, None] * inverse).sum().item())
+
+
+def logarithm_that_is_safe() -> None:
+    p = torch.tensor([0.0, 0.5, 0.5], requires_grad=True)
+    there = p > 0
+    entropy = -torch.where(there, p * torch.log(torch.where(there, p, torch.ones(()))), torch.zeros(())).sum()
+    entropy.backward()
+    print(torch.xlogy(p, p).sum().item())
+
+
+def lattice_of_logarithms() -> None:
+    alpha = torch.full((4,), -INF)
+    alpha[0] = 0.0
+    emission = torch.randn(6, 4).log_softmax(-1)
+    for t in range(6):
+        moved = torch.cat([torch.full((1,), -INF), alpha[:-1]])
+        alpha = torch.logaddexp(alpha, moved) + emission[t]
+    print(torch.logsumexp(alpha, 0).item())
+
+
+def sampling_of_the_best() -> None:
+    logits = torch.randn(2, 10)
+    kept = torch.topk(logits, 3).values[:, -1:]
+    logits = logits.masked_fill(logits < kept, -INF)
+    print(torch.multinomial(torch.softmax(logits, -1), 1).shape, torch.log_softmax(logits, -1).max().item())
+
+
+def data_with_gaps() -> None:
+    x = torch.tensor([1.0, float("nan"), 3.0])
+    missing = torch.isnan(x)
+    if missing.any():
+        x = torch.where(missing, torch.nanmean(x), x)
+    print(x.sum().item())
+
+
+def symmetric_percentage() -> None:
+    forecast, truth = torch.tensor([0.0, 2.0]), torch.tensor([0.0, 3.0])
+    share = (forecast - truth).abs() / (forecast.abs() + truth.abs())
+    gaps = torch.isnan(share)
+    print(gaps.sum().item(), share[~gaps].mean().item())
+
+
+def nearest_other_point() -> None:
+    points = torch.rand(6, 2)
+    distance = torch.cdist(points, points)
+    distance.fill_diagonal_(INF)
+    print(distance.min(1).values.mean().item(), distance.argmin(1).tolist())
+
+
+def infinite_slope() -> None:
+    angle = torch.atan(torch.tensor([1.0, 2.0]) / torch.tensor([0.0, 1.0]))
+    print(angle.tolist())
+
+
+def beams() -> None:
+    scores = torch.full((3,), -INF)
+    scores[0] = 0.0
+    for _ in range(4):
+        candidates = (scores[:, None] + torch.randn(3, 7).log_softmax(-1)).flatten()
+        scores, places = candidates.topk(3)
+        print(places.tolist())
+    print(scores.max().item())
+
+
+def guarded_and_fine() -> None:
+    w = torch.randn(4, requires_grad=True)
+    loss = torch.nn.functional.softplus(w).sum()
+    assert torch.isfinite(loss).all()
+    loss.backward()
+    if not torch.isnan(w.grad).any():
+        print(w.grad.norm().item())
+
+
+def bounds_of_a_box() -> None:
+    low, high = torch.full((3,), -INF), torch.full((3,), INF)
+    action = torch.clamp(torch.randn(3), low, high)
+    print(action.sum().item(), bool(torch.isinf(high).any()))
+
+
+HEALTHY: tuple[Callable[[], None], ...] = (
+    masked_causally,
+    best_so_far,
+    degrees_of_a_graph,
+    logarithm_that_is_safe,
+    lattice_of_logarithms,
+    sampling_of_the_best,
+    data_with_gaps,
+    symmetric_percentage,
+    nearest_other_point,
+    infinite_slope,
+    beams,
+    guarded_and_fine,
+    bounds_of_a_box,
+)
+FAULTY: tuple[Callable[[], None], ...] = (
+    entropy_of_a_sure_event,
+    standardised_constant_column,
+    softmax_by_hand,
+    distance_of_equal_points,
+    root_by_power,
+    angle_between_equal_vectors,
+    squashed_action,
+    where_in_backward,
+    variational_variance,
+    mixture_far_away,
+    flow_with_a_singular_matrix,
+    ratio_of_policies,
+    cosine_of_nothing,
+    newton_at_an_inflection,
+    transformed_gradient,
+    mapped_over_samples,
+    mean_in_half_precision,
+    correlation_of_a_constant,
+    descent_that_diverges,
+    update_without_epsilon,
+    rate_of_zero,
+    scaled_half_loss,
+    variance_of_one,
+)

@@ -1,0 +1,230 @@
+"""Exceptions of torch's that the program catches: failures are found where they are raised, probing is not called one."""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from watched import watched
+
+from dtypedoctor.instrument import raising
+from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.report.build import build_report
+from dtypedoctor.report.model import Report
+from dtypedoctor.runner.launch import Run, WorkerExit
+from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+from dtypedoctor.trace.events import Caught
+from dtypedoctor.trials.treatment import examine
+
+
+@pytest.fixture(autouse=True)
+def _not_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is raised here shall not count as raised in a test."""
+    monkeypatch.setattr(raising, "_RUNNERS", ("no such file",))
+
+
+SCENARIO = Scenario(
+    name="case",
+    summary="A program.",
+    deterministic=False,
+    steps=[ScenarioStep(workload=Script(kind="script", path="train.py"))],
+)
+
+
+def report_on(directory: Path, work: Callable[[Instruments], Any], code: int = 0) -> Report:
+    """The report on a piece of code that was watched."""
+    trace = watched(directory, work)
+    ended = WorkerExit(code=code, timed_out=False, seconds=1.0)
+    run = Run(trace=trace, exit=ended, directory=directory, foreign=True)
+    return build_report(examine(SCENARIO, run), command="", files={}, next_command="")
+
+
+def mixed() -> nn.Module:
+    """A model whose second layer rejects what the first one returns."""
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+
+
+def swallowed(_: Any) -> None:
+    """A server, a notebook cell, a trainer: the error is printed, and the program ends well."""
+    model = mixed()
+    for _ in range(3):
+        with contextlib.suppress(RuntimeError):
+            model(torch.ones(1, 2))
+
+
+def beside_others(_: Any) -> None:
+    """Another model works before, and none after."""
+    nn.Linear(2, 2)(torch.ones(1, 2))
+    with contextlib.suppress(RuntimeError):
+        mixed()(torch.ones(1, 2))
+
+
+class Product(torch.autograd.Function):
+    """Its backward pass multiplies different dtypes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient @ torch.ones(2, 2, dtype=torch.bfloat16)
+
+
+def in_backward(_: Any) -> None:
+    """Each step's forward pass works, no backward pass does."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError):
+            Product.apply(model(torch.ones(1, 2))).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+
+def guarded(instruments: Instruments) -> None:
+    """The error becomes an exit status; a call of the same layer has succeeded in between."""
+    layer = nn.Linear(2, 2).bfloat16()
+    try:
+        try:
+            layer(torch.ones(1, 2))
+        except RuntimeError:
+            layer(torch.ones(1, 2).bfloat16())
+            sys.exit(1)
+    except SystemExit as leaving:
+        instruments.note_behind(leaving)
+
+
+def outside(_: Any) -> None:
+    """An operator of the loss raises in each step, after a model that works."""
+    model = nn.Linear(2, 2)
+    for _ in range(3):
+        with contextlib.suppress(RuntimeError):
+            torch.mm(model(torch.ones(1, 2)), torch.ones(2, 2).half())
+
+
+def probes_outside(_: Any) -> None:
+    """An operator is tried once, and then a model runs."""
+    with contextlib.suppress(RuntimeError):
+        torch.mm(torch.ones(1, 2), torch.ones(2, 2).half())
+    nn.Linear(2, 2)(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "phase"),
+    [
+        (swallowed, 0, "forward"),
+        (beside_others, 0, "forward"),
+        (in_backward, 0, "backward"),
+        (outside, 0, "forward"),
+        (guarded, 1, "forward"),
+    ],
+)
+def test_a_failure_that_is_caught_is_found_where_it_is_raised(
+    work: Callable[[Instruments], Any], code: int, phase: str, tmp_path: Path
+) -> None:
+    """The report names it like one that ends the program, and says that the program caught it."""
+    report = report_on(tmp_path, work, code)
+    finding = report.findings[0]
+    assert (report.status, finding.id, finding.phase) == ("findings", "operand-dtype-mismatch", phase)
+    assert "was caught by the program." in finding.summary
+    assert report.before is not None
+    assert ("RuntimeError" in report.before.ended) is False
+    assert any("was caught by the program: mat1 and mat2" in line or "same dtype" in line for line in finding.evidence)
+
+
+class Fallback(nn.Module):
+    """Tries one way and takes another one inside of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        try:
+            return self.fast(x)
+        except RuntimeError:
+            return self.slow(x)
+
+
+def falls_back(_: Any) -> None:
+    """Each call tries the fast way first."""
+    model = Fallback()
+    for _ in range(3):
+        model(torch.ones(1, 2))
+
+
+def probes(_: Any) -> None:
+    """A throw-away model finds out what works; then another one is trained."""
+    with contextlib.suppress(RuntimeError):
+        mixed()(torch.ones(1, 2))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def retries(_: Any) -> None:
+    """The same model is called again in another dtype."""
+    model = nn.Linear(2, 2).bfloat16()
+    with contextlib.suppress(RuntimeError):
+        model(torch.ones(1, 2))
+    model(torch.ones(1, 2).bfloat16())
+
+
+class Raising(nn.Module):
+    """Raises what it is given."""
+
+    def forward(self, x: torch.Tensor, error: Exception) -> torch.Tensor:
+        raise error
+
+
+def others(_: Any) -> None:
+    """Out of memory, an iterator's end, and an exception of the program's own are no failures of precision."""
+    nn.Linear(2, 2)(torch.ones(1, 2))
+    model = Raising()
+    memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB (dtype float16)")
+    for error in (memory, StopIteration(), ValueError("an empty batch"), KeyError("labels")):
+        with contextlib.suppress(Exception):
+            model(torch.ones(1), error)
+
+
+@pytest.mark.parametrize("work", [falls_back, probes, probes_outside, retries, others])
+def test_an_exception_that_the_program_goes_on_from_is_no_finding(
+    work: Callable[[Instruments], Any], tmp_path: Path
+) -> None:
+    """A fallback, a probe, a retry and the program's own exceptions leave the run healthy; those about dtypes are noted."""
+    report = report_on(tmp_path, work)
+    assert (report.status, report.findings) == ("healthy", ())
+    assert any("the program caught it and went on" in line for line in report.coverage) == (work is not others)
+
+
+def test_each_place_is_recorded_a_few_times_only(tmp_path: Path) -> None:
+    """A program that raises in every call does not fill its trace."""
+
+    def work(_: Any) -> None:
+        model = mixed()
+        for _ in range(200):
+            with contextlib.suppress(RuntimeError):
+                model(torch.ones(1, 2))
+
+    assert 1 <= len(watched(tmp_path, work).all(Caught)) <= 10
+
+
+def test_the_next_exception_at_the_address_of_the_last_one_is_another_one(tmp_path: Path) -> None:
+    """An exception that was caught is freed, and its address given away: each that is raised is recorded, with its own modules."""
+
+    def work(_: Any) -> None:
+        models = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half()), nn.Sequential(nn.Linear(2, 2).half())]
+        for number in range(6):
+            with contextlib.suppress(RuntimeError):
+                models[number % 2](torch.ones(1, 2))
+        for _ in range(3):
+            with contextlib.suppress(RuntimeError):
+                torch.mm(torch.ones(1, 2), torch.ones(2, 2).half())
+
+    found = [caught.modules[-1:] for caught in watched(tmp_path, work).all(Caught)]
+    assert found == [["1"], ["0"]] * 3 + [[]] * 3

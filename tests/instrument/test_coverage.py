@@ -1,0 +1,83 @@
+"""What ran is counted, and so is what was measured of it."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from watched import watched
+
+from dtypedoctor.trace.events import Caught, Coverage
+
+
+class Returning(nn.Module):
+    """Returns what it is made to return."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.result
+
+
+def test_a_training_step_is_counted_and_measured_whole(tmp_path: Path) -> None:
+    """Each module call, each gradient and the loss of a step is seen and measured."""
+
+    def work(_: Any) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    found = watched(tmp_path, work).last(Coverage)
+    assert found is not None
+    assert (found.module_calls, found.module_calls_measured) == (3, 3)
+    assert (found.gradients, found.gradients_measured) == (4, 4)
+    assert (found.losses, found.losses_measured) == (1, 1)
+
+
+def test_a_result_that_cannot_be_looked_into_is_seen_and_not_measured(tmp_path: Path) -> None:
+    """A module that returns a generator counts as not measured; one that returns no floats does not count."""
+
+    def work(_: Any) -> None:
+        for result in ((part for part in [torch.ones(2)]), None, {"ids": [torch.ones(2, dtype=torch.long)]}):
+            Returning(result)(torch.ones(1))
+
+    found = watched(tmp_path, work).last(Coverage)
+    assert found is not None
+    assert (found.module_calls, found.module_calls_measured) == (1, 0)
+
+
+def test_the_coverage_is_written_once(tmp_path: Path) -> None:
+    """Stopping the instruments twice, as a worker does, counts nothing twice."""
+
+    def work(instruments: Any) -> None:
+        nn.Linear(2, 2)(torch.ones(1, 2))
+        instruments.stop()
+
+    assert len(watched(tmp_path, work).all(Coverage)) == 1
+
+
+@pytest.mark.parametrize(("result", "caught"), [(None, 0), (ValueError("of the module's own"), 1)])
+def test_a_module_that_returns_nothing_while_an_exception_is_handled_has_not_raised(
+    tmp_path: Path, result: Any, caught: int
+) -> None:
+    """A fallback in an ``except`` block is a call like any other; one that raises there is recorded."""
+
+    class Fallback(nn.Module):
+        def forward(self) -> None:
+            if result is not None:
+                raise result
+
+    def work(_: Any) -> None:
+        fallback = nn.Sequential(Fallback())[0]
+        try:
+            raise KeyError("of the program's own")
+        except KeyError:
+            with contextlib.suppress(ValueError):
+                fallback()
+
+    assert len(watched(tmp_path, work).all(Caught)) == caught

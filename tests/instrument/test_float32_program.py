@@ -1,0 +1,205 @@
+"""What an operator's operands would be in float32: told from what rounding has made of them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map
+from watched import watched
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.trace.events import NotWatched
+
+ZEROS = torch.zeros(2, 4, dtype=torch.float16)
+
+
+class Apply(nn.Module):
+    """A module that does one thing."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def findings(folder: Path, work: Callable[[], Any]) -> tuple[Finding, ...]:
+    """What is found in the first call of ``work`` under the op trace."""
+    trace = watched(folder, lambda _: work(), OpWindow(call=1, step=1, until="next-call"))
+    assert not trace.all(NotWatched)
+    return diagnose(trace)
+
+
+def normalised(x: Tensor) -> Tensor:
+    """A norm that squares in its own dtype, and another one that divides by what the first returns."""
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: x / (x.var(-1, keepdim=True) + 1e-12), "1e-12"),
+        (lambda x: (x - x.mean()) / (x.std() + 1e-8), "1e-08"),
+        (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12), "1e-12"),
+        (lambda x: x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12), "1e-12"),
+        (lambda x: x / (x.sum() + torch.full((), 1e-12, dtype=x.dtype)), "1e-12"),
+        (lambda x: x / (x.sum() + torch.tensor(1e-12, dtype=x.dtype)), "number or tensor from before"),
+        (lambda x: torch.log(torch.softmax(x + torch.tensor([0, -30, 0, 0], dtype=x.dtype), -1)), "_softmax"),
+        (lambda x: torch.log(1 - (1 - (x + 1e-4).bfloat16())), "rsub"),
+    ],
+    ids=["variance", "deviation", "root", "clamp", "full", "tensor", "logarithm", "difference"],
+)
+def test_a_number_that_rounds_to_zero_is_no_domain_error(
+    function: Callable[[Tensor], Tensor], words: str, tmp_path: Path
+) -> None:
+    """An epsilon added, clamped to or made a tensor of, a probability, a difference: in float32 the same program is finite."""
+    (found,) = findings(tmp_path, lambda: Apply(function)(ZEROS))
+    assert (found.id, found.confidence) == ("rounds-out-of-domain", "proven")
+    assert words in found.summary
+
+
+class Guarded(nn.Module):
+    """Divides by a sum and a parameter that guards it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guard = nn.Parameter(torch.tensor(1e-10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.sum() + self.guard)
+
+
+def cast() -> nn.Module:
+    """The model is cast after it was made."""
+    return Guarded().half()
+
+
+def loaded() -> nn.Module:
+    """A float32 checkpoint is loaded into a half-precision model."""
+    model = Guarded().half()
+    model.guard.data.fill_(1.0)
+    model.load_state_dict(Guarded().state_dict())
+    return model
+
+
+@pytest.mark.parametrize("make", [cast, loaded])
+def test_a_parameter_that_a_cast_has_rounded_to_zero_is_named(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """What the cast lost is known from the float32 value, also where the cast was long before."""
+    found = findings(tmp_path, lambda: make()(ZEROS))[0]
+    assert (found.id, found.confidence) == ("rounds-out-of-domain", "proven")
+    assert "The parameter guard rounds to 0 in float16" in found.summary
+
+
+@pytest.mark.parametrize("function", [lambda x: x / x.sum(), lambda x: torch.log(x - 1)], ids=["0/0", "log"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_domain_error_is_one_that_the_float32_program_has_too(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A division by what is 0 in exact arithmetic, and the logarithm of a negative number."""
+    (found,) = findings(tmp_path, lambda: Apply(function)(ZEROS.to(dtype)))
+    assert (found.id, found.confidence) == ("domain-error", "proven")
+
+
+def test_an_overflow_that_made_a_norm_return_zeros_stands_behind_the_division_by_them(tmp_path: Path) -> None:
+    """The square of 300 is the root; 0/0 in the next norm is its consequence."""
+    found = findings(tmp_path, lambda: Apply(normalised)(torch.full((2, 4), 300.0).half()))[0]
+    assert (found.id, found.op, found.confidence) == ("norm-square-overflow", "aten.pow.Tensor_Scalar", "proven")
+
+
+class Scaled(Tensor):
+    """Numbers as int8 and a scale, as libraries for 8-bit training keep them; every operator dequantizes."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Self:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Scaled":
+        """``x`` in 8 bits."""
+        scale = x.abs().amax() / 127
+        return cls((x / scale).round().clamp(-127, 127).to(torch.int8), scale)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, size: Any, stride: Any) -> "Scaled":
+        return Scaled(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def dense(value: Any) -> Any:
+            return value.codes.to(value.scale.dtype) * value.scale if isinstance(value, Scaled) else value
+
+        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
+
+
+class Eighth(nn.Module):
+    """A linear layer in 8 bits that quantizes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 127 / x.abs().amax()
+        return torch.mm((x * scale).round() / scale, Scaled.of(self.weight.detach()))
+
+
+def test_what_a_tensor_of_a_class_of_its_own_computes_is_followed_to_the_input(tmp_path: Path) -> None:
+    """One inf in the input of two layers makes NaN inside of the class, which is nobody's fault but the input's."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    x[0, 1] = float("inf")
+    found = findings(tmp_path, lambda: nn.Sequential(Eighth(), Eighth())(x))[0]
+    assert found.id == "nonfinite-input"
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[Any]:
+    """A mesh of this process alone: DTensor does what it does among many."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class Squared(nn.Module):
+    """Two linear layers around a square."""
+
+    def __init__(self, up: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+        nn.init.constant_(self.up.weight, up)
+        nn.init.constant_(self.down.weight, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(h * h).float()
+
+
+@pytest.mark.parametrize(("up", "op", "fqn"), [(40.0, "aten.mul.Tensor", ""), (10.0, "aten.mm.default", "down")])
+def test_an_overflow_in_a_tensor_parallel_block_is_proven_on_the_local_tensors(
+    up: float, op: str, fqn: str, one_rank: Any, tmp_path: Path
+) -> None:
+    """Not a domain error of the cast that first shows a plain tensor."""
+
+    def work() -> Tensor:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        result: Tensor = parallelize_module(Squared(up).half(), one_rank, plan)(torch.ones(2, 8).half())
+        return result
+
+    (found,) = findings(tmp_path, work)
+    assert (found.id, found.op, found.fqn, found.confidence) == ("float16-overflow", op, fqn, "proven")

@@ -1,0 +1,45 @@
+"""Programs without modules: what is computed on plain tensors is measured, and its origin found in the run itself."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from plain_programs import FAULTY, HEALTHY
+from watched import watched
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.finding import Finding, Severity
+
+MARK = "# makes: "
+
+
+def found_in(directory: Path, program: Callable[[], None]) -> list[Finding]:
+    """What one run of ``program`` shows, without what is mere information."""
+    trace = watched(directory, lambda _: program())
+    return [finding for finding in diagnose(trace) if finding.severity is not Severity.INFO]
+
+
+def label_of(program: Callable[[], None]) -> tuple[int, list[str]]:
+    """The line of the program's file in which the first value goes wrong, and the operators that may be named."""
+    lines, first = inspect.getsourcelines(program)
+    place = next(i for i, line in enumerate(lines) if MARK in line)
+    return first + place, lines[place].partition(MARK)[2].split()
+
+
+@pytest.mark.parametrize("program", FAULTY, ids=lambda program: program.__name__)
+def test_the_operator_that_makes_inf_or_nan_is_found_in_one_run(program: Callable[[], None], tmp_path: Path) -> None:
+    """A plain program in which a value stops being finite is no healthy one; operator and line are those that made it."""
+    line, operators = label_of(program)
+    findings = found_in(tmp_path, program)
+    assert findings, "called healthy"
+    first = findings[0]
+    assert first.source == f"plain_programs.py:{line}"
+    named = f"{first.op} {first.summary}"
+    assert any(f".{op}." in named or f"`{op}`" in named for op in operators), named
+
+
+@pytest.mark.parametrize("program", HEALTHY, ids=lambda program: program.__name__)
+def test_infinities_that_are_meant_are_no_finding(program: Callable[[], None], tmp_path: Path) -> None:
+    """Masks, bounds, running minima and gaps that the program fills are none of the doctor's business."""
+    assert not found_in(tmp_path, program)

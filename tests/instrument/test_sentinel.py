@@ -1,0 +1,284 @@
+"""The operator sentinel: where it is on, what it leaves as it was, and what it costs, counted."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from watched import watched
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.instrument import sentinel
+from dtypedoctor.instrument.sentinel import Sentinel
+from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.trace.events import Coverage, Observation, Op
+
+
+class Counting(TorchDispatchMode):
+    """A mode of a program's own, which counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Asking(nn.Module):
+    """Says which modes are on inside of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+        return x * 2
+
+
+def coverage_of(directory: Path, work: Any) -> Coverage:
+    """How much of the operators outside of modules was measured."""
+    found = watched(directory, work).last(Coverage)
+    assert found is not None
+    return found
+
+
+def test_it_is_on_outside_of_module_calls_only(tmp_path: Path) -> None:
+    """Inside of a call the routine look may be on, the sentinel is not; after it the sentinel is back, alone."""
+    module = Asking()
+    outside: list[Any] = []
+
+    def work(_: Instruments) -> None:
+        outside.append(_get_current_dispatch_mode_stack())
+        for _ in range(3):
+            module(torch.ones(2))
+        outside.append(_get_current_dispatch_mode_stack())
+
+    watched(tmp_path, work)
+    assert module.modes == []
+    assert [[type(mode) for mode in stack] for stack in outside] == [[Sentinel], [Sentinel]]
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_modes_of_the_program_are_entered_and_left_as_without_it(tmp_path: Path) -> None:
+    """A mode that is on across a module call sees all operators, and comes off the stack where the program leaves it."""
+    mine, module = Counting(), Asking()
+
+    def work(_: Instruments) -> None:
+        for _ in range(3):
+            module(torch.ones(2))
+        mine.seen.clear()
+        with mine:
+            x = torch.ones(2).exp()
+            module(x)
+            with Counting() as inner:
+                x.sin()
+            x.cos()
+        x.tan()
+        assert inner.seen == ["aten.sin.default"]
+        assert [type(mode) for mode in _get_current_dispatch_mode_stack()] == [Sentinel]
+
+    trace = watched(tmp_path, work)
+    assert mine.seen == [
+        f"aten.{name}" for name in ("ones.default", "exp.default", "mul.Tensor", "sin.default", "cos.default")
+    ]
+    assert module.modes == ["Counting"]
+    found = trace.last(Coverage)
+    assert found is not None
+    assert found.operators == 3 + 5
+
+
+def test_a_program_computes_the_same_and_its_tensors_stay_as_they_are(tmp_path: Path) -> None:
+    """Results, gradients and random numbers are bitwise equal; leaves carry no hook, and pickle and copy as before."""
+
+    def program() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        w = torch.randn(5, requires_grad=True)
+        for _ in range(4):
+            loss = (torch.dropout(w.exp() * torch.rand(5), 0.5, True) / (w.std() + 1e-3)).log1p().sum()
+            loss.backward()
+            with torch.no_grad():
+                w -= 0.1 * w.grad
+        assert w._backward_hooks is None
+        assert w._post_accumulate_grad_hooks is None
+        return [w.detach(), w.grad, torch.rand(3), pickle.loads(pickle.dumps(w)).detach(), copy.deepcopy(w).detach()]
+
+    alone = program()
+    beside: list[torch.Tensor] = []
+    watched(tmp_path, lambda _: beside.extend(program()))
+    assert all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
+
+
+def test_a_value_dies_when_the_program_lets_go_of_it(tmp_path: Path) -> None:
+    """Neither a tensor that is finite nor one that is not lives longer than without the sentinel, and no graph does."""
+    import weakref
+
+    def work(_: Instruments) -> None:
+        w = torch.zeros(3, requires_grad=True)
+        loss = torch.log(w).sum()
+        loss.backward()
+        held = [weakref.ref(loss), weakref.ref(loss.grad_fn)]
+        del loss
+        assert [ref() for ref in held] == [None, None]
+
+    assert watched(tmp_path, work).all(Op)
+
+
+def test_compiled_functions_are_compiled_as_without_it(tmp_path: Path) -> None:
+    """A function that is compiled and called outside of modules is one graph, without a graph break, and not seen into."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() + 1).log().sum()
+
+    def work(_: Instruments) -> None:
+        for _ in range(3):
+            f(torch.ones(3))
+
+    watched(tmp_path, work)
+    assert len(graphs) == 1
+
+
+def test_beyond_its_allowance_it_measures_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a loop that never ends each eighth turn is measured, once the allowance is spent; losses and numbers always."""
+    monkeypatch.setattr(sentinel, "ALLOWANCE", 100)
+
+    def work(_: Instruments) -> None:
+        x = torch.ones(3)
+        for _ in range(5000):
+            x = x * 1.0
+        torch.log(-x).sum().item()
+
+    found = coverage_of(tmp_path, work)
+    assert found.operators >= 5000
+    assert 650 < found.operators_measured < 850
+
+
+def test_one_backward_pass_in_eight_is_seen_beyond_the_allowance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operators of the others do not come through Python at all; every gradient is measured."""
+    monkeypatch.setattr(sentinel, "ALLOWANCE", 0)
+    mine: list[int] = []
+
+    def work(_: Instruments) -> None:
+        w = torch.ones(3, requires_grad=True)
+        for _ in range(16):
+            w.register_hook(lambda _: mine.append(len(_get_current_dispatch_mode_stack())))
+            (w * 2).sum().backward()
+            w._backward_hooks.clear()
+
+    found = coverage_of(tmp_path, work)
+    assert sum(mine) == 2
+    assert (found.gradients, found.gradients_measured) == (16, 16)
+
+
+def test_a_program_that_is_nan_for_ever_leaves_few_records(tmp_path: Path) -> None:
+    """What repeats itself is recorded a few times; the records of a thousand bad steps fit into some pages."""
+
+    def work(_: Instruments) -> None:
+        w = torch.tensor([float(-1)], requires_grad=True)
+        for _ in range(1000):
+            loss = torch.log(w).sum() * 2
+            loss.backward()
+            with torch.no_grad():
+                w -= w.grad * 0.1
+            loss.item()
+
+    trace = watched(tmp_path, work)
+    assert len(trace.all(Op)) < 60
+    assert len([o for o in trace.all(Observation) if o.values["what"] == "item"]) <= 3
+    assert [(f.id, f.op) for f in diagnose(trace)] == [("domain-error", "aten.log.default")]
+
+
+def test_gradients_are_measured_where_nothing_steps(tmp_path: Path) -> None:
+    """A backward pass without an optimizer, and ``torch.autograd.grad``, leave gradients that count as measured."""
+
+    def work(_: Instruments) -> None:
+        model = nn.Linear(2, 1)
+        model(torch.ones(1, 2)).sum().backward()
+        w = torch.ones(2, requires_grad=True)
+        torch.autograd.grad((w * 2).sum(), w)
+
+    trace = watched(tmp_path, work)
+    found = trace.last(Coverage)
+    assert found is not None
+    assert (found.gradients, found.gradients_measured) == (3, 3)
+    names = {site.fqn for site in trace.sites.values() if site.kind == "accumulated"}
+    assert names == {"weight", "bias", "gradient 0"}
+
+
+def test_a_parameter_that_is_overwritten_between_two_calls_is_blamed_on_the_line(tmp_path: Path) -> None:
+    """A module whose weight a plain operator has made inf is not where the inf comes from."""
+
+    def work(_: Instruments) -> None:
+        model = nn.Linear(2, 2).half()
+        with torch.no_grad():
+            model.weight.fill_(6e4)
+            model.weight.add_(torch.full((2, 2), 6e4, dtype=torch.float16))
+        model(torch.ones(1, 2).half())
+
+    first = diagnose(watched(tmp_path, work))[0]
+    assert (first.id, first.op) == ("float16-overflow", "aten.add_.Tensor")
+    assert first.source is not None
+    assert first.source.startswith("test_sentinel.py:")
+
+
+def test_a_complex_result_that_is_not_finite_is_found(tmp_path: Path) -> None:
+    """Complex numbers are measured as pairs of real ones: a 0/0 in a spectrum is named like any other."""
+
+    def work(_: Instruments) -> None:
+        spectrum = torch.fft.fft(torch.zeros(8))
+        (spectrum / spectrum.abs()).real.sum().item()
+
+    trace = watched(tmp_path, work)
+    coverage = trace.last(Coverage)
+    assert coverage is not None
+    assert coverage.operators_measured == coverage.operators > 0
+    assert diagnose(trace)[0].op == "aten.div.Tensor"
+
+
+def test_a_result_that_is_too_large_to_be_measured_is_not_counted_as_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the byte allowance leaves out is seen, and not said to be finite."""
+    monkeypatch.setattr(sentinel, "BYTES", 0)
+    monkeypatch.setattr(sentinel, "SMALL", 64)
+    coverage = coverage_of(tmp_path, lambda _: torch.ones(4096).mul(2.0).sum())
+    assert (coverage.operators, coverage.operators_measured) == (3, 1)
+
+
+def test_a_loss_of_a_class_of_the_programs_own_is_read_without_running_its_code(tmp_path: Path) -> None:
+    """Neither ``__torch_function__`` of a subclass nor a mode of the program sees that the watch reads the loss."""
+
+    class Counted(torch.Tensor):
+        calls: ClassVar[list[str]] = []
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.calls.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs)
+
+    def work(_: Any) -> list[str]:
+        Counted.calls.clear()
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Counting() as mode:
+            loss = model(torch.ones(1, 2)).as_subclass(Counted).sum()
+            loss.backward()
+            optimizer.step()
+        seen.append([*Counted.calls, *mode.seen])
+        return seen[-1]
+
+    seen: list[list[str]] = []
+    work(None)
+    watched(tmp_path, work)
+    assert seen[0] == seen[1]
+    assert any("sum" in call for call in seen[0])

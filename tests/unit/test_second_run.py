@@ -1,0 +1,81 @@
+"""A second run explains the first one only where it shows the same."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nonfinite_examples import overflow
+from traces import TraceBuilder
+
+from dtypedoctor.diagnosis.finding import Confidence
+from dtypedoctor.runner.launch import Run, WorkerExit
+from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+from dtypedoctor.scenario.request import Request
+from dtypedoctor.trace.events import Op, Raised, Replay
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trials.treatment import Plan, Treatment, treat
+
+SCENARIO = Scenario(
+    name="case",
+    summary="A program.",
+    deterministic=False,
+    steps=[ScenarioStep(workload=Script(kind="script", path="train.py"))],
+)
+
+
+def treated(first: Trace, second: Trace) -> Treatment:
+    """What comes of a program whose first run left one trace and whose second run another."""
+
+    def run(label: str, request: Request) -> Run:
+        ended = WorkerExit(code=0, timed_out=False, seconds=1.0)
+        trace = first if label == "before" else second
+        return Run(trace=trace, exit=ended, directory=Path("nowhere"), foreign=True)
+
+    return treat(SCENARIO, run, Plan(certify=False, remedies=False))
+
+
+def without_ops(trace: Trace) -> Trace:
+    """What the watch alone sees of it."""
+    return replace(trace, records=tuple(r for r in trace.records if not isinstance(r, (Op, Replay))))
+
+
+def moved(trace: Trace, **changes: Any) -> Trace:
+    """The same, with all its values in another step or call."""
+    return replace(trace, samples=tuple(replace(sample, **changes) for sample in trace.samples))
+
+
+def raising(kind: str, step: int) -> Trace:
+    """A run that a mismatch ends."""
+    said = "mat1 and mat2 must have the same dtype, but got Float and Half" if kind == "RuntimeError" else "no dtype"
+    raised = Raised(
+        n=90, step=step, call=step, phase="forward", type=kind, message=said, frames=["a.py:1 f"], modules=["", "head"]
+    )
+    return TraceBuilder().sample("body", 1.0).add(raised).build(outcome="raised")
+
+
+def test_a_second_run_that_shows_the_same_proves_what_it_shows() -> None:
+    """The op trace of the second run explains the first."""
+    found = treated(without_ops(overflow().build()), overflow().build())
+    assert found.closer is not None
+    assert found.findings[0].confidence is Confidence.PROVEN
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (without_ops(overflow().build()), moved(overflow().build(), step=9), "in the second it was finite there"),
+        (raising("RuntimeError", 1), raising("RuntimeError", 4), "the second raises RuntimeError in head in step 4"),
+        (raising("RuntimeError", 1), raising("ValueError", 1), "the second raises ValueError"),
+    ],
+    ids=["another step", "another step of an exception", "another exception"],
+)
+def test_a_second_run_that_goes_another_way_proves_nothing(first: Trace, second: Trace, said: str) -> None:
+    """What is said is what the first run saw, never proven, with what the second did instead."""
+    found = treated(first, second)
+    finding = found.findings[0]
+    assert found.closer is None
+    assert said in found.no_closer
+    assert finding.confidence is not Confidence.PROVEN
+    assert finding.step == 1
+    assert any("no second run confirms it" in line for line in finding.evidence)

@@ -1,0 +1,189 @@
+"""What a report claims: its status and its headline follow from what was measured, and say nothing besides."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from detector_examples import DETECTOR_EXAMPLES
+from nonfinite_examples import overflow
+from traces import TraceBuilder, tensor
+
+from dtypedoctor.cli.endings import exit_code
+from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.diagnosis.nonfinite import unexplained
+from dtypedoctor.diagnosis.ops import OpGraph
+from dtypedoctor.report.build import build_report
+from dtypedoctor.report.facts import measured_sentence, status_word
+from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.renderers import RENDERERS
+from dtypedoctor.runner.launch import Run, WorkerExit
+from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+from dtypedoctor.trace.events import NO_TORCH, NOT_HERE, Coverage, End, Metric, NotWatched, TensorNote
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.steps import steps_by_call
+from dtypedoctor.trials.treatment import examine
+
+SCENARIO = Scenario(
+    name="case",
+    summary="A program.",
+    deterministic=False,
+    steps=[ScenarioStep(workload=Script(kind="script", path="train.py"))],
+)
+
+
+def report_on(trace: Trace) -> Report:
+    """The report on a run of which ``trace`` is all that is known."""
+    ended = WorkerExit(code=0, timed_out=False, seconds=1.0)
+    run = Run(trace=trace, exit=ended, directory=Path("nowhere"), foreign=True)
+    return build_report(examine(SCENARIO, run), command="", files={}, next_command="")
+
+
+def measured(**counts: int) -> TraceBuilder:
+    """A run of which so much was measured, all of it finite."""
+    return TraceBuilder().sample("head", 1.0).add(Coverage(**counts))
+
+
+def examples() -> Iterator[Any]:
+    """Every trace that the tests of detectors build, fires and silent alike."""
+    for family, found in DETECTOR_EXAMPLES.items():
+        for name, example in found.items():
+            yield pytest.param(example.fires, id=f"{family}-{name}-fires")
+            yield pytest.param(example.silent, id=f"{family}-{name}-silent")
+
+
+@pytest.mark.parametrize("build", list(examples()))
+def test_no_report_says_finite_or_healthy_of_a_trace_that_is_not(build: Any) -> None:
+    """Where a sample is not finite the headline does not say finite, and where it matters the run is not healthy."""
+    trace = build()
+    report = report_on(trace)
+    if any(not sample.finite for sample in trace.samples):
+        assert "is finite" not in report.headline
+    if unexplained(OpGraph(trace)) is not None:
+        assert report.status is not Status.HEALTHY
+        assert exit_code(report) == 10
+    if any(finding.severity is not Severity.INFO for finding in report.findings):
+        assert report.status is Status.FINDINGS
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ({"module_calls": 214}, "0 of 214 module calls could be measured."),
+        ({"module_calls": 10, "module_calls_measured": 8, "losses": 2, "losses_measured": 2}, "8 of 10 module calls could"),
+        ({"operators": 1}, "0 of 1 operator outside of modules could be measured."),
+        ({"module_calls": 4, "module_calls_measured": 4, "losses": 3}, "0 of 3 losses could be measured."),
+        ({"module_calls": 4, "module_calls_measured": 4, "gradients": 30}, "0 of 30 parameter gradients could be measured."),
+    ],
+)  # fmt: skip
+def test_what_ran_and_was_not_measured_makes_a_run_unknown(counts: dict[str, int], said: str) -> None:
+    """A relevant share that is missing is in the headline, with exit 10."""
+    report = report_on(measured(**counts).build())
+    assert (report.status, status_word(report), exit_code(report)) == (Status.UNKNOWN, "UNKNOWN", 10)
+    assert said in report.headline
+
+
+def test_operators_that_are_sampled_make_a_run_healthy_and_are_stated() -> None:
+    """Some of many operators outside of modules are enough; how many is said in every format and in the JSON."""
+    report = report_on(
+        measured(module_calls=20, module_calls_measured=19, operators=3000, operators_measured=12).build()
+    )
+    assert (report.status, exit_code(report)) == (Status.HEALTHY, 0)
+    assert measured_sentence(report) == "Measured: 19 of 20 module calls, 12 of 3,000 operators outside of modules."
+    assert '"module_calls": [\n      19,\n      20\n    ]' in RENDERERS["json"](report)
+    for name in ("md", "html"):
+        assert "19 of 20 module calls" in RENDERERS[name](report)
+
+
+@pytest.mark.parametrize(
+    ("notes", "said"),
+    [
+        ((), "no nn.Module ran in this process."),
+        ((NotWatched(what="tensors and modules", why=NO_TORCH),), "this process did not import torch."),
+        (
+            (NotWatched(what="2 spawned process(es)", why=NOT_HERE),),
+            "no nn.Module ran in this process; 2 spawned process(es) not watched.",
+        ),
+    ],
+)
+def test_a_run_of_which_nothing_was_measured_says_so(notes: tuple[NotWatched, ...], said: str) -> None:
+    """It is not healthy, and the headline says what did run elsewhere."""
+    report = report_on(TraceBuilder().add(*notes, Coverage()).build())
+    assert (status_word(report), report.headline, exit_code(report)) == ("NOTHING MEASURED", said, 10)
+
+
+def test_a_loss_that_is_nan_without_a_sample_is_not_healthy() -> None:
+    """A training that reports a NaN loss itself is not called healthy where no measured tensor shows it."""
+    report = report_on(
+        measured(module_calls=1, module_calls_measured=1)
+        .add(Metric(n=50, step=7, values={}, nonfinite=["loss"]))
+        .build()
+    )
+    assert report.status is Status.UNKNOWN
+    assert report.headline == "The loss in step 7 is not finite, and no detector explains it."
+
+
+def test_a_mask_is_said_to_reach_nothing() -> None:
+    """Infinities that get nowhere leave a run healthy, and the headline names them instead of saying finite."""
+    trace = (
+        TraceBuilder()
+        .sample("mask", 1.0, inf=4)
+        .sample("head", 1.0)
+        .sample("", 1.0, kind="loss")
+        .add(Coverage(module_calls=2, module_calls_measured=2))
+        .build()
+    )
+    report = report_on(trace)
+    assert report.status is Status.HEALTHY
+    assert "inf or NaN (mask in step 1) reaches no loss" in report.headline
+
+
+def test_a_trace_without_counts_is_judged_by_its_samples() -> None:
+    """Older traces, and those of programs that left without ending them, still are healthy where something was measured."""
+    assert report_on(TraceBuilder().sample("head", 1.0).build()).status is Status.HEALTHY
+    assert report_on(TraceBuilder().build()).status is Status.UNKNOWN
+
+
+@pytest.mark.parametrize(("call", "when"), [(1, "step 1"), (301, "call 301")])
+def test_a_process_without_an_optimizer_step_is_said_to_have_made_calls(call: int, when: str) -> None:
+    """No report says step 301 beside 0 steps; the first call is in the first step anyhow."""
+    trace = steps_by_call(ended_at_zero(TraceBuilder().sample("mlp", 1.0, call=call, inf=3).build()))
+    report = report_on(trace)
+    assert report.before is not None
+    assert report.before.steps_completed == 0
+    assert when in report.headline
+    text = RENDERERS["md"](report)
+    assert f"forward, {when}" in text
+    assert "step 301" not in text
+    assert report.findings[0].step == call
+
+
+def ended_at_zero(trace: Trace) -> Trace:
+    """The trace of a process whose optimizer made no step."""
+    return replace(
+        trace, records=tuple(replace(r, steps_completed=0) if isinstance(r, End) else r for r in trace.records)
+    )
+
+
+def test_an_origin_is_marked_only_where_one_is_known() -> None:
+    """What the watch alone saw first is no origin; with an op trace there is one."""
+    seen = report_on(TraceBuilder().sample("up", 1.0).sample("mlp", 1.0, inf=3).build())
+    assert [row.is_origin for row in seen.strip] == [False, False]
+    text = RENDERERS["md"](seen)
+    assert "Magnitudes near the first inf or NaN" in text
+    assert "ORIGIN" not in text
+    traced = report_on(overflow().build())
+    assert any(row.is_origin for row in traced.strip)
+    assert "Magnitudes around the origin" in RENDERERS["md"](traced)
+
+
+def test_nan_that_was_made_outside_of_modules_and_replaced_is_not_called_finite() -> None:
+    """A logarithm whose NaN somebody replaces is healthy, but not finite."""
+    made = TraceBuilder()
+    bad = TensorNote(id=2, dtype="float32", shape=[2], absmax=1.0, num_nan=1)
+    made.op("aten.log.default", "", [tensor(1, dtype="float32")], [bad], sentinel=True, root=-1, source="train.py:6")
+    made.op("aten.nan_to_num.default", "", [bad], [tensor(3, dtype="float32")], sentinel=True, root=-1)
+    report = report_on(made.add(Coverage(operators=2, operators_measured=2)).build())
+    assert report.status is Status.HEALTHY
+    assert "inf or NaN (aten.log.default at train.py:6) reaches no loss, used gradient or parameter" in report.headline
