@@ -85,7 +85,7 @@ def trial_of(treatment: Treatment, condition: str) -> Trial:
         (OVERFLOW.format(cast=""), "autocast-off", "float16-overflow", Bearing.NEEDED, 3),
         (OVERFLOW.format(cast=".half()"), "autocast-off", "float16-overflow", Bearing.MOVED, 1),
         (SCALED, "loss-scale-one", "loss-scale-exhausted", Bearing.NEEDED, 1),
-        (COMPILED, "compile-off", "domain-error", Bearing.NEEDED, 2),
+        (COMPILED, "compile-off", "compile-only-nonfinite", Bearing.NEEDED, 2),
         (ATTENTION, "eager-attention", "float16-overflow", Bearing.NOT_NEEDED, 2),
     ],
     ids=["autocast", "autocast-hid-a-mismatch", "loss-scale", "compiler", "attention"],

@@ -73,6 +73,7 @@ def test_the_states_are_named_where_no_weight_can_be_read(without_weights: Path,
     finished = dtypedoctor("inspect", "--json", without_weights, "--dtype", "bfloat16")
     document = json.loads(finished.out)
     assert finished.code == 10
+    assert "cut short" in str(document["coverage"])
     assert document["findings"][0]["id"] == "quant-state-dtype"
     assert "quant_state.dtype: float16 in 14 weight(s)." in json.dumps(document["findings"][0])
     [found] = check_checkpoints(load_scenario(scenario(tmp_path / "float16_states.yaml", without_weights)))

@@ -49,7 +49,7 @@ def read_checkpoint(path: Path, intent: Intent | None = None) -> Subject:
         adapter=_json(folder / ADAPTER) if (folder / ADAPTER).is_file() else None,
         keep_in_fp32=kept_in_float32(config),
         intent=intent or Intent(),
-        gaps=tuple(_gaps(folder, files)),
+        gaps=(*_gaps(folder, files), *_cut(entries)),
     )
 
 
@@ -102,6 +102,13 @@ def _shards(index: Path) -> set[str]:
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
         raise UsageError(f"{index}: weight_map is no mapping of tensors to files", "Download it again.")
     return set(named.values())
+
+
+def _cut(entries: list[Entry]) -> Iterator[str]:
+    """A header is whole long before its file is: what it names says something, what is not there cannot be loaded."""
+    for file in sorted({entry.file for entry in entries if entry.cut}):
+        missing = [entry.name for entry in entries if entry.file == file and entry.cut]
+        yield f"{file.name}: cut short, {len(missing)} of its tensors are not there, {missing[0][:100]} first"
 
 
 def _gaps(folder: Path, files: list[Path]) -> Iterator[str]:
