@@ -17,12 +17,12 @@ def explain(
     ] = None,
 ) -> None:
     """Print the page about a finding: what it looks like, why it happens, how it is proven, what cures it."""
-    from dtypedoctor.diagnosis.ids import FAMILIES
     from dtypedoctor.diagnosis.pages import page
+    from dtypedoctor.diagnosis.registry import by_family
 
     if finding is None:
-        for family, ids in FAMILIES.items():
-            print(f"{family}: {', '.join(ids)}")
+        for family, specs in by_family().items():
+            print(f"{family.id}: {', '.join(spec.id for spec in specs)}")
         print("\nNext: dtypedoctor explain FINDING_ID", file=sys.stderr)
         return
     _, _, text = page(finding).removeprefix("---\n").partition("\n---\n")  # the front matter is for programs

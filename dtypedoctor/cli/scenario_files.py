@@ -3,15 +3,13 @@
 from pathlib import Path
 
 from dtypedoctor.cli.foreign_code import allow_scenario
-from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.diagnosis.registry import typed_ids
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.correction_ids import CORRECTION_IDS
 from dtypedoctor.trials.remedies import REMEDIES
 
 __all__ = ["load_checked"]
-
-_KNOWN = {"finding": FINDING_IDS, "remedy": REMEDIES, "correction": CORRECTION_IDS}
 
 
 def load_checked(path: Path, *, allow_code: bool) -> Scenario:
@@ -25,6 +23,7 @@ def load_checked(path: Path, *, allow_code: bool) -> Scenario:
         UsageError: the file cannot be read, or holds mistakes; an unknown id of a finding, a remedy or a correction is one.
             Or it is a stranger's and names code.
     """
-    scenario = load_scenario(path, _KNOWN)
+    known = {"finding": typed_ids(), "remedy": REMEDIES, "correction": CORRECTION_IDS}
+    scenario = load_scenario(path, known)
     allow_scenario(scenario, path, allowed=allow_code)
     return scenario

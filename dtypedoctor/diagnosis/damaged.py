@@ -1,9 +1,9 @@
 """Diagnosing a trace of which a part is lost: what is left is looked at, and nothing in it is called proven."""
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.rule import Detector
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["doubted", "findings_of"]
@@ -14,7 +14,7 @@ _STUMBLES = (ValueError, TypeError, LookupError, AttributeError, AssertionError,
 _WHY = "A part of the trace is lost, so what was found in the rest is not called proven."
 
 
-def findings_of(detector: Callable[[Trace], Iterable[Finding]], trace: Trace) -> tuple[Finding, ...]:
+def findings_of(detector: Detector, trace: Trace) -> tuple[Finding, ...]:
     """What the detector sees; nothing where it fails over what a damaged trace lacks."""
     if not trace.damage:
         return tuple(detector(trace))

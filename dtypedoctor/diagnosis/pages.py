@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dtypedoctor.diagnosis.ids import FAMILIES, FINDING_IDS
+from dtypedoctor.diagnosis.registry import finding_ids, spec_of, typed_ids
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.scenario.problems import quoted
 from dtypedoctor.scenario.suggestions import did_you_mean
@@ -13,15 +13,16 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def page(finding_id: str) -> str:
-    """The Markdown text of the page about ``finding_id``, front matter included.
+    """The Markdown text of the page about ``finding_id``, an id or an alias, front matter included.
 
     Raises:
         UsageError: there is no such finding.
         DoctorError: the program was installed without its pages.
     """
-    if finding_id not in FINDING_IDS:
+    if finding_id not in typed_ids():
         raise _unknown(finding_id)
-    path = folder() / f"{finding_id}.md"
+    spec = spec_of(finding_id)
+    path = spec.page or folder() / f"{spec.id}.md"
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -47,9 +48,8 @@ def folder(package: Path = _PACKAGE) -> Path:
 
 
 def _unknown(finding_id: str) -> UsageError:
-    ids = [finding for family in FAMILIES.values() for finding in family]
-    message = f"{quoted(finding_id)}: no such finding{did_you_mean(finding_id, ids)}"
-    return UsageError(message, f"Known findings: {', '.join(ids)}")
+    message = f"{quoted(finding_id)}: no such finding{did_you_mean(finding_id, typed_ids())}"
+    return UsageError(message, f"Known findings: {', '.join(finding_ids())}")
 
 
 def _not_installed() -> DoctorError:

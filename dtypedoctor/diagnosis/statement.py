@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.modules import class_of
 from dtypedoctor.diagnosis.origin import Origin
-from dtypedoctor.diagnosis.prescriptions import remedies_for
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.wording import place
 from dtypedoctor.trace.events import Observation
 
@@ -46,6 +45,7 @@ def located(
 
     What is mere information needs no remedy.
     """
+    spec = spec_of(said.id)
     return Finding(
         id=said.id,
         severity=said.severity,
@@ -62,8 +62,8 @@ def located(
         evidence=said.evidence,
         provenance=provenance,
         met=met,
-        remedies=() if said.severity is Severity.INFO else remedies_for(said.id, cls),
-        references=references_of(said.id),
+        remedies=() if said.severity is Severity.INFO else spec.remedies_for(cls),
+        references=spec.references,
     )
 
 

@@ -6,31 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.ids import FAMILIES
 from dtypedoctor.diagnosis.observations import observed
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.trace.events import ScalerState
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["TIE_BREAKERS", "with_tie_breakers"]
 
-RANGE = frozenset(
-    {"float16-overflow", "norm-square-overflow", "attention-score-overflow", "backward-overflow", "gradient-underflow",
-     "silent-rescue", "domain-error"}
-)  # fmt: skip
-"""Findings of values that a wider dtype may hold."""
-_OF_STORAGE = frozenset(
-    {
-        "quant-state-dtype",
-        "stale-dequant-buffer",
-        "packed-weight-used-as-dense",
-        "merge-dtype-mismatch",
-        "fsdp-mixed-dtypes",
-    }
-)
-REGIONS = (frozenset(FAMILIES["dtype-mismatch"]) - _OF_STORAGE) | {"stale-autocast-cache"}
-"""Findings of dtypes that autocast may have chosen: not of weights that are stored otherwise than they are used."""
-OF_THE_COMPILER = frozenset({"compile-graph-break", "recompile-limit"})
-"""Findings that are gone without the compiler whatever their cause."""
 FUSED = re.compile(
     r"(?<!_math)_(flash|efficient|cudnn)_attention|flash_attn|flex_attention|scaled_dot_product_attention\b"
 )
@@ -41,16 +23,16 @@ def with_tie_breakers(finding: Finding, trace: Trace) -> Finding:
     """The finding, proposing those conditions that would settle something about it, behind what may cure it."""
     if finding.severity is Severity.INFO:
         return finding
-    offered = [name for name, settles in TIE_BREAKERS.items() if settles(finding, trace)]
+    offered = [
+        name for name in TIE_BREAKERS if name in spec_of(finding.id).ablations and TIE_BREAKERS[name](finding, trace)
+    ]
     return replace(finding, remedies=tuple(dict.fromkeys((*finding.remedies, *offered))))
 
 
 def _autocast(finding: Finding, trace: Trace) -> bool:
     """Without regions that cast, values have the dtypes that the program itself gave them."""
     dtypes = {o.values["wanted"] for o in observed(trace, "autocast-region") if o.values["enabled"]}
-    if finding.id in RANGE:
-        return finding.dtype in dtypes
-    return (finding.id in REGIONS or finding.id == "divergence") and bool(dtypes)
+    return finding.dtype in dtypes if spec_of(finding.id).fits_wider_dtype else bool(dtypes)
 
 
 def _fused_attention(finding: Finding, trace: Trace) -> bool:
@@ -61,12 +43,12 @@ def _fused_attention(finding: Finding, trace: Trace) -> bool:
 def _compiled(finding: Finding, trace: Trace) -> bool:
     """With every operator on record nothing is compiled, so a finding from such a trace is not the compiler's."""
     compiled = any(o.values["unique_graphs"] for o in observed(trace, "compile"))
-    return compiled and finding.severity is Severity.ERROR and finding.id not in OF_THE_COMPILER
+    return compiled and finding.severity is Severity.ERROR
 
 
 def _scaled(finding: Finding, trace: Trace) -> bool:
     """A gradient leaves the range by itself, or because the loss was multiplied."""
-    return finding.id in ("backward-overflow", "loss-scale-exhausted") and bool(trace.all(ScalerState))
+    return bool(trace.all(ScalerState))
 
 
 TIE_BREAKERS: Mapping[str, Callable[[Finding, Trace], bool]] = {
@@ -75,4 +57,4 @@ TIE_BREAKERS: Mapping[str, Callable[[Finding, Trace], bool]] = {
     "compile-off": _compiled,
     "loss-scale-one": _scaled,
 }
-"""By condition, whether a run under it would settle something about a finding of a trace."""
+"""By ablation, whether the trace has what it takes away; which findings it settles something about, their specs say."""

@@ -1,8 +1,8 @@
 """The modules around the origin of a failure, with dtype and magnitude, in execution order."""
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.ids import FAMILIES
 from dtypedoctor.diagnosis.modules import class_of, first_nonfinite, same_call
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.dtypes import headroom
 from dtypedoctor.report.model import StripRow
 from dtypedoctor.trace.events import Op, Sample, Site
@@ -10,7 +10,6 @@ from dtypedoctor.trace.reader import Trace
 
 BEFORE, AFTER = 6, 4
 """How many modules are shown before and after the first one that is not finite."""
-NONFINITE = frozenset({*FAMILIES["non-finite"], "compile-only-nonfinite"})
 
 
 def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
@@ -38,7 +37,7 @@ def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
 
 def _knows_origin(finding: Finding) -> bool:
     """Whether the finding says where the value comes from; not one about something else, nor where it was only seen first."""
-    return finding.id in NONFINITE and not (finding.op is None and finding.confidence is Confidence.POSSIBLE)
+    return spec_of(finding.id).nonfinite and not (finding.op is None and finding.confidence is Confidence.POSSIBLE)
 
 
 def _distinct(found: list[tuple[Sample, Site]], keep: Sample) -> list[tuple[Sample, Site]]:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dtypedoctor.report.model import Outcome, Report, Trial
-from dtypedoctor.trials.preferences import PREFER
 from dtypedoctor.trials.remedies import REMEDIES
 from dtypedoctor.trials.results import Bearing
 
@@ -71,7 +70,8 @@ def cures(report: Report) -> list[RemedyLine]:
 
 def which_one(report: Report) -> list[tuple[str, str]]:
     """Where several remedies cure and keep the meaning of the run: the id of each, and when to prefer it."""
-    told = [(line.id, PREFER[line.id]) for line in cures(report) if line.id in PREFER]
+    known = [REMEDIES[line.id] for line in cures(report) if line.id in REMEDIES]
+    told = [(remedy.id, remedy.prefer) for remedy in known if remedy.prefer]
     return told if len(told) > 1 else []
 
 

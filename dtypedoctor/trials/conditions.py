@@ -1,11 +1,12 @@
 """What a run under another condition says: whether the failure needs the condition that was taken away."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.modules import first_nonfinite
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.wording import failing_line
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Condition, Raised
@@ -14,20 +15,8 @@ from dtypedoctor.trials.results import Bearing, Diagnostic, Trial
 
 __all__ = ["diagnostic", "weighed", "without_effect"]
 
-CLAIMS: Mapping[str, str] = {
-    "autocast-bypass": "autocast-off",
-    "autocast-contradicts-model": "autocast-off",
-    "custom-function-autocast": "autocast-off",
-    "stale-autocast-cache": "autocast-off",
-    "compile-only-nonfinite": "compile-off",
-}
-"""Findings that name a condition as their cause: a failure that is there without it has another one."""
-
-DIVERGES, FLOAT32 = "divergence", "autocast-off"
-"""A finding that a dtype is not the cause of, and the condition under which an autocast program computes in float32."""
-
-PROOFS = frozenset({"autocast-bypass", "compile-only-nonfinite"})
-"""Those of them that a run without the condition proves: it takes away the cause and nothing besides."""
+FLOAT32 = "autocast-off"
+"""The ablation under which a program that relies on autocast computes in float32."""
 
 
 def without_effect(condition: str, scenario: Scenario, trace: Trace) -> str:
@@ -90,11 +79,12 @@ def weighed(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Findi
 
 
 def _weighed(finding: Finding, tried: Iterable[tuple[Trial, Diagnostic]]) -> Finding:
+    spec = spec_of(finding.id)
     for trial, found in tried:
-        claimed = CLAIMS.get(finding.id) == trial.remedy
-        if finding.id == DIVERGES and trial.remedy == FLOAT32:
+        claimed = spec.needs == trial.remedy
+        if spec.in_float32_too and trial.remedy == FLOAT32:
             finding = _with_float32(finding, trial, found)
-        if claimed and found.bearing is Bearing.NEEDED and finding.id in PROOFS:
+        if claimed and found.bearing is Bearing.NEEDED and spec.needs_only:
             proof = f"the same run with only {trial.remedy} changed ({trial.summary}) shows nothing of this"
             finding = replace(finding, confidence=Confidence.PROVEN, proven_by=proof)
         if claimed and found.bearing is Bearing.NOT_NEEDED:
@@ -104,7 +94,7 @@ def _weighed(finding: Finding, tried: Iterable[tuple[Trial, Diagnostic]]) -> Fin
 
 
 def _with_float32(finding: Finding, trial: Trial, found: Diagnostic) -> Finding:
-    """A divergence after the same run without autocast: proven where that diverges too, no more than possible where it is finite."""
+    """One that claims to be no matter of the dtype, after a run without autocast: proven where that fails too, else no more than possible."""
     if found.bearing is Bearing.NOT_NEEDED:
         proof = f"the same run with only {trial.remedy} changed ({trial.summary}) stops being finite in the same place"
         return replace(finding, confidence=Confidence.PROVEN, proven_by=proof)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.registry import canonical
 from dtypedoctor.scenario.model import Expectation
 from dtypedoctor.trials.results import Outcome, Trial
 
@@ -29,7 +30,8 @@ def is_met(expect: Expectation, findings: Sequence[Finding], trials: Sequence[Tr
 
 def _about_findings(expect: Expectation, findings: Sequence[Finding]) -> Iterator[str]:
     found = [f.id for f in findings if f.severity is not Severity.INFO]
-    if found[: len(expect.findings)] != expect.findings or (found and not expect.findings):
+    expected = [canonical(name) for name in expect.findings]
+    if found[: len(expected)] != expected or (found and not expected):
         wanted = f"findings {', '.join(expect.findings)}" if expect.findings else "no findings"
         yield f"expected {wanted}, got {', '.join(found) or 'none'}"
 

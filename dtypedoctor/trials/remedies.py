@@ -28,6 +28,7 @@ class Remedy:
             the program asks for, so it may hide a failure instead of curing it.
         change: gives the changed scenario.
         strict: it is not there to cure but to raise where the others would cast.
+        prefer: the end of *prefer it if …*, where several remedies cure; empty for those that do not keep the meaning of the run.
     """
 
     id: str
@@ -35,6 +36,7 @@ class Remedy:
     safe: bool
     change: Change
     strict: bool = False
+    prefer: str = ""
 
 
 _OVERFLOW = (
@@ -43,30 +45,35 @@ _OVERFLOW = (
         summary="compute the MLP's gated product in float32 and hold it within ±65280",
         safe=True,
         change=with_corrections("gemma4-mlp-float32-product"),
+        prefer="the run has to stay in float16, e.g. on a GPU without bfloat16; it touches one product per MLP",
     ),
     Remedy(
         id="gemma4-rms-norm-float32",
         summary="compute every RMSNorm of Gemma-4 in float32 and hold its result within ±65280",
         safe=True,
         change=with_corrections("gemma4-rms-norm-float32"),
+        prefer="the run has to stay in float16 and the norms overflow",
     ),
     Remedy(
         id="gemma4-scaled-embedding-float32",
         summary="scale Gemma-4's token embeddings in float32 and hold them within ±65280",
         safe=True,
         change=with_corrections("gemma4-scaled-embedding-float32"),
+        prefer="the run has to stay in float16 and the scaled embeddings overflow",
     ),
     Remedy(
         id="gemma4-attention-float32",
         summary="compute Gemma-4's attention between its projections in float32",
         safe=True,
         change=with_corrections("gemma4-attention-float32"),
+        prefer="the run has to stay in float16 and the attention scores overflow",
     ),
     Remedy(
         id="bfloat16",
         summary="load the model in bfloat16, which has float32's range",
         safe=True,
         change=with_model(dtype="bfloat16"),
+        prefer="the GPU knows bfloat16 and 8 bits of precision are enough: nothing has to be patched",
     ),
 )
 
@@ -76,12 +83,14 @@ _AUTOCAST = (
         summary="open the autocast region in the dtype of the model's own weights",
         safe=True,
         change=autocast_of_model,
+        prefer="softmax, losses and float32 adapters are to be computed as autocast does it",
     ),
     Remedy(
         id="autocast-off",
         summary="open no autocast region",
         safe=True,
         change=from_outside("autocast-off", otherwise=with_autocast(None)),
+        prefer="everything has one dtype already, or casts are to be seen in the code",
     ),
     Remedy(
         id="autocast-bfloat16",
@@ -97,6 +106,7 @@ _FUSED_LORA = (
         summary="set quant_state.dtype of every packed weight to the activations' dtype",
         safe=True,
         change=with_corrections("quant-state-dtype"),
+        prefer="the weights were packed under another dtype than the run's: put right once, after loading",
     ),
     Remedy(
         id="cast-after-dequantize",
@@ -145,6 +155,7 @@ _FUSED_LORA = (
         summary="autocast-dtype-of-model and quant-state-dtype together",
         safe=True,
         change=all_of(autocast_of_model, with_corrections("quant-state-dtype")),
+        prefer="both the region and the packed weights have another dtype than the activations",
     ),
     Remedy(
         id="strict",
@@ -161,24 +172,28 @@ _DEQUANTIZE = (
         summary="keep one dequantise buffer per device and dtype",
         safe=True,
         change=with_kernels("dequant-buffer-keyed-by-dtype"),
+        prefer="models of several dtypes take turns in one process, and speed matters",
     ),
     Remedy(
         id="dequant-no-shared-buffer",
         summary="dequantise each weight into memory of its own",
         safe=True,
         change=with_kernels("dequant-no-shared-buffer"),
+        prefer="threads or streams share the process, and an allocation per weight is no matter",
     ),
     Remedy(
         id="dequant-float32-kernel",
         summary="dequantise a float32 quantisation state with the float32 kernel",
         safe=True,
         change=with_kernels("dequant-float32-kernel"),
+        prefer="the packed weights are to stay float32",
     ),
     Remedy(
         id="fresh-process",
         summary="run the last model in a process of its own",
         safe=True,
         change=fresh_process,
+        prefer="the models need not share a process: no library has to change",
     ),
 )
 
@@ -188,18 +203,21 @@ _NORMS = (
         summary="cast the output of the norms back to the dtype of their input; their weights stay in float32",
         safe=True,
         change=with_corrections("norm-output-cast"),
+        prefer="the norms' weights are to stay exact in float32",
     ),
     Remedy(
         id="drop-keep-in-fp32",
         summary="keep no module in float32; the norms' weights are rounded to the model's dtype",
         safe=True,
         change=with_custom_options(keep_in_fp32=[]),
+        prefer="you own the model's keep list, and rounding the norms' weights is no matter",
     ),
     Remedy(
         id="reconcile-dtypes-ignoring-keep-list",
         summary="cast everything to the model's dtype after loading, kept modules too, whose weights are rounded",
         safe=True,
         change=with_custom_options(reconcile="ignore-keep-list"),
+        prefer="the keep list belongs to somebody else, and rounding what it names is no matter",
     ),
     Remedy(
         id="reconcile-dtypes-honouring-keep-list",
@@ -221,12 +239,14 @@ _COMPILING = (
         summary="register the NF4 fast path as an operator that the compiler does not look into",
         safe=True,
         change=with_kernels("nf4-custom-op"),
+        prefer="the call is compiled: it stays one operator in one graph",
     ),
     Remedy(
         id="nf4-stream-per-call",
         summary="launch the NF4 fast path on the stream that is current at each call",
         safe=True,
         change=with_kernels("nf4-stream-per-call"),
+        prefer="the code runs eagerly on several streams",
     ),
 )
 

@@ -4,32 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.trials.results import Outcome, RunSummary, Trial
 
 __all__ = ["settled"]
-
-COUNTERFACTUALS: Mapping[str, tuple[str, ...]] = {
-    "float16-overflow": (
-        "gemma4-mlp-float32-product",
-        "gemma4-rms-norm-float32",
-        "gemma4-scaled-embedding-float32",
-        "gemma4-attention-float32",
-    ),
-    "norm-square-overflow": ("gemma4-rms-norm-float32",),
-    "attention-score-overflow": ("gemma4-attention-float32",),
-    "autocast-bypass": ("autocast-off",),
-    "autocast-contradicts-model": ("autocast-dtype-of-model",),
-    "quant-state-dtype": ("quant-state-dtype", "dequant-float32-kernel"),
-    "stale-dequant-buffer": ("fresh-process", "dequant-buffer-keyed-by-dtype"),
-    "norm-promotes-to-float32": ("norm-output-cast",),
-    "compile-graph-break": ("nf4-custom-op",),
-    "recompile-limit": ("nf4-custom-op",),
-    "stale-cuda-stream": ("nf4-stream-per-call",),
-}
-"""Remedies that change nothing but the cause which a finding names. Casts are not among them: they cure other things too."""
-
-CORROBORATIONS: Mapping[str, tuple[str, ...]] = {"autocast-contradicts-model": ("autocast-off",)}
-"""Remedies that take away more than the cause which a finding names: what came of them is worth saying, and proves nothing."""
 
 
 def settled(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Finding, ...]:
@@ -39,10 +17,11 @@ def settled(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Findi
 
 
 def _settled(finding: Finding, fixed: Mapping[str, Trial]) -> Finding:
-    proving = next((fixed[name] for name in COUNTERFACTUALS.get(finding.id, ()) if name in fixed), None)
+    spec = spec_of(finding.id)
+    proving = next((fixed[name] for name in spec.settled_by if name in fixed), None)
     if proving is None or proving.run is None:
         return finding
-    others = [fixed[name] for name in CORROBORATIONS.get(finding.id, ()) if name in fixed]
+    others = [fixed[name] for name in spec.supported_by if name in fixed]
     said = [
         f"The same run with {proving.remedy} ({proving.summary}) does {_steps(proving.run)} and shows nothing of this.",
         *(f"So does the run with {t.remedy} ({t.summary}): {_steps(t.run)}." for t in others if t.run),

@@ -16,7 +16,7 @@ from command import dtypedoctor
 from documented import ROOT, Command, documented_commands, marked_examples
 
 from dtypedoctor.cli.main import app
-from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.diagnosis.registry import finding_ids
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.matrix import render_matrix_json, row_of
 from dtypedoctor.scenario.catalog import available
@@ -71,7 +71,7 @@ def test_the_scenarios_that_a_command_names_exist(command: Command) -> None:
 @pytest.mark.parametrize("command", [c for c in OURS if c.arguments[0] == "explain"], ids=str)
 def test_the_findings_that_a_command_names_exist(command: Command) -> None:
     """`explain` is shown with ids that there are."""
-    assert command.has_placeholder or set(command.arguments[1:]) <= set(FINDING_IDS)
+    assert command.has_placeholder or set(command.arguments[1:]) <= set(finding_ids())
 
 
 @pytest.fixture(scope="module")

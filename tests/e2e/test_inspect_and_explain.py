@@ -11,7 +11,7 @@ import torch
 from command import dtypedoctor
 from safetensors.torch import save_file
 
-from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.diagnosis.registry import finding_ids
 
 
 def checkpoint(folder: Path, dtype: torch.dtype, config_dtype: str) -> Path:
@@ -96,7 +96,7 @@ def test_explain_prints_the_page_of_every_finding_without_its_front_matter() -> 
     assert finished.out.startswith("# An operator's result left the range of float16\n")
     assert "## What cures it" in finished.out
     listed = dtypedoctor("explain").out
-    assert all(finding in listed for finding in FINDING_IDS)
+    assert all(finding in listed for finding in finding_ids())
 
 
 def test_explain_refuses_an_unknown_finding_and_names_the_one_that_may_be_meant() -> None:

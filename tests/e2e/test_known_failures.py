@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from script_corpus import cases
 
-from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.diagnosis.registry import finding_ids
 from dtypedoctor.scenario.catalog import resolve
 from dtypedoctor.scenario.loading import load_scenario
 
@@ -17,7 +17,7 @@ SCRIPTS = {case.name: case for case in cases()}
 
 def test_there_is_a_row_for_every_finding_that_scripts_can_show() -> None:
     """What needs a GPU, or a correction that was asked for, is on the findings' own pages."""
-    assert {finding for finding, _ in ROWS} == FINDING_IDS - {"stale-cuda-stream", "patch-not-applied"}
+    assert {finding for finding, _ in ROWS} == set(finding_ids()) - {"stale-cuda-stream", "patch-not-applied"}
 
 
 @pytest.mark.parametrize(("finding", "proofs"), ROWS, ids=[f"{finding} {i}" for i, (finding, _) in enumerate(ROWS)])

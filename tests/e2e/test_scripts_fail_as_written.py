@@ -15,7 +15,7 @@ from nursery import preload
 from op_witness import Account, Witnessed, watching
 from script_corpus import BORN, FAMILIES, Case, cases, matches_fqn
 
-from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.diagnosis.registry import finding_ids
 
 ALL = cases()
 COMPILED = [case for case in ALL if "torch.compile" in case.source]
@@ -177,7 +177,7 @@ def test_the_corpus_is_large_enough_and_covers_every_finding() -> None:
     assert sum(counts.values()) >= 75
     assert counts["healthy"] >= 18
     assert set(counts) == set(FAMILIES)
-    assert {case.ids[0] for case in ALL if case.ids} == set(FINDING_IDS) - set(NOT_IN_ONE_CPU_PROCESS)
+    assert {case.ids[0] for case in ALL if case.ids} == set(finding_ids()) - set(NOT_IN_ONE_CPU_PROCESS)
     assert {born for case in ALL for born in case.born or ()} == set(BORN)
 
 

@@ -9,14 +9,14 @@ from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.ids import FINDING_IDS
+from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.tie_breakers import TIE_BREAKERS, with_tie_breakers
 from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.remedy_lines import cured_sentence, cures, remedy_lines
 from dtypedoctor.scenario.model import ConditionName, Scenario
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
-from dtypedoctor.trials.conditions import CLAIMS, PROOFS, diagnostic, weighed, without_effect
+from dtypedoctor.trials.conditions import diagnostic, weighed, without_effect
 from dtypedoctor.trials.judge import not_tried
 from dtypedoctor.trials.remedies import REMEDIES
 from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, Trial
@@ -41,9 +41,10 @@ def test_a_condition_has_one_id_everywhere() -> None:
     names = get_args(ConditionName)
     assert set(names) == set(TIE_BREAKERS)
     assert [REMEDIES[name].change(SCRIPT).conditions for name in names] == [[name] for name in names]
-    assert set(CLAIMS.values()) <= set(names)
-    assert set(CLAIMS) >= PROOFS
-    assert set(CLAIMS) <= FINDING_IDS
+    specs = [spec_of(finding) for finding in finding_ids()]
+    assert {name for spec in specs for name in spec.ablations} == set(names)
+    assert {spec.needs for spec in specs if spec.needs} <= set(names)
+    assert all(spec.needs for spec in specs if spec.needs_only)
 
 
 def test_a_scenario_without_a_script_closes_its_own_regions() -> None:

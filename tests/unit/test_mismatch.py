@@ -7,16 +7,17 @@ from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, head, nor
 from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
 
 from dtypedoctor.diagnosis.finding import Confidence, Severity
-from dtypedoctor.diagnosis.ids import FAMILIES
 from dtypedoctor.diagnosis.mismatch.census import Census
 from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of, dtype_named
+from dtypedoctor.diagnosis.registry import by_family
+from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH
 from dtypedoctor.trace.events import Flow, Observation, Replay
 
 
 def test_every_finding_of_the_family_has_an_example() -> None:
     """The table and the list of ids name the same findings."""
-    assert tuple(EXAMPLES) == FAMILIES["dtype-mismatch"]
+    assert tuple(EXAMPLES) == tuple(spec.id for spec in by_family()[DTYPE_MISMATCH])
 
 
 @pytest.mark.parametrize(("name", "example"), EXAMPLES.items(), ids=list(EXAMPLES))

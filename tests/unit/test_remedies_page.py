@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.diagnosis.ids import FINDING_IDS
-from dtypedoctor.diagnosis.prescriptions import BY_FINDING, BY_MODULE
-from dtypedoctor.trials.preferences import PREFER
+from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.trials.remedies import REMEDIES, Remedy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "remedies.md").read_text(encoding="utf-8")
@@ -35,15 +33,14 @@ def test_a_row_says_what_the_remedy_changes_and_whether_it_is_safe(remedy: Remed
 def test_a_row_names_every_finding_that_proposes_the_remedy(remedy: str) -> None:
     """And only findings that there are."""
     named = set(re.findall(r"\[`([\w-]+)`\]", ROWS[remedy]["for"]))
-    proposing = {finding for finding, ids in BY_FINDING.items() if remedy in ids}
-    proposing |= {finding for (finding, _), ids in BY_MODULE.items() if remedy in ids}
-    assert proposing <= named <= set(FINDING_IDS)
+    proposing = {finding for finding in finding_ids() if remedy in spec_of(finding).proposed}
+    assert proposing <= named <= set(finding_ids())
 
 
 def test_the_page_says_when_to_prefer_which() -> None:
     """In the words of the reports, and of every remedy that has such words."""
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|$", PAGE, re.MULTILINE)
-    assert dict(rows) == dict(PREFER)
+    assert dict(rows) == {remedy.id: remedy.prefer for remedy in REMEDIES.values() if remedy.prefer}
 
 
 def test_every_cost_that_was_measured_is_that_of_a_remedy() -> None:

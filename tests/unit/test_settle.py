@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.trials.remedies import REMEDIES
 from dtypedoctor.trials.results import Diagnostic, Outcome, RunSummary, Trial
-from dtypedoctor.trials.settle import COUNTERFACTUALS, settled
+from dtypedoctor.trials.settle import settled
 
 
 def finding(name: str = "quant-state-dtype") -> Finding:
@@ -64,7 +65,7 @@ def test_anything_else_proves_nothing(tried: Trial) -> None:
 
 def test_every_counterfactual_is_a_safe_remedy() -> None:
     """A remedy that may hide a failure cannot prove its cause."""
-    named = {name for names in COUNTERFACTUALS.values() for name in names}
+    named = {name for finding in finding_ids() for name in spec_of(finding).settled_by}
     assert all(REMEDIES[name].safe and not REMEDIES[name].strict for name in named)
 
 

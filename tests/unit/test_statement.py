@@ -3,8 +3,7 @@
 import pytest
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity, most_severe_first
-from dtypedoctor.diagnosis.ids import FINDING_IDS
-from dtypedoctor.diagnosis.references import references_of
+from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.statement import Statement, located
 
 
@@ -26,11 +25,11 @@ def test_what_is_mere_information_proposes_no_remedy() -> None:
     assert located(said(severity=Severity.INFO), phase="forward").remedies == ()
 
 
-@pytest.mark.parametrize("finding", sorted(FINDING_IDS))
+@pytest.mark.parametrize("finding", sorted(finding_ids()))
 def test_every_finding_has_public_references(finding: str) -> None:
     """Whatever detector says it."""
-    assert all(address.startswith("https://github.com/") for address in references_of(finding))
-    assert located(said(finding), phase=None).references == references_of(finding) != ()
+    assert all(address.startswith("https://github.com/") for address in spec_of(finding).references)
+    assert located(said(finding), phase=None).references == spec_of(finding).references != ()
 
 
 def test_findings_are_ordered_by_severity_and_keep_their_order_otherwise() -> None:

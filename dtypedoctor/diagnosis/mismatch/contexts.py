@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, raising_line
 from dtypedoctor.trace.events import Raised
@@ -23,10 +22,9 @@ def context_without_region(trace: Trace) -> Iterator[Finding]:
     found = MISSING.search(raised.message) if raised is not None and raised.type == "AttributeError" else None
     if raised is None or found is None:
         return
-    name = "custom-function-autocast"
     function = found["function"]
     statement = Statement(
-        id=name,
+        id="custom-function-autocast",
         confidence=Confidence.LIKELY,
         summary=f"The backward of {function} asks for the autocast region of its forward, which was not noted.",
         cause=(
@@ -35,6 +33,5 @@ def context_without_region(trace: Trace) -> Iterator[Finding]:
         ),
         evidence=how_the_run_ended(trace),
     )
-    references = ("https://github.com/pytorch/pytorch/issues/132388", *references_of(name))
     finding = located(statement, phase=raised.phase, step=raised.step, source=raising_line(raised))
-    yield replace(finding, references=references)
+    yield replace(finding, references=("https://github.com/pytorch/pytorch/issues/132388", *finding.references))

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.references import references_of
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import QuantState, Subject, plain_dtype
 from dtypedoctor.diagnosis.wording import listed, module_of
@@ -91,5 +90,5 @@ def _float16_kernels(subject: Subject) -> Iterator[Finding]:
         "model that was trained in bfloat16 may leave float16's range there.",
         evidence=(f"quant_method is {method}; the model is loaded as {target}.",),
     )
-    references = ("https://github.com/vllm-project/vllm/issues/1114", *references_of(said.id))
-    yield replace(located(said, phase="static", dtype=target), references=references)
+    found = located(said, phase="static", dtype=target)
+    yield replace(found, references=("https://github.com/vllm-project/vllm/issues/1114", *found.references))

@@ -1,0 +1,84 @@
+"""Every rule there is: the modules of ``dtypedoctor.rules``, which are found by being there."""
+
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib import import_module
+
+from dtypedoctor.diagnosis.rule import FAMILIES, Family, FindingSpec, Rule
+
+__all__ = ["PRECEDENCE", "by_family", "canonical", "finding_ids", "rules", "spec_of", "typed_ids"]
+
+BUILT_IN = "dtypedoctor.rules"
+"""The package whose modules name their rules in ``RULES``. Rules import the diagnosis, so it looks them up when they are first needed."""
+
+PRECEDENCE = (
+    "mismatch", "scaling", "non-finite", "loss-scale", "compilation", "streams", "missing-patches", "stale-autocast-cache", "integer-casts",
+    "rescues", "erased", "gradient-underflow", "update-stall", "router-flips", "logprob-gap", "rounded-positions", "partial-stall",
+    "rotary-tables", "loading",
+)  # fmt: skip
+"""Names of rules: of two findings of one severity, that of the earlier rule comes first. Rules without a place here follow, by name."""
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """Every rule, in the order of precedence."""
+    return in_order(_built_in())
+
+
+def in_order(found: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The rules in the order of precedence."""
+    places = {name: place for place, name in enumerate(PRECEDENCE)}
+    return tuple(sorted(found, key=lambda rule: (places.get(rule.name, len(places)), rule.name)))
+
+
+def _built_in() -> Iterator[Rule]:
+    package = import_module(BUILT_IN)
+    for module in pkgutil.walk_packages(package.__path__, f"{BUILT_IN}."):
+        yield from getattr(import_module(module.name), "RULES", ())
+
+
+@cache
+def _specs() -> Mapping[str, FindingSpec]:
+    """Every spec by its id, in the order of precedence of the rules that find it."""
+    specs: dict[str, FindingSpec] = {}
+    for rule in rules():
+        for spec in rule.specs:
+            specs.setdefault(spec.id, spec)
+    return specs
+
+
+@cache
+def _names() -> Mapping[str, str]:
+    """The id that each id and alias stands for."""
+    return {name: spec.id for spec in _specs().values() for name in (spec.id, *spec.aliases)}
+
+
+def canonical(name: str) -> str:
+    """The finding id that ``name``, an id or an alias, stands for; ``name`` itself where it is neither."""
+    return _names().get(name, name)
+
+
+def spec_of(finding: str) -> FindingSpec:
+    """What is known of the finding with this id or alias; of one that no rule knows, an empty spec."""
+    known = _specs().get(canonical(finding))
+    return known if known is not None else FindingSpec(id=finding, title="", family=_UNKNOWN)
+
+
+_UNKNOWN = Family(id="unknown", label="unknown", title="Unknown", summary="")
+
+
+def finding_ids() -> tuple[str, ...]:
+    """Every finding id, family by family."""
+    return tuple(spec.id for specs in by_family().values() for spec in specs)
+
+
+def typed_ids() -> frozenset[str]:
+    """What a person may type for a finding: every id and every alias."""
+    return frozenset(_names())
+
+
+def by_family() -> Mapping[Family, tuple[FindingSpec, ...]]:
+    """Every spec by its family: the built-in families first, in the order of the documentation's index."""
+    families = dict.fromkeys((*FAMILIES, *(spec.family for spec in _specs().values())))
+    return {family: tuple(spec for spec in _specs().values() if spec.family == family) for family in families}

@@ -1,0 +1,135 @@
+"""What is known of a failure before any run: a :class:`FindingSpec` for each finding id, and a :class:`Rule` that finds it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["FAMILIES", "Detector", "Family", "FindingSpec", "Rule"]
+
+Detector = Callable[[Trace], Iterable[Finding]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Findings that stand together in tables.
+
+    Attributes:
+        id: kebab-case id.
+        label: its name in running text.
+        title: its heading in the index of findings.
+        summary: one sentence below that heading.
+    """
+
+    id: str
+    label: str
+    title: str
+    summary: str
+
+
+DTYPE_MISMATCH = Family(
+    id="dtype-mismatch",
+    label="dtype mismatch",
+    title="Dtype mismatch",
+    summary="An operator raises, or would raise, because two dtypes meet.",
+)
+LOSS_SCALING = Family(
+    id="loss-scaling",
+    label="loss scaling",
+    title="Loss scaling",
+    summary="The gradient scaler raises, or cannot find a scale.",
+)
+NON_FINITE = Family(
+    id="non-finite",
+    label="non-finite",
+    title="Non-finite values",
+    summary="Where the first inf or NaN originates.",
+)
+SILENT = Family(
+    id="silent",
+    label="silent",
+    title="Silent failures",
+    summary="Nothing raises and everything is finite; the result is wrong.",
+)
+COMPILE_AND_LOAD = Family(
+    id="compile-and-load",
+    label="compile and load",
+    title="Compiling and loading",
+    summary="`torch.compile`, CUDA streams and checkpoints.",
+)
+FAMILIES = (DTYPE_MISMATCH, LOSS_SCALING, NON_FINITE, SILENT, COMPILE_AND_LOAD)
+"""The built-in families in the order of the documentation's index."""
+
+OF_ANY_FINDING = ("eager-attention", "compile-off")
+"""Ablations that tell something about any finding of a run that has a fused attention kernel, or compiled code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingSpec:
+    """Everything about one finding id that does not depend on a run.
+
+    Attributes:
+        id: kebab-case id: the same string in YAML, ``report.json``, documentation and file names.
+        title: one line for tables: what goes wrong.
+        family: where it stands in tables.
+        severity: how much it matters as a rule; a detector may say otherwise of a single case.
+        aliases: other names under which a person may type it; reports use the ``id``.
+        references: addresses of public tickets of the same failure, the most telling first.
+        remedies: ids of the remedies to try, best first; empty where nothing can be switched on from outside.
+        remedies_by_class: remedies written for one class of module, by the class's name; they come before ``remedies``.
+        settled_by: remedies that change nothing but the cause which the finding names: one that cures proves the finding. Remedies that
+            cast are not among them: they cure other things too.
+        supported_by: remedies that take away more than that cause: what came of them is worth saying, and proves nothing.
+        ablations: ablations that tell its causes apart, offered where a run has what they take away.
+        fits_wider_dtype: its values may fit in a wider dtype: autocast is suspected only where a region has the finding's own dtype.
+        needs: the ablation that takes away the cause it names: where the run fails without that too, the finding is doubted.
+        needs_only: that ablation takes away nothing besides, so that a run which passes under it proves the finding.
+        in_float32_too: it claims that the dtype is not the cause: a run without autocast that fails in the same place proves it.
+        nonfinite: it names the origin of an inf or NaN, so that magnitudes of the modules around it say something.
+        page: file with the page about it (Markdown with front matter); None for ``docs/findings/ID.md``.
+    """
+
+    id: str
+    title: str
+    family: Family
+    severity: Severity = Severity.ERROR
+    aliases: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()
+    remedies: tuple[str, ...] = ()
+    remedies_by_class: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    settled_by: tuple[str, ...] = ()
+    supported_by: tuple[str, ...] = ()
+    ablations: tuple[str, ...] = OF_ANY_FINDING
+    fits_wider_dtype: bool = False
+    needs: str | None = None
+    needs_only: bool = False
+    in_float32_too: bool = False
+    nonfinite: bool = False
+    page: Path | None = None
+
+    def remedies_for(self, cls: str = "") -> tuple[str, ...]:
+        """Ids of the remedies for a failure that originates in a module of class ``cls``, the most specific first."""
+        return (*self.remedies_by_class.get(cls, ()), *self.remedies)
+
+    @property
+    def proposed(self) -> tuple[str, ...]:
+        """Ids of all remedies, whatever class of module they are for."""
+        return (*(remedy for remedies in self.remedies_by_class.values() for remedy in remedies), *self.remedies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A detector and what it can find.
+
+    Attributes:
+        name: kebab-case name; of two findings of one severity that of the rule which :data:`~dtypedoctor.diagnosis.registry.PRECEDENCE` names
+            first comes first.
+        specs: every finding that ``detect`` may make.
+        detect: reads a trace and gives its findings.
+    """
+
+    name: str
+    specs: tuple[FindingSpec, ...]
+    detect: Detector

@@ -1,0 +1,1 @@
+"""Dtype mismatches."""

@@ -1,0 +1,1 @@
+"""Non-finite values."""

@@ -1,0 +1,15 @@
+"""``stale-cuda-stream``: kernels that are launched on another stream than the current one."""
+
+from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
+from dtypedoctor.diagnosis.streams import detect_stale_streams
+
+SPEC = FindingSpec(
+    id="stale-cuda-stream",
+    title="A kernel is launched on a CUDA stream that was remembered from an earlier call",
+    family=COMPILE_AND_LOAD,
+    references=("https://github.com/thad0ctor/axolotl/pull/25",),
+    remedies=("nf4-stream-per-call",),
+    settled_by=("nf4-stream-per-call",),
+)
+
+RULES = (Rule(name="streams", specs=(SPEC,), detect=detect_stale_streams),)
