@@ -1,5 +1,6 @@
 """The watch changes nothing: what a program may do while it is watched, and what is said where the watch cannot see."""
 
+import errno
 import gc
 import os
 import threading
@@ -19,6 +20,7 @@ from watched import watched
 
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import NotWatched, Root
+from dtypedoctor.trace.lines import Lines
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -78,18 +80,28 @@ def test_an_error_inside_the_instruments_does_not_reach_the_program(
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writing fails from some moment on."""
+    """Writing fails from some moment on: the program gets its gradients, and the trace says that it stopped, and why."""
+    gradients = []
 
     def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def work(_: Instruments) -> None:
-        monkeypatch.setattr(TraceWriter, "_line", full)
+        net, x = Net(), torch.randn(2, 4)
+        net(x)
+        monkeypatch.setattr(Lines, "append", full)
         for _ in range(3):
-            Net()(torch.randn(2, 4)).sum().backward()
-        monkeypatch.undo()
+            net(x).sum().backward()
+            gradients.append(net.first.weight.grad)
+        monkeypatch.undo()  # a disk that has room again: what was lost stays lost
 
-    assert watched(tmp_path, work).usable
+    trace = watched(tmp_path, work)
+    assert [gradient is not None for gradient in gradients] == [True] * 3
+    assert trace.stopped is not None
+    assert trace.stopped.errno == errno.ENOSPC
+    assert trace.stopped.lost > 0
+    assert trace.end is None
+    assert seen(trace) == {"", "first", "second"}  # what was measured before
 
 
 def test_nothing_keeps_a_model_or_its_gradients_alive(tmp_path: Path) -> None:

@@ -163,11 +163,13 @@ def test_tracing_changes_no_result(tmp_path: Path) -> None:
     """Gradients under the op trace are bitwise those without it."""
     net, x = Product(), torch.randn(3, 4)
     net(x).sum().backward()
-    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    expected = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
     trace = watched(tmp_path, lambda _: net(x).sum().backward(), OpWindow(call=1, step=0, until="backward"))
     assert "aten.mm.default" in results(trace)
-    assert all(torch.equal(a, p.grad) for a, p in zip(expected, net.parameters(), strict=True) if p.grad is not None)
+    traced = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    assert expected.keys() == traced.keys() == dict(net.named_parameters()).keys()
+    assert all(torch.equal(expected[name], traced[name]) for name in expected)
 
 
 class Glance(nn.Module):

@@ -67,9 +67,28 @@ def test_updates_that_bfloat16_rounds_away_are_counted_by_a_float32_copy_of_the_
 def test_float32_weights_large_steps_and_a_learning_rate_of_zero_do_not_stall(
     tmp_path: Path, dtype: torch.dtype, lr: float
 ) -> None:
-    """A float32 copy moves where the weight does, and does not where it does not."""
-    work = trained(dtype, lambda p: torch.optim.SGD(p, lr=lr))
-    assert all("weight" not in o.values["parameters"] for o in observed(tmp_path, "updates", work))
+    """A float32 copy moves where the weight does, and does not where it does not; a weight beside it that stalls is told of."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.stalls = nn.LayerNorm(32).to(dtype), nn.LayerNorm(32).bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.to(dtype)).float() + self.stalls(x.bfloat16()).float()
+
+    def work(_: object) -> None:
+        net = Beside()
+        groups = [{"params": net.norm.parameters(), "lr": lr}, {"params": net.stalls.parameters(), "lr": 1e-7}]
+        optimizer = torch.optim.SGD(groups)  # type: ignore[arg-type]
+        for _ in range(3):
+            net(torch.randn(8, 32)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    told = {name for o in observed(tmp_path, "updates", work) for name in o.values["parameters"]}
+    assert "stalls.weight" in told
+    assert "norm.weight" not in told
 
 
 def test_the_real_optimizer_is_as_it_would_be_without_the_check(tmp_path: Path) -> None:

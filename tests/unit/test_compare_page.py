@@ -15,7 +15,7 @@ from traces import TraceBuilder
 from dtypedoctor.report.compare_formats import COMPARISON_RENDERERS, render_comparison
 from dtypedoctor.report.compare_words import headline, reasons
 from dtypedoctor.trace.events import Environment, Header, Metric, ProbeLogProbs, Raised
-from dtypedoctor.trials.comparison import Missing, TraceComparison
+from dtypedoctor.trials.comparison import TraceComparison
 
 
 def shown(found: TraceComparison, width: int = 80) -> str:
@@ -193,7 +193,6 @@ def test_missing_modules_are_named_up_to_a_few_and_then_counted() -> None:
     for number in range(9):
         a.sample(f"extra.{number}", 1.0)
     found = compared(a.build(), three_modules().build())
-    assert all(isinstance(one, Missing) for one in found.missing)
     assert (
         "only in A: 9 modules or parameters, all after the last measurement that both runs have: extra.0, extra.1, extra.2, extra.3, and 5 more"
         in shown(found, 200)

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from figures import PAGE, Code, documented, figures, with_counts
 
-SLACK = 1.02
+SLACK = 1.1
 """Counts of thousands change with every commit; the page states this."""
 
 

@@ -1,7 +1,6 @@
 """Whatever bytes a scenario file holds, loading it ends soon, with a scenario or with a UsageError."""
 
 import re
-import time
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -117,13 +116,11 @@ def _mutate(random: Random, container: Any) -> None:
 
 
 def ends_well(content: bytes) -> Scenario | UsageError:
-    """Loads the content; asserts that the message has the promised form and that it took a moment only."""
+    """Loads the content; asserts that the message has the promised form."""
     with TemporaryDirectory() as directory:
         path = Path(directory) / "example.yaml"
         path.write_bytes(content)
-        began = time.process_time()
         result = _loaded(path)
-        assert time.process_time() - began < 5
         if isinstance(result, UsageError):
             form = re.compile(re.escape(str(path)) + r":(\d+:\d+: .+| and \d+ more mistakes)")
             assert all(form.fullmatch(line) for line in result.message.split("\n")), result.message
@@ -137,27 +134,48 @@ def _loaded(path: Path) -> Scenario | UsageError:
         return refused
 
 
+def survives(text: str) -> None:
+    """As :func:`ends_well`, and what loads can be written and read again."""
+    loaded = ends_well(text.encode())
+    if isinstance(loaded, Scenario):
+        assert ends_well(to_yaml(loaded).encode()) == loaded
+
+
+ANY_BYTES = st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass"))
+SOME = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=3500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
 @given(mutated_bytes())
-@settings(max_examples=3500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@SOME
 def test_a_file_with_mutated_bytes_loads_or_is_refused(content: bytes) -> None:
     """Torn, garbled and hostile files give a message with places, never a traceback, never a hang."""
     ends_well(content)
 
 
 @given(mutated_values())
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@SOME
 def test_a_file_with_mutated_values_loads_or_is_refused(text: str) -> None:
     """Well-formed YAML that is no scenario gives a message with places; what loads can be written and read again."""
-    loaded = ends_well(text.encode())
-    if isinstance(loaded, Scenario):
-        assert ends_well(to_yaml(loaded).encode()) == loaded
+    survives(text)
 
 
-@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
-@settings(max_examples=500, deadline=None)
+@given(ANY_BYTES)
+@SOME
 def test_any_bytes_load_or_are_refused(content: bytes) -> None:
     """The same for files that never were scenarios."""
     ends_well(content)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@given(mutated_bytes(), mutated_values(), ANY_BYTES)
+@MANY
+def test_thousands_of_files_load_or_are_refused(content: bytes, text: str, anything: bytes) -> None:
+    """3,500 of each kind."""
+    ends_well(content)
+    survives(text)
+    ends_well(anything)
 
 
 LARGE = {
@@ -179,5 +197,5 @@ LARGE = {
 
 @pytest.mark.parametrize("text", LARGE.values(), ids=LARGE.keys())
 def test_a_file_as_large_as_allowed_is_refused_soon(text: str) -> None:
-    """Nothing in YAML costs more than its length in time."""
+    """Nothing in YAML costs more than its length in time: one that did would run into the time limit of a test."""
     assert isinstance(ends_well(text.encode()), UsageError)
