@@ -15,7 +15,7 @@ BUILT_IN = "dtypedoctor.rules"
 PRECEDENCE = (
     "mismatch", "scaling", "non-finite", "loss-scale", "compilation", "streams", "missing-patches", "stale-autocast-cache", "integer-casts",
     "rescues", "erased", "gradient-underflow", "update-stall", "router-flips", "logprob-gap", "rounded-positions", "partial-stall",
-    "rotary-tables", "loading",
+    "rotary-tables", "loading", "loaded-dtype", "packed-weights", "trainable-weights", "shard-units", "rotary-weights", "kept-weights",
 )  # fmt: skip
 """Names of rules: of two findings of one severity, that of the earlier rule comes first. Rules without a place here follow, by name."""
 

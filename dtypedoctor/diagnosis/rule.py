@@ -3,13 +3,18 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["FAMILIES", "Detector", "Family", "FindingSpec", "Rule"]
+if TYPE_CHECKING:
+    from dtypedoctor.diagnosis.static.subject import Subject
+
+__all__ = ["FAMILIES", "Detector", "Family", "FindingSpec", "Inspector", "Rule"]
 
 Detector = Callable[[Trace], Iterable[Finding]]
+Inspector = Callable[["Subject"], Iterable[Finding]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,15 +126,17 @@ class FindingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A detector and what it can find.
+    """What finds a failure, in the trace of a run or in a model that has not run, and what it can find.
 
     Attributes:
         name: kebab-case name; of two findings of one severity that of the rule which :data:`~dtypedoctor.diagnosis.registry.PRECEDENCE` names
             first comes first.
-        specs: every finding that ``detect`` may make.
-        detect: reads a trace and gives its findings.
+        specs: every finding that it may make.
+        detect: reads a trace and gives its findings; None for a rule about models alone.
+        inspect: reads what files, or a worker's notes, say of a model, and gives its findings; None for a rule about runs alone.
     """
 
     name: str
     specs: tuple[FindingSpec, ...]
-    detect: Detector
+    detect: Detector | None = None
+    inspect: Inspector | None = None

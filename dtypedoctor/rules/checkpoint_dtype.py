@@ -3,6 +3,7 @@
 from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.diagnosis.loading import detect_loading
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
+from dtypedoctor.diagnosis.static.configured import check_configured
 
 SPEC = FindingSpec(
     id="checkpoint-dtype-mismatch",
@@ -15,4 +16,7 @@ SPEC = FindingSpec(
     ),
 )
 
-RULES = (Rule(name="loading", specs=(SPEC,), detect=detect_loading),)
+RULES = (
+    Rule(name="loading", specs=(SPEC,), detect=detect_loading),
+    Rule(name="loaded-dtype", specs=(SPEC,), inspect=check_configured),
+)

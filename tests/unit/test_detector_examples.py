@@ -7,7 +7,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Confidence
 from dtypedoctor.diagnosis.registry import finding_ids, rules
 
-RULES = {rule.name: rule for rule in rules()}
+RULES = {rule.name: rule for rule in rules() if rule.detect}
 EXAMPLES = [
     pytest.param(detector, finding, example, id=f"{detector}: {finding}")
     for detector, findings in DETECTOR_EXAMPLES.items()
