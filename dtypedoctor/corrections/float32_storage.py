@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtypedoctor._torch_private import parameters_of
 from dtypedoctor.kernels.float32_frames import is_narrow, set_nominal
 
 
@@ -70,7 +71,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, nominal: torch.dtype | None) -> No
 
 def _compute_in_float32(module: nn.Module) -> list[Callable[[], None]]:
     """Lets a 4-bit linear dequantise to float32 and multiply in it; gives what undoes that."""
-    state: Any = getattr(module._parameters.get("weight"), "quant_state", None)
+    state: Any = getattr(parameters_of(module).get("weight"), "quant_state", None)
     if state is None:
         return []
     undo = [_set(state, "dtype", torch.float32)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from dtypedoctor._torch_private import schema_of
 from dtypedoctor.corrections.contract import (
     Correction,
     Installed,
@@ -40,7 +41,7 @@ def install_custom_op(model: nn.Module, modules: Sequence[str]) -> Installed:
         if notify in nf4_ctypes.launches:
             nf4_ctypes.launches.remove(notify)
 
-    schema = torch.ops.dtypedoctor.nf4_dequantize.default._schema
+    schema = schema_of(torch.ops.dtypedoctor.nf4_dequantize.default)
     return replace(installed, undo=undo, proof=f"{installed.proof}; registered as {schema.name}")
 
 

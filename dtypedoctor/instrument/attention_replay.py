@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._pytree import tree_map
 
+from dtypedoctor._torch_private import tree_map, without_autocast
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.schema import Arguments, tensors_of
 from dtypedoctor.instrument.statistics import is_spread, measurable, measure
@@ -104,7 +104,7 @@ class AttentionReplay:
 
     def _replay(self, scores: _Scores, softmax: Ran, values: Ran) -> None:
         found = None
-        with contained(), torch.no_grad(), torch._C._DisableAutocast():  # what cannot be computed again is not judged
+        with contained(), torch.no_grad(), without_autocast():  # what cannot be computed again is not judged
             found = _experiment(scores, softmax, tensors_of(values.arguments)[-1])
         if found is None:
             return

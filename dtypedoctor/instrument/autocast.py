@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import autocast
 
+from dtypedoctor._torch_private import region_is_on
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.trace.events import Observation
@@ -93,7 +94,7 @@ class AutocastLog:
         found = Region(
             device=region.device,
             wanted=str(region.fast_dtype).removeprefix("torch."),
-            enabled=bool(region._enabled),
+            enabled=region_is_on(region),
             source=source_of(sys._getframe(2)),
         )
         self._regions.append(found)

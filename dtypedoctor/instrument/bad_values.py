@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dtypedoctor._torch_private import memory_key
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.naming import dtype_name
@@ -163,7 +164,7 @@ class BadValues:
     def behind(self, tensor: Tensor) -> Bad | None:
         """What is known of the memory of ``tensor``; part of it may well be finite."""
         try:
-            return self._held.get(tensor.untyped_storage()._cdata)
+            return self._held.get(memory_key(tensor.untyped_storage()))
         except (NotImplementedError, RuntimeError):  # sparse tensors and some wrappers have none
             return None
 
@@ -310,7 +311,7 @@ class BadValues:
         for tensor in ran.results:  # written in place: what was bad in there may be gone
             held = self.behind(tensor) is not None
             if held and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
-                self._held.pop(tensor.untyped_storage()._cdata, None)
+                self._held.pop(memory_key(tensor.untyped_storage()), None)
         if record:
             ids = self._ids_of(key, len(ran.results), record)
             self._write(ran, inputs, [_note(t, None, i) for t, i in zip(ran.results, ids, strict=True)])
@@ -336,7 +337,7 @@ class BadValues:
     def _keep(self, tensor: Tensor, bad: Bad) -> None:
         if len(self._held) >= MAX_KEPT:
             self._forget()
-        number = tensor.untyped_storage()._cdata
+        number = memory_key(tensor.untyped_storage())
         before = self._held.get(number)
         if before is not None and not before.used and before.says is None and before.id != bad.id:
             before.used = True  # overwritten by what was computed from it
@@ -407,7 +408,7 @@ def _memory(tensor: Tensor) -> StorageWeakRef:
 
 def _address(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return memory_key(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 

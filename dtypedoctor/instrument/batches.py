@@ -21,8 +21,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from dtypedoctor._torch_private import is_part, raw_stream, version_of
 from dtypedoctor.instrument.device_rows import Asked, Counts, DeviceRows, as_dense
-from dtypedoctor.instrument.recorder import version_of
 from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.unpatched import monotonic, sleep
 
@@ -141,7 +141,7 @@ class Batches:
         stream = self._current_stream()
         if stream not in self._streams:
             self._meet(stream)
-        part = stream != self._home or tensor._base is not None  # all of the memory that it is a part of is kept alive
+        part = stream != self._home or is_part(tensor)  # all of the memory that it is a part of is kept alive
         self._kept += tensor.untyped_storage().nbytes() if part else size
         if gate is not None and gate.stream == stream:
             row = Row(tensor.detach(), version_of(tensor), stream, gate)
@@ -179,7 +179,7 @@ class Batches:
                 tensor = row.tensor
                 if tensor is None:
                     continue
-                if 0 <= row.version != tensor._version or tensor.data_ptr() != row.address:
+                if 0 <= row.version != version_of(tensor) or tensor.data_ptr() != row.address:
                     changed.append(row)
                     row.lost = True
             # The newest first: what has just been written is still in the device's cache, until older tensors push it out.
@@ -284,7 +284,7 @@ def _stream_getter(device: torch.device) -> Callable[[], int]:
     """What tells the handle of the stream that is current on ``device``."""
     if device.type != "cuda":
         return lambda: 0
-    return partial(torch._C._cuda_getCurrentRawStream, device.index)
+    return partial(raw_stream, device.index)
 
 
 def _asked(batch: list[Row]) -> list[Asked]:

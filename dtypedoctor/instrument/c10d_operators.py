@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch import distributed as dist
 
+from dtypedoctor._torch_private import COALESCING, COMPILER
+
 
 class Followed(NamedTuple):
     """An operator: its public name, and which of its arguments are its operands and its results, None where it has none."""
@@ -98,7 +100,7 @@ def _has_failed(work: Any) -> bool:
     return False
 
 
-_BETWEEN = ("dtypedoctor.", "torch._dynamo")
+_BETWEEN = ("dtypedoctor.", COMPILER)
 """Modules whose frames lie between the operator and who has called it."""
 
 
@@ -139,8 +141,9 @@ def follow_works(
     for kind in (dist.Work, *dist.Work.__subclasses__()):
         if "wait" in vars(kind):
             after(kind, "wait", lambda work, _: waited(work))
-    after(dist.ProcessGroup, "_start_coalescing", lambda *_: coalescing())
-    after(dist.ProcessGroup, "_end_coalescing", lambda _, work: coalesced(work))
+    start, end = COALESCING
+    after(dist.ProcessGroup, start, lambda *_: coalescing())
+    after(dist.ProcessGroup, end, lambda _, work: coalesced(work))
 
     def put_back() -> None:
         while undo:

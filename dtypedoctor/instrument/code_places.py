@@ -6,10 +6,8 @@ from weakref import WeakSet
 
 from torch import nn
 
+from dtypedoctor._torch_private import COMPILED_MODULE
 from dtypedoctor.instrument.naming import Names
-
-COMPILED = "_orig_mod"
-"""What ``torch.compile`` calls the module that it wraps."""
 
 
 class CodePlaces:
@@ -38,7 +36,7 @@ class CodePlaces:
                 continue
             self._seen.add(type(child))
             last = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
-            fqn = ".".join(part for part in place[1].split(".") if part != COMPILED)
+            fqn = ".".join(part for part in place[1].split(".") if part != COMPILED_MODULE)
             self._spans.setdefault(code.co_filename, []).append((code.co_firstlineno, last, fqn))
 
     def module_at(self, place: str) -> str | None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from dtypedoctor._torch_private import UNIT_FILE, after_autograd, close_library, uncompiled, unit_fqn, version_of
 from dtypedoctor.instrument.c10d_operators import (
     FOLLOWED,
     SHARED,
@@ -37,10 +38,8 @@ from dtypedoctor.instrument.c10d_operators import (
 from dtypedoctor.instrument.frames import local_of
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
-from dtypedoctor.instrument.operator_mode import COMPILER
 from dtypedoctor.instrument.places import Place
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.recorder import version_of
 from dtypedoctor.instrument.sites import Looks
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.events import Observation
@@ -54,8 +53,6 @@ MAX_PENDING = 64
 MOST_UNREAD = 512
 """Buffers that are remembered before those are looked for of which nothing waits to be measured any more."""
 
-UNIT_FILE = "_fsdp_param_group.py"
-"""Where FSDP2 issues the collectives of a shard unit, outside of every module call in the backward pass."""
 _UNIT_DEPTH = 12
 
 Row = tuple[Place, Looks, Tensor]
@@ -120,7 +117,12 @@ class Collectives:
 
     def start(self) -> None:
         """Begins to watch if the process belongs to a group, or has been started to; cheap to call again."""
-        if self._library is None and dist.is_available() and ("WORLD_SIZE" in os.environ or dist.is_initialized()):
+        if (
+            self._library is None
+            and after_autograd is not None
+            and dist.is_available()
+            and ("WORLD_SIZE" in os.environ or dist.is_initialized())
+        ):
             self._install()
 
     def stop(self) -> None:
@@ -140,7 +142,7 @@ class Collectives:
         if self._library is None:
             return
         self._undo()
-        self._library._destroy()
+        close_library(self._library)
         self._library = None
 
     def settle(self, *, backward_is_over: bool = False) -> None:
@@ -170,23 +172,21 @@ class Collectives:
     def _kernel(self, operator: Any, followed: Followed) -> Callable[..., Any]:
         issued = self._guard.shield(self._issued, "what went into some collectives")
         returned = self._guard.shield(self._returned, "what some collectives returned")
-        following = torch._C._after_ADInplaceOrView_keyset
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if self._inside:  # a torch mode has seen the operator, and calls it anew
-                return operator.redispatch(keyset & following, *args, **kwargs)
+                return operator.redispatch(keyset & after_autograd, *args, **kwargs)
             results: list[Row] = []
             self._inside = True
             try:
                 issued(followed, args, results)
-                answer = operator.redispatch(keyset & following, *args, **kwargs)
+                answer = operator.redispatch(keyset & after_autograd, *args, **kwargs)
                 returned(answer, results)
             finally:
                 self._inside = False
             return answer
 
-        disable: Any = getattr(sys.modules.get(COMPILER), "disable", None)
-        return disable(kernel, recursive=True) if disable is not None else kernel
+        return uncompiled(kernel) or kernel
 
     def _issued(self, followed: Followed, args: tuple[Any, ...], results: list[Row]) -> None:
         """Measures the operands and says where the results will be."""
@@ -275,7 +275,7 @@ class Collectives:
                 break
             frame = following
             if frame.f_code.co_filename.endswith(UNIT_FILE):
-                return 0, str(getattr(local_of(frame, "self"), "_module_fqn", None) or "")
+                return 0, unit_fqn(local_of(frame, "self"))
         stack = self._position.stack
         return (self._names.find(stack[-1]) if stack else None) or (0, "")
 

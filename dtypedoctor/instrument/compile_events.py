@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch._logging._internal as torch_logging
+
+from dtypedoctor._torch_private import FRAME_COMPILER, compiler_counters, load_compiler, log_state, repeat_break_reports
 
 TORCH_DIRECTORY = torch.__path__[0]
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
-LIMIT_LOGGER = "torch._dynamo.convert_frame"
 ARTIFACTS = ("graph_breaks", "recompiles")
 """Logs that are off unless asked for. Dynamo looks for the guard that failed only while the second is on."""
 
@@ -133,19 +133,19 @@ class CompileWatch:
         self._after: dict[str, int] | None = None
 
     def __enter__(self) -> Self:
-        import torch._dynamo.convert_frame  # noqa: F401  (slow to import, and it creates the loggers)
+        load_compiler()
 
         self._after = None
         self._before = _counted()
         for artifact, heard in zip(ARTIFACTS, (self._break_lines, self._recompile_lines), strict=True):
             loggers = [name for name in logging.root.manager.loggerDict if name.endswith(f".__{artifact}")]
-            already_on = torch_logging.log_state.is_artifact_enabled(artifact)
+            already_on = log_state().is_artifact_enabled(artifact)
             if not already_on:
-                torch_logging.log_state.enable_artifact(artifact)
+                log_state().enable_artifact(artifact)
                 self._switched_on.append(artifact)
             for name in loggers:
                 self._listen(logging.getLogger(name), heard, logging.DEBUG, printed=already_on)
-        self._listen(logging.getLogger(LIMIT_LOGGER), self._limit_lines, logging.WARNING, printed=True)
+        self._listen(logging.getLogger(FRAME_COMPILER), self._limit_lines, logging.WARNING, printed=True)
         return self
 
     def __exit__(
@@ -157,7 +157,7 @@ class CompileWatch:
             logger.setLevel(level)
             logger.propagate = propagate
         self._attached.clear()
-        torch_logging.log_state.artifact_names.difference_update(self._switched_on)
+        log_state().artifact_names.difference_update(self._switched_on)
         self._switched_on.clear()
 
     def _listen(self, logger: logging.Logger, heard: list[str], level: int, *, printed: bool) -> None:
@@ -191,16 +191,13 @@ class _Listener(logging.Handler):
         self._heard = heard
 
     def emit(self, record: logging.LogRecord) -> None:
-        from torch._dynamo.utils import reset_graph_break_dup_checker
-
         self._heard.append(record.getMessage())
-        reset_graph_break_dup_checker()  # else only the first of equal breaks would come with its stack
+        repeat_break_reports()  # else only the first of equal breaks would come with its stack
 
 
 def _counted() -> dict[str, int]:
     """Dynamo's counters as they stand."""
-    from torch._dynamo.utils import counters
-
+    counters = compiler_counters()
     return {
         "breaks": sum(counters["graph_break"].values()),
         "unique_graphs": counters["stats"]["unique_graphs"],

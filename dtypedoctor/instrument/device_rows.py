@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dtypedoctor._torch_private import max_norms, without_autocast
 from dtypedoctor.instrument.statistics import is_permuted, without_repeats
 
 Counts = tuple[float, int, int]
@@ -216,9 +217,9 @@ class NormRows:
         self._launched += 1
         row = self._host[self._launched % self._SLOTS]
         row.fill_(self._NOT_YET)
-        with torch.no_grad(), torch._C._DisableAutocast():
-            norms = torch._foreach_norm([tensor for tensor, _ in batch], math.inf, dtype=torch.float32)
-            row[: len(batch)].copy_(torch.stack(norms), non_blocking=True)
+        with torch.no_grad(), without_autocast():
+            norms = max_norms([tensor for tensor, _ in batch])
+            row[: len(batch)].copy_(torch.stack(list(norms)), non_blocking=True)
         return self._launched
 
     def index(self, number: int) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from dtypedoctor._torch_private import schema_of, tree_map, without_autocast
 from dtypedoctor.instrument.identity import TensorIds
 from dtypedoctor.instrument.schema import Arguments, has_out, keep_written, tensors_of, written
 from dtypedoctor.instrument.statistics import measurable
@@ -110,7 +110,7 @@ class Float32Program:
     def _takes_part(self, func: Any, held: dict[int, Tensor], operands: list[Tensor], results: list[Tensor]) -> bool:
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False  # it would draw from the program's random numbers
-        if func._schema.name.split("::")[-1].rstrip("_") in _UNCOMPUTED:
+        if schema_of(func).name.split("::")[-1].rstrip("_") in _UNCOMPUTED:
             return False
         return bool(held) or any(t.dtype in HALF for t in (*operands, *results))
 
@@ -132,7 +132,7 @@ def _run(func: Any, arguments: Arguments, held: dict[int, Tensor]) -> list[Tenso
 
     args, kwargs = tree_map(widened, arguments)
     args, kwargs = keep_written(func, (args, kwargs))
-    with contained() as trial, torch.no_grad(), torch._C._DisableAutocast():
+    with contained() as trial, torch.no_grad(), without_autocast():
         result = func(*args, **kwargs)
     if trial.error is not None:  # an operator without a float32 form: the real value stands for its result
         return None

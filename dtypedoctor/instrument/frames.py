@@ -9,8 +9,9 @@ from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from torch._ops import OpOverload
 from torch.autograd.function import FunctionCtx
+
+from dtypedoctor._torch_private import OpOverload
 
 _NOT_THE_USERS = ("torch.", "dtypedoctor.instrument", "dtypedoctor.worker")
 _PASSING_ON = frozenset({"__torch_function__", "__torch_dispatch__"})

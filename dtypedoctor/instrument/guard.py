@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from dtypedoctor._torch_private import set_grad_enabled
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
@@ -13,7 +14,6 @@ from dtypedoctor.trace.events import FAILED_THERE, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 
 grad_is_enabled = torch.is_grad_enabled
-set_grad_enabled = torch._C._set_grad_enabled
 
 MAX_TOLD = 50
 """Different things that are reported as not watched; a program can have any number of modules."""

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from dtypedoctor._torch_private import memory_key
+
 
 @dataclass(slots=True)
 class _Memory:
@@ -54,9 +56,10 @@ class TensorIds:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and some wrappers have none
             return None
-        found = self._memories.get(storage._cdata)
+        key = memory_key(storage)
+        found = self._memories.get(key)
         if found is None:
-            found = self._memories[storage._cdata] = _Memory(self._new(), StorageWeakRef(storage))
+            found = self._memories[key] = _Memory(self._new(), StorageWeakRef(storage))
         return found
 
     def _new(self) -> int:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from dtypedoctor._torch_private import buffers_of, parameters_of
 from dtypedoctor.trace.events import ParameterNote, Root
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -118,10 +119,10 @@ class Names:
         for number, root in self._living():
             for prefix, module in root.named_modules(remove_duplicate=True):
                 dot = f"{prefix}." if prefix else ""
-                for name, tensor in module._parameters.items():
+                for name, tensor in parameters_of(module).items():
                     if tensor is not None:
                         yield number, dot + name, tensor, module, False
-                for name, buffer in module._buffers.items():
+                for name, buffer in buffers_of(module).items():
                     if buffer is not None:
                         yield number, dot + name, buffer, module, True
 
@@ -159,7 +160,7 @@ def _changed(owner: ref[nn.Module], is_buffer: bool, name: str, dtype: torch.dty
     module = owner()
     if module is None:
         return True
-    tensor: Tensor | None = (module._buffers if is_buffer else module._parameters).get(name)
+    tensor: Tensor | None = (buffers_of(module) if is_buffer else parameters_of(module)).get(name)
     return tensor is None or tensor.dtype is not dtype or tensor.requires_grad is not requires_grad
 
 

@@ -10,7 +10,8 @@ from types import CodeType
 from torch import nn
 from torch.optim import Optimizer
 
-_CALL: CodeType = nn.Module._call_impl.__code__
+from dtypedoctor._torch_private import CALL_CODE, call_is_replaced
+
 _STEP: CodeType = Optimizer.profile_hook_step(lambda self: None).__code__
 
 
@@ -21,10 +22,10 @@ def forget_ended_calls(stack: list[nn.Module], thread: int) -> None:
         stack: modules whose calls have begun, outermost first.
         thread: the thread that they were called in.
     """
-    if nn.Module._call_impl.__code__ is not _CALL:
+    if call_is_replaced():
         return  # somebody has put a function of their own there
     here = thread == get_ident()
-    del stack[max(0, _running(_CALL, thread) - here) :]
+    del stack[max(0, _running(CALL_CODE, thread) - here) :]
 
 
 def steps_running() -> int:

@@ -1,31 +1,24 @@
 """The base of the modes that see operators: the compiler stays out of them, and is not loaded for their sake."""
 
-import sys
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-COMPILER = "torch._dynamo"
+from dtypedoctor._torch_private import DispatchMode, OpOverload, is_composite, modes_on, pop_mode, push_mode, uncompiled
 
 _hidden: set[type] = set()
 
 
-class OperatorMode(TorchDispatchMode):
+class OperatorMode(DispatchMode):
     """A dispatch mode whose own code is never compiled.
 
     torch wraps a mode's ``__torch_dispatch__`` so that Dynamo leaves it alone, and the wrapper imports Dynamo at the first
     operator: more than a second of processor time in a program that compiles nothing. Here the function is wrapped once
     Dynamo has come, which only matters from then on; call :func:`keep_compiler_out` when it comes.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: torch need not wrap what this class wraps itself."""
-        return False
 
     def __enter__(self) -> Self:
         keep_compiler_out()
@@ -34,16 +27,16 @@ class OperatorMode(TorchDispatchMode):
 
     def leave(self) -> None:
         """Takes the mode off, if it is on and wherever it stands: an exception may have kept it on for longer than its block."""
-        if not any(mode is self for mode in _get_current_dispatch_mode_stack()):
+        if not any(mode is self for mode in modes_on()):
             return
         above = []
-        while _get_current_dispatch_mode_stack()[-1] is not self:
-            above.append(_pop_mode())
+        while modes_on()[-1] is not self:
+            above.append(pop_mode())
         try:
             self.__exit__(None, None, None)
         finally:
             for mode in reversed(above):
-                _push_mode(mode)
+                push_mode(mode)
 
     def taken_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator that is made of others by way of these, which this mode sees."""
@@ -65,16 +58,14 @@ def is_whole(func: Any, types: Any, operands: Iterable[Tensor]) -> bool:
 
 @cache
 def _is_composite(func: Any) -> bool:
-    key = "CompositeImplicitAutograd"
-    overload = isinstance(func, torch._ops.OpOverload)
-    return overload and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+    return isinstance(func, OpOverload) and is_composite(func)
 
 
 def keep_compiler_out() -> None:
     """Wraps the modes if Dynamo has been imported; cheap to call again."""
-    disable: Any = getattr(sys.modules.get(COMPILER), "disable", None)  # missing while Dynamo is being imported
-    if disable is None:
-        return
     for mode in set(OperatorMode.__subclasses__()) - _hidden:
+        hidden = uncompiled(mode.__torch_dispatch__)
+        if hidden is None:
+            return
         _hidden.add(mode)
-        mode.__torch_dispatch__ = disable(mode.__torch_dispatch__, recursive=True)  # type: ignore[method-assign]
+        mode.__torch_dispatch__ = hidden  # type: ignore[method-assign]

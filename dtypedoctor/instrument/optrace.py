@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
 
+from dtypedoctor._torch_private import DisableTorchFunction, is_wrapper_subclass, without_modes
 from dtypedoctor.instrument.attention_replay import AttentionReplay, Ran
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.float32_program import HALF, Float32Program, Originals
@@ -130,8 +130,8 @@ class OpTrace(OperatorMode):
         with (
             self._guard.keeping("some operators"),
             self._position.mute(),
-            _disable_current_modes(),
-            torch._C.DisableTorchFunction(),
+            without_modes(),
+            DisableTorchFunction(),
         ):
             yield
 
@@ -142,7 +142,7 @@ class OpTrace(OperatorMode):
         kwargs = dict(kwargs or {})
         if self._position.muted or str(func) in _SKIPPED or self._ops >= MAX_OPS:
             return func(*args, **kwargs)
-        if any(is_traceable_wrapper_subclass_type(one) for one in types):
+        if any(is_wrapper_subclass(one) for one in types):
             return (
                 NotImplemented  # the class computes with the tensors that it wraps, and these operators come here again
             )

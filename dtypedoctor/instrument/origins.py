@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dtypedoctor._torch_private import CALL_CODE, HELD_APART
 from dtypedoctor.instrument.frames import local_of
 from dtypedoctor.instrument.identity import TensorIds
 from dtypedoctor.instrument.naming import Names
@@ -16,7 +17,7 @@ MAX_DEPTH = 4
 MAX_HELD = 2000
 """Values looked at in one search, so that an attribute that is half the program costs nothing."""
 
-_OWN = frozenset({"_parameters", "_buffers", "_modules", "training"})
+_OWN = HELD_APART | {"training"}
 _OPAQUE = (str, bytes, int, float, complex, bool, type, nn.Module)
 
 
@@ -88,7 +89,7 @@ def call_arguments(module: nn.Module) -> tuple[Any, Any]:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and local_of(frame, "self") is module:
+        if frame.f_code.co_name == CALL_CODE.co_name and local_of(frame, "self") is module:
             return local_of(frame, "args") or (), local_of(frame, "kwargs") or {}
         frame = frame.f_back
     return (), {}

@@ -1,12 +1,20 @@
 """Tensors whose values can be read though they are no plain dense ones: of a class of their own, spread, sparse, nested, complex."""
 
-import sys
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
+from dtypedoctor._torch_private import (
+    DisableTorchFunction,
+    is_plain_inside,
+    is_wrapped,
+    jagged_values,
+    kind_of,
+    local_shard,
+    stored_values,
+    unwrapped,
+)
 from dtypedoctor.instrument.statistics import is_spread, measurable, modes_are_on, out_of_their_sight
 
 __all__ = ["Missed", "readable", "values_of", "wants_gradient"]
@@ -37,12 +45,12 @@ def readable(tensor: Tensor) -> Tensor | Missed | None:
     if modes_are_on():
         with out_of_their_sight():
             return readable(tensor)
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with DisableTorchFunction(), torch.no_grad():
         values = _of_class(tensor)
         if isinstance(values, Missed):
             return values
-        while is_functorch_wrapped_tensor(values):
-            values = get_unwrapped(values)
+        while is_wrapped(values):
+            values = unwrapped(values)
         if values.is_meta or not (values.is_floating_point() or values.is_complex()):
             return None
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -60,38 +68,35 @@ def values_of(tensor: Tensor) -> Tensor | None:
 def wants_gradient(tensor: Tensor) -> bool:
     """Whether a gradient of ``tensor`` will come that a hook can see: it is in the graph, and no leaf, where the hook would stay."""
     if type(tensor) is not Tensor:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return tensor.requires_grad and not tensor.is_leaf
-    return not is_functorch_wrapped_tensor(tensor) and tensor.requires_grad and not tensor.is_leaf
+    return not is_wrapped(tensor) and tensor.requires_grad and not tensor.is_leaf
 
 
 def _of_class(tensor: Any) -> Any:
     """The tensor behind one of a class of its own, on no device where there is no data at all; or why it cannot be had."""
-    if is_functorch_wrapped_tensor(tensor):
+    if is_wrapped(tensor):
         return tensor
     if is_spread(tensor):
-        tensor = tensor._local_tensor
+        tensor = local_shard(tensor)
     kind = type(tensor)
-    if kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:
+    if is_plain_inside(kind):
         return Tensor.detach(tensor)
-    if _is(kind, "torch._subclasses.fake_tensor", "FakeTensor"):
+    of_torch = kind_of(kind)
+    if of_torch == "fake":
         return torch.empty(0, device="meta")
-    if _is(kind, "torch.distributed._functional_collectives", "AsyncCollectiveTensor") and tensor.completed:
+    if of_torch == "async" and tensor.completed:
         return _of_class(tensor.elem)
-    if _is(kind, "torch.nested._internal.nested_tensor", "NestedTensor") and tensor._lengths is None:
-        return Tensor.detach(tensor._values)
+    if of_torch == "nested" and (values := jagged_values(tensor)) is not None:
+        return Tensor.detach(values)
     return Missed(kind.__name__, _NOT_PLAIN)
-
-
-def _is(kind: type, module: str, name: str) -> bool:
-    return kind is getattr(sys.modules.get(module), name, None)
 
 
 def _dense(tensor: Tensor) -> Tensor | None:
     if tensor.is_nested:
         tensor = tensor.values()
     elif tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
+        tensor = stored_values(tensor)
     elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         tensor = tensor.values()
     elif tensor.layout is not torch.strided:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtypedoctor._torch_private import buffers_of, children_of, parameters_of
+
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -53,10 +55,10 @@ def recipe(module: nn.Module, tensors: Tensors, *, own: bool, path: str = "weigh
             found = describe(value, None, "")
             if "opaque" not in found:
                 described["attributes"][name] = found
-    for kind, held in (("parameters", module._parameters), ("buffers", module._buffers)):
+    for kind, held in (("parameters", parameters_of(module)), ("buffers", buffers_of(module))):
         for name, tensor in held.items():
             described[kind][name] = _keep(tensor, tensors, f"{path}{name}") if tensor is not None else None
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is None or (own and not _holds_only_modules(child)):
             described["children"][name] = None
         else:

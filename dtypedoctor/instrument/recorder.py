@@ -6,6 +6,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from dtypedoctor._torch_private import version_of
 from dtypedoctor.instrument.places import Place
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.sites import Looks, Sites
@@ -72,14 +73,6 @@ class Recorder(Protocol):
 
     def finish(self) -> None:
         """The run is over: everything measured gets into the trace as far as it can still be had. Never raises."""
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often the tensor was written to in place, -1 where torch does not count."""
-    try:
-        return tensor._version
-    except RuntimeError:  # made in inference mode
-        return -1
 
 
 class ImmediateRecorder:

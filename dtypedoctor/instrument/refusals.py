@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
+from dtypedoctor._torch_private import schema_of, tree_flatten, tree_map
 from dtypedoctor.instrument.replay import run_again
 from dtypedoctor.instrument.schema import Arguments
 from dtypedoctor.instrument.statistics import measurable
@@ -44,7 +44,7 @@ def replay_promotion(writer: TraceWriter, of: int, func: Any, arguments: Argumen
     Returns:
         Whether there was anything to try.
     """
-    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+    if schema_of(func).is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     dtypes = {t.dtype for t in tree_flatten(arguments)[0] if measurable(t)}
     if len({d.itemsize for d in dtypes}) < 2:

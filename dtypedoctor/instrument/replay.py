@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
+from dtypedoctor._torch_private import tree_flatten, tree_map, without_autocast
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.statistics import measurable, measure
 from dtypedoctor.interruptions import contained
@@ -37,7 +37,7 @@ def run_again(
 ) -> None:
     """Runs ``func`` outside of autograd and autocast and records how it went as a replay of op ``of``."""
     args, kwargs = arguments
-    with contained() as trial, torch.no_grad(), torch._C._DisableAutocast():
+    with contained() as trial, torch.no_grad(), without_autocast():
         result = func(*args, **kwargs)
     if trial.error is not None:  # an experiment: whatever goes wrong is its result
         writer.write(

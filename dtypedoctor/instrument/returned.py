@@ -4,15 +4,21 @@ Nearly all calls look like the call of the same module before: one tensor in, on
 these everything but the tensor is known, and a call costs a few microseconds.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.cuda import is_current_stream_capturing
 
+from dtypedoctor._torch_private import (
+    DisableTorchFunction,
+    function_mode_is_on,
+    hook_gradient,
+    is_wrapped,
+    number_of_modes,
+)
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.contents import Contents, contents, tensors_given
 from dtypedoctor.instrument.coverage import Coverage
@@ -31,10 +37,6 @@ from dtypedoctor.trace.writer import TraceWriter
 
 MOST_MISSED = 20
 """Different types of results that are told of because they could not be measured."""
-
-
-function_mode_is_on = torch._C._is_torch_function_mode_enabled
-dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class _Usual(NamedTuple):
@@ -128,7 +130,7 @@ class Returned:
             output: what it returned.
         """
         usual: _Usual | None = place.usual
-        modes = function_mode_is_on() or dispatch_modes()
+        modes = function_mode_is_on() or number_of_modes()
         if usual is None or modes or kwargs or len(args) != 1 or not self._is_usual(usual, args[0], output):
             with out_of_their_sight() if modes or modes_are_on() else nullcontext():
                 self._record_any(module, place, (args, kwargs), output)
@@ -288,24 +290,13 @@ class Returned:
 
 def _lies_there(tensor: Tensor) -> bool:
     """Whether a tensor of a floating-point dtype on a real device is dense, has its data, and is in no transformation."""
-    return tensor.layout is torch.strided and not tensor.is_nested and not is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
 
 
 def _hook_gradient(tensor: Tensor, hook: _Hook) -> None:
-    """Has ``hook`` called with the gradient of ``tensor``, which is no leaf.
-
-    For a plain tensor the same as ``tensor.register_hook(hook)`` without a handle to remove it by, which takes two thirds of the time: the hooks
-    of a tensor are a dictionary, and any key does that is not the number of a handle.
-    """
+    """Has ``hook`` called with the gradient of ``tensor``, which is no leaf."""
     if type(tensor) is not Tensor:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             Tensor.register_hook(tensor, hook)
         return
-    hooks: Any = tensor._backward_hooks
-    if hooks is None and tensor.grad_fn is not None:
-        hooks = tensor._backward_hooks = OrderedDict()
-        tensor.grad_fn._register_hook_dict(tensor)
-    if hooks is None:
-        tensor.register_hook(hook)
-    else:
-        hooks[hook] = hook
+    hook_gradient(tensor, hook)

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dtypedoctor._torch_private import scale_where_it_lies
 from dtypedoctor.instrument.arrivals import Arrivals
 from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.position import Position
@@ -18,8 +19,8 @@ MAX_NAMES = 8
 
 def scale_of(scaler: Any) -> Tensor | float:
     """The loss scale of a gradient scaler where it lies; ``scaler.get_scale()`` would wait for the device."""
-    held = getattr(scaler, "_scale", None)
-    return held if isinstance(held, Tensor) else float(scaler.get_scale())
+    held = scale_where_it_lies(scaler)
+    return held if held is not None else float(scaler.get_scale())
 
 
 class ScalerLog:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtypedoctor._torch_private import schema_of
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 
@@ -43,17 +45,17 @@ def is_unfinished(func: Any) -> bool:
 
 def leaves_memory_as_it_was(func: Any) -> bool:
     """Whether nothing has computed what an operator returns: what is in there was left behind by somebody else."""
-    return func._schema.name.split("::")[-1] in _UNCOMPUTED
+    return schema_of(func).name.split("::")[-1] in _UNCOMPUTED
 
 
 def is_inplace(func: Any) -> bool:
     """Whether the operator writes to its first argument, as ``add_`` does."""
-    return bool(func._schema.name.split("::")[-1].endswith("_")) and func._schema.is_mutable
+    return bool(schema_of(func).name.split("::")[-1].endswith("_")) and schema_of(func).is_mutable
 
 
 def has_out(func: Any) -> bool:
     """Whether the operator fills memory that it is given: an ``out=`` argument, or a tensor where it returns nothing."""
-    schema = func._schema
+    schema = schema_of(func)
     if any(argument.is_out for argument in schema.arguments):
         return True
     given = {argument.name for argument in schema.arguments if str(argument.type) == "Tensor"}
@@ -66,7 +68,7 @@ def written(func: Any, arguments: Arguments) -> list[Tensor]:
     names = _written_names(func)
     if not names:
         return []
-    positions = [argument.name for argument in func._schema.arguments]
+    positions = [argument.name for argument in schema_of(func).arguments]
     found = [value for name, value in zip(positions, args, strict=False) if name in names]
     return tensors_of([*found, *(value for name, value in kwargs.items() if name in names)])
 
@@ -77,7 +79,7 @@ def keep_written(func: Any, arguments: Arguments) -> Arguments:
     if not names:
         return arguments
     args, kwargs = arguments
-    positions = [argument.name for argument in func._schema.arguments]
+    positions = [argument.name for argument in schema_of(func).arguments]
     kept = tuple(
         value.clone() if isinstance(value, Tensor) and i < len(positions) and positions[i] in names else value
         for i, value in enumerate(args)
@@ -91,6 +93,6 @@ def scalars(arguments: Arguments) -> list[str]:
 
 
 def _written_names(func: Any) -> set[str]:
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return set()
-    return {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return {a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write}

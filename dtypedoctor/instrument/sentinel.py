@@ -18,13 +18,25 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from dtypedoctor._torch_private import (
+    COMPILER,
+    MODES_CAN_IGNORE_COMPILED,
+    OpOverload,
+    autograd_node,
+    modes_on,
+    next_sequence_number,
+    number_of_modes,
+    pop_mode,
+    push_mode,
+    schema_of,
+    sequence_number,
+)
 from dtypedoctor.instrument.bad_values import FINITE, BadValues, Ends, Ran, ends_of
 from dtypedoctor.instrument.coverage import Coverage
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.operator_mode import COMPILER, OperatorMode, keep_compiler_out
+from dtypedoctor.instrument.operator_mode import OperatorMode, keep_compiler_out
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.schema import Arguments, is_unfinished, keep_written, tensors_of, written
@@ -185,7 +197,7 @@ class Sentinel(OperatorMode):
             return False
         if position.backward_depth and (position.call or (self._is_thin and self._backwards % EACH)):
             return False
-        return hasattr(TorchDispatchMode, "ignore_compile_internals") or not _compiler_is_there()
+        return MODES_CAN_IGNORE_COMPILED or not _compiler_is_there()
 
     @property
     def _is_thin(self) -> bool:
@@ -194,19 +206,19 @@ class Sentinel(OperatorMode):
 
     def _into_stack(self) -> None:
         keep_compiler_out()
-        self._last_node = torch._C._autograd._get_sequence_nr() - 1
-        if torch._C._len_torch_dispatch_stack() == 0:
-            _push_mode(self)
+        self._last_node = next_sequence_number() - 1
+        if number_of_modes() == 0:
+            push_mode(self)
             self._on = True
             return
         others = self._others()
         if others is None:
             return
         for _ in others:
-            _pop_mode()
-        _push_mode(self)
+            pop_mode()
+        push_mode(self)
         for mode in others:
-            _push_mode(mode)
+            push_mode(mode)
         self._on = True
 
     def off(self) -> None:
@@ -214,21 +226,21 @@ class Sentinel(OperatorMode):
         if not self._on or self._thread != get_ident():
             return
         self._on = False
-        if torch._C._len_torch_dispatch_stack() == 1:
-            _pop_mode()
+        if number_of_modes() == 1:
+            pop_mode()
             return
         others = self._others()
         if others is None:
             self._pauses += 1  # stays on the stack, and only hands on
             return
         for _ in range(len(others) + 1):
-            _pop_mode()
+            pop_mode()
         for mode in others:
-            _push_mode(mode)
+            push_mode(mode)
 
     def _others(self) -> list[Any] | None:
         """The other modes on the stack, bottom first; None where there are some of torch's own, which have their own order."""
-        others = [mode for mode in _get_current_dispatch_mode_stack() if mode is not self]
+        others = [mode for mode in modes_on() if mode is not self]
         return None if any(mode.is_infra_mode() for mode in others) else others
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -257,7 +269,7 @@ class Sentinel(OperatorMode):
         return result
 
     def _plan(self, func: Any) -> _Plan:
-        overload = isinstance(func, torch._ops.OpOverload)
+        overload = isinstance(func, OpOverload)
         plan = _plan_of(func) if overload else _Plan(passes=True)
         self._plans[func] = plan
         return plan
@@ -288,7 +300,7 @@ class Sentinel(OperatorMode):
 
     def _where(self) -> tuple[Line | None, str | None]:
         """The line that an operator belongs to, in a backward pass the one that it differentiates; and the autograd node."""
-        node: Any = torch._C._current_autograd_node()
+        node: Any = autograd_node()
         if node is None:
             line = line_of(sys._getframe(3))
             if line is not None and not self._position.call:
@@ -299,11 +311,11 @@ class Sentinel(OperatorMode):
             node, FunctionCtx
         ):  # the context of a custom function is its node; its backward is the program's own code
             return line_of(sys._getframe(3)), name
-        return self._lines.get(node._sequence_nr()), name
+        return self._lines.get(sequence_number(node)), name
 
     def _remember(self, line: Line) -> None:
         """The node of an operator is made just before the operator itself is dispatched, and takes the number before the next."""
-        number = torch._C._autograd._get_sequence_nr() - 1
+        number = next_sequence_number() - 1
         if number == self._last_node:
             return
         self._last_node = number
@@ -342,13 +354,13 @@ def _results(func: Any, result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result]
     results = tensors_of(result)
-    return results[:1] if func._schema.name.startswith(_KEEPING) else results
+    return results[:1] if schema_of(func).name.startswith(_KEEPING) else results
 
 
 def _plan_of(func: Any) -> _Plan:
     if str(func) == "aten._local_scalar_dense.default":
         return _Plan(reads=True)
-    schema = func._schema
+    schema = schema_of(func)
     if is_unfinished(func) or str(func).startswith(_NOTHING):
         return _Plan(passes=True)
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):

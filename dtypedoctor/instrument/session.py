@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dtypedoctor._torch_private import LOST
 from dtypedoctor.instrument.arrivals import Arrivals
 from dtypedoctor.instrument.autocast import AutocastLog, RegionLog
 from dtypedoctor.instrument.bad_values import BadValues, ends_of
@@ -122,6 +123,8 @@ class Instruments:
         self._phases.start()
         self._phases.follow_generate()
         if self._watch:
+            for what, name in LOST.items():
+                self.guard.tell(what, f"this torch has no {name}")
             self._modules.start()
             self.collectives.start()
             self.sharding.start()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtypedoctor._torch_private import SHARDING_COPIES, unit_policy
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import dtype_name
@@ -49,7 +50,7 @@ class ShardCalls:
             return
         original = sharding.fully_shard
         wrapped = self._before_fully_shard(original)
-        for name in (SHARDING, f"{SHARDING}._fully_shard", "torch.distributed._composable.fsdp"):
+        for name in (SHARDING, *SHARDING_COPIES):
             owner = sys.modules.get(name)
             if getattr(owner, "fully_shard", None) is original:
                 self._replace(owner, "fully_shard", wrapped)
@@ -125,13 +126,12 @@ def shard_units(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, unit in units.items():
         prefix = f"{name}." if name else ""
         named = [(prefix + own, parameter) for own, parameter in _own_parameters(unit)]
-        state = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
         yield (
             name,
             {
                 "dtypes": _by_dtype(named),
                 "trainable": _by_dtype((own, p) for own, p in named if p.requires_grad),
-                **_dtypes_of(getattr(state, "_mp_policy", None)),
+                **_dtypes_of(unit_policy(unit)),
             },
         )
 

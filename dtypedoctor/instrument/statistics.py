@@ -2,14 +2,27 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from dtypedoctor._torch_private import (
+    COMPILER,
+    DisableTorchFunction,
+    function_mode_is_on,
+    is_wrapped,
+    local_shard,
+    number_of_modes,
+    outside_of_transformations,
+    set_frame_callback,
+    transformation,
+    without_autocast,
+    without_modes,
+)
 
 Named = tuple[str, Tensor]
 """A tensor and its path in the structure that it was found in."""
@@ -49,7 +62,7 @@ def measurable(value: object) -> bool:
     return (
         type(value) in _DENSE_TYPES
         and isinstance(value, Tensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        and not is_wrapped(value)
         and value.is_floating_point()
         and value.dtype not in _PACKED
         and value.layout is torch.strided
@@ -68,7 +81,7 @@ def real_of(tensor: Tensor) -> Tensor:
 
 def local_part(value: Any) -> Any:
     """What this process holds of a tensor that is spread over several; anything else as it is. Never communicates."""
-    return value._local_tensor if is_spread(value) else value
+    return local_shard(value) if is_spread(value) else value
 
 
 def is_spread(value: object) -> bool:
@@ -147,11 +160,7 @@ def is_permuted(tensor: Tensor) -> bool:
 
 def modes_are_on() -> bool:
     """Whether torch modes are on (the program's own, a default device, ``vmap``): they must not see what the doctor computes."""
-    return (
-        torch._C._is_torch_function_mode_enabled()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return function_mode_is_on() or number_of_modes() > 0 or transformation() is not None
 
 
 @contextmanager
@@ -161,23 +170,14 @@ def out_of_their_sight() -> Iterator[None]:
     Dynamo leaves alone what runs under a dispatch mode. Once the modes are off, it would compile the doctor's own functions in the
     program's name, where a call is made inside of a region that it runs uncompiled.
     """
-    frames: Any = torch._C._dynamo.eval_frame if "torch._dynamo" in sys.modules else None
-    callback = frames.set_eval_frame(None) if frames is not None else None
+    compiles = COMPILER in sys.modules
+    callback = set_frame_callback(None) if compiles else None
     try:
-        with _outside_of_transformations(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        with outside_of_transformations(), without_modes(), DisableTorchFunction():
             yield
     finally:
-        if frames is not None:
-            frames.set_eval_frame(callback)
-
-
-def _outside_of_transformations() -> AbstractContextManager[object]:
-    """Inside, tensors that are no ``vmap`` or ``grad`` tensors are computed with as they are."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # loaded already: it made the stack
-
-    return temporarily_clear_interpreter_stack()
+        if compiles:
+            set_frame_callback(callback)
 
 
 def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,7 +210,7 @@ def _extent(tensor: Tensor, low: float, high: float) -> Extent:
 
 def _count(tensor: Tensor) -> Extent:
     times = tensor.numel() // without_repeats(tensor).numel()
-    with torch._C._DisableAutocast():
+    with without_autocast():
         found = _stacked(map(_counts, pieces(tensor)))
     nan, posinf, neginf = (int(number) * times for number in found[:, 1:].sum(0).tolist())
     return Extent(absmax=float(found[:, 0].max()), num_nan=nan, num_posinf=posinf, num_neginf=neginf)

@@ -18,9 +18,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from dtypedoctor._torch_private import version_of
 from dtypedoctor.instrument.batches import Batches, Row
 from dtypedoctor.instrument.device_rows import Counts, DeviceRows
-from dtypedoctor.instrument.recorder import Rows, Source, version_of
+from dtypedoctor.instrument.recorder import Rows, Source
 from dtypedoctor.instrument.sites import Looks, Sites
 from dtypedoctor.instrument.statistics import Named, modes_are_on, out_of_their_sight
 from dtypedoctor.trace.events import NotWatched
@@ -163,7 +164,7 @@ class StreamRecorder:
     def _known_row(self, tensor: Tensor) -> Row | None:
         """The row of a tensor that was handed over before: a container usually returns what its last child returned."""
         row = self._known.get(id(tensor))
-        if row is None or row.held is None or row.held() is not tensor or 0 <= row.version != tensor._version:
+        if row is None or row.held is None or row.held() is not tensor or 0 <= row.version != version_of(tensor):
             return None
         return row
 

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.coverage import Coverage
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.opaque import being_recorded
 from dtypedoctor.instrument.open_calls import forget_ended_calls
-from dtypedoctor.instrument.own_hooks import hide_from_compiler, remove_hooks
 from dtypedoctor.instrument.places import Place, Places
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.recorder import When
@@ -95,11 +95,13 @@ class ModuleWatch:
                 self._guard.shield(self._leave, "what some modules returned"), with_kwargs=True, always_call=True
             ),
         ]
-        self._reveal = hide_from_compiler(self._handles)
+        self._reveal = count_no_global_hook_of(frozenset(handle.id for handle in self._handles))
 
     def stop(self) -> None:
         """Stops watching; everything measured so far gets into the trace."""
-        remove_hooks(self._handles)
+        for handle in self._handles:
+            handle.remove()
+            forget_global_hook(handle.id)
         self._handles = []
         if self._reveal is not None:
             self._reveal()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtypedoctor._torch_private import without_autocast
 from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.statistics import measurable
@@ -178,7 +179,7 @@ def _fits(operand: Tensor, state: Any) -> bool:
 
 def _relative_error(operand: Tensor, packed: _Packed) -> float:
     """Norm of the difference over the norm of the weight, over the elements that are compared; inf where it is not finite."""
-    with torch.no_grad(), torch._C._DisableAutocast():
+    with torch.no_grad(), without_autocast():
         if packed.sample is None:
             packed.sample = _decoded(packed.weight, packed.state)
         sample, shape = packed.sample, tuple(packed.state.shape)

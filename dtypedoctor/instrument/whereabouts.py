@@ -6,6 +6,7 @@ from types import FrameType
 import torch
 from torch.autograd.function import FunctionCtx
 
+from dtypedoctor._torch_private import autograd_node, context_facts, next_sequence_number, sequence_number
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.frames import function_context, function_name, source_of
 from dtypedoctor.instrument.naming import Names
@@ -60,7 +61,7 @@ class Whereabouts:
         """The place of the operator that is called from ``frame`` on a tensor of ``device``."""
         autocast = self._autocast.dtype(device)
         source = source_of(frame)
-        node = torch._C._current_autograd_node()
+        node = autograd_node()
         if node is not None and not self._position.stack:
             return self._in_backward(node, source, autocast)
         context = function_context(frame)
@@ -68,9 +69,9 @@ class Whereabouts:
         root, fqn = self._module()
         place = OpPlace(root=root, fqn=fqn, source=source, function=function, autocast=autocast)
         if context is not None:
-            self._origins.setdefault(context._sequence_nr(), place)  # type: ignore[attr-defined]  # a node too
+            self._origins.setdefault(sequence_number(context), place)  # a node too
         # an operator's node is made just before the operator itself is dispatched, and takes the number before the next
-        self._origins.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+        self._origins.setdefault(next_sequence_number() - 1, place)
         return place
 
     def _module(self) -> tuple[int, str]:
@@ -79,10 +80,10 @@ class Whereabouts:
         return found if found is not None else (OUTSIDE, "")
 
     def _in_backward(self, node: torch.autograd.graph.Node, source: str | None, autocast: str | None) -> OpPlace:
-        made = self._origins.get(node._sequence_nr(), _NOWHERE)
+        made = self._origins.get(sequence_number(node), _NOWHERE)
         context = node if isinstance(node, FunctionCtx) else None  # the context of a custom function is its node
-        if context is not None and node._sequence_nr() not in self._noted:
-            self._noted.add(node._sequence_nr())
+        if context is not None and sequence_number(node) not in self._noted:
+            self._noted.add(sequence_number(node))
             self._note(context, made)
         return OpPlace(
             root=made.root,
@@ -93,11 +94,12 @@ class Whereabouts:
         )
 
     def _note(self, context: FunctionCtx, made: OpPlace) -> None:
-        dtype = getattr(context, "_dtype", None)
+        facts = context_facts(context)
+        dtype = facts["ctx_dtype"]
         values = {
             "function": function_name(context),
-            "decorated": hasattr(context, "_fwd_used_autocast"),
-            "fwd_used_autocast": getattr(context, "_fwd_used_autocast", None),
+            "decorated": facts["decorated"],
+            "fwd_used_autocast": facts["fwd_used_autocast"],
             "ctx_dtype": str(dtype).removeprefix("torch.") if dtype is not None else None,
             "forward_autocast": made.autocast,
             "forward_source": made.source,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dtypedoctor._torch_private import graph_task, qualified_name
 from dtypedoctor.kernels.counters import Counters
 
 HALF = frozenset({torch.float16, torch.bfloat16})
@@ -141,7 +142,7 @@ class CallNotes:
 
         If so, and if ``arguments`` has as many tensors as were noted, its float32 tensors get their nominal dtypes again.
         """
-        if self._dtypes is None or torch._C._current_graph_task_id() == -1:
+        if self._dtypes is None or graph_task() == -1:
             return False
         tensors = _inside(arguments)
         if len(tensors) != len(self._dtypes):
@@ -200,8 +201,7 @@ class Float32Frame(TorchFunctionMode):
 
 
 def _is_foreign(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "_qualified_op_name", None) or getattr(func, "namespace", "aten")
-    return str(name).split("::")[0] not in ("aten", "prims")
+    return qualified_name(func).split("::")[0] not in ("aten", "prims")
 
 
 def _is_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:

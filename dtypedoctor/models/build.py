@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import set_seed
 
+from dtypedoctor._torch_private import buffers_of, is_persistent
 from dtypedoctor.errors import UsageError
 from dtypedoctor.models.builtin import BUILTINS, builder_arguments
 from dtypedoctor.models.float32_twin import widen
@@ -148,9 +149,9 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
                 parameter.data = parameter.data.to(dtype)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                module._buffers[name] = buffer.to(dtype)
+        for name, buffer in buffers_of(module).items():
+            if buffer is not None and buffer.is_floating_point() and is_persistent(module, name):
+                buffers_of(module)[name] = buffer.to(dtype)
 
 
 def _scale(model: nn.Module, outlier: Outlier) -> None:

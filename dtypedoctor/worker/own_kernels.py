@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from dtypedoctor._torch_private import defined_operators
+
 WHY = "what it reads and writes passes no operator of torch; what watched modules return was watched"
 
 _TRITON = "triton.runtime.jit"
@@ -46,7 +48,7 @@ def own_kernels(libraries: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 def _operators() -> Iterator[str]:
     """Namespace of each operator that was defined from Python and is not torch's own."""
-    for name in getattr(torch.library, "_defs", ()):
+    for name in defined_operators():
         namespace = str(name).partition("::")[0]
         if namespace not in _TORCHS_NAMESPACES and not namespace.startswith("_"):
             yield namespace

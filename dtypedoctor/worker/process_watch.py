@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.op_windows import OpWindow
-from dtypedoctor.instrument.operator_mode import COMPILER as DYNAMO
 from dtypedoctor.instrument.operator_mode import keep_compiler_out
 from dtypedoctor.instrument.position import FOR_GOOD
 from dtypedoctor.instrument.session import Instruments
@@ -25,8 +25,6 @@ from dtypedoctor.worker.on_import import after_import
 from dtypedoctor.worker.own_kernels import own_kernels
 from dtypedoctor.worker.resources import peak_resident, resident
 
-COMPILER = "torch._dynamo.convert_frame"
-"""Imported by torch when something is compiled for the first time."""
 PRETRAINED = "transformers.modeling_utils"
 """Holds ``from_pretrained``, which may run before any module is called."""
 GENERATION = "transformers.generation.utils"
@@ -67,8 +65,8 @@ class ProcessWatch:
         self._running = True
         instruments.start()
         self._waiting = [
-            after_import(COMPILER, self._compiler_is_there),
-            after_import(DYNAMO, self._keep_compiler_out),
+            after_import(FRAME_COMPILER, self._compiler_is_there),
+            after_import(COMPILER, self._keep_compiler_out),
             after_import(PRETRAINED, instruments.silent.follow_pretrained),
             after_import(GENERATION, instruments.phases.follow_generate),
             after_import(SHARDING, instruments.sharding.follow),

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from dtypedoctor._torch_private import schema_of, tree_map
 from dtypedoctor.instrument.headroom import bytes_of, fits
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.schema import leaves_memory_as_it_was, scalars, tensors_of
@@ -189,7 +189,7 @@ def _widened(shadows: dict[int, Tensor], value: Any) -> Any:
 
 
 def _squares(seen: Seen) -> bool:
-    name = seen.func._schema.name.removeprefix("aten::").rstrip("_")
+    name = schema_of(seen.func).name.removeprefix("aten::").rstrip("_")
     operands = seen.operands
     if name == "pow":
         return any(text in ("2", "2.0") for text in scalars(seen.arguments))

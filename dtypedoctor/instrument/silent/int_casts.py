@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtypedoctor._torch_private import schema_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.schema import tensors_of
 from dtypedoctor.instrument.silent.look import Seen
@@ -93,7 +94,7 @@ class IntegerCasts:
         used = [cast for cast in (self._casts.get(seen.number(t)) for t in operands) if cast is not None]
         if not used:
             return
-        name = seen.func._schema.name.removeprefix("aten::")
+        name = schema_of(seen.func).name.removeprefix("aten::")
         numbers = any(measurable(t) for t in seen.results)
         for cast in used:
             if name in _INDEXING:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dtypedoctor._torch_private import CAST
 from dtypedoctor.instrument.float32_program import SMALL, Originals
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import dtype_name
@@ -87,12 +88,14 @@ class LoadingCheck:
 
     def _follow_casts(self) -> None:
         """Wraps what ``half()`` and ``to(dtype)`` of a module come to."""
-        original = nn.Module._apply
+        original = getattr(nn.Module, CAST, None)
+        if original is None:
+            return
         begin = self._guard.shield(self._before_cast, "what casting a module has rounded")
         end = self._guard.shield(self._after_cast, "what casting a module has rounded")
 
         @functools.wraps(original)
-        def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._is_applying:  # the modules inside of it
                 return original(module, *args, **kwargs)
             self._is_applying = True
@@ -104,8 +107,8 @@ class LoadingCheck:
             finally:
                 self._is_applying = False
 
-        setattr(nn.Module, "_apply", _apply)  # noqa: B010
-        self._undo.append(lambda: setattr(nn.Module, "_apply", original))
+        setattr(nn.Module, CAST, apply)
+        self._undo.append(lambda: setattr(nn.Module, CAST, original))
 
     def _before_cast(self, module: nn.Module) -> None:
         with self._position.mute(), torch.no_grad():

@@ -13,12 +13,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
 
+from dtypedoctor._torch_private import (
+    MODES_CAN_IGNORE_COMPILED,
+    DisableTorchFunction,
+    OpOverload,
+    modes_on,
+    transformation,
+    without_autocast,
+    without_modes,
+)
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.headroom import bytes_of, fits
 from dtypedoctor.instrument.identity import TensorIds
@@ -140,9 +144,9 @@ class _Mode(OperatorMode):
         with (
             self._guard.keeping("some operators in a routine look"),
             self._position.mute(),
-            _disable_current_modes(),
-            torch._C.DisableTorchFunction(),
-            torch._C._DisableAutocast(),
+            without_modes(),
+            DisableTorchFunction(),
+            without_autocast(),
             torch.no_grad(),
         ):
             yield
@@ -152,7 +156,7 @@ class _Mode(OperatorMode):
     ) -> Any:
         """Runs ``func`` as it is and shows it to the checks."""
         kwargs = dict(kwargs or {})
-        if self._position.muted or not isinstance(func, torch._ops.OpOverload) or str(func) in _SKIPPED:
+        if self._position.muted or not isinstance(func, OpOverload) or str(func) in _SKIPPED:
             return func(*args, **kwargs)
         if is_unfinished(func) or any(map(is_spread, tensors_of((args, kwargs)))):
             return func(*args, **kwargs)
@@ -197,10 +201,10 @@ def _is_looked_at(number: int) -> bool:
 
 def _may_look(module: nn.Module) -> bool:
     """Whether a look would change nothing: not under modes of the program's own, and only where compiled code ignores it."""
-    if not all(type(mode).__module__.startswith("dtypedoctor.") for mode in _get_current_dispatch_mode_stack()):
+    if not all(type(mode).__module__.startswith("dtypedoctor.") for mode in modes_on()):
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if transformation() is not None:
         return False
     if being_recorded() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return False
-    return hasattr(TorchDispatchMode, "ignore_compile_internals") or not why_opaque(module)
+    return MODES_CAN_IGNORE_COMPILED or not why_opaque(module)

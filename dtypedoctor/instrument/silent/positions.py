@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtypedoctor._torch_private import schema_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.notes import Notes
@@ -48,7 +49,7 @@ class RoundedPositions:
 
     def saw(self, seen: Seen) -> None:
         """Notes positions that are rounded, follows views of them, and tells of the first arithmetic with them."""
-        name = seen.func._schema.name.removeprefix("aten::").rstrip("_")
+        name = schema_of(seen.func).name.removeprefix("aten::").rstrip("_")
         if self._rounded:
             self._note_use(seen, name)
         if name in _MAKERS and seen.results and measurable(seen.results[0]) and seen.results[0].dtype in HALF:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtypedoctor._torch_private import saved_by
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
@@ -76,7 +77,7 @@ def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float
     while level and len(seen) < MAX_NODES:
         for node in level:
             if node.name().startswith("ClampBackward") and (bounds := _around_one(node)) and _is_ratio(_made_by(node)):
-                yield node._saved_self, bounds
+                yield saved_by(node, "self"), bounds
         level = list(
             dict.fromkeys(n for node in level for n, _ in node.next_functions if n is not None and n not in seen)
         )
@@ -84,7 +85,7 @@ def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float
 
 
 def _around_one(clamp: Any) -> tuple[float, float] | None:
-    low, high = getattr(clamp, "_saved_min", None), getattr(clamp, "_saved_max", None)
+    low, high = saved_by(clamp, "min"), saved_by(clamp, "max")
     if not isinstance(low, int | float) or not isinstance(high, int | float):
         return None
     return (float(low), float(high)) if 0 <= low < 1 < high < 100 else None
@@ -107,8 +108,11 @@ def _made_by(node: Any) -> Any:
     return node.next_functions[0][0] if node.next_functions else None
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def _is_random(module: nn.Module) -> bool:
     if not module.training:
         return False
     drops = (getattr(module, name, None) for name in _AT_RANDOM)
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) or any(isinstance(p, float) and p > 0 for p in drops)
+    return isinstance(module, _BATCH_NORMS) or any(isinstance(p, float) and p > 0 for p in drops)

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from dtypedoctor._torch_private import buffers_of
 from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.look import Seen
@@ -105,7 +106,7 @@ class RotaryTables:
 def _was_cast(held: _Held) -> bool:
     owner, name, dtype = held
     module = owner()
-    buffer = module._buffers.get(name) if module is not None else None
+    buffer = buffers_of(module).get(name) if module is not None else None
     return buffer is not None and buffer.dtype is not dtype
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from dtypedoctor._torch_private import tree_map
 from dtypedoctor.instrument.headroom import bytes_of, fits
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.schema import tensors_of

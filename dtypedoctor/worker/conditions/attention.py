@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dtypedoctor._torch_private import attention_choice
 from dtypedoctor.worker.conditions.contract import Condition, TookEffect
 from dtypedoctor.worker.conditions.patching import replaced
 
@@ -33,7 +34,7 @@ def _in_steps(took_effect: TookEffect) -> Iterator[None]:
 
 def _would_be_fused(*args: Any, **kwargs: Any) -> bool:
     with suppress(RuntimeError, TypeError):  # operands that are refused are refused by the call itself
-        return bool(torch._fused_sdp_choice(*args, **kwargs) != SDPBackend.MATH.value)
+        return bool(attention_choice(*args, **kwargs) != SDPBackend.MATH.value)
     return False
 
 

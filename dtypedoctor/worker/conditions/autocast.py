@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.amp.autocast_mode import autocast
 
+from dtypedoctor._torch_private import region_is_on, set_region
 from dtypedoctor.worker.conditions.contract import Condition, TookEffect
 from dtypedoctor.worker.conditions.patching import replaced
 
@@ -21,8 +22,8 @@ def _off(took_effect: TookEffect) -> Iterator[None]:
 
     @wraps(enter)
     def __enter__(region: autocast) -> Any:  # noqa: N807
-        wanted.setdefault(region, []).append(region._enabled)
-        region._enabled = False
+        wanted.setdefault(region, []).append(region_is_on(region))
+        set_region(region, False)
         entered = enter(region)
         asked = wanted[region][-1]
         if asked and not torch.is_autocast_enabled(region.device):
@@ -34,7 +35,7 @@ def _off(took_effect: TookEffect) -> Iterator[None]:
         """A region can be entered again: a decorator's is, at each call."""
         left = leave(region, *how)
         if wanted.get(region):
-            region._enabled = wanted[region].pop()
+            set_region(region, wanted[region].pop())
         return left
 
     with replaced(autocast, "__enter__", __enter__), replaced(autocast, "__exit__", __exit__):

@@ -7,26 +7,26 @@ from typing import Any
 
 import torch
 
+from dtypedoctor._torch_private import COMPILER, asked_for_compiled
 from dtypedoctor.worker.conditions.contract import Condition, TookEffect
 from dtypedoctor.worker.conditions.patching import replaced
 
 
 @contextmanager
 def _forced_eager(took_effect: TookEffect) -> Iterator[None]:
-    from torch._dynamo import eval_frame
-
-    ask = eval_frame._callback_from_stance
+    owner, name = asked_for_compiled()
+    ask = getattr(owner, name)
 
     @wraps(ask)
-    def _callback_from_stance(callback: Any) -> Any:
+    def chosen(callback: Any) -> Any:
         """torch asks this whenever a compiled function is entered; the answer None means that its Python code runs."""
-        chosen = ask(callback)
-        if callback not in (None, False) and chosen is None:
+        answer = ask(callback)
+        if callback not in (None, False) and answer is None:
             took_effect()
-        return chosen
+        return answer
 
     with (
-        replaced(eval_frame, "_callback_from_stance", _callback_from_stance),
+        replaced(owner, name, chosen),
         torch.compiler.set_stance("force_eager"),
     ):
         yield
@@ -34,6 +34,6 @@ def _forced_eager(took_effect: TookEffect) -> Iterator[None]:
 
 COMPILE_OFF = Condition(
     id="compile-off",
-    switches={"torch._dynamo": _forced_eager},
+    switches={COMPILER: _forced_eager},
     without_effect="nothing that torch.compile has made was called",
 )

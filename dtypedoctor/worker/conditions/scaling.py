@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.amp import GradScaler
 
+from dtypedoctor._torch_private import SCALER_BEGINS, fix_scale
 from dtypedoctor.worker.conditions.contract import Condition, TookEffect
 from dtypedoctor.worker.conditions.patching import replaced
 
@@ -15,7 +16,7 @@ from dtypedoctor.worker.conditions.patching import replaced
 @contextmanager
 def _at_one(took_effect: TookEffect) -> Iterator[None]:
     build, load, update = GradScaler.__init__, GradScaler.load_state_dict, GradScaler.update
-    begin = GradScaler._lazy_init_scale_growth_tracker
+    begin = getattr(GradScaler, SCALER_BEGINS)
 
     @wraps(build)
     def __init__(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -28,7 +29,7 @@ def _at_one(took_effect: TookEffect) -> Iterator[None]:
         _pin(scaler)
 
     @wraps(begin)
-    def _lazy_init_scale_growth_tracker(scaler: GradScaler, *args: Any) -> None:
+    def begin_at_one(scaler: GradScaler, *args: Any) -> None:
         begin(scaler, *args)  # called once by each scaler that is used: its scale is 1 from here on
         took_effect()
 
@@ -40,18 +41,15 @@ def _at_one(took_effect: TookEffect) -> Iterator[None]:
     with (
         replaced(GradScaler, "__init__", __init__),
         replaced(GradScaler, "load_state_dict", load_state_dict),
-        replaced(GradScaler, "_lazy_init_scale_growth_tracker", _lazy_init_scale_growth_tracker),
+        replaced(GradScaler, SCALER_BEGINS, begin_at_one),
         replaced(GradScaler, "update", update_),
     ):
         yield
 
 
 def _pin(scaler: GradScaler) -> None:
-    if not scaler.is_enabled():
-        return
-    scaler._init_scale = scaler._growth_factor = scaler._backoff_factor = 1.0
-    if scaler._scale is not None:
-        scaler._scale.fill_(1.0)
+    if scaler.is_enabled():
+        fix_scale(scaler, 1.0)
 
 
 LOSS_SCALE_ONE = Condition(

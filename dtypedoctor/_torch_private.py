@@ -1,0 +1,485 @@
+"""Every private name of torch that this package uses, once.
+
+Private is what torch may rename without a word: a name below ``torch`` with a component that begins with an underscore (``torch._C``,
+``torch.utils._python_dispatch``, also where its documentation mentions it), and such an attribute of one of its objects (``tensor._version``).
+Names of operators (``aten._foreach_norm``) are the dispatcher's, of which checkpoints and exported programs depend, and stand where they
+are needed. Nothing else in the package may name them (``tests/unit/test_one_private_module.py``), and all of them are tried on the torch that is
+installed (``tests/instrument/test_torch_private.py``).
+
+All were seen on torch 2.9.1 and 2.13.0. What has a fallback says so; a name that is gone without one is in :data:`LOST`, and each trace
+says what was not watched for it. What stands under *Needed* has neither: without it this module cannot be imported, and the worker says
+which name it misses. Nothing here imports Dynamo, but for functions that say so.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import attrgetter
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _current_autograd_node, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+from torch._C._autograd import _get_sequence_nr
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch.amp import GradScaler
+from torch.nn.modules import module as _modules
+from torch.utils import _python_dispatch, _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
+
+LOST: dict[str, str] = {}
+"""Private names that this torch has not, by what goes unwatched for it."""
+
+
+def _optional(path: str, lost: str | None, otherwise: Any = None) -> Any:
+    """What stands at ``path`` below torch; ``otherwise`` where it is gone, which is told as ``lost`` (None: nothing is lost)."""
+    try:
+        return attrgetter(path)(torch)
+    except AttributeError:
+        if lost is not None:
+            LOST[lost] = path
+        return otherwise
+
+
+# Needed: modes, and what runs under them -----------------------------------------------------------------------------------------------
+
+
+class DispatchMode(_TorchDispatchMode):
+    """A mode that sees operators, and that torch does not wrap for Dynamo's sake: see :class:`.operator_mode.OperatorMode`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch need not wrap what a subclass wraps itself. 2.9.1 wraps no mode, and does not ask."""
+        return False
+
+
+OpOverload = torch._ops.OpOverload
+"""The class of operators with their signature, as a dispatch mode gets them."""
+DisableTorchFunction = torch._C.DisableTorchFunction
+"""Inside, no ``__torch_function__`` is asked, of a mode or of a class of tensors."""
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
+"""A structure of lists, tuples and dicts with a function of each of its leaves."""
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
+"""The leaves of a structure, and its form."""
+
+MODES_CAN_IGNORE_COMPILED = hasattr(_TorchDispatchMode, "ignore_compile_internals")
+"""Whether a mode can be left on while compiled code runs; else modes watch nothing that may be compiled."""
+
+modes_on: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+"""The dispatch modes that are on in this thread, bottom first."""
+pop_mode: Callable[[], Any] = _python_dispatch._pop_mode
+"""Takes the topmost dispatch mode off."""
+push_mode: Callable[[Any], None] = _python_dispatch._push_mode
+"""Puts a dispatch mode on top."""
+without_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
+"""Inside, no dispatch mode sees anything."""
+number_of_modes: Callable[[], int] = _len_torch_dispatch_stack
+"""How many dispatch modes are on in this thread."""
+function_mode_is_on: Callable[[], bool] = _is_torch_function_mode_enabled
+"""Whether a ``TorchFunctionMode`` is on in this thread."""
+is_wrapped: Callable[[Any], bool] = is_functorch_wrapped_tensor
+"""Whether a tensor belongs to a transformation: ``vmap``, ``grad``."""
+transformation: Callable[[], Any] = peek_interpreter_stack
+"""The innermost transformation that the code runs in; None outside of all."""
+unwrapped: Callable[[Any], Tensor] = get_unwrapped
+"""What is behind one level of a tensor of a transformation."""
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""The signature of an operator."""
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+"""The parameters that a module holds itself: what it changes, and also those that are None."""
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+"""The buffers that a module holds itself: what it changes, and also those that are None."""
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""The modules that a module holds itself, and also those that are None."""
+HELD_APART = frozenset({"_parameters", "_buffers", "_modules"})
+"""Attributes of a module in which those are."""
+next_sequence_number: Callable[[], int] = _get_sequence_nr
+"""The number that the next autograd node takes."""
+autograd_node: Callable[[], Any] = _current_autograd_node
+"""The autograd node whose backward runs in this thread; None outside of backward passes."""
+is_wrapper_subclass: Callable[[type], bool] = _python_dispatch.is_traceable_wrapper_subclass_type
+"""Whether a class of tensors wraps others, by which the compiler can take it apart."""
+
+
+def outside_of_transformations() -> AbstractContextManager[object]:
+    """Inside, tensors that are no ``vmap`` or ``grad`` tensors are computed with as they are."""
+    if peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # loaded already: it made the stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def sequence_number(node: Any) -> int:
+    """The number of an autograd node, by which a backward operator is known as that of a forward one."""
+    number: int = node._sequence_nr()
+    return number
+
+
+# With a fallback: settings of the thread ------------------------------------------------------------------------------------------------
+
+set_grad_enabled: Callable[[bool], Any] = _optional("_C._set_grad_enabled", None, torch.set_grad_enabled)
+"""Switches autograd on or off. Without it by the public class, which does more."""
+
+
+@contextmanager
+def _autocast_off() -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+without_autocast: Callable[[], AbstractContextManager[Any]] = _optional("_C._DisableAutocast", None, _autocast_off)
+"""Inside, nothing is autocast. Without it by regions that are off, for CPU and CUDA."""
+
+graph_task: Callable[[], int] = _optional(
+    "_C._current_graph_task_id", "recomputed calls of the fp32 replay of a function", lambda: -1
+)
+"""Number of the backward pass that runs in this thread, -1 outside of all."""
+
+tracing_state: Callable[[], Any] = _optional("_C._get_tracing_state", None, lambda: torch.jit.is_tracing() or None)  # type: ignore[attr-defined]
+"""What ``torch.jit.trace`` writes to while it is at work, else None."""
+
+
+def _current_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+raw_stream: Callable[[int], int] = _optional("_C._cuda_getCurrentRawStream", None, _current_stream)
+"""Handle of the stream that is current on a CUDA device. Builds without CUDA have none. Without it by the public object, which is slower."""
+
+
+# With a fallback: tensors ---------------------------------------------------------------------------------------------------------------
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written to in place; -1 where torch does not count: in inference mode, or without the name."""
+    try:
+        return tensor._version
+    except (RuntimeError, AttributeError):
+        return -1
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of another. False without the name: then memory that is kept alive is counted too low."""
+    return getattr(tensor, "_base", None) is not None
+
+
+memory_key: Callable[[Any], int] = (
+    attrgetter("_cdata") if hasattr(torch.UntypedStorage, "_cdata") else torch.UntypedStorage.data_ptr
+)
+"""A number that is one storage's as long as it lives. Without the name its address, which empty storages share."""
+
+
+def local_shard(tensor: Any) -> Tensor:
+    """What this process holds of a DTensor, without a place in the autograd graph; without the name ``to_local()``, which has one."""
+    local: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor.to_local().detach()
+    return local
+
+
+def stored_values(tensor: Tensor) -> Tensor:
+    """The values that a sparse COO tensor stores, coalesced or not; without the name those of a coalesced copy."""
+    return tensor._values() if hasattr(tensor, "_values") else tensor.coalesce().values()
+
+
+def jagged_values(tensor: Any) -> Tensor | None:
+    """The memory behind a jagged nested tensor where all of it is used; None where it has holes, or without the names."""
+    return getattr(tensor, "_values", None) if getattr(tensor, "_lengths", tensor) is None else None
+
+
+def kind_of(cls: type) -> str:
+    """Which of torch's own classes of tensors ``cls`` is: ``fake``, ``async``, ``nested``; empty for another, and without the names."""
+    for kind, (module, name) in _CLASSES.items():
+        if cls is getattr(sys.modules.get(module), name, None):
+            return kind
+    return ""
+
+
+_CLASSES = {
+    "fake": ("torch._subclasses.fake_tensor", "FakeTensor"),
+    "async": ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
+    "nested": ("torch.nested._internal.nested_tensor", "NestedTensor"),
+}
+
+_without_dispatch = _optional(
+    "_C._disabled_torch_dispatch_impl", "tensors of classes that only add to torch's", object()
+)
+
+
+def is_plain_inside(cls: type) -> bool:
+    """Whether a class of tensors leaves operators to torch, so that its values are plain memory. False without the name."""
+    return cls.__torch_dispatch__ is _without_dispatch  # type: ignore[attr-defined]
+
+
+def max_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The largest magnitude of each tensor, as float32, in as few kernels as can be; without the name in one each."""
+    if hasattr(torch, "_foreach_norm"):
+        return torch._foreach_norm(list(tensors), float("inf"), dtype=torch.float32)
+    return [torch.linalg.vector_norm(tensor, float("inf"), dtype=torch.float32) for tensor in tensors]
+
+
+def hook_gradient(tensor: Tensor, hook: Any) -> None:
+    """Has ``hook`` called with the gradient of a plain tensor that is no leaf.
+
+    The same as ``tensor.register_hook(hook)`` without a handle to remove it by, which takes two thirds of the time: the hooks of a tensor
+    are a dictionary, and any key does that is not the number of a handle. Without the names it is that.
+    """
+    hooks: Any = getattr(tensor, "_backward_hooks", None)
+    if hooks is None and hasattr(tensor.grad_fn, "_register_hook_dict") and hasattr(tensor, "_backward_hooks"):
+        hooks = tensor._backward_hooks = OrderedDict()
+        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+    if hooks is None:
+        tensor.register_hook(hook)
+    else:
+        hooks[hook] = hook
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """What an autograd node keeps of an argument of its operator; None where it keeps none of that name, or without the names."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+# With a fallback: modules ---------------------------------------------------------------------------------------------------------------
+
+COMPILED_MODULE = "_orig_mod"
+"""Under which name ``torch.compile`` holds the module that it wraps. Where that changes, fqns of compiled modules hold the new name."""
+
+_call: Any = _optional("nn.Module._call_impl", None, nn.Module.__call__)
+CALL_CODE: CodeType = _call.__code__
+"""The code that runs the hooks and the forward of a module. Without the name that of ``__call__``."""
+
+
+def call_is_replaced() -> bool:
+    """Whether somebody has put a function of their own in the place of that."""
+    return getattr(nn.Module, "_call_impl", nn.Module.__call__).__code__ is not CALL_CODE
+
+
+CAST = "_apply"
+"""Method of a module that ``half()`` and ``to(dtype)`` come to."""
+if not hasattr(nn.Module, CAST):
+    LOST["what casting a module has rounded"] = f"nn.Module.{CAST}"
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Whether a state dict holds this buffer of the module; True of all without the name."""
+    return buffer not in getattr(module, "_non_persistent_buffers_set", ())
+
+
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
+def count_no_global_hook_of(own: frozenset[int]) -> Callable[[], None]:
+    """Lets torch count none of these global module hooks when it asks whether there are any, to warn that compiled modules run them.
+
+    Without the names torch warns.
+
+    Args:
+        own: numbers of the handles.
+
+    Returns:
+        What takes this back.
+    """
+    original = getattr(_modules, "_has_any_global_hook", None)
+    if original is None:
+        return lambda: None
+
+    def others() -> bool:
+        return any(set(getattr(_modules, name, ())) - own for name in _GLOBAL_HOOKS)
+
+    _modules._has_any_global_hook = others
+
+    def undo() -> None:
+        _modules._has_any_global_hook = original
+
+    return undo
+
+
+def forget_global_hook(number: int) -> None:
+    """Removes what torch 2.13 keeps of a removed global hook: that it takes keyword arguments. Nothing to do without the name."""
+    getattr(_modules, "_global_forward_hooks_with_kwargs", {}).pop(number, None)
+
+
+# With a fallback: autocast, gradient scaling, attention ---------------------------------------------------------------------------------
+
+
+def region_is_on(region: torch.autocast) -> bool:
+    """Whether an autocast region casts. True without the name."""
+    return bool(getattr(region, "_enabled", True))
+
+
+def set_region(region: torch.autocast, on: bool) -> None:
+    """Has an autocast region cast or not when it is entered next. Without the name nothing changes, so the condition takes no effect."""
+    region._enabled = on
+
+
+def scale_where_it_lies(scaler: Any) -> Tensor | None:
+    """The loss scale of a gradient scaler on its device; None where it has none yet, and without the name."""
+    held = getattr(scaler, "_scale", None)
+    return held if isinstance(held, Tensor) else None
+
+
+SCALER_BEGINS = "_lazy_init_scale_growth_tracker"
+"""Method of a gradient scaler that it calls when it is first used."""
+
+
+def fix_scale(scaler: GradScaler, scale: float) -> None:
+    """Sets the loss scale, and has it neither grow nor shrink. Without the names the scale stays: the condition takes no effect."""
+    scaler._init_scale = scale
+    scaler._growth_factor = scaler._backoff_factor = 1.0
+    if (held := scale_where_it_lies(scaler)) is not None:
+        held.fill_(scale)
+
+
+def context_facts(context: Any) -> dict[str, Any]:
+    """What ``custom_fwd`` has left in the context of a custom function.
+
+    ``decorated`` (it is around the forward), ``fwd_used_autocast`` and ``ctx_dtype`` (a dtype), None where it has left nothing. Without
+    the names no function counts as decorated.
+    """
+    return {
+        "decorated": hasattr(context, "_fwd_used_autocast"),
+        "fwd_used_autocast": getattr(context, "_fwd_used_autocast", None),
+        "ctx_dtype": getattr(context, "_dtype", None),
+    }
+
+
+attention_choice: Callable[..., int] = _optional("_fused_sdp_choice", None, lambda *_, **__: -1)
+"""Which implementation ``scaled_dot_product_attention`` chooses for its arguments, by number. Without it all count as fused."""
+
+
+# With a fallback: operators and collectives ---------------------------------------------------------------------------------------------
+
+_has_kernel = _optional(
+    "_C._dispatch_has_kernel_for_dispatch_key", "operators in inference mode, inside of others", None
+)
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether an operator is made of others. False without the name: then such an operator stays whole in inference mode."""
+    return _has_kernel is not None and _has_kernel(operator.name(), "CompositeImplicitAutograd")
+
+
+after_autograd: Any = _optional("_C._after_ADInplaceOrView_keyset", "collectives between processes", None)
+"""What a kernel below autograd hands an operator on to. None without the name."""
+
+
+def close_library(library: torch.library.Library) -> None:
+    """Takes the kernels of a library away again. Without the name they stay until the library is collected."""
+    getattr(library, "_destroy", lambda: None)()
+
+
+COALESCING = ("_start_coalescing", "_end_coalescing")
+"""Methods of a process group around collectives that are issued together. Without them these are not followed."""
+
+SHARDING_COPIES = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
+"""Modules that hold ``fully_shard`` besides the public one. Where one is gone, it holds nothing that had to be followed."""
+UNIT_FILE = "_fsdp_param_group.py"
+"""File of FSDP2 that issues the collectives of a unit. Where it is gone, they are named by the module that runs."""
+
+
+def unit_fqn(group: Any) -> str:
+    """Dotted name of an FSDP2 unit, of its group of parameters; empty without the name."""
+    return str(getattr(group, "_module_fqn", None) or "")
+
+
+def unit_policy(unit: Any) -> Any:
+    """The mixed-precision policy of an FSDP2 unit; None without the names."""
+    state = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
+    return getattr(state, "_mp_policy", None)
+
+
+def defined_operators() -> Sequence[str]:
+    """Qualified names of the operators that were defined from Python; empty without the name."""
+    return tuple(getattr(torch.library, "_defs", ()))
+
+
+def qualified_name(function: Any) -> str:
+    """``namespace::name`` of a custom operator, or the namespace of another one; ``aten`` for a function, and without the name."""
+    return str(getattr(function, "_qualified_op_name", None) or getattr(function, "namespace", "aten"))
+
+
+# With a fallback: the compiler ----------------------------------------------------------------------------------------------------------
+
+COMPILER = "torch._dynamo"
+"""Dynamo, imported by torch when something is about to be compiled. Where it is called otherwise, nothing is known of compiled code."""
+FRAME_COMPILER = "torch._dynamo.convert_frame"
+"""The part of it that torch imports when something is compiled for the first time; also the name of a logger of its."""
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` makes of one. False without the names."""
+    kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """``function`` as Dynamo leaves it alone; None where Dynamo has not been imported, or is being."""
+    disable: Any = getattr(sys.modules.get(COMPILER), "disable", None)
+    return disable(function, recursive=True) if disable is not None else None
+
+
+set_frame_callback: Callable[[Any], Any] = _optional("_C._dynamo.eval_frame.set_eval_frame", None, lambda _: None)
+"""Sets what Dynamo does with each frame, None for nothing, and returns what it was. Without it Dynamo may compile the doctor's own functions."""
+
+
+def load_compiler() -> None:
+    """Imports Dynamo, which takes a second and creates its loggers. Only for code that compiles.
+
+    Raises:
+        ImportError: it is gone.
+    """
+    import torch._dynamo.convert_frame  # noqa: F401
+
+
+def compiler_counters() -> Any:
+    """Dynamo's counters, by group and name. Imports Dynamo.
+
+    Raises:
+        ImportError: they are gone; what the compiler gave up on is not counted then.
+    """
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def repeat_break_reports() -> None:
+    """Has Dynamo report the next graph break with its stack, though an equal one was reported before. Imports Dynamo.
+
+    Raises:
+        ImportError: the name is gone.
+    """
+    from torch._dynamo.utils import reset_graph_break_dup_checker
+
+    reset_graph_break_dup_checker()
+
+
+def log_state() -> Any:
+    """Which logs of torch are on.
+
+    Raises:
+        ImportError: the name is gone; what the compiler gave up on is not counted then.
+    """
+    from torch._logging._internal import log_state as state
+
+    return state
+
+
+def asked_for_compiled() -> tuple[Any, str]:
+    """The module and the name of the function that torch asks whenever a compiled function is entered: imports Dynamo.
+
+    Raises:
+        AttributeError: it is gone; the condition ``compile-off`` cannot be told to have taken effect then.
+    """
+    from torch._dynamo import eval_frame
+
+    name = "_callback_from_stance"
+    getattr(eval_frame, name)
+    return eval_frame, name
