@@ -114,10 +114,10 @@ def _standard_input() -> str:
         raise UsageError(f"standard input: not Python source text: {error}", "Save it as UTF-8.") from error
 
 
-def _known(remedies: list[str]) -> frozenset[str]:
-    from dtypedoctor.trials.remedies import REMEDIES
+def _known(wanted: list[str]) -> frozenset[str]:
+    from dtypedoctor.trials.remedies import remedies
 
-    for name in remedies:
-        if name not in REMEDIES:
-            raise UsageError(f"--try: there is no remedy {name!r}", f"Known: {', '.join(REMEDIES)}.")
-    return frozenset(remedies)
+    for name in wanted:
+        if name not in remedies():
+            raise UsageError(f"--try: there is no remedy {name!r}", f"Known: {', '.join(remedies())}.")
+    return frozenset(wanted)

@@ -51,6 +51,7 @@ def main() -> None:
     """Runs the command line and exits with the code that DESIGN gives each outcome, whether or not anybody reads what it prints."""
     with standard_streams():
         code = _outcome()
+    _name_plugins_left_out()
     sys.exit(code)
 
 
@@ -78,6 +79,13 @@ def _unexpected(error: Exception) -> int:
     print(paragraphs(traceback.format_exc(), _LONGEST), file=sys.stderr)
     _complain(f"dtypedoctor itself failed: {type(error).__name__}: {error}", "Please report this with the lines above.")
     return int(ExitCode.INTERNAL)
+
+
+def _name_plugins_left_out() -> None:
+    """Names the plug-ins that this command has tried to use and could not; it imports nothing to do so."""
+    plugins = sys.modules.get("dtypedoctor.plugins")
+    for one in plugins.left_out() if plugins is not None else ():
+        _complain(f"{one.what} is not used: {one.why}", "")
 
 
 def _complain(message: str, hint: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """The formats of ``dtypedoctor.report.renderers``, named here so that ``--help`` need not import them all."""
+    """The formats that come with dtypedoctor, named here so that ``--help`` need not import them all."""
 
     TERMINAL = "terminal"
     MD = "md"
@@ -43,13 +43,22 @@ def report(
             metavar="RUN",
         ),
     ],
-    format: Annotated[Format, typer.Option("--format", "-f", help="What to print.")] = Format.TERMINAL,
+    format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            "-f",
+            metavar=f"[{'|'.join(Format)}]",
+            autocompletion=lambda: list(Format),
+            help="What to print: one of these, or the name of a plug-in's format.",
+        ),
+    ] = Format.TERMINAL,
 ) -> None:
     """Print the report of a finished run."""
     from dtypedoctor.cli.console import console_for
     from dtypedoctor.report.files import read_matrix
     from dtypedoctor.report.gallery import with_pictures
-    from dtypedoctor.report.renderers import RENDERERS
+    from dtypedoctor.report.renderers import renderer_of
     from dtypedoctor.report.saved import report_of
     from dtypedoctor.report.terminal import render_terminal
 
@@ -59,31 +68,25 @@ def report(
         _print_matrix(several, format)
         return
     found = report_of(run)
-    if format is Format.TERMINAL:
+    if format == Format.TERMINAL:
         render_terminal(found, console_for(sys.stdout))
         return
-    if format is Format.HTML:
+    if format == Format.HTML:
         found = with_pictures(found, run if run.is_dir() else run.parent)
-    _write(RENDERERS[format.value](found))
+    _write(renderer_of(format)(found))
 
 
-def _print_matrix(several: "tuple[list[MatrixRow], list[Report]]", format: Format) -> None:
+def _print_matrix(several: "tuple[list[MatrixRow], list[Report]]", format: str) -> None:
     """Several scenarios as one table or one document."""
     from dtypedoctor.cli.console import console_for
     from dtypedoctor.report.matrix_table import render_matrix
-    from dtypedoctor.report.renderers import MERGED
+    from dtypedoctor.report.renderers import merger_of
 
     rows, reports = several
-    if format is Format.TERMINAL:
+    if format == Format.TERMINAL:
         render_matrix(rows, console_for(sys.stdout))
-    elif format.value in MERGED:
-        _write(MERGED[format.value](reports))
     else:
-        names = ", ".join(row.scenario for row in rows[:4] if row.report is not None)
-        raise UsageError(
-            f"--format {format.value}: several scenarios have no common report",
-            f"Name one of them, e.g. the folder of {names or 'a scenario'}, or use --format {' or '.join(MERGED)}.",
-        )
+        _write(merger_of(format)(reports))
 
 
 def _write(text: str) -> None:

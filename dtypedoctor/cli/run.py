@@ -51,7 +51,14 @@ def run(
     ] = None,
     allow_code: Annotated[bool, typer.Option("--allow-code", help="Run code that a stranger's file names.")] = False,
     format: Annotated[
-        Format, typer.Option("--format", "-f", help="What to print at the end: for a person, or for a CI.")
+        str,
+        typer.Option(
+            "--format",
+            "-f",
+            metavar=f"[{'|'.join(Format)}]",
+            autocompletion=lambda: list(Format),
+            help="What to print at the end: for a person, for a CI, or in a plug-in's format.",
+        ),
     ] = Format.TERMINAL,
 ) -> int:
     """Run scenarios: before, diagnosis, every proposed remedy, and the reference.
@@ -65,12 +72,13 @@ def run(
     from dtypedoctor.cli.standard_streams import write_document
     from dtypedoctor.cli.treating import treat_scenario
     from dtypedoctor.report.matrix_table import render_matrix
-    from dtypedoctor.report.renderers import MERGED
+    from dtypedoctor.report.renderers import merger_of
     from dtypedoctor.report.terminal import render_terminal
     from dtypedoctor.runner.directories import new_directory
     from dtypedoctor.scenario.overrides import override
     from dtypedoctor.trials.treatment import Plan
 
+    document = None if format == Format.TERMINAL else merger_of(format)
     plan = Plan(remedies=not no_remedies)
     loaded = [
         override(one, model=model, dtype=dtype, device=device, seed=seed, processes=nproc, watch_every=watch_every)
@@ -78,14 +86,14 @@ def run(
     ]
     if len(loaded) == 1 and not Path(scenarios[0]).is_dir():
         report = treat_scenario(loaded[0], new_directory(out, loaded[0].name), plan)
-        if format is Format.TERMINAL:
+        if document is None:
             render_terminal(report, console_for(sys.stdout))
         else:
-            write_document(MERGED[format.value]([report]))
+            write_document(document([report]))
         return exit_code(report)
     rows, reports = treat_all(loaded, new_directory(out, "scenarios"), plan)
-    if format is Format.TERMINAL:
+    if document is None:
         render_matrix(rows, console_for(sys.stdout))
     else:
-        write_document(MERGED[format.value](reports))
+        write_document(document(reports))
     return matrix_exit(rows)

@@ -7,7 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from dtypedoctor.errors import UsageError
 from dtypedoctor.kernels.counters import Counters
+from dtypedoctor.plugins import Correction, known, registered, resolve
+
+__all__ = ["Counters", "Installed", "TargetMismatchError", "put_in", "replace_attribute", "require_signature"]
 
 
 class TargetMismatchError(Exception):
@@ -31,20 +35,22 @@ class Installed:
     counters: Counters = field(default_factory=Counters)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """A corrective kernel that can be put into a live model.
+def put_in(name: str, model: nn.Module, modules: Sequence[str]) -> Installed:
+    """Installs the registered correction of this id in ``model``.
 
-    Attributes:
-        id: kebab-case id, used in ``corrections:`` of a scenario.
-        summary: what it changes, one sentence.
-        install: takes the model and the dotted module names of the scenario's entry (often unused); raises
-            :class:`TargetMismatchError` where the target is not the code it was written for.
+    Raises:
+        UsageError: no correction has this id, or its code cannot be imported.
+        TargetMismatchError: the code is not what the correction was written for; the model is as it was.
     """
-
-    id: str
-    summary: str
-    install: Callable[[nn.Module, Sequence[str]], Installed]
+    correction = registered(Correction).get(name)
+    if correction is None:
+        raise UsageError(f"there is no correction {name!r}", known(Correction))
+    try:
+        install = resolve(correction.install)
+    except ImportError as error:
+        raise UsageError(f"correction {name}: cannot import {correction.install}: {error}") from error
+    installed: Installed = install(model, modules)
+    return installed
 
 
 def require_signature(function: Callable[..., Any], expected: Sequence[str], target: str) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtypedoctor.corrections.contract import Correction, Installed, TargetMismatchError
+from dtypedoctor.corrections.contract import Installed, TargetMismatchError
 from dtypedoctor.corrections.kernel_swap import swapping
 from dtypedoctor.kernels import dequantize, fused_lora
 from dtypedoctor.kernels.counters import Counters
 
 
-def _install_quant_state_dtype(model: nn.Module, modules: Sequence[str]) -> Installed:
+def install_quant_state_dtype(model: nn.Module, modules: Sequence[str]) -> Installed:
     """Sets ``quant_state.dtype`` of every packed weight to the dtype of the activations, that of the input embedding.
 
     ``hits`` is the number of quantisation states that were changed.
@@ -57,43 +57,20 @@ def _quant_states(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-FUSED_LORA = (
-    Correction(
-        id="cast-after-dequantize",
-        summary="Casts the dequantised weight and the base product of a LoRA projection to the activations' dtype.",
-        install=swapping(fused_lora, lora_matmul=fused_lora.lora_matmul_cast_after_dequantize),
-    ),
-    Correction(
-        id="quant-state-dtype",
-        summary="Sets quant_state.dtype of every packed weight to the dtype of the activations.",
-        install=_install_quant_state_dtype,
-    ),
-    Correction(
-        id="backward-autocast-off",
-        summary="Runs the hand-written backward passes without autocast, gradients and weights cast to the input's dtype.",
-        install=swapping(
-            fused_lora,
-            run_backward=fused_lora.run_backward_without_autocast,
-            backward_weight=fused_lora.backward_weight_cast,
-        ),
-    ),
-    Correction(
-        id="out-of-place-addmm",
-        summary="Adds the LoRA products out of place, where autocast reaches them.",
-        install=swapping(fused_lora, accumulate=fused_lora.accumulate_out_of_place),
-    ),
-    Correction(
-        id="decode-in-input-dtype",
-        summary="Runs the projections of a single new token in the activations' dtype, without autocast or packed kernel.",
-        install=swapping(fused_lora, decode_linear=fused_lora.decode_linear_in_input_dtype),
-    ),
-    Correction(
-        id="strict",
-        summary="Raises where weight, quantisation state, activations and autocast disagree, instead of casting.",
-        install=swapping(
-            fused_lora,
-            dense_weight=fused_lora.strict_dense_weight,
-            packed_gemv=fused_lora.strict_packed_gemv,
-        ),
-    ),
+install_cast_after_dequantize = swapping(fused_lora, lora_matmul=fused_lora.lora_matmul_cast_after_dequantize)
+
+install_backward_autocast_off = swapping(
+    fused_lora,
+    run_backward=fused_lora.run_backward_without_autocast,
+    backward_weight=fused_lora.backward_weight_cast,
+)
+
+install_out_of_place_addmm = swapping(fused_lora, accumulate=fused_lora.accumulate_out_of_place)
+
+install_decode_in_input_dtype = swapping(fused_lora, decode_linear=fused_lora.decode_linear_in_input_dtype)
+
+install_strict = swapping(
+    fused_lora,
+    dense_weight=fused_lora.strict_dense_weight,
+    packed_gemv=fused_lora.strict_packed_gemv,
 )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor.corrections.contract import (
-    Correction,
     Installed,
     TargetMismatchError,
     replace_attribute,
@@ -106,49 +105,37 @@ def _attention(original: Forward, counters: Counters) -> Forward:
     return forward
 
 
-MLP_FLOAT32_PRODUCT = Correction(
-    id="gemma4-mlp-float32-product",
-    summary="Computes act(gate) * up of Gemma-4's MLP in float32 and holds it within ±65280 before down_proj.",
-    install=_replacing(
-        _Target(name="Gemma4TextMLP", signature=("self", "x"), parts=("gate_proj", "up_proj", "down_proj", "act_fn")),
-        _mlp,
-    ),
+install_mlp_float32_product = _replacing(
+    _Target(name="Gemma4TextMLP", signature=("self", "x"), parts=("gate_proj", "up_proj", "down_proj", "act_fn")),
+    _mlp,
 )
 
-RMS_NORM_FLOAT32 = Correction(
-    id="gemma4-rms-norm-float32",
-    summary="Computes Gemma-4's RMSNorm and its scale in float32 and holds the result within ±65280.",
-    install=_replacing(
-        _Target(name="Gemma4RMSNorm", signature=("self", "hidden_states"), parts=("with_scale", "eps")), _rms_norm
-    ),
+install_rms_norm_float32 = _replacing(
+    _Target(name="Gemma4RMSNorm", signature=("self", "hidden_states"), parts=("with_scale", "eps")), _rms_norm
 )
 
-SCALED_EMBEDDING_FLOAT32 = Correction(
-    id="gemma4-scaled-embedding-float32",
-    summary="Multiplies Gemma-4's token embeddings by their scale in float32 and holds the result within ±65280.",
-    install=_replacing(
-        _Target(
-            name="Gemma4TextScaledWordEmbedding",
-            signature=("self", "input_ids"),
-            parts=("weight", "embed_scale", "padding_idx"),
+install_scaled_embedding_float32 = _replacing(
+    _Target(
+        name="Gemma4TextScaledWordEmbedding",
+        signature=("self", "input_ids"),
+        parts=("weight", "embed_scale", "padding_idx"),
+    ),
+    _embedding,
+)
+
+install_attention_float32 = _replacing(
+    _Target(
+        name="Gemma4TextAttention",
+        signature=(
+            "self",
+            "hidden_states",
+            "position_embeddings",
+            "attention_mask",
+            "shared_kv_states",
+            "past_key_values",
+            "kwargs",
         ),
-        _embedding,
+        parts=("q_proj", "q_norm", "o_proj", "head_dim", "scaling", "is_kv_shared_layer", "store_full_length_kv"),
     ),
+    _attention,
 )
-
-ATTENTION_FLOAT32 = Correction(
-    id="gemma4-attention-float32",
-    summary="Computes Gemma-4's attention between its projections in float32 and holds what enters o_proj within ±65280.",
-    install=_replacing(
-        _Target(
-            name="Gemma4TextAttention",
-            signature=(
-                "self", "hidden_states", "position_embeddings", "attention_mask", "shared_kv_states", "past_key_values", "kwargs",
-            ),
-            parts=("q_proj", "q_norm", "o_proj", "head_dim", "scaling", "is_kv_shared_layer", "store_full_length_kv"),
-        ),
-        _attention,
-    ),
-)  # fmt: skip
-
-GEMMA4 = (MLP_FLOAT32_PRODUCT, RMS_NORM_FLOAT32, SCALED_EMBEDDING_FLOAT32, ATTENTION_FLOAT32)

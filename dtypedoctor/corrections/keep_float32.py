@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor.corrections.contract import Correction, Installed, TargetMismatchError
+from dtypedoctor.corrections.contract import Installed, TargetMismatchError
 from dtypedoctor.corrections.float32_storage import Widened, widen_storage
 from dtypedoctor.kernels.counters import Counters
 from dtypedoctor.kernels.float32_frames import CallNotes, Float32Frame, is_narrow, mapped, narrow, widen
@@ -245,10 +245,3 @@ def _autocast(regions: Sequence[tuple[str, torch.dtype]], *, enabled: bool) -> I
         for device, dtype in regions:
             stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
         yield
-
-
-KEEP_FLOAT32 = Correction(
-    id="keep-float32",
-    summary="Keeps the named modules in float32: parameters, inputs and arithmetic; their outputs get their dtype back.",
-    install=install_keep_float32,
-)

@@ -8,7 +8,6 @@ from torch import nn
 
 from dtypedoctor._torch_private import schema_of
 from dtypedoctor.corrections.contract import (
-    Correction,
     Installed,
     TargetMismatchError,
     replace_attribute,
@@ -68,17 +67,3 @@ def _require_nf4(model: nn.Module) -> None:
     kinds = {getattr(getattr(p, "quant_state", None), "quant_type", None) for p in model.parameters()}
     if "nf4" not in kinds:
         raise TargetMismatchError(f"{type(model).__name__} has no NF4 weight")
-
-
-NF4_DEQUANTIZE = (
-    Correction(
-        id="nf4-custom-op",
-        summary="Runs the NF4 fast path as an operator that Dynamo does not look into, on the current stream.",
-        install=install_custom_op,
-    ),
-    Correction(
-        id="nf4-stream-per-call",
-        summary="Launches the NF4 fast path on the stream that is current at each call.",
-        install=install_stream_per_call,
-    ),
-)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor.corrections.contract import Correction, Installed, TargetMismatchError
+from dtypedoctor.corrections.contract import Installed, TargetMismatchError
 from dtypedoctor.corrections.module_forward import Forward, named_modules_of, wrap_forwards
 from dtypedoctor.kernels.counters import Counters
 from dtypedoctor.kernels.lora_linear import LinearLoRA
@@ -129,17 +129,3 @@ def _casting_input(counters: Counters) -> Callable[[nn.Module, Forward], Forward
         return forward
 
     return wrap
-
-
-RMS_NORM = (
-    Correction(
-        id="norm-output-cast",
-        summary="Casts the output of norms with a wider weight back to the dtype of their input.",
-        install=install_norm_output_cast,
-    ),
-    Correction(
-        id="cast-at-lora-input",
-        summary="Casts the input of LinearLoRA layers to the dtype of their weights; whoever widened it still does.",
-        install=install_cast_at_lora_input,
-    ),
-)

@@ -2,10 +2,12 @@
 
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
 from dtypedoctor.diagnosis.rule import FAMILIES, Family, FindingSpec, Rule
+from dtypedoctor.plugins import Correction, registered
 
 __all__ = ["PRECEDENCE", "by_family", "canonical", "finding_ids", "rules", "spec_of", "typed_ids"]
 
@@ -22,8 +24,8 @@ PRECEDENCE = (
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """Every rule, in the order of precedence."""
-    return in_order(_built_in())
+    """Every rule, those of plug-ins included, in the order of precedence."""
+    return in_order((*_built_in(), *registered(Rule).values()))
 
 
 def in_order(found: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -45,7 +47,21 @@ def _specs() -> Mapping[str, FindingSpec]:
     for rule in rules():
         for spec in rule.specs:
             specs.setdefault(spec.id, spec)
-    return specs
+    return {name: _with_corrections(spec) for name, spec in specs.items()}
+
+
+def _with_corrections(spec: FindingSpec) -> FindingSpec:
+    """The spec with the corrections that say themselves which findings they fix: those for a class of module come first."""
+    remedies, by_class, settled_by = list(spec.remedies), dict(spec.remedies_by_class), list(spec.settled_by)
+    for one in registered(Correction).values():
+        for cls in (cls for finding, cls in one.fixes if finding == spec.id):
+            if cls:
+                by_class[cls] = (*by_class.get(cls, ()), one.id)
+            else:
+                remedies.append(one.id)
+        if spec.id in one.proves:
+            settled_by.append(one.id)
+    return replace(spec, remedies=tuple(remedies), remedies_by_class=by_class, settled_by=tuple(settled_by))
 
 
 @cache

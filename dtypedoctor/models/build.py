@@ -4,9 +4,10 @@ import fnmatch
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -15,12 +16,14 @@ from transformers import set_seed
 
 from dtypedoctor._torch_private import buffers_of, is_persistent
 from dtypedoctor.errors import UsageError
-from dtypedoctor.models.builtin import BUILTINS, builder_arguments
+from dtypedoctor.models.builtin import builder_arguments
 from dtypedoctor.models.float32_twin import widen
 from dtypedoctor.models.perturbation import perturb
 from dtypedoctor.models.pretrained import load_pretrained
 from dtypedoctor.models.quantization import quantize_linears
 from dtypedoctor.models.tokenizer import byte_tokenizer
+from dtypedoctor.plugins import Model as Registered
+from dtypedoctor.plugins import known, registered, resolve
 from dtypedoctor.scenario.model import Lora, Model, Outlier
 
 BUILTIN = "builtin:"
@@ -69,20 +72,27 @@ def build(spec: Model, device: torch.device, seed: int) -> Built:
 
 def _builtin(spec: Model, dtype: torch.dtype, device: torch.device, seed: int) -> Built:
     name = spec.name.removeprefix(BUILTIN)
-    builtin = BUILTINS.get(name)
+    builtin = registered(Registered).get(name)
     if builtin is None:
-        raise UsageError(f"there is no builtin model {name!r}", f"Known: {', '.join(BUILTIN + n for n in BUILTINS)}.")
+        raise UsageError(f"there is no builtin model {name!r}", known(Registered, BUILTIN))
     arguments = builder_arguments(spec.options)
     if builtin.finished:
         _refuse_changes_of_finished(spec)
         arguments |= {"dtype": dtype, "seed": seed}
     try:
-        model = builtin.build(**arguments)
+        model = _code(builtin)(**arguments)
     except TypeError as error:
         raise UsageError(f"{spec.name} does not take these options: {error}", "See docs/scenarios.md.") from error
     if builtin.finished:
         return Built(model=model.to(device), tokenizer=byte_tokenizer())
     return _prepare(model, byte_tokenizer(), spec, dtype, device)
+
+
+def _code(builtin: Registered) -> Callable[..., nn.Module]:
+    try:
+        return cast(Callable[..., nn.Module], resolve(builtin.build))
+    except ImportError as error:
+        raise UsageError(f"{BUILTIN}{builtin.name}: cannot import {builtin.build}: {error}") from error
 
 
 def _refuse_changes_of_finished(spec: Model) -> None:

@@ -5,8 +5,6 @@ everything else (outliers, dtype, quantisation, adapters) is the same for all of
 others stand for custom models, which decide on their dtypes, packing and adapters themselves.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,21 +15,6 @@ from dtypedoctor.models.custom_moe import CustomMoeConfig, build_custom_moe
 from dtypedoctor.models.llama_nf4 import fuse
 from dtypedoctor.models.nf4_compiled import Nf4CompiledConfig, build_nf4_compiled
 from dtypedoctor.models.tokenizer import VOCABULARY_SIZE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Builtin:
-    """A builtin model.
-
-    Attributes:
-        build: takes the scenario's options and returns the model on the CPU.
-        finished: whether ``build`` also takes ``dtype`` and ``seed`` and returns a model that must not be cast, packed or
-            adapted any more.
-    """
-
-    build: Callable[..., nn.Module]
-    finished: bool = False
-
 
 _SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
@@ -88,16 +71,6 @@ def custom_moe(*, dtype: torch.dtype, seed: int, **options: Any) -> nn.Module:
 def nf4_compiled(*, dtype: torch.dtype, seed: int, **options: Any) -> nn.Module:
     """The NF4 decoder that is made to be compiled; see :class:`Nf4CompiledConfig` for the options."""
     return build_nf4_compiled(Nf4CompiledConfig(dtype=dtype, seed=seed, **options))
-
-
-BUILTINS: dict[str, Builtin] = {
-    "gemma4-tiny": Builtin(build=gemma4_tiny),
-    "llama-tiny": Builtin(build=llama_tiny),
-    "llama-nf4-fused": Builtin(build=llama_nf4_fused),
-    "custom-moe": Builtin(build=custom_moe, finished=True),
-    "nf4-compiled": Builtin(build=nf4_compiled, finished=True),
-}
-"""Builtin models by the name that stands after ``builtin:``."""
 
 
 def builder_arguments(options: dict[str, Any]) -> dict[str, Any]:

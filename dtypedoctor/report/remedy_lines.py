@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dtypedoctor.report.model import Outcome, Report, Trial
-from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.remedies import remedies
 from dtypedoctor.trials.results import Bearing
 
 __all__ = ["RemedyLine", "cured_sentence", "cures", "legend", "outcome_words", "remedy_lines", "which_one"]
@@ -70,7 +70,7 @@ def cures(report: Report) -> list[RemedyLine]:
 
 def which_one(report: Report) -> list[tuple[str, str]]:
     """Where several remedies cure and keep the meaning of the run: the id of each, and when to prefer it."""
-    known = [REMEDIES[line.id] for line in cures(report) if line.id in REMEDIES]
+    known = [remedies()[line.id] for line in cures(report) if line.id in remedies()]
     told = [(remedy.id, remedy.prefer) for remedy in known if remedy.prefer]
     return told if len(told) > 1 else []
 
@@ -129,7 +129,7 @@ def _only_proposed(report: Report) -> Iterator[RemedyLine]:
     tried = {trial.remedy for trial in report.trials}
     for name in dict.fromkeys(name for finding in report.findings for name in finding.remedies):
         if name not in tried:
-            known = REMEDIES.get(name)
+            known = remedies().get(name)
             change = _sentence(known.summary) if known is not None else ""
             yield RemedyLine(id=name, change=change, outcome="not tried", reason="no remedy was tried in this run")
 

@@ -157,6 +157,15 @@ class Unload(Strict):
     kind: Literal["unload"] = Field(description="Chooses this workload.")
 
 
+class Plugin(Strict):
+    """A workload that another package has registered."""
+
+    kind: Literal["plugin"] = Field(description="Chooses this workload.")
+    name: str = Field(description="Name under which the package registers it.")
+    steps: int = Field(default=1, ge=1, description="Steps that it is to do.")
+    options: dict[str, Any] = Field(default_factory=dict, description="What else it is told.")
+
+
 class Script(Strict):
     """Runs a user's script, unchanged, in this process."""
 
@@ -174,7 +183,7 @@ class Script(Strict):
         return self
 
 
-Workload = Annotated[Grpo | Sft | Train | Forward | Generate | Unload | Script, Field(discriminator="kind")]
+Workload = Annotated[Grpo | Sft | Train | Forward | Generate | Unload | Plugin | Script, Field(discriminator="kind")]
 
 
 class Autocast(Strict):

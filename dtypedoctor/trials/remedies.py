@@ -1,7 +1,9 @@
 """Remedies: changes of a scenario that may cure a finding."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.trials.changes import (
     Change,
     all_of,
@@ -275,4 +277,16 @@ REMEDIES: dict[str, Remedy] = {
     remedy.id: remedy
     for remedy in (*_OVERFLOW, *_AUTOCAST, *_FUSED_LORA, *_DEQUANTIZE, *_NORMS, *_COMPILING, *_CONDITIONS)
 }
-"""Every remedy by its id."""
+"""The remedies that come with dtypedoctor, by id."""
+
+
+def remedies() -> Mapping[str, Remedy]:
+    """Every remedy by its id: dtypedoctor's own, and each correction of a plug-in that fixes some finding."""
+    plugged_in = {
+        one.id: Remedy(
+            id=one.id, summary=one.summary, safe=one.safe, change=with_corrections(one.id), prefer=one.prefer
+        )
+        for one in registered(Correction).values()
+        if one.fixes
+    }
+    return REMEDIES | plugged_in

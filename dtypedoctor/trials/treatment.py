@@ -24,7 +24,7 @@ from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.preflight import check_checkpoints, joined
 from dtypedoctor.trials.ranks import led, rank_of, ranks_of
 from dtypedoctor.trials.references import float32_twin, healthy_reference, is_script
-from dtypedoctor.trials.remedies import REMEDIES, Remedy
+from dtypedoctor.trials.remedies import Remedy, remedies
 from dtypedoctor.trials.results import Observer, RunSummary, Trial
 from dtypedoctor.trials.second_run import another_way, unconfirmed
 from dtypedoctor.trials.settle import settled
@@ -290,9 +290,10 @@ def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool
     wanted += scenario.remedies
     if failed:
         wanted += [*scenario.expect.cured_by, *scenario.expect.not_cured_by]
+    known = remedies()
     for name in dict.fromkeys(wanted):
-        if name in REMEDIES:
-            yield REMEDIES[name]
+        if name in known:
+            yield known[name]
 
 
 def _try(remedy: Remedy, scenario: Scenario, run: _Later, yardstick: Yardstick, plan: Plan) -> Trial:

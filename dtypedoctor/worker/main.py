@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,16 @@ import torch
 from torch import nn
 from transformers import set_seed
 
-from dtypedoctor.corrections import CORRECTIONS
-from dtypedoctor.corrections.contract import Installed
+from dtypedoctor.corrections.contract import Installed, put_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.models.build import BUILTIN
+from dtypedoctor.plugins import Workload, known, left_out, registered, resolve
 from dtypedoctor.redaction.request_file import read_request
-from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Scenario, ScenarioStep
+from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Plugin, Scenario, ScenarioStep
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trace.events import Correction, End, Environment, Refused, Resources, Stage
+from dtypedoctor.trace.events import Correction, End, Environment, NotWatched, Refused, Resources, Stage
 from dtypedoctor.trace.ranks import header
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.capturing import capturing
@@ -31,7 +32,6 @@ from dtypedoctor.worker.parallel import parallel, take_device
 from dtypedoctor.worker.resources import MemoryMeter, checksum
 from dtypedoctor.worker.stock import Stock
 from dtypedoctor.worker.streaming import streaming
-from dtypedoctor.workloads import WORKLOADS
 from dtypedoctor.workloads.context import Context, Holder
 
 
@@ -112,6 +112,7 @@ class _Run:
             self._holder.built = self._stock.take(stage.model, self._device, self._scenario.seed)
             self._correct(self._holder.built.model)
         context = self._context(stage)
+        workload = _workload(stage)
         self._instruments.begin_stage(self._steps + 1)
         self._instruments.start()
         if self._holder.built is not None:
@@ -126,7 +127,7 @@ class _Run:
                 compiling(context),
                 parallel(context),
             ):
-                WORKLOADS[kind](context)
+                workload(context)
         finally:
             self._steps += context.steps_completed
         self._instruments.stop()
@@ -155,12 +156,11 @@ class _Run:
             installed.undo()
 
     def _install(self, spec: CorrectionSpec, model: nn.Module) -> None:
-        correction = CORRECTIONS.get(spec.id)
-        if correction is None:
-            raise UsageError(f"there is no correction {spec.id!r}", f"Known: {', '.join(CORRECTIONS)}.")
         record = Correction(n=self._writer.next_n(), id=spec.id, target="", installed=False)
         try:
-            installed = correction.install(model, spec.modules)
+            installed = put_in(spec.id, model, spec.modules)
+        except UsageError:
+            raise
         except Exception as error:
             self._writer.write(replace(record, reason=f"{type(error).__name__}: {error}"))
             raise
@@ -169,6 +169,8 @@ class _Run:
 
     def conclude(self, outcome: str) -> None:
         """Writes what only the end of a run knows. A device that no longer answers costs these records, nothing else."""
+        for one in left_out():
+            self._writer.write(NotWatched(what=one.what, why=f"it cannot be used: {one.why}"))
         try:
             self._conclude_corrections()
             self._conclude_resources()
@@ -205,6 +207,24 @@ class _Run:
 
 def _is_builtin(stage: ScenarioStep) -> bool:
     return stage.model is None or stage.model.name.startswith(BUILTIN)
+
+
+def _workload(stage: ScenarioStep) -> Callable[[Context], None]:
+    """The function that does what the stage asks for.
+
+    Raises:
+        UsageError: nobody has registered it, or its code cannot be imported.
+    """
+    spec = stage.workload
+    name = spec.name if isinstance(spec, Plugin) else spec.kind
+    found = registered(Workload).get(name)
+    if found is None:
+        raise UsageError(f"there is no workload {name!r}", known(Workload))
+    try:
+        run: Callable[[Context], None] = resolve(found.run)
+    except ImportError as error:
+        raise UsageError(f"workload {name}: cannot import {found.run}: {error}") from error
+    return run
 
 
 def prepare_process(scenario: Scenario) -> None:

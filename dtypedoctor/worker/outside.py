@@ -6,10 +6,10 @@ from weakref import WeakSet
 
 from torch import nn
 
-from dtypedoctor.corrections import CORRECTIONS
-from dtypedoctor.corrections.contract import Installed
+from dtypedoctor.corrections.contract import Installed, put_in
 from dtypedoctor.interruptions import contained
-from dtypedoctor.trace.events import Correction
+from dtypedoctor.plugins import left_out
+from dtypedoctor.trace.events import Correction, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 
 
@@ -35,7 +35,7 @@ class OutsideCorrections:
         self._offered.add(module)
         for name, modules in list(self._waiting.items()):
             with contained() as ours:
-                self._installed[name] = CORRECTIONS[name].install(module, modules)
+                self._installed[name] = put_in(name, module, modules)
             if ours.error is not None:  # it does not fit here; perhaps it fits the next model
                 self._reasons[name] = f"{type(ours.error).__name__}: {ours.error}"
             else:
@@ -46,6 +46,8 @@ class OutsideCorrections:
         """The script has ended: records what the corrections did, and those that could not be installed."""
         for name in self._installed:
             self._record(name)
+        for one in left_out():
+            self._writer.write(NotWatched(what=one.what, why=f"it cannot be used: {one.why}"))
         for name in self._waiting:
             self._writer.write(
                 Correction(n=self._writer.next_n(), id=name, target="", installed=False, reason=self._reasons[name])

@@ -20,6 +20,10 @@ import transformers  # noqa: F401
 
 if not torch.cuda.is_available():
     import dtypedoctor.worker.main  # noqa: F401
+    from dtypedoctor.plugins import own_code, resolve
+
+    for reference in own_code():
+        resolve(reference)
 
 with contextlib.suppress(ImportError):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

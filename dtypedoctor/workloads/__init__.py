@@ -1,21 +1,13 @@
-"""What is done with a model: one file per workload."""
+"""What is done with a model: one file per workload. The code is imported where a workload runs."""
 
-from collections.abc import Callable
+from dtypedoctor.plugins import Workload
 
-from dtypedoctor.workloads.context import Context
-from dtypedoctor.workloads.forward import run_forward
-from dtypedoctor.workloads.generate import run_generate
-from dtypedoctor.workloads.grpo import run_grpo
-from dtypedoctor.workloads.sft import run_sft
-from dtypedoctor.workloads.train import run_train
-from dtypedoctor.workloads.unload import run_unload
-
-WORKLOADS: dict[str, Callable[[Context], None]] = {
-    "grpo": run_grpo,
-    "sft": run_sft,
-    "train": run_train,
-    "forward": run_forward,
-    "generate": run_generate,
-    "unload": run_unload,
-}
-"""Every workload by the name that stands under ``workload.kind``."""
+WORKLOADS = (
+    Workload(name="grpo", run="dtypedoctor.workloads.grpo:run_grpo"),
+    Workload(name="sft", run="dtypedoctor.workloads.sft:run_sft"),
+    Workload(name="train", run="dtypedoctor.workloads.train:run_train"),
+    Workload(name="forward", run="dtypedoctor.workloads.forward:run_forward"),
+    Workload(name="generate", run="dtypedoctor.workloads.generate:run_generate"),
+    Workload(name="unload", run="dtypedoctor.workloads.unload:run_unload"),
+)
+"""The workloads that come with dtypedoctor, each by the ``kind`` that stands in a scenario."""

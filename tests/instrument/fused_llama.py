@@ -12,8 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from dtypedoctor.corrections import CORRECTIONS
-from dtypedoctor.corrections.contract import Installed
+from dtypedoctor.corrections.contract import Installed, put_in
 from dtypedoctor.kernels.fused_lora import Base
 from dtypedoctor.kernels.lora_functions import LoraMlp, LoraO, LoraQkv, for_device
 from dtypedoctor.models.builtin import llama_tiny
@@ -141,7 +140,7 @@ def corrected(model: nn.Module, *ids: str, modules: Sequence[str] = ()) -> Itera
     installed: list[Installed] = []
     try:
         for name in ids:
-            installed.append(CORRECTIONS[name].install(model, modules))
+            installed.append(put_in(name, model, modules))
         yield installed
     finally:
         for correction in reversed(installed):

@@ -13,11 +13,9 @@ import torch._logging._internal as torch_logging
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from dtypedoctor.corrections.nf4_dequantize import NF4_DEQUANTIZE
+from dtypedoctor.corrections.nf4_dequantize import install_custom_op
 from dtypedoctor.instrument.compile_events import CompileReport, CompileWatch, observations
 from dtypedoctor.models.nf4_compiled import Nf4CompiledConfig, build_nf4_compiled
-
-CUSTOM_OP = NF4_DEQUANTIZE[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ def evaluate_then_train(call: Callable[..., object], model: torch.nn.Module, ste
 def run(config: Nf4CompiledConfig, *, corrected: bool, fullgraph: bool = False) -> Run:
     """Compiles with the backend that runs graphs as they are, which is enough for counting."""
     model = build_nf4_compiled(config)
-    installed = CUSTOM_OP.install(model, ()) if corrected else None
+    installed = install_custom_op(model, ()) if corrected else None
     torch._dynamo.reset()
     try:
         with CompileWatch() as watch:

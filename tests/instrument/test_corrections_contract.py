@@ -10,8 +10,8 @@ from correction_rows import ROWS, Subject, gemma, rotation_of
 from fused_llama import ROUNDING, corrected, normal
 from torch import Tensor, nn
 
-from dtypedoctor.corrections import CORRECTIONS
 from dtypedoctor.kernels import dequantize, fused_lora, nf4_ctypes
+from dtypedoctor.plugins import Correction, registered
 
 DEVICES = [
     "cpu",
@@ -63,7 +63,7 @@ def fresh_kernels() -> Iterator[None]:
 
 def test_every_correction_has_a_row() -> None:
     """A new correction is measured, too."""
-    assert set(ROWS) == set(CORRECTIONS)
+    assert set(ROWS) == set(registered(Correction))
 
 
 @pytest.mark.parametrize("device", DEVICES)

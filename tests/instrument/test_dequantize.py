@@ -6,7 +6,6 @@ import pytest
 import torch
 from bitsandbytes.functional import _convert_weight_packed_for_cpu, dequantize_4bit
 from fused_llama import (
-    CORRECTIONS,
     DTYPES,
     ROUNDING,
     cause,
@@ -20,7 +19,7 @@ from fused_llama import (
 )
 from torch import nn
 
-from dtypedoctor.corrections.contract import TargetMismatchError
+from dtypedoctor.corrections.contract import TargetMismatchError, put_in
 from dtypedoctor.kernels import dequantize as kernel
 from dtypedoctor.kernels.fused_lora import Base, lora_matmul
 
@@ -210,7 +209,7 @@ def test_bytes_reordered_for_the_cpu_kernel_are_refused() -> None:
 def test_a_model_without_fused_kernels_is_refused(name: str) -> None:
     """A correction whose target does not run is not installed in silence."""
     with pytest.raises(TargetMismatchError, match="no module of Linear runs through the fused LoRA kernels"):
-        CORRECTIONS[name].install(nn.Linear(2, 2), ())
+        put_in(name, nn.Linear(2, 2), ())
 
 
 def test_two_corrections_of_one_step_are_refused(fused: nn.Module) -> None:
@@ -219,7 +218,7 @@ def test_two_corrections_of_one_step_are_refused(fused: nn.Module) -> None:
         corrected(fused, "dequant-no-shared-buffer"),
         pytest.raises(TargetMismatchError, match="already replaced by buffer_of_its_own"),
     ):
-        CORRECTIONS["dequant-buffer-keyed-by-dtype"].install(fused, ())
+        put_in("dequant-buffer-keyed-by-dtype", fused, ())
 
 
 def test_a_step_with_other_parameters_is_refused(fused: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,5 +227,5 @@ def test_a_step_with_other_parameters_is_refused(fused: nn.Module, monkeypatch: 
     with pytest.raises(
         TargetMismatchError, match=r"takes \(dtype, device\), this correction was written for \(dtype\)"
     ):
-        CORRECTIONS["dequant-float32-kernel"].install(fused, ())
+        put_in("dequant-float32-kernel", fused, ())
     monkeypatch.undo()

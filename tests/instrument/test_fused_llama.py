@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fused_llama import (
-    CORRECTIONS,
     DTYPES,
     ROUNDING,
     cause,
@@ -19,7 +18,7 @@ from fused_llama import (
 )
 from torch import Tensor, nn
 
-from dtypedoctor.corrections.contract import TargetMismatchError
+from dtypedoctor.corrections.contract import TargetMismatchError, put_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.kernels import dequantize, fused_lora
 from dtypedoctor.kernels.llama_forward import is_fused
@@ -154,15 +153,15 @@ def test_setting_quant_state_dtype_cures_a_model_and_is_undone() -> None:
 def test_setting_quant_state_dtype_is_refused_where_it_cannot_help(dtype: str, state: str, message: str) -> None:
     """Nothing is changed where nothing differs, or where the change would make the weights silently wrong."""
     with pytest.raises(TargetMismatchError, match=message):
-        CORRECTIONS["quant-state-dtype"].install(nf4_llama(dtype, state), ())
+        put_in("quant-state-dtype", nf4_llama(dtype, state), ())
 
 
 def test_setting_quant_state_dtype_needs_packed_weights_and_an_embedding() -> None:
     """A model without either is refused with the reason."""
     with pytest.raises(TargetMismatchError, match="LlamaForCausalLM has no packed weights"):
-        CORRECTIONS["quant-state-dtype"].install(llama_tiny(), ())
+        put_in("quant-state-dtype", llama_tiny(), ())
     with pytest.raises(TargetMismatchError, match="Linear has no input embedding"):
-        CORRECTIONS["quant-state-dtype"].install(nn.Linear(2, 2), ())
+        put_in("quant-state-dtype", nn.Linear(2, 2), ())
 
 
 def test_the_fused_model_equals_pefts_own_forward_passes() -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fused_llama import (
-    CORRECTIONS,
     ROUNDING,
     Block,
     cause,
@@ -18,7 +17,7 @@ from fused_llama import (
 )
 from torch import nn
 
-from dtypedoctor.corrections.contract import TargetMismatchError
+from dtypedoctor.corrections.contract import TargetMismatchError, put_in
 from dtypedoctor.kernels import dequantize, fused_lora
 
 KINDS = ("o", "qkv", "mlp")
@@ -226,6 +225,6 @@ def test_half_of_a_correction_is_not_left_behind(fused: nn.Module, monkeypatch: 
     original = fused_lora.run_backward
     monkeypatch.setattr(fused_lora, "backward_weight", lambda weight, state: weight)
     with pytest.raises(TargetMismatchError, match=r"backward_weight takes \(weight, state\)"):
-        CORRECTIONS["backward-autocast-off"].install(fused, ())
+        put_in("backward-autocast-off", fused, ())
     assert fused_lora.run_backward is original
     monkeypatch.undo()

@@ -6,7 +6,7 @@ from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
 
 from dtypedoctor.corrections.contract import TargetMismatchError
-from dtypedoctor.corrections.gemma4 import MLP_FLOAT32_PRODUCT
+from dtypedoctor.corrections.gemma4 import install_mlp_float32_product
 from dtypedoctor.kernels.gemma4_mlp import SAFE_LIMIT
 from dtypedoctor.models.builtin import gemma4_tiny
 
@@ -39,7 +39,7 @@ def test_in_float16_it_equals_the_float32_reference_forward_and_backward() -> No
     wanted = layer.up_proj.weight.grad.clone()
     model.zero_grad()
     model.half()
-    installed = MLP_FLOAT32_PRODUCT.install(model, [])
+    installed = install_mlp_float32_product(model, [])
     try:
         out = layer(x.half())
         out.sum().backward()
@@ -61,7 +61,7 @@ def test_other_dtypes_take_the_original_path_bit_for_bit(dtype: torch.dtype) -> 
     model.to(dtype)
     x = torch.randn(5, 64, dtype=dtype)
     expected = layer(x)
-    installed = MLP_FLOAT32_PRODUCT.install(model, [])
+    installed = install_mlp_float32_product(model, [])
     try:
         assert torch.equal(layer(x), expected)
         assert installed.counters.hits == 0
@@ -75,7 +75,7 @@ def test_an_overflowing_product_is_held_and_counted() -> None:
     model.half()
     x = torch.randn(8, 64).half() * 2
     assert not torch.isfinite(layer(x)).all()
-    installed = MLP_FLOAT32_PRODUCT.install(model, [])
+    installed = install_mlp_float32_product(model, [])
     try:
         assert torch.isfinite(layer(x)).all()
         assert installed.counters.elements("clamped") > 0
@@ -89,7 +89,7 @@ def test_elements_that_are_lost_are_counted_as_rescued() -> None:
     model.half()
     x = torch.randn(3, 64).half()
     x[1, 0] = torch.inf
-    installed = MLP_FLOAT32_PRODUCT.install(model, [])
+    installed = install_mlp_float32_product(model, [])
     try:
         out = layer(x)
         assert (out[1] == 0).all()
@@ -102,7 +102,7 @@ def test_it_is_undone_and_proves_that_it_was_in_place() -> None:
     """The class runs another code object while installed and its own afterwards."""
     model, _ = mlp()
     original = Gemma4TextMLP.forward
-    installed = MLP_FLOAT32_PRODUCT.install(model, [])
+    installed = install_mlp_float32_product(model, [])
     assert Gemma4TextMLP.forward is not original
     assert "gemma4.py" in installed.proof
     installed.undo()
@@ -119,11 +119,11 @@ def test_another_signature_is_refused_with_the_difference(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Gemma4TextMLP, "forward", forward)
     with pytest.raises(TargetMismatchError, match=r"takes \(self, x, router\).*written for \(self, x\)"):
-        MLP_FLOAT32_PRODUCT.install(model, [])
+        install_mlp_float32_product(model, [])
     assert Gemma4TextMLP.forward is forward
 
 
 def test_a_model_without_that_mlp_is_refused() -> None:
     """There is nothing to correct in a linear layer."""
     with pytest.raises(TargetMismatchError, match="has no Gemma4TextMLP"):
-        MLP_FLOAT32_PRODUCT.install(nn.Linear(2, 2), [])
+        install_mlp_float32_product(nn.Linear(2, 2), [])

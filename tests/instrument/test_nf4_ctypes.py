@@ -12,13 +12,12 @@ from torch._dynamo.exc import Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtypedoctor.corrections.contract import TargetMismatchError
-from dtypedoctor.corrections.nf4_dequantize import NF4_DEQUANTIZE
+from dtypedoctor.corrections.nf4_dequantize import install_custom_op, install_stream_per_call
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.cuda_streams import StreamWatch
 from dtypedoctor.kernels import nf4_ctypes
 from dtypedoctor.models.nf4_compiled import Nf4CompiledConfig, Nf4CompiledForCausalLM, Nf4LoraLinear, build_nf4_compiled
 
-CUSTOM_OP, STREAM_PER_CALL = NF4_DEQUANTIZE
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -173,7 +172,7 @@ def test_the_corrected_model_has_the_same_loss_and_gradients_and_counts_its_laun
     """Seven weights in each of three layers; what runs is proven by name."""
     model = build_nf4_compiled(Nf4CompiledConfig())
     before = step(model)
-    installed = CUSTOM_OP.install(model, ())
+    installed = install_custom_op(model, ())
     try:
         after = step(model)
         assert nf4_ctypes.dequantize is nf4_ctypes.dequantize_compile_safe
@@ -211,8 +210,8 @@ def test_the_corrections_are_undone() -> None:
     """The fast path and the stream choice are the originals again, also after a second undo, and nothing counts on."""
     model = build_nf4_compiled(Nf4CompiledConfig())
     originals = nf4_ctypes.dequantize, nf4_ctypes.launch_stream
-    for correction in NF4_DEQUANTIZE:
-        installed = correction.install(model, ())
+    for install in (install_custom_op, install_stream_per_call):
+        installed = install(model, ())
         assert (nf4_ctypes.dequantize, nf4_ctypes.launch_stream) != originals
         installed.undo()
         installed.undo()
@@ -225,18 +224,18 @@ def test_the_corrections_are_undone() -> None:
 def test_the_corrections_refuse_what_they_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model without NF4, a fast path of another signature, a second installation."""
     model = build_nf4_compiled(Nf4CompiledConfig())
-    for correction in NF4_DEQUANTIZE:
+    for install in (install_custom_op, install_stream_per_call):
         with pytest.raises(TargetMismatchError, match="Linear has no NF4 weight"):
-            correction.install(nn.Linear(2, 2), ())
-    installed = CUSTOM_OP.install(model, ())
+            install(nn.Linear(2, 2), ())
+    installed = install_custom_op(model, ())
     try:
         with pytest.raises(TargetMismatchError, match="replaced already"):
-            CUSTOM_OP.install(model, ())
+            install_custom_op(model, ())
     finally:
         installed.undo()
     monkeypatch.setattr(nf4_ctypes, "dequantize", lambda weight: weight)
     with pytest.raises(TargetMismatchError, match=r"takes \(weight\)"):
-        CUSTOM_OP.install(model, ())
+        install_custom_op(model, ())
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
@@ -282,7 +281,7 @@ def test_the_watch_tells_stale_launches_from_others(streams: dict[str, int]) -> 
 
 def test_the_stream_correction_leaves_nothing_stale(streams: dict[str, int]) -> None:
     """It counts each launch that it directed."""
-    installed = STREAM_PER_CALL.install(build_nf4_compiled(Nf4CompiledConfig()), ())
+    installed = install_stream_per_call(build_nf4_compiled(Nf4CompiledConfig()), ())
     try:
         with StreamWatch(nf4_ctypes, "launch_stream") as watch:
             for handle in (11, 12, 13):

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dtypedoctor.corrections.contract import TargetMismatchError
-from dtypedoctor.corrections.rms_norm import RMS_NORM
+from dtypedoctor.corrections.rms_norm import install_cast_at_lora_input, install_norm_output_cast
 from dtypedoctor.kernels.lora_linear import CastingLinearLoRA, LinearLoRA
 from dtypedoctor.kernels.rms_norm import CastingRMSNorm, PromotingRMSNorm
 from dtypedoctor.models.builtin import llama_tiny
 from dtypedoctor.models.custom_moe import CustomMoeConfig, CustomMoeForCausalLM, build_custom_moe
 
-NORM_OUTPUT_CAST, CAST_AT_LORA_INPUT = RMS_NORM
 MISMATCH = "expected m(at)?1 and m(at)?2 to have the same dtype, but got: float != c10::BFloat16"
 EVERY_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 
@@ -100,7 +99,7 @@ def test_the_output_cast_cures_and_equals_the_casting_norm_bit_for_bit() -> None
     """Loss and every gradient are those of the model that was built with casting norms."""
     model = build_custom_moe(CustomMoeConfig(norm="promoting"))
     healthy = build_custom_moe(CustomMoeConfig(norm="casting"))
-    installed = NORM_OUTPUT_CAST.install(model, ())
+    installed = install_norm_output_cast(model, ())
     loss, wanted = loss_of(model), loss_of(healthy)
     loss.backward()
     wanted.backward()
@@ -119,7 +118,7 @@ def test_the_output_cast_cures_and_equals_the_casting_norm_bit_for_bit() -> None
 def test_the_output_cast_is_undone_and_can_be_undone_twice() -> None:
     """The failure is back, and no module keeps a forward of its own."""
     model = build_custom_moe(CustomMoeConfig())
-    installed = NORM_OUTPUT_CAST.install(model, ())
+    installed = install_norm_output_cast(model, ())
     loss_of(model)
     installed.undo()
     installed.undo()
@@ -134,7 +133,7 @@ def test_undoing_keeps_a_forward_that_somebody_else_had_put_there() -> None:
     model = nn.Sequential(norm, nn.Linear(64, 64, dtype=torch.bfloat16))
     theirs = copy.copy(norm).forward
     norm.forward = theirs  # type: ignore[method-assign]
-    installed = NORM_OUTPUT_CAST.install(model, ())
+    installed = install_norm_output_cast(model, ())
     assert model(rows(torch.bfloat16)).dtype == torch.bfloat16
     installed.undo()
     assert norm.forward is theirs
@@ -149,7 +148,7 @@ def test_it_cures_transformers_llama_with_float32_norms() -> None:
         norm.float()
     with pytest.raises(RuntimeError, match=MISMATCH):
         model(input_ids=tokens())
-    installed = NORM_OUTPUT_CAST.install(model, ())
+    installed = install_norm_output_cast(model, ())
     assert model(input_ids=tokens()).logits.dtype == torch.bfloat16
     assert installed.counters.hits == len(norms)
 
@@ -157,7 +156,7 @@ def test_it_cures_transformers_llama_with_float32_norms() -> None:
 def test_only_the_named_norms_are_corrected() -> None:
     """The first layer's first norm no longer widens, its second still does."""
     model = build_custom_moe(CustomMoeConfig())
-    NORM_OUTPUT_CAST.install(model, ["model.layers.0.input_layernorm"])
+    install_norm_output_cast(model, ["model.layers.0.input_layernorm"])
     layer = model.model.layers[0]
     x = rows(torch.bfloat16)
     assert layer.get_submodule("input_layernorm")(x).dtype == torch.bfloat16
@@ -179,13 +178,13 @@ def test_the_output_cast_refuses_what_it_is_not_for(
 ) -> None:
     """It is never installed where it would do nothing."""
     with pytest.raises(TargetMismatchError, match=message):
-        NORM_OUTPUT_CAST.install(build_custom_moe(model), modules)
+        install_norm_output_cast(build_custom_moe(model), modules)
 
 
 def test_casting_at_the_lora_input_moves_the_failure_to_the_next_consumer() -> None:
     """The router takes the second norm's output and is not adapted: same message, other module."""
     model = build_custom_moe(CustomMoeConfig())
-    installed = CAST_AT_LORA_INPUT.install(model, ())
+    installed = install_cast_at_lora_input(model, ())
     entered: list[str] = []
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
@@ -200,8 +199,8 @@ def test_casting_at_the_lora_input_cures_where_every_consumer_is_adapted(qlora: 
     """Then it gives what casting the norm's output gives, bit for bit."""
     config = CustomMoeConfig(mlp="dense", lora_targets=EVERY_LINEAR, qlora=qlora)
     guarded, cured = build_custom_moe(config), build_custom_moe(config)
-    installed = CAST_AT_LORA_INPUT.install(guarded, ())
-    NORM_OUTPUT_CAST.install(cured, ())
+    installed = install_cast_at_lora_input(guarded, ())
+    install_norm_output_cast(cured, ())
     assert torch.equal(loss_of(guarded), loss_of(cured))
     assert installed.counters.hits == 11, "q, k, v, gate, up of two layers, and the head"
 
@@ -209,7 +208,7 @@ def test_casting_at_the_lora_input_cures_where_every_consumer_is_adapted(qlora: 
 def test_casting_at_the_lora_input_is_undone() -> None:
     """The failure is back where it was."""
     model = build_custom_moe(CustomMoeConfig(mlp="dense", lora_targets=EVERY_LINEAR))
-    installed = CAST_AT_LORA_INPUT.install(model, ())
+    installed = install_cast_at_lora_input(model, ())
     loss_of(model)
     installed.undo()
     with pytest.raises(RuntimeError, match=MISMATCH):
@@ -219,9 +218,9 @@ def test_casting_at_the_lora_input_is_undone() -> None:
 def test_casting_at_the_lora_input_refuses_models_and_modules_without_it() -> None:
     """The message names what is missing."""
     with pytest.raises(TargetMismatchError, match="has no LinearLoRA"):
-        CAST_AT_LORA_INPUT.install(build_custom_moe(CustomMoeConfig(lora_rank=0)), ())
+        install_cast_at_lora_input(build_custom_moe(CustomMoeConfig(lora_rank=0)), ())
     with pytest.raises(TargetMismatchError, match=r"lm_head is not a LinearLoRA"):
-        CAST_AT_LORA_INPUT.install(build_custom_moe(CustomMoeConfig()), ["lm_head"])
+        install_cast_at_lora_input(build_custom_moe(CustomMoeConfig()), ["lm_head"])
 
 
 def test_the_corrected_lora_layer_equals_float32_within_bfloat16s_rounding() -> None:

@@ -42,7 +42,7 @@ def probed(trace: Trace) -> list[tuple[int, bool]]:
 def test_every_workload_that_a_scenario_can_name_is_there() -> None:
     """A script is run by the worker itself, with the session around it."""
     workload = Scenario.model_json_schema()["$defs"]["ScenarioStep"]["properties"]["workload"]
-    assert {*WORKLOADS, "script"} == set(workload["discriminator"]["mapping"])
+    assert {*(one.name for one in WORKLOADS), "plugin", "script"} == set(workload["discriminator"]["mapping"])
 
 
 @pytest.mark.parametrize("workload", TRAINING, ids=lambda workload: str(workload["kind"]))

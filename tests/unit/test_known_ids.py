@@ -8,10 +8,8 @@ import pytest
 from scenario_files import HEALTHY, written
 
 from dtypedoctor.cli.scenario_files import load_checked
-from dtypedoctor.corrections import CORRECTIONS
 from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.catalog import available
-from dtypedoctor.trials.correction_ids import CORRECTION_IDS
 
 UNKNOWN = HEALTHY + (
     "expect: {findings: [float16-overflw], cured_by: [bfloat61], not_cured_by: [stirct]}\n"
@@ -45,8 +43,3 @@ def test_shipped_scenarios_name_only_what_there_is() -> None:
             load_checked(path, allow_code=False)
         except UsageError as error:
             pytest.fail(error.message)
-
-
-def test_the_ids_of_corrections_are_those_of_the_registry() -> None:
-    """The list that the command line has, which imports no torch, is that of the worker."""
-    assert frozenset(CORRECTIONS) == CORRECTION_IDS

@@ -24,7 +24,7 @@ from dtypedoctor.trials.bisection.verdicts import measure
 from dtypedoctor.trials.candidates import Node
 from dtypedoctor.trials.judge import Yardstick, judge
 from dtypedoctor.trials.reduction import Outcome
-from dtypedoctor.trials.remedies import REMEDIES, Remedy
+from dtypedoctor.trials.remedies import Remedy, remedies
 from dtypedoctor.trials.results import Trial
 from dtypedoctor.trials.summary import how_it_ended
 from dtypedoctor.trials.treatment import Plan, Treatment, treat
@@ -176,10 +176,11 @@ class _Bisecting:
         self._told.stage(f"{describe(self._scenario)} with {label}")
         run = self._lab.run(Request(scenario=changed), f"remedy-{label}")
         yardstick = Yardstick(before=found.treatment.before_summary, findings=found.treatment.findings)
+        known = remedies()
         remedy = Remedy(
             id=label,
             summary=_SUMMARIES.get(label, "switch on the corrections that are needed"),
-            safe=all(REMEDIES[name].safe for name in label.split("+") if name in REMEDIES),
+            safe=all(known[name].safe for name in label.split("+") if name in known),
             change=lambda _: changed,
         )
         return judge(remedy, changed, run, yardstick), symptom_of(run, bench.tolerance.of_first_outputs()).healthy

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.changes import with_corrections
-from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.remedies import remedies
 
 __all__ = ["offered_corrections", "with_offers"]
 
@@ -29,7 +29,7 @@ def _corrections(scenario: Scenario, findings: Sequence[Finding]) -> Iterator[st
     names += [*scenario.remedies, *scenario.expect.cured_by, *scenario.expect.not_cured_by]
     present = {correction.id for correction in scenario.corrections}
     for name in dict.fromkeys(names):
-        remedy = REMEDIES.get(name)
+        remedy = remedies().get(name)
         if remedy is None or remedy.strict:
             continue
         changed = remedy.change(scenario)

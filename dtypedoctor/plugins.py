@@ -1,0 +1,216 @@
+"""What dtypedoctor is made of and other packages add to: formats, models, workloads, corrections, rules.
+
+Everything is registered in the same way, whoever wrote it: a frozen dataclass of this module, held by a module that need not
+import torch. Code that does import torch is named as ``"package.module:name"`` and imported by the worker when it is needed,
+so the command line stays fast. A package names its dataclasses as entry points (see ``docs/extending.md``), dtypedoctor
+its own in :data:`_OWN`; the five public tickets name theirs in ``dtypedoctor.tickets``.
+
+A plug-in that cannot be used is left out and named: :func:`left_out`.
+"""
+
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    from dtypedoctor.report.model import Report
+
+__all__ = ["SWITCH", "Correction", "Format", "LeftOut", "Model", "Workload", "known", "left_out", "own_code",
+           "registered", "resolve"]  # fmt: skip
+
+SWITCH = "DTYPEDOCTOR_PLUGINS"
+"""Environment variable that switches other packages' plug-ins off where it is ``0``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A format of reports.
+
+    Attributes:
+        name: what stands after ``--format``.
+        render: the document of one report, which is redacted before.
+        merge: one document of several reports; None where the format has none. Only then ``run --format`` offers it.
+    """
+
+    name: str
+    render: Callable[["Report"], str]
+    merge: Callable[[Sequence["Report"]], str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A small model that is built without a download.
+
+    Attributes:
+        name: what stands after ``builtin:`` in a scenario.
+        build: ``"package.module:function"``, which takes the scenario's ``options`` as keyword arguments and returns a
+            ``torch.nn.Module`` on the CPU, in float32. Token ids reach from 0 to ``config.vocab_size``.
+        finished: the function also takes ``dtype`` and ``seed`` and returns a model that must not be cast, packed or
+            adapted any more.
+    """
+
+    name: str
+    build: str
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Something that is done with a model.
+
+    Attributes:
+        name: the ``kind`` of a workload that comes with dtypedoctor; of any other, the ``name`` beside ``kind: plugin``.
+        run: ``"package.module:function"``, which takes a :class:`dtypedoctor.workloads.context.Context`.
+    """
+
+    name: str
+    run: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """Corrective code that is put into a live model, and the fix that consists of switching it on.
+
+    Attributes:
+        id: kebab-case id, used in ``corrections:`` of a scenario and as the id of the fix.
+        summary: what it changes, one sentence in the imperative, without a capital and a full stop.
+        install: ``"package.module:function"``, which takes the model and the dotted module names of the scenario's entry
+            (often none) and returns a :class:`dtypedoctor.corrections.contract.Installed`; it raises
+            :class:`dtypedoctor.corrections.contract.TargetMismatchError` where the code is not what it was written for.
+        fixes: the findings for which it is proposed as a fix, each with the name of the module class that the finding must
+            originate in ("" for any class).
+        proves: the findings whose cause is proven where this correction alone makes them disappear.
+        safe: it keeps the meaning of the run; False where it casts silently what should perhaps have raised.
+        prefer: when to prefer this fix; the end of the sentence *prefer it when …*. Empty for none.
+    """
+
+    id: str
+    summary: str
+    install: str
+    fixes: tuple[tuple[str, str], ...] = ()
+    proves: tuple[str, ...] = ()
+    safe: bool = True
+    prefer: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A plug-in that is not used.
+
+    Attributes:
+        what: its entry point, or what it registers, with the distribution that it comes from.
+        why: one sentence without a full stop.
+    """
+
+    what: str
+    why: str
+
+
+Registered = TypeVar("Registered")
+
+_OWN: Mapping[str, tuple[str, ...]] = {
+    "dtypedoctor.formats": ("dtypedoctor.report.renderers:FORMATS",),
+    "dtypedoctor.models": ("dtypedoctor.models:MODELS",),
+    "dtypedoctor.workloads": ("dtypedoctor.workloads:WORKLOADS",),
+    "dtypedoctor.corrections": ("dtypedoctor.corrections:CORRECTIONS",),
+}
+"""Where dtypedoctor's own are declared, by the group of entry points that others use."""
+
+
+def registered(kind: type[Registered]) -> Mapping[str, Registered]:
+    """Everything of one kind by its name (its id): dtypedoctor's own first, then that of plug-ins, sorted by entry point.
+
+    Kinds are the dataclasses of this module, and :class:`dtypedoctor.diagnosis.rule.Rule`.
+    Plug-ins are imported by the first call for their kind, and kept.
+    """
+    return cast(Mapping[str, Registered], _collected(kind)[0])
+
+
+def left_out() -> tuple[LeftOut, ...]:
+    """The plug-ins that this process has tried to use and could not."""
+    return tuple(one for _, wrong in _loaded.values() for one in wrong)
+
+
+def known(kind: type[Registered], prefix: str = "") -> str:
+    """A hint for whoever has asked for something that is not registered: what is, and what was left out."""
+    found, wrong = _collected(kind)
+    missing = "".join(f" Not used: {one.what}: {one.why}." for one in wrong)
+    return f"Known: {', '.join(prefix + name for name in found)}.{missing}"
+
+
+def own_code() -> Iterator[str]:
+    """The references of all code that dtypedoctor's own declarations name, for a process that imports it in advance."""
+    for own in _OWN.values():
+        for one in (one for reference in own for one in resolve(reference)):
+            yield from (getattr(one, name) for name in ("build", "run", "install") if hasattr(one, name))
+
+
+def resolve(reference: str) -> Any:
+    """What ``"package.module:name"`` names.
+
+    Raises:
+        ImportError: there is no such module, or it has no such name.
+    """
+    module, _, name = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError as error:
+        raise ImportError(f"{module} has no {name!r}") from error
+
+
+_loaded: dict[type, tuple[dict[str, Any], tuple[LeftOut, ...]]] = {}
+"""By each kind that somebody has asked for: what is registered, and what was left out."""
+
+
+def _collected(kind: type) -> tuple[dict[str, Any], tuple[LeftOut, ...]]:
+    if kind not in _loaded:
+        _loaded[kind] = _load(kind)
+    return _loaded[kind]
+
+
+def _load(kind: type) -> tuple[dict[str, Any], tuple[LeftOut, ...]]:
+    group = f"dtypedoctor.{kind.__name__.lower()}s"
+    found = {_name(one): one for reference in _OWN.get(group, ()) for one in resolve(reference)}
+    wrong: list[LeftOut] = []
+    for label, entry in _entry_points(group):
+        try:
+            declared = _declared(entry, kind)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (somebody else's package must not end the run)
+            wrong.append(LeftOut(what=label, why=f"{type(error).__name__}: {error}"))
+            continue
+        for one in declared:
+            if _name(one) in found:
+                wrong.append(LeftOut(what=label, why=f"{_name(one)!r} is registered already; give it another name"))
+            else:
+                found[_name(one)] = one
+    return found, tuple(wrong)
+
+
+def _entry_points(group: str) -> Iterator[tuple[str, importlib.metadata.EntryPoint]]:
+    """The entry points of a group with a label for each, the same on every machine; none where they are switched off."""
+    if os.environ.get(SWITCH) == "0":
+        return
+    for entry in sorted(importlib.metadata.entry_points(group=group), key=lambda entry: (entry.name, entry.value)):
+        of = f" of {entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
+        yield f"{group} plug-in {entry.name!r}{of}", entry
+
+
+def _declared(entry: importlib.metadata.EntryPoint, kind: type) -> tuple[Any, ...]:
+    """What an entry point names: one dataclass, or several in a list or tuple.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    value = entry.load()
+    several = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for one in several:
+        if not isinstance(one, kind):
+            raise TypeError(f"{entry.value} is {type(one).__name__}, not {kind.__module__}.{kind.__name__}")
+    return several
+
+
+def _name(one: Any) -> str:
+    return str(getattr(one, "id", None) or one.name)

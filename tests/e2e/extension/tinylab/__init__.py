@@ -1,0 +1,1 @@
+"""A small library that has a gated layer of its own."""
