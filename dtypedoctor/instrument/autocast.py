@@ -5,6 +5,7 @@ entered: the context manager class itself, which ``custom_bwd`` also uses to res
 """
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -15,7 +16,7 @@ from torch.amp.autocast_mode import autocast
 
 from dtypedoctor._torch_private import region_is_on
 from dtypedoctor.instrument.frames import source_of
-from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.position import Position, is_foreign
 from dtypedoctor.trace.events import Observation
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -45,6 +46,13 @@ class Region:
         return self.wanted if self.enabled else None
 
 
+class _OfThread(threading.local):
+    """The regions that are open in each thread that Python has started; in those of autograd the ones of the first thread."""
+
+    def __init__(self, first: list[Region]) -> None:
+        self.regions = first if is_foreign() else []
+
+
 class AutocastLog:
     """Knows the innermost autocast region per device type while started.
 
@@ -53,15 +61,20 @@ class AutocastLog:
     """
 
     def __init__(self) -> None:
-        self._regions: list[Region] = []
+        first: list[Region] = []
+        self._of = _OfThread(first)
+        self._of.regions = first
         self._undo: list[Callable[[], None]] = []
         self.entered: list[Callable[[Region], None]] = []
+
+    @property
+    def _regions(self) -> list[Region]:
+        return self._of.regions
 
     def start(self) -> None:
         """Begins to follow regions; of those already open, the innermost of each device type is known."""
         self._regions[:] = list(_already_open())
         enter, leave = autocast.__enter__, autocast.__exit__
-        regions = self._regions
 
         def __enter__(region: autocast) -> Any:  # noqa: N807
             result = enter(region)
@@ -72,8 +85,8 @@ class AutocastLog:
         def __exit__(  # noqa: N807
             region: autocast, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
         ) -> Any:
-            if regions and not torch.compiler.is_compiling():
-                regions.pop()
+            if self._regions and not torch.compiler.is_compiling():
+                self._regions.pop()
             return leave(region, kind, error, tb)
 
         autocast.__enter__ = __enter__  # type: ignore[method-assign]
@@ -103,9 +116,10 @@ class AutocastLog:
 
     def dtype(self, device: str) -> str | None:
         """The autocast dtype in force for ``device`` (``cpu``, ``cuda``), or None."""
-        if not self._regions:
+        regions = self._of.regions
+        if not regions:
             return None
-        return next((region.dtype for region in reversed(self._regions) if region.device == device), None)
+        return next((region.dtype for region in reversed(regions) if region.device == device), None)
 
     @property
     def open_regions(self) -> tuple[Region, ...]:

@@ -174,7 +174,7 @@ class BadValues:
             bad = self.behind(tensor)
             if bad is not None and bad.says is None:
                 self.reached("call", bad)
-        if any(bad.written and bad.kind != "-inf" for bad in self._held.values()):
+        if any(bad.written and bad.kind != "-inf" for bad in list(self._held.values())):
             for tensor in module.parameters():
                 bad = self.behind(tensor)
                 if bad is not None and bad.written:

@@ -48,7 +48,7 @@ class Guard:
         position = self._position
 
         def hook(*args: Any) -> None:
-            if is_compiling() or position.muted:
+            if is_compiling() or (position.of.here or position.last).muted or position.silenced:
                 return
             grad = grad_is_enabled()
             try:

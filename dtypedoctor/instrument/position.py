@@ -1,8 +1,10 @@
 """Where the watched process is: training step, outermost call, phase, and the module calls that are open."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import count
+from threading import get_ident
 
 from torch import nn
 
@@ -10,25 +12,23 @@ FOR_GOOD = 1 << 30
 """``muted`` of a process in which nothing is ever recorded again."""
 
 
-@dataclass(slots=True)
-class Position:
-    """Mutable coordinates, shared by all instruments of one process.
+class Here:
+    """What one thread of the program is doing.
 
     Attributes:
-        step: training step being worked on, from 1.
-        call: number of the outermost module call being worked on, from 1 (0 before the first).
-        stack: the module calls that are open, outermost first.
-        backward_depth: how many backward passes are running (more than one only when nested).
-        overrides: phases set by enclosing wrappers (``generate``, ``optimizer``, ``probe``), innermost last.
-        muted: while positive, nothing is recorded (the doctor's own work).
+        thread: identity of the thread that has begun the outermost call which is open.
+        call, stack, backward_depth, overrides, muted: as :class:`Position` says.
     """
 
-    step: int = 1
-    call: int = 0
-    stack: list[nn.Module] = field(default_factory=list)
-    backward_depth: int = 0
-    overrides: list[str] = field(default_factory=list)
-    muted: int = 0
+    __slots__ = ("backward_depth", "call", "muted", "overrides", "stack", "thread")
+
+    def __init__(self) -> None:
+        self.thread = 0
+        self.call = 0
+        self.stack: list[nn.Module] = []
+        self.backward_depth = 0
+        self.overrides: list[str] = []
+        self.muted = 0
 
     @property
     def phase(self) -> str:
@@ -39,15 +39,114 @@ class Position:
             return "recompute" if self.stack else "backward"
         return "forward"
 
+
+class _OfThread(threading.local):
+    """``here`` of the thread that asks; None in one that Python has not started."""
+
+    def __init__(self) -> None:
+        self.here = None if is_foreign() else Here()
+
+
+_starting = threading.local()
+
+
+def begin_thread() -> None:
+    """Python is about to start this thread, and has not entered it among its own yet."""
+    _starting.now = True
+
+
+def is_foreign() -> bool:
+    """Whether Python has not started the thread that asks: autograd has some of its own."""
+    thread = threading._active.get(get_ident())  # type: ignore[attr-defined]  # current_thread() would make an entry
+    return (thread is None or isinstance(thread, threading._DummyThread)) and not hasattr(_starting, "now")
+
+
+class Position:
+    """Mutable coordinates, shared by all instruments of one process. All but the step belong to the thread that asks for them.
+
+    Attributes:
+        step: training step being worked on, from 1.
+        call: number of the outermost module call being worked on, from 1 (0 before the thread's first).
+        stack: the module calls that are open, outermost first.
+        backward_depth: how many backward passes are running (more than one only when nested).
+        overrides: phases set by enclosing wrappers (``generate``, ``optimizer``, ``probe``), innermost last.
+        muted: while positive, nothing is recorded (the doctor's own work).
+        silenced: nothing is ever recorded again in this process.
+        of, last: where :attr:`here` is found; hooks that every module call runs read them themselves, because a property is a call.
+    """
+
+    __slots__ = ("_calls", "last", "of", "silenced", "step")
+
+    def __init__(self, step: int = 1, call: int = 0) -> None:
+        self.step = step
+        self.of = _OfThread()
+        self.last = self.of.here or Here()
+        self.last.call = call
+        self._calls = count(call + 1)
+        self.silenced = False
+
+    @property
+    def here(self) -> Here:
+        """What the thread that asks is doing. One that Python has not started, as those of autograd on CUDA, works for the thread whose
+        backward pass began last, and which waits for it."""
+        return self.of.here or self.last
+
+    def begin_call(self) -> None:
+        """An outermost call begins in this thread; no other one gets its number."""
+        self.here.call = next(self._calls)
+
+    @property
+    def call(self) -> int:
+        """Number of the outermost module call being worked on."""
+        return self.here.call
+
+    @property
+    def stack(self) -> list[nn.Module]:
+        """The module calls that are open."""
+        return self.here.stack
+
+    @property
+    def overrides(self) -> list[str]:
+        """Phases set by enclosing wrappers."""
+        return self.here.overrides
+
+    @property
+    def backward_depth(self) -> int:
+        """How many backward passes are running."""
+        return self.here.backward_depth
+
+    @backward_depth.setter
+    def backward_depth(self, depth: int) -> None:
+        self.last = here = self.here
+        here.backward_depth = depth
+
+    @property
+    def muted(self) -> int:
+        """Whether nothing is recorded."""
+        return FOR_GOOD if self.silenced else self.here.muted
+
+    @muted.setter
+    def muted(self, depth: int) -> None:
+        if depth >= FOR_GOOD:
+            self.silenced = True
+        else:
+            self.here.muted = depth
+
+    @property
+    def phase(self) -> str:
+        """The phase of a module call or op that happens now."""
+        return self.here.phase
+
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Marks everything inside as belonging to ``phase``."""
-        open_before = len(self.overrides)
+        overrides = self.overrides
+        open_before = len(overrides)
         try:
-            self.overrides.append(phase)
+            overrides.append(phase)
             yield
         finally:
-            del self.overrides[open_before:]
+            del overrides[open_before:]
 
     def mute(self) -> "Muted":
         """Nothing inside is recorded."""
@@ -55,24 +154,23 @@ class Position:
 
     def unmute(self) -> None:
         """Records again after an interruption, whatever was muted when it came."""
-        if self.muted < FOR_GOOD:
-            self.muted = 0
+        self.here.muted = 0
 
 
 class Muted:
-    """Mutes a position in a ``with`` block.
+    """Mutes a position in a ``with`` block, for this thread.
 
     An interruption may come at the beginning of any function, so also of ``__exit__``: :meth:`Position.unmute` puts that right.
     """
 
-    __slots__ = ("_position",)
+    __slots__ = ("_here",)
 
     def __init__(self, position: Position) -> None:
-        self._position = position
+        self._here = position.here
 
     def __enter__(self) -> None:
-        self._position.muted += 1
+        self._here.muted += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._position.muted:
-            self._position.muted -= 1
+        if self._here.muted:
+            self._here.muted -= 1

@@ -132,10 +132,11 @@ class ImmediateRecorder:
         version = version_of(tensor)
         if held is not None and held[0]() is tensor and held[1] == version:
             return held[2]
-        self._position.muted += 1
+        here = self._position.of.here or self._position.last
+        here.muted += 1
         try:
             extent = measure_one(tensor)
         finally:
-            self._position.muted -= 1
+            here.muted -= 1
         self._known[id(tensor)] = (ref(tensor), version, extent)
         return extent

@@ -135,12 +135,12 @@ class Returned:
             with out_of_their_sight() if modes or modes_are_on() else nullcontext():
                 self._record_any(module, place, (args, kwargs), output)
             return
-        position = self._position
-        when = (self._writer.next_n(), position.step, position.call)
+        call = (self._position.of.here or self._position.last).call
+        when = (self._writer.next_n(), self._position.step, call)
         usual.recorder.record(((usual.site, output),), when, usual.source, (("0", args[0]),))
         self._coverage.module_calls_measured += 1
         if output.requires_grad and not output.is_leaf:
-            _hook_gradient(output, _Hook(self, place, "", position.call))
+            _hook_gradient(output, _Hook(self, place, "", call))
 
     def _is_usual(self, usual: _Usual, given: Any, output: Any) -> bool:
         return (
@@ -153,7 +153,7 @@ class Returned:
             and output.shape == usual.shape
             and output.device == usual.device
             and given.device == usual.device
-            and self._position.phase == usual.phase
+            and (self._position.of.here or self._position.last).phase == usual.phase
             and self._autocast.dtype(usual.device_type) == usual.autocast
             and not (usual.device_type == "cuda" and is_current_stream_capturing())
         )

@@ -161,7 +161,7 @@ class Sentinel(OperatorMode):
         self._bad.finish()
 
     def leave(self) -> None:
-        """Ends in this process, which a program has forked."""
+        """Ends in this thread, which is about to end, or in this process, which a program has forked."""
         self.off()
         self._thread = 0
 

@@ -1,5 +1,6 @@
 """All instruments of one watched process, wired together."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,7 @@ from dtypedoctor.instrument.sentinel import Sentinel
 from dtypedoctor.instrument.sharding import ShardCalls
 from dtypedoctor.instrument.silent.checks import SilentChecks
 from dtypedoctor.instrument.statistics import Rooted
+from dtypedoctor.instrument.threads import Threads
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -79,9 +81,10 @@ class Instruments:
         self._windows = OpWindows(self._ops, self.position, windows)
         self.silent = SilentChecks(writer, self.position, self.names, self._autocast, self.guard, originals)
         self._bad = BadValues(writer, self.position, self._autocast)
-        self.sentinel = Sentinel(self._bad, self.position, self.coverage, self.guard, self._sample_operator)
-        self.sentinel.quiet = lambda: self._ops.is_open
-        self.sentinel.wanted = lambda: self._modules.whole
+        self._stopped = False
+        self.sentinel = self._new_sentinel()
+        self._of_thread = threading.local()
+        self._threads = Threads(self.guard, self._thread_begins, self._thread_ends)
         self._gradients = 0
         self._leaves = LeafGradients(self.coverage, self.names)
         self._facts = ModelFacts(writer, self.position, self.names)
@@ -105,12 +108,11 @@ class Instruments:
             self._phases.before_unscale.append(self._unscale.tell)
             self._phases.on_failure.append(self.note_caught)
             self._modules.on_error.append(self._note_left)
-            self.sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
-            self._modules.before_root.insert(0, self._enters_modules)
+            self._modules.before_any.append(self._enters_modules)
+            self._modules.after_any.append(self._settle)
             self._modules.before_root += [self._facts.tell, self.code_places.learn]
             self._phases.on_gradients.append(self._measure_returned)
-            self._phases.pause, self._phases.resume = self.sentinel.pause, self.sentinel.resume
-            self._phases.settle = self.sentinel.settle
+            self._phases.pause, self._phases.resume, self._phases.settle = self._pause, self._resume, self._settle
             self._autocast.entered.append(self.guard.shield(self._regions.tell, "some autocast regions"))
             self.silent.listen(self._phases, self._modules)
             self._windows.scaled_backward.append(self.silent.scaled_backward)
@@ -129,14 +131,47 @@ class Instruments:
             self.collectives.start()
             self.sharding.start()
             self.silent.start()
-            self._modules.after_root.append(lambda _: self.sentinel.settle())
         self._windows.start()
         if self._watch:
-            self.sentinel.start()
+            self._thread_begins(self.sentinel)
+            self._threads.start()
+
+    def _new_sentinel(self) -> Sentinel:
+        sentinel = Sentinel(self._bad, self.position, self.coverage, self.guard, self._sample_operator)
+        sentinel.quiet = lambda: self._stopped or self._ops.is_open
+        sentinel.wanted = lambda: self._modules.whole
+        sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
+        return sentinel
+
+    def _thread_begins(self, sentinel: Sentinel | None = None) -> None:
+        self._of_thread.sentinel = sentinel or self._new_sentinel()
+        self._of_thread.sentinel.start()
+
+    def _thread_ends(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.leave()
+
+    def _here(self) -> Sentinel | None:
+        """The sentinel of this thread; None in one that autograd or another library has started, and in a daemon."""
+        return getattr(self._of_thread, "sentinel", None)
+
+    def _pause(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.pause()
+
+    def _resume(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.resume()
+
+    def _settle(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.settle()
 
     def stop(self) -> None:
         """Stops watching and puts back everything that was replaced."""
         if self._watch:
+            self._threads.stop()
+            self._stopped = True
             self.sentinel.stop()
             self._measure_gradients(self._samples.gradients_left() if self._modules.whole else [])
             self.silent.stop()
@@ -212,7 +247,8 @@ class Instruments:
     def _before_backward(self, tensors: list[Tensor]) -> None:
         self._windows.before_backward(tensors)
         if self._watch:
-            self.sentinel.backward_begins()
+            if (sentinel := self._here()) is not None:
+                sentinel.backward_begins()
             if self._modules.whole:
                 self._leaves.before(tensors)
             found = [(0, str(i), t) for i, t in enumerate(map(values_of, tensors)) if t is not None]
@@ -264,7 +300,8 @@ class Instruments:
 
     def _enters_modules(self, module: nn.Module) -> None:
         """An outermost call begins: hooks see what happens from here on; what goes in has been seen by the sentinel."""
-        self.sentinel.off()
+        if (sentinel := self._here()) is not None:
+            sentinel.off()
         if self._bad.any:
             args, kwargs = call_arguments(module)
             self._bad.enters([tensor for _, tensor in tensors_given(args, kwargs)], module)

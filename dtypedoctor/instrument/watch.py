@@ -5,6 +5,7 @@ copies and compiles as before. Inside a compiled region the hooks do nothing (an
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -21,7 +22,7 @@ from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.opaque import being_recorded
 from dtypedoctor.instrument.open_calls import forget_ended_calls
 from dtypedoctor.instrument.places import Place, Places
-from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.position import Here, Position
 from dtypedoctor.instrument.recorder import When
 from dtypedoctor.instrument.recorders import Recorders
 from dtypedoctor.instrument.returned import Returned
@@ -30,6 +31,8 @@ from dtypedoctor.instrument.statistics import Rooted
 from dtypedoctor.trace.writer import TraceWriter
 
 CallListener = Callable[[nn.Module], None]
+
+MEASURED_ONLY = "one of the calls is looked at as a whole; what the modules in the others return is measured"
 
 _RAISED = object()
 """Stands for what a module has returned whose call an exception has left."""
@@ -72,7 +75,8 @@ class ModuleWatch:
         self._returned = Returned(writer, position, autocast, guard, self._sites, self._recorders, self._coverage)
         self._handles: list[Any] = []
         self._reveal: Callable[[], None] | None = None
-        self._thread = 0
+        self._leading = threading.Lock()
+        self._leader: Here | None = None
         self.raised_in: tuple[int, list[str]] = (0, [])
         """Identity of the last exception that left a module, and the module calls that were open where it began."""
         self._raised_at = (0, 0)
@@ -81,11 +85,15 @@ class ModuleWatch:
         self.on_error: list[Callable[[nn.Module, Any, BaseException], None]] = []
         """Called with the innermost module whose call an exception has left, its positional arguments and the exception."""
         self.before_root: list[CallListener] = []
-        """Called with the module before each outermost call."""
+        """Called with the module before each outermost call, but for one beside that of another thread."""
         self.on_return: list[Callable[[nn.Module, Any, Any, Any], None]] = []
         """Called with the module, its positional and keyword arguments and its result when an outermost call has returned."""
         self.after_root: list[CallListener] = []
-        """Called with the module after each outermost call, also when it raised."""
+        """Called with the module after each outermost call that ``before_root`` was told of, also when it raised."""
+        self.before_any: list[CallListener] = []
+        """Called with the module before each outermost call, in whatever thread."""
+        self.after_any: list[Callable[[], None]] = []
+        """Called after each outermost call, in whatever thread."""
 
     def start(self) -> None:
         """Begins to watch every module call of the process."""
@@ -125,7 +133,8 @@ class ModuleWatch:
     def _note_entry(self, place: Place | None) -> None:
         if place is not None:
             position = self._position
-            self._writer.mark(position.step, position.call, self._sites.entry(place, position.phase))
+            here = position.of.here or position.last
+            self._writer.mark(position.step, here.call, self._sites.entry(place, here.phase))
 
     def flush(self) -> None:
         """A backward pass or an optimizer step begins or ends: sends off what has been put together. Never waits."""
@@ -139,33 +148,46 @@ class ModuleWatch:
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if being_recorded():
             return
-        stack = self._position.stack
+        here = self._position.of.here or self._position.last
+        stack = here.stack
         place = self._places.of(module) if stack else None
         if stack and (place is None or not place.fqn):  # it may be an outermost one
-            forget_ended_calls(stack, self._thread)
-        if stack and self._thread != get_ident() and self._in_another_thread():
+            forget_ended_calls(stack, here.thread)
+        if stack and here.thread != get_ident() and self._in_another_thread():
             return
         if not stack:
-            self._thread = get_ident()
-            self._enter_root(module)
+            here.thread = get_ident()
+            self._enter_root(module, here)
             place = self._places.of(module)
         stack.append(module)
         self._note_entry(place)
 
-    def _enter_root(self, module: nn.Module) -> None:
+    def _enter_root(self, module: nn.Module, here: Here) -> None:
         if self._names.find(module) is None:
             self._names.add_root(module)
         self._places.begin_call()
-        if not self._position.backward_depth:  # a recomputed block belongs to the call that is being differentiated
-            self._position.call += 1
+        if not here.backward_depth:  # a recomputed block belongs to the call that is being differentiated
+            self._position.begin_call()
         elif (place := self._names.find(module)) is not None:
             self.recomputed = place[1]
-        self._recorders.begin_call()
-        for listener in self.before_root:
+        for listener in self.before_any:
             listener(module)
+        if self._leads(here):
+            self._recorders.begin_call()
+            for listener in self.before_root:
+                listener(module)
+
+    def _leads(self, here: Here) -> bool:
+        """Whether what is done around an outermost call may be done for this one: modes, which belong to a thread, are put on and taken
+        off, and comparisons made from call to call. Calls that other threads make at the same time are only measured."""
+        if self._leader is here or self._leading.acquire(blocking=False):
+            self._leader = here
+            return True
+        self._guard.tell("checks of single operators in modules that several threads call at once", MEASURED_ONLY)
+        return False
 
     def _in_another_thread(self) -> bool:
-        """Whether a thread calls a module while another one is inside of one: the calls cannot be told apart then.
+        """Whether a thread that Python has not started calls a module while another one is inside of one: they cannot be told apart.
 
         Blocks that are recomputed in the backward pass of CUDA run in a thread of autograd's own, while the program waits.
         """
@@ -178,12 +200,13 @@ class ModuleWatch:
         raised = output is _RAISED  # torch leaves the keyword arguments out where forward has raised
         if raised:
             kwargs, output = {}, None
-        stack = self._position.stack
+        here = self._position.of.here or self._position.last
+        stack = here.stack
         if being_recorded():
             return
         whole = self.whole and not raised
         self._coverage.module_calls += whole  # first of all: whatever goes wrong from here on, this call has run
-        if stack and self._thread != get_ident() and self._in_another_thread():
+        if stack and here.thread != get_ident() and self._in_another_thread():
             return
         if not stack or stack[-1] is not module:
             if not any(open_module is module for open_module in stack):
@@ -198,18 +221,26 @@ class ModuleWatch:
                 if whole or place.residual:
                     self._coverage.module_calls += not whole
                     self._returned.record(module, place, args, kwargs, output)
-                if len(stack) == 1:
+                if len(stack) == 1 and self._leader is here:
                     for listener in self.on_return:
                         listener(module, args, kwargs, output)
         finally:  # whatever goes wrong in here, the call is over
             stack.pop()
             if not stack:
-                self._leave_root(module)
+                self._leave_root(module, here)
 
-    def _leave_root(self, module: nn.Module) -> None:
-        self._recorders.end_call()
-        for listener in self.after_root:
-            listener(module)
+    def _leave_root(self, module: nn.Module, here: Here) -> None:
+        try:
+            if self._leader is here:
+                self._recorders.end_call()
+                for listener in self.after_root:
+                    listener(module)
+            for after in self.after_any:
+                after()
+        finally:
+            if self._leader is here:
+                self._leader = None
+                self._leading.release()
 
     def _note_error(self, module: nn.Module, args: Any, error: BaseException) -> None:
         here = (self._position.call, len(self._position.stack))

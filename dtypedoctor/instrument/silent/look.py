@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -100,6 +101,7 @@ class RoutineLook:
         self._guard = guard
         self._calls: Counter[tuple[int, str]] = Counter()
         self._mode: _Mode | None = None
+        self._thread = 0
 
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins."""
@@ -110,11 +112,12 @@ class RoutineLook:
         self._calls[key] += 1
         if _is_looked_at(self._calls[key]) and _may_look(module):
             self._mode = _Mode(self._checks, self._position, self._guard)
+            self._thread = get_ident()
             self._mode.__enter__()
 
     def after_call(self) -> None:
-        """The outermost call has ended, in whatever way."""
-        if self._mode is None:
+        """The outermost call has ended, in whatever way; nothing is done in another thread than the one that it was made in."""
+        if self._mode is None or self._thread != get_ident():
             return
         mode, self._mode = self._mode, None
         mode.leave()
