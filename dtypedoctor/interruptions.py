@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dis import opname
 from queue import Empty
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
-__all__ = ["contained", "is_interruption"]
+__all__ = ["contained", "is_interruption", "noticing"]
 
 _TRACE_EVENTS = frozenset({"call", "line", "return", "exception", "opcode"})
 _RAISES = frozenset({"RAISE_VARARGS", "RERAISE"})
@@ -50,7 +50,7 @@ class contained:  # noqa: N801  (used as a function is: `with contained() as our
         failed: called with the exception.
 
     Attributes:
-        error: the exception that was kept inside; None where there was none.
+        error: the exception that was kept inside; None where there was none, or where ``failed`` has got it.
     """
 
     __slots__ = ("_failed", "error")
@@ -65,10 +65,33 @@ class contained:  # noqa: N801  (used as a function is: `with contained() as our
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         if not isinstance(error, Exception) or is_interruption(error):
             return False
-        self.error = error
-        if self._failed is not None:
-            self._failed(error)
+        if self._failed is None:
+            self.error = error
+        else:
+            self._failed(error)  # not held: a block that is entered often would hold the frames of the program with it
         return True
+
+
+class noticing:  # noqa: N801  (used as a function is)
+    """Calls a function with the exception that leaves the ``with`` block; the exception goes on as it is.
+
+    Args:
+        notice: called with the exception.
+        only: the class of exceptions that it is called with.
+    """
+
+    __slots__ = ("_notice", "_only")
+
+    def __init__(self, notice: Callable[[Any], object], only: type[BaseException] = BaseException) -> None:
+        self._notice = notice
+        self._only = only
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(error, self._only):
+            self._notice(error)
 
 
 def _breaks_in(frame: FrameType, interrupted: FrameType) -> bool:

@@ -13,7 +13,13 @@ from torch.autograd.function import FunctionCtx
 
 from dtypedoctor._torch_private import OpOverload
 
-_NOT_THE_USERS = ("torch.", "dtypedoctor.instrument", "dtypedoctor.worker")
+_NOT_THE_USERS = (
+    "torch.",
+    "dtypedoctor.instrument",
+    "dtypedoctor.worker",
+    "dtypedoctor.interruptions",
+    "dtypedoctor._torch_private",
+)
 _PASSING_ON = frozenset({"__torch_function__", "__torch_dispatch__"})
 """Methods by which a subclass of tensors hands on what somebody else computes with it."""
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dtypedoctor.interruptions import noticing
+
 GETTER = "__get__"
 """Name of what reads an attribute of a tensor. It computes nothing, and some attributes are refused to tensors of inference mode."""
 
@@ -52,12 +54,13 @@ class FunctionErrors(TorchFunctionMode):
     ) -> Any:
         """Calls ``func`` as it is."""
         arguments = dict(kwargs or {})
-        try:
-            result = func(*args, **arguments)
-        except Exception as error:
+
+        def refused(error: Exception) -> None:
             if getattr(func, "__name__", "") != GETTER:
                 self._listener(op_name(func), func, args, arguments, error)
-            raise
+
+        with noticing(refused, Exception):
+            result = func(*args, **arguments)
         if func in _OF_NUMBERS and args and isinstance(args[0], float):
             self._made(result, args[0])
         return result

@@ -53,7 +53,7 @@ class Guard:
             grad = grad_is_enabled()
             try:
                 callback(*args)
-            except BaseException as error:  # a defect of ours must not become the program's
+            except BaseException as error:  # a defect of ours must not become the program's; all else is raised again
                 position.unmute()
                 if grad_is_enabled() is not grad:
                     set_grad_enabled(grad)

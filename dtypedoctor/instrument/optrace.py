@@ -41,6 +41,7 @@ from dtypedoctor.instrument.schema import (
 from dtypedoctor.instrument.statistics import Extent, is_spread, local_part, measurable, measure
 from dtypedoctor.instrument.weights import WeightCheck
 from dtypedoctor.instrument.whereabouts import OpPlace, Whereabouts
+from dtypedoctor.interruptions import noticing
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Observation, Op, TensorNote
 from dtypedoctor.trace.writer import TraceWriter
@@ -157,12 +158,13 @@ class OpTrace(OperatorMode):
             inputs = self._notes(tensors_of(arguments))
             kept = keep_written(func, arguments)
         n = self._writer.next_n()
-        try:
-            result = func(*args, **kwargs)
-        except Exception as error:
+
+        def refused(error: Exception) -> None:
             with self._aside():
                 self._refused(n, func, arguments, inputs, error)
-            raise
+
+        with noticing(refused, Exception):
+            result = func(*args, **kwargs)
         with self._aside():
             changed = written(func, arguments)
             for tensor in changed:
@@ -189,14 +191,14 @@ class OpTrace(OperatorMode):
         return result
 
     def _taken_apart(self, func: Any, arguments: Arguments) -> Any:
-        try:
-            return self.taken_apart(func, *arguments)
-        except Exception as error:
+        def refused(error: Exception) -> None:
             if str(error) != self._last_error:  # none of the operators that it is made of has refused
                 with self._aside():
                     inputs = self._notes(tensors_of(arguments))
                     self._refused(self._writer.next_n(), func, arguments, inputs, error)
-            raise
+
+        with noticing(refused, Exception):
+            return self.taken_apart(func, *arguments)
 
     def _done(self, n: int, func: Any, kept: Arguments, inputs: list[TensorNote], results: list[Tensor]) -> None:
         exact = self._exact.follow(func, kept, [note.id for note in inputs], results)

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.open_calls import steps_running
 from dtypedoctor.instrument.position import Position
+from dtypedoctor.interruptions import noticing
 
 Listener = Callable[[], None]
 
@@ -115,11 +116,9 @@ class Phases:
         self._position.backward_depth += 1
         result = None
         try:
-            self.settle()
-            result = original(*args, **kwargs)
-        except BaseException as error:
-            self._note_failure(error, "backward")
-            raise
+            with self._noting_failure("backward"):
+                self.settle()
+                result = original(*args, **kwargs)
         finally:
             self._position.backward_depth -= 1
             if not self._position.backward_depth:
@@ -132,11 +131,9 @@ class Phases:
         overrides = self._position.overrides
         open_before = len(overrides)
         try:
-            overrides.append("generate")
-            return original(*args, **kwargs)
-        except BaseException as error:
-            self._note_failure(error, "generate")
-            raise
+            with self._noting_failure("generate"):
+                overrides.append("generate")
+                return original(*args, **kwargs)
         finally:
             del overrides[open_before:]
 
@@ -146,10 +143,8 @@ class Phases:
         before = self._steps[id(inner)]
         self.pause()
         try:
-            result = original(scaler, optimizer, *args, **kwargs)
-        except BaseException as error:
-            self._note_failure(error, "optimizer")
-            raise
+            with self._noting_failure("optimizer"):
+                result = original(scaler, optimizer, *args, **kwargs)
         finally:
             self.resume()
         skipped = scaler.is_enabled() and self._steps[id(inner)] == before
@@ -162,12 +157,13 @@ class Phases:
         self._tell(self.before_unscale, "what the gradient scaler unscales", scaler, optimizer)
         self.pause()
         try:
-            return original(scaler, optimizer)
-        except BaseException as error:
-            self._note_failure(error, "optimizer")
-            raise
+            with self._noting_failure("optimizer"):
+                return original(scaler, optimizer)
         finally:
             self.resume()
+
+    def _noting_failure(self, phase: str) -> noticing:
+        return noticing(lambda error: self._note_failure(error, phase))
 
     def _note_failure(self, error: BaseException, phase: str) -> None:
         if self.failure[0] != id(error):

@@ -121,7 +121,8 @@ class Sentinel(OperatorMode):
         self._bad = bad
         self._position = position
         self._coverage = coverage
-        self._guard = guard
+        self._settling = guard.keeping("operators outside of modules")
+        self._looking = guard.keeping("some operators outside of modules")
         self._sample = sample
         self._plans: dict[Any, _Plan] = {}
         self._lines: dict[int, Line] = {}
@@ -184,12 +185,10 @@ class Sentinel(OperatorMode):
         """Puts the mode on the stack or takes it off, as the position of the program demands; cheap to call again."""
         if self._thread != get_ident():
             return
-        try:
+        with self._settling:
             wanted = not self._pauses and not self._position.stack and self._may_be_on()
             if wanted != self._on:
                 self._into_stack() if wanted else self.off()
-        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
-            self._guard.failed("operators outside of modules", error)
 
     def _may_be_on(self) -> bool:
         position = self._position
@@ -259,13 +258,11 @@ class Sentinel(OperatorMode):
             kept = self._before(func, kept)
         try:
             result = func(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # told and passed on; nothing cheaper stands around each operator of a program
             self.raised(error)
             raise
-        try:
+        with self._looking:
             self._after(func, plan, (args, kwargs), kept, result)
-        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
-            self._guard.failed("some operators outside of modules", error)
         return result
 
     def _plan(self, func: Any) -> _Plan:
@@ -276,11 +273,9 @@ class Sentinel(OperatorMode):
 
     def _before(self, func: Any, arguments: Arguments) -> Arguments:
         """The arguments with copies of the small ones that are about to be written to; as they are where one is not small."""
-        try:
+        with self._looking:
             if all(t.numel() <= COPIED and t.device.type == "cpu" for t in written(func, arguments)):
                 return keep_written(func, arguments)
-        except Exception as error:  # noqa: BLE001  (a defect of ours must not become the program's)
-            self._guard.failed("some operators outside of modules", error)
         return arguments
 
     def _after(self, func: Any, plan: _Plan, arguments: Arguments, kept: Arguments, result: Any) -> None:

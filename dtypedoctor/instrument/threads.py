@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
+from dtypedoctor._torch_private import modes_on
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.operator_mode import OperatorMode
 from dtypedoctor.instrument.position import begin_thread
@@ -66,7 +65,7 @@ class Threads:
 
 def remove_modes() -> None:
     """Takes every mode of the doctor's off the stack of this thread."""
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in modes_on():
         if isinstance(mode, OperatorMode):
             OperatorMode.leave(mode)
 

@@ -16,6 +16,7 @@ from transformers import set_seed
 
 from dtypedoctor._torch_private import buffers_of, is_persistent
 from dtypedoctor.errors import UsageError
+from dtypedoctor.interruptions import contained
 from dtypedoctor.models.builtin import builder_arguments
 from dtypedoctor.models.float32_twin import widen
 from dtypedoctor.models.perturbation import perturb
@@ -116,10 +117,11 @@ def _from_factory(spec: Model) -> nn.Module:
             f"cannot find the model factory {spec.name}: {error}",
             "Give package.module:function, importable from the current directory, or builtin:NAME.",
         ) from error
-    try:
+    model = None
+    with contained() as refused:
         model = factory(**builder_arguments(spec.options))
-    except Exception as error:
-        raise UsageError(f"the model factory {spec.name} raised {type(error).__name__}: {error}") from error
+    if (failure := refused.error) is not None:
+        raise UsageError(f"the model factory {spec.name} raised {type(failure).__name__}: {failure}") from failure
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model factory {spec.name} returned {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -42,19 +42,24 @@ def begin(directory: str, environment: Mapping[str, str] | None = None) -> None:
 def begin_warm(directory: str, channel: Connection) -> None:
     """The same for a server of workers, which ends when the doctor closes ``channel``."""
     place = _set_apart(directory)
-    import_module(WARM).serve_warm(place, channel)
+    import_module(WARM).serve_warm(place, channel, redirect)
     os._exit(0)
 
 
 def _set_apart(directory: str) -> Path:
     os.setsid()  # so that the doctor can stop the process together with everything that it starts
     place = Path(directory)
-    redirect(place / STDOUT, 1)
-    redirect(place / STDERR, 2)
+    redirect(place)
     return place
 
 
-def redirect(path: Path, descriptor: int) -> None:
+def redirect(directory: Path) -> None:
+    """Lets what this process writes to its standard streams go into files of a run's directory."""
+    _redirect(directory / STDOUT, 1)
+    _redirect(directory / STDERR, 2)
+
+
+def _redirect(path: Path, descriptor: int) -> None:
     """Lets what is written to ``descriptor`` go to the end of ``path``, which is the user's alone: it is raw."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(handle, descriptor)

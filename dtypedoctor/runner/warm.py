@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from dtypedoctor.interruptions import noticing
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.launch import Launcher, Run, StartedWorker, WorkerExit, collect, write_request
 from dtypedoctor.scenario.request import Request
@@ -41,13 +42,11 @@ class WarmServer:
 
     def __enter__(self) -> Self:
         self._process, self._channel = self._launcher.start_warm(self._request, self._directory)
-        try:
-            _, self.is_warm, self.device = self._channel.recv()
-        except EOFError:  # the server has died while building: a worker will tell of what
-            self.is_warm = False
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+        with noticing(lambda _: self.__exit__(None, None, None)):  # Ctrl-C, say: nobody else ends the server then
+            try:
+                _, self.is_warm, self.device = self._channel.recv()
+            except EOFError:  # the server has died while building: a worker will tell of what
+                self.is_warm = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

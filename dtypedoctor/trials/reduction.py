@@ -278,7 +278,7 @@ def reduce(test: Test, roots: Sequence[Node], options: Options | None = None) ->
                 reduction.record(treated, test(treated))
     except BaselineError:
         raise
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:  # whatever the test raised: what is known by then is not lost
         raise Interrupted(reduction.best, reduction.probes) from error
     return reduction.result()
 

@@ -16,6 +16,7 @@ from dtypedoctor.corrections.contract import Installed, put_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.interruptions import noticing
 from dtypedoctor.models.build import BUILTIN
 from dtypedoctor.plugins import Workload, known, left_out, registered, resolve
 from dtypedoctor.redaction.request_file import read_request
@@ -63,7 +64,7 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
     except UsageError as error:
         writer.write(Refused(message=error.message, hint=error.hint))
         outcome = "refused"
-    except BaseException as error:  # noqa: BLE001  (whatever ends the scenario is its result)
+    except BaseException as error:  # noqa: BLE001  (whatever ends the scenario is its result, also SystemExit)
         instruments.note_exception(error)
         outcome = "raised"
     finally:
@@ -157,13 +158,13 @@ class _Run:
 
     def _install(self, spec: CorrectionSpec, model: nn.Module) -> None:
         record = Correction(n=self._writer.next_n(), id=spec.id, target="", installed=False)
-        try:
+
+        def refused(error: Exception) -> None:
+            if not isinstance(error, UsageError):
+                self._writer.write(replace(record, reason=f"{type(error).__name__}: {error}"))
+
+        with noticing(refused, Exception):
             installed = put_in(spec.id, model, spec.modules)
-        except UsageError:
-            raise
-        except Exception as error:
-            self._writer.write(replace(record, reason=f"{type(error).__name__}: {error}"))
-            raise
         self._installed.setdefault(spec.id, []).append(installed)
         self._writer.write(replace(record, target=installed.target, installed=True, proof=installed.proof))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtypedoctor.interruptions import contained
+from dtypedoctor.interruptions import contained, noticing
 from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.redaction.request_file import read_request
 from dtypedoctor.trace.events import (
@@ -49,19 +49,19 @@ def serve(directory: Path) -> None:
     recording = Recording(request, directory)
     recording.begin()
     settings = request["scenario"]["steps"][0]["workload"]
+
+    def ended(error: BaseException) -> None:
+        if not isinstance(error, main_module.NotRunnableError):  # that one is refused
+            recording.end(error)
+
     try:
-        program = main_module.program(settings["path"], settings["module"], settings["code"])
+        with noticing(ended):
+            program = main_module.program(settings["path"], settings["module"], settings["code"])
     except main_module.NotRunnableError as error:
         recording.refuse(str(error))
         sys.exit(2)
-    except BaseException as error:
-        recording.end(error)
-        raise
-    try:
+    with noticing(recording.end):
         main_module.run(program, settings["args"])
-    except BaseException as error:
-        recording.end(error)
-        raise
     recording.end(None)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import collect_env
 
+from dtypedoctor.interruptions import contained
 from dtypedoctor.worker.environment import describe_environment
 
 LONGEST_LINE = 300
@@ -21,10 +22,11 @@ def survey() -> dict[str, Any]:
 
 def _collected() -> dict[str, Any]:
     """torch's own description, without what stands in the rest already; the processor in two lines instead of sixty."""
-    try:
+    found: dict[str, Any] = {}
+    with contained() as odd:  # it starts a dozen programs, any of which may be odd on somebody's machine
         found = collect_env.get_env_info()._asdict()
-    except Exception as error:  # noqa: BLE001  (it starts a dozen programs, any of which may be odd on somebody's machine)
-        return {"error": f"{type(error).__name__}: {error}"}
+    if odd.error is not None:
+        return {"error": f"{type(odd.error).__name__}: {odd.error}"}
     processor = _processor(found.pop("cpu_info", None))
     packages = [line for line in str(found.pop("pip_packages", None) or "").splitlines() if line]
     rest = {name: str(value)[:LONGEST_LINE] for name, value in found.items() if value not in (None, "", "N/A")}

@@ -9,27 +9,31 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
 
+from dtypedoctor.interruptions import contained, noticing
 from dtypedoctor.redaction.request_file import read_request
-from dtypedoctor.runner.child import STDERR, STDOUT, redirect
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.worker.main import choose_device, prepare_process, serve
 from dtypedoctor.worker.stock import Stock
 
 PR_SET_PDEATHSIG = 1
 
+Redirect = Callable[[Path], None]
+"""Has this process write its standard streams into files of a directory: the runner says which."""
 
-def serve_warm(directory: Path, channel: Connection) -> None:
+
+def serve_warm(directory: Path, channel: Connection, redirect: Redirect) -> None:
     """Builds what ``DIRECTORY/request.json`` needs, then forks a worker for each directory that comes through ``channel``.
 
     Sends ``("ready", built, device)`` once; ``built`` is False where the models are not kept, because a device cannot be shared
     by forked processes or because building raised (each worker will then find out for itself). Takes ``("run", directory)``
     and ``("stop", directory)``; sends ``("ended", directory, status)``, where a negative status is a signal's number. Ends when
-    the channel is closed, and ends its workers then.
+    the channel is closed, and ends its workers then. Each worker begins with ``redirect``.
     """
     scenario = Request.model_validate_json(read_request(directory)).scenario
     threads = torch.get_num_threads()
@@ -39,20 +43,21 @@ def serve_warm(directory: Path, channel: Connection) -> None:
     built = device == "cpu"
     if built:
         prepare_process(scenario)
-        try:
+        with contained() as refused:  # the first worker meets it again and reports it
             stock.fill(scenario, torch.device("cpu"))
-        except Exception as error:  # noqa: BLE001  (the first worker meets it again and reports it)
+        if (error := refused.error) is not None:
             built = False
             print(f"not built in advance: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     channel.send(("ready", built, device))
-    _Workers(channel, stock, threads).answer()
+    _Workers(channel, stock, threads, redirect).answer()
 
 
 class _Workers:
-    def __init__(self, channel: Connection, stock: Stock, threads: int) -> None:
+    def __init__(self, channel: Connection, stock: Stock, threads: int, redirect: Redirect) -> None:
         self._channel = channel
         self._stock = stock
         self._threads = threads
+        self._redirect = redirect
         self._running: dict[int, tuple[int, str]] = {}
         """Process id and directory of each running worker, by the descriptor that tells its end."""
 
@@ -90,16 +95,14 @@ class _Workers:
         """The child's side; never returns."""
         status = 1
         try:
-            os.setsid()
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            redirect(directory / STDOUT, 1)
-            redirect(directory / STDERR, 2)
-            self._channel.close()
-            torch.set_num_threads(self._threads)
-            status = serve(directory, self._stock)
-        except BaseException:  # noqa: BLE001  (a child that returned would go on as a second server)
-            traceback.print_exc()
-        finally:
+            with noticing(traceback.print_exception):
+                os.setsid()
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                self._redirect(directory)
+                self._channel.close()
+                torch.set_num_threads(self._threads)
+                status = serve(directory, self._stock)
+        finally:  # a child that returned would go on as a second server
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)

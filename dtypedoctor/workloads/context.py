@@ -12,6 +12,7 @@ from torch import nn
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.interruptions import contained
 from dtypedoctor.models.build import Built
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
 from dtypedoctor.trace.events import Metric, NotWatched, ProbeLogProbs
@@ -130,11 +131,10 @@ class Context:
             what = f"log-probabilities of {type(self.built.model).__name__}"
             self.instruments.writer.write(NotWatched(what=what, why="it has no config.vocab_size to draw tokens from"))
             return
-        try:
-            with self.region():
-                self.probe(0, untrained=True)
-        except Exception as error:  # noqa: BLE001  (the workload will meet it again, watched)
-            why = f"the forward pass raises {type(error).__name__}"
+        with contained() as refused, self.region():  # the workload will meet it again, watched
+            self.probe(0, untrained=True)
+        if refused.error is not None:
+            why = f"the forward pass raises {type(refused.error).__name__}"
             self.instruments.writer.write(NotWatched(what="outputs before the first step", why=why))
 
 

@@ -14,6 +14,7 @@ HOME = PACKAGE / "_torch_private.py"
 OTHERS = frozenset(
     {
         *("_getframe", "_current_frames", "_exit"),  # of sys and os
+        *("_DummyThread", "_active", "_target", "_bootstrap_inner"),  # of threading
         *("_replace", "_asdict", "_fields"),  # of named tuples
         *("_attn_implementation", "_experts_implementation"),  # of configurations of transformers
         *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_model_mapping"),  # of models of transformers

@@ -1,0 +1,76 @@
+"""The import contracts break where the border is crossed in either direction, and where a part of the package has no place in them."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import dtypedoctor
+
+PACKAGE = Path(dtypedoctor.__file__).parent
+CONFIGURATION = PACKAGE.parent / "pyproject.toml"
+Lint = Callable[[dict[str, str]], str]
+
+CROSSINGS = {
+    "instrument/guard.py": "from dtypedoctor.diagnosis import wording",
+    "kernels/counters.py": "import dtypedoctor.report.text",
+    "worker/boot.py": "from dtypedoctor.runner import child",
+    "models/builtin.py": "from dtypedoctor.trials import remedies",
+    "report/text.py": "from dtypedoctor.instrument import schema",
+    "scenario/model.py": "from dtypedoctor.kernels import counters",
+    "diagnosis/ops.py": "import torch",
+    "trace/events.py": "from dtypedoctor.diagnosis import wording",
+}
+"""An import that must not be, by the file of the package that it is planted in."""
+
+
+@pytest.fixture
+def lint(tmp_path: Path) -> Lint:
+    """What import-linter prints of a copy of the package with lines planted at the ends of its files, or in new ones."""
+    pytest.importorskip("importlinter")
+
+    def run(planted: dict[str, str]) -> str:
+        shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(CONFIGURATION, tmp_path)
+        for name, line in planted.items():
+            with (tmp_path / PACKAGE.name / name).open("a", encoding="utf-8") as file:
+                file.write(f"\n{line}\n")
+        code = "from importlinter.cli import lint_imports_command as command; command()"
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--config", "pyproject.toml", "--no-cache"],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path), "NO_COLOR": "1"},
+            capture_output=True, text=True, check=False, timeout=200,
+        )  # fmt: skip
+        return f"{done.stdout}{done.stderr}\nended with {done.returncode}"
+
+    return run
+
+
+def test_the_package_keeps_them(lint: Lint) -> None:
+    """Nothing is planted, and all contracts are kept."""
+    found = lint({})
+    assert "0 broken" in found
+    assert found.endswith("ended with 0")
+
+
+def test_each_crossing_is_named(lint: Lint) -> None:
+    """Each planted import is reported as the module that holds it and what it imports."""
+    found = lint(CROSSINGS)
+    assert found.endswith("ended with 1")
+    lines = re.sub(r"\s+", " ", found)
+    for name, line in CROSSINGS.items():
+        importer = f"dtypedoctor.{name.removesuffix('.py').replace('/', '.')}"
+        what = line.removeprefix("import ").removeprefix("from ").replace(" import ", ".")
+        assert f"{importer} -> {what}" in lines
+
+
+def test_a_part_without_a_place(lint: Lint) -> None:
+    """A new part of the package that stands in no layer breaks the contract of the layers."""
+    found = lint({"stray.py": '"""A new part."""'})
+    assert "stray" in found
+    assert found.endswith("ended with 1")
