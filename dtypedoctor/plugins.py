@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 if TYPE_CHECKING:
     from dtypedoctor.report.model import Report
 
-__all__ = ["SWITCH", "Correction", "Format", "LeftOut", "Model", "Workload", "known", "left_out", "own_code",
+__all__ = ["SWITCH", "Correction", "Format", "LeftOut", "Model", "Workload", "give_up", "known", "left_out", "own_code",
            "registered", "resolve"]  # fmt: skip
 
 SWITCH = "DTYPEDOCTOR_PLUGINS"
@@ -131,7 +131,12 @@ def registered(kind: type[Registered]) -> Mapping[str, Registered]:
 
 def left_out() -> tuple[LeftOut, ...]:
     """The plug-ins that this process has tried to use and could not."""
-    return tuple(one for _, wrong in _loaded.values() for one in wrong)
+    return (*(one for _, wrong in _loaded.values() for one in wrong), *_given_up.values())
+
+
+def give_up(what: str, error: Exception) -> None:
+    """Names a plug-in that was loaded and failed when it was used."""
+    _given_up.setdefault(what, LeftOut(what=what, why=f"{type(error).__name__}: {error}"))
 
 
 def known(kind: type[Registered], prefix: str = "") -> str:
@@ -161,6 +166,8 @@ def resolve(reference: str) -> Any:
         raise ImportError(f"{module} has no {name!r}") from error
 
 
+_given_up: dict[str, LeftOut] = {}
+"""The plug-ins that have failed when they were used, by what they are."""
 _loaded: dict[type, tuple[dict[str, Any], tuple[LeftOut, ...]]] = {}
 """By each kind that somebody has asked for: what is registered, and what was left out."""
 

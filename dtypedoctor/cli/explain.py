@@ -25,5 +25,7 @@ def explain(
             print(f"{family.id}: {', '.join(spec.id for spec in specs)}")
         print("\nNext: dtypedoctor explain FINDING_ID", file=sys.stderr)
         return
-    _, _, text = page(finding).removeprefix("---\n").partition("\n---\n")  # the front matter is for programs
+    text = page(finding)
+    if text.startswith("---\n"):  # the front matter is for programs
+        _, _, text = text.removeprefix("---\n").partition("\n---\n")
     print(text.strip())

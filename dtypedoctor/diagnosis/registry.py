@@ -1,15 +1,19 @@
 """Every rule there is: the modules of ``dtypedoctor.rules``, which are found by being there."""
 
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from typing import TypeVar
 
+from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.rule import FAMILIES, Family, FindingSpec, Rule
-from dtypedoctor.plugins import Correction, registered
+from dtypedoctor.plugins import Correction, give_up, registered
 
 __all__ = ["PRECEDENCE", "by_family", "canonical", "finding_ids", "rules", "spec_of", "typed_ids"]
+
+Read = TypeVar("Read")
 
 BUILT_IN = "dtypedoctor.rules"
 """The package whose modules name their rules in ``RULES``. Rules import the diagnosis, so it looks them up when they are first needed."""
@@ -25,13 +29,33 @@ PRECEDENCE = (
 @cache
 def rules() -> tuple[Rule, ...]:
     """Every rule, those of plug-ins included, in the order of precedence."""
-    return in_order((*_built_in(), *registered(Rule).values()))
+    return in_order((*_built_in(), *map(_shielded, registered(Rule).values())))
 
 
 def in_order(found: Iterable[Rule]) -> tuple[Rule, ...]:
     """The rules in the order of precedence."""
     places = {name: place for place, name in enumerate(PRECEDENCE)}
     return tuple(sorted(found, key=lambda rule: (places.get(rule.name, len(places)), rule.name)))
+
+
+def _shielded(rule: Rule) -> Rule:
+    """A plug-in's rule, which finds nothing where it raises, and is named as left out then."""
+
+    def shielded(find: Callable[[Read], Iterable[Finding]]) -> Callable[[Read], Iterable[Finding]]:
+        def found(read: Read) -> Iterable[Finding]:
+            try:
+                return tuple(find(read))
+            except Exception as error:  # noqa: BLE001  (somebody else's rule must not end the diagnosis)
+                give_up(f"dtypedoctor.rules plug-in {rule.name!r}", error)
+                return ()
+
+        return found
+
+    return replace(
+        rule,
+        detect=shielded(rule.detect) if rule.detect else None,
+        inspect=shielded(rule.inspect) if rule.inspect else None,
+    )
 
 
 def _built_in() -> Iterator[Rule]:

@@ -93,7 +93,7 @@ class FindingSpec:
         needs_only: that ablation takes away nothing besides, so that a run which passes under it proves the finding.
         in_float32_too: it claims that the dtype is not the cause: a run without autocast that fails in the same place proves it.
         nonfinite: it names the origin of an inf or NaN, so that magnitudes of the modules around it say something.
-        page: file with the page about it (Markdown with front matter); None for ``docs/findings/ID.md``.
+        page: file with the page about it (Markdown); None for ``docs/findings/ID.md``.
     """
 
     id: str

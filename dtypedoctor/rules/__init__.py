@@ -1,1 +1,20 @@
-"""One module for each failure: what is known of it, and what finds it. Any module here that has ``RULES`` is a part of the program."""
+"""One module for each failure: what is known of it, and what finds it. Any module here that has ``RULES`` is a part of the program.
+
+The names below are what a rule is written with, here and in other packages (entry points of the group ``dtypedoctor.rules``).
+"""
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import (
+    COMPILE_AND_LOAD,
+    DTYPE_MISMATCH,
+    LOSS_SCALING,
+    NON_FINITE,
+    SILENT,
+    FindingSpec,
+    Rule,
+)
+from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["COMPILE_AND_LOAD", "DTYPE_MISMATCH", "LOSS_SCALING", "NON_FINITE", "SILENT", "Confidence", "Finding", "FindingSpec", "Rule",
+           "Severity", "Statement", "Trace", "located"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A package outside of the tree adds a model, a workload, a correction and a format, as docs/extending.md describes."""
+"""A package outside of the tree adds a model, a workload, a correction, a rule and a format, as docs/extending.md describes."""
 
 import os
 import re
@@ -12,13 +12,14 @@ from command import Finished, dtypedoctor, report_of
 PACKAGE = Path(__file__).with_name("extension")
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 SCENARIO = PACKAGE / "tinylab_overflow.yaml"
+SILENT = PACKAGE / "tinylab_underflow.yaml"
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which pip has installed the package."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
-    for file in (path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".toml")):
+    for file in (path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".toml", ".md")):
         copy = source / file.relative_to(PACKAGE)
         copy.parent.mkdir(exist_ok=True)
         copy.write_bytes(file.read_bytes())
@@ -66,6 +67,19 @@ def test_the_report_is_printed_in_the_format_of_the_package(treated: tuple[Finis
     assert (again.code, again.out, again.err) == (0, lines, "")
 
 
+def test_a_rule_of_the_package_finds_what_raises_nothing_and_its_remedy_proves_it(site: Path, tmp_path: Path) -> None:
+    """Its finding is expected by the scenario, has the references of its spec, and `explain` prints its page."""
+    (tmp_path / SILENT.name).write_bytes(SILENT.read_bytes())
+    finished = with_package(site, "run", SILENT.name, "--out", "out", cwd=tmp_path)
+    assert finished.code == 0, finished.err
+    (found,) = report_of(tmp_path / "out")["findings"]
+    assert (found["id"], found["fqn"], found["severity"]) == ("tinylab-gate-underflow", "layer", "warning")
+    assert found["confidence"] == "proven"
+    assert found["references"] == ["https://github.com/example/tinylab/issues/1"]
+    explained = with_package(site, "explain", "tinylab-gate-underflow", cwd=tmp_path)
+    assert explained.out == (PACKAGE / "tinylab" / "gate_underflow.md").read_text()
+
+
 def test_without_the_package_the_scenario_is_refused_with_what_there_is(tmp_path: Path) -> None:
     """Exit 2 and the names that are known."""
     (tmp_path / SCENARIO.name).write_text(SCENARIO.read_text().replace("tinylab-gate-float32, ", ""))
@@ -80,4 +94,4 @@ def test_the_page_shows_the_files_of_the_package() -> None:
     shown = dict(re.findall(r"`([\w./]+)`:\n\n```(?:python|toml|yaml)\n(.*?)```", PAGE, re.DOTALL))
     files = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.*") if path.is_file()}
     assert shown == {name: text for name, text in files.items() if name in shown}
-    assert {"pyproject.toml", "tinylab/plugin.py", SCENARIO.name} <= set(shown)
+    assert {"pyproject.toml", "tinylab/plugin.py", "tinylab/rule.py", SCENARIO.name, SILENT.name} <= set(shown)

@@ -91,3 +91,31 @@ def test_a_kind_that_nobody_asks_for_is_not_imported(tmp_path: Path) -> None:
     """Formats are loaded without the models of the same package."""
     installed(tmp_path, "raise SystemExit('imported')", models="bad = other:X")
     assert asked(tmp_path, "Format")[1:] == ["", "False"]
+
+
+def test_a_rule_that_raises_finds_nothing_and_is_named(tmp_path: Path) -> None:
+    """The rules of dtypedoctor go on."""
+    installed(
+        tmp_path,
+        "from dtypedoctor.rules import SILENT, FindingSpec, Rule\n"
+        "SPEC = FindingSpec(id='other-failure', title='It fails', family=SILENT)\n"
+        "RULE = Rule(name='other-failure', specs=(SPEC,), detect=lambda trace: 1 / 0)\n",
+        rules="bad = other:RULE",
+    )
+    code = (
+        "from nonfinite_examples import overflow\n"
+        "from dtypedoctor.diagnosis import diagnose\n"
+        "from dtypedoctor.diagnosis.registry import spec_of\n"
+        "from dtypedoctor.plugins import left_out\n"
+        "print(spec_of('other-failure').title, [found.id for found in diagnose(overflow().build())])\n"
+        "print(*(f'{one.what}: {one.why}' for one in left_out()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
+        env={"PATH": "", "PYTHONPATH": f"{tmp_path}:{Path(__file__).parent}"},
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "It fails ['float16-overflow']",
+        "dtypedoctor.rules plug-in 'other-failure': ZeroDivisionError: division by zero",
+    ]
