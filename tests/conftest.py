@@ -3,6 +3,19 @@
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--rewrite-snapshot``, which `tests/e2e/snapshot.py` explains."""
+    parser.addoption(
+        "--rewrite-snapshot", action="store_true", help="write tests/e2e/snapshot.json instead of checking it"
+    )
+
+
+@pytest.fixture(scope="session")
+def rewrite_snapshot(pytestconfig: pytest.Config) -> bool:
+    """Whether what is said now becomes the snapshot."""
+    return bool(pytestconfig.getoption("rewrite_snapshot"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the long runs, whatever else is selected, unless they are asked for by their marker."""
     if "soak" in config.getoption("markexpr"):

@@ -5,6 +5,7 @@ As a program it prints a table: ``python tests/e2e/exec_corpus.py [family or scr
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -17,10 +18,13 @@ from pathlib import Path
 from forked_script import redirect
 from nursery import fork, preload
 from script_corpus import Case, cases, matches_fqn
+from snapshot import Entry, entry
 
+from dtypedoctor.cli.endings import exit_code
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.report.build import build_report
-from dtypedoctor.report.model import Status
+from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.to_json import render_json
 from dtypedoctor.runner.launch import Run, WorkerExit, collect
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.scenario.request import REQUEST, Request
@@ -29,21 +33,28 @@ from dtypedoctor.trials.treatment import Plan, Treatment, treat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosed:
-    """A script after its treatment; ``wrong`` names each thing that is not as the header says."""
+    """A script after its treatment.
+
+    Attributes:
+        wrong: each thing that is not as the header says.
+        found: the findings in a line, the first with its place.
+        entry: the findings as the snapshot keeps them.
+    """
 
     case: Case
-    treatment: Treatment
     wrong: tuple[str, ...]
+    found: str
+    entry: Entry
     seconds: float
 
-    @property
-    def found(self) -> str:
-        """The findings in a line, the first with its place."""
-        findings = self.treatment.findings
-        if not findings:
-            return f"nothing ({self.treatment.before_summary.ended})"
-        first, rest = findings[0], ", ".join(f"{f.id}/{f.severity.value}" for f in findings[1:])
-        return f"{place(first)} {first.confidence.value}" + (f"; then {rest}" if rest else "")
+
+def found_line(treatment: Treatment) -> str:
+    """The findings in a line, the first with its place."""
+    findings = treatment.findings
+    if not findings:
+        return f"nothing ({treatment.before_summary.ended})"
+    first, rest = findings[0], ", ".join(f"{f.id}/{f.severity.value}" for f in findings[1:])
+    return f"{place(first)} {first.confidence.value}" + (f"; then {rest}" if rest else "")
 
 
 def place(finding: Finding) -> str:
@@ -56,7 +67,14 @@ def diagnose_case(case: Case, folder: Path) -> Diagnosed:
     began = time.monotonic()
     treatment = treat_forked(case.path, folder, Plan(certify=False, only=frozenset()))
     seconds = time.monotonic() - began
-    return Diagnosed(case=case, treatment=treatment, wrong=tuple(mistakes(case, treatment)), seconds=seconds)
+    report = build_report(treatment, command="", files={}, next_command="")
+    return Diagnosed(
+        case=case,
+        wrong=tuple(mistakes(case, treatment, report)),
+        found=found_line(treatment),
+        entry=entry(json.loads(render_json(report)), exit_code(report)),
+        seconds=seconds,
+    )
 
 
 def treat_forked(path: Path, folder: Path, plan: Plan, remedies: Sequence[str] = ()) -> Treatment:
@@ -111,7 +129,7 @@ def serve(directory: Path) -> int:
     return 0
 
 
-def mistakes(case: Case, treatment: Treatment) -> Iterator[str]:
+def mistakes(case: Case, treatment: Treatment, report: Report) -> Iterator[str]:
     """What is not as the header says; in a healthy script findings that are mere information do not count."""
     findings = [f for f in treatment.findings if f.severity is not Severity.INFO or not case.healthy]
     ended = treatment.before_summary.ended
@@ -120,7 +138,6 @@ def mistakes(case: Case, treatment: Treatment) -> Iterator[str]:
         yield f"ended: {ended}"
     if case.healthy:
         yield from (f"false alarm: {f.id}" for f in findings)
-        report = build_report(treatment, command="", files={}, next_command="")
         if not findings and report.status is not Status.HEALTHY:
             yield f"status: {report.status}: {report.headline}"
         return

@@ -1,12 +1,15 @@
 """Every script of the corpus under the whole diagnosis: the first finding is the header's, and healthy scripts stay silent."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 from command import dtypedoctor, report_of
-from exec_corpus import diagnose_case, expected
+from exec_corpus import Diagnosed, diagnose_case, expected
 from nursery import preload
 from script_corpus import Case, cases, matches_fqn
+from snapshot import check_against_snapshot, forget_others, read_snapshot
 
 ENABLED_FAMILIES = ("healthy", "mismatch", "nonfinite", "scaling", "silent", "compile-load")
 """Families whose detectors are all there."""
@@ -28,11 +31,33 @@ def ids(case: Case) -> str:
     return case.name
 
 
+@pytest.fixture(scope="session")
+def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Diagnosed]:
+    """A script after its treatment, which is made once for all tests that want to know."""
+    return cache(lambda case: diagnose_case(case, tmp_path_factory.mktemp(case.name)))
+
+
 @pytest.mark.parametrize("case", CASES, ids=ids)
-def test_the_first_finding_is_the_one_in_the_header(case: Case, tmp_path: Path) -> None:
+def test_the_first_finding_is_the_one_in_the_header(case: Case, diagnosed: Callable[[Case], Diagnosed]) -> None:
     """Id, module, op, phase, step and end; nothing but information for a healthy script."""
-    done = diagnose_case(case, tmp_path)
+    done = diagnosed(case)
     assert not done.wrong, f"{'; '.join(done.wrong)}\nwanted {expected(case)}\nfound  {done.found}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_all_findings_are_those_of_the_snapshot(
+    case: Case, diagnosed: Callable[[Case], Diagnosed], rewrite_snapshot: bool
+) -> None:
+    """All findings in their order, with severity, confidence and place, the status and the exit code."""
+    check_against_snapshot("scripts", case.name, diagnosed(case).entry, rewrite=rewrite_snapshot)
+
+
+def test_the_snapshot_holds_no_other_script(rewrite_snapshot: bool) -> None:
+    """A script that was removed or renamed leaves no entry behind."""
+    names = {case.name for case in CASES}
+    if rewrite_snapshot:
+        forget_others("scripts", names)
+    assert read_snapshot()["scripts"].keys() <= names
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in BY_COMMAND], ids=ids)
