@@ -2,6 +2,8 @@
 
 import pytest
 
+SLOW_FOLDERS = ("e2e", "benchmarks")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--rewrite-snapshot``, which `tests/e2e/snapshot.py` explains."""
@@ -14,6 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def rewrite_snapshot(pytestconfig: pytest.Config) -> bool:
     """Whether what is said now becomes the snapshot."""
     return bool(pytestconfig.getoption("rewrite_snapshot"))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks as slow whatever starts processes of its own: all of `e2e` and `benchmarks`. Elsewhere a test says it itself."""
+    if item.path.parent.name in SLOW_FOLDERS:
+        item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

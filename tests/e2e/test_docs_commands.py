@@ -35,18 +35,19 @@ def test_nothing_is_shown_that_is_not_checked_here() -> None:
     assert [str(c) for c in COMMANDS if c.words[0] not in OTHER_PROGRAMS | {"dtypedoctor"}] == []
 
 
-@pytest.mark.parametrize("command", dict.fromkeys(OURS), ids=str)
-def test_the_program_understands_the_command(command: Command) -> None:
+def test_the_program_understands_the_command(subtests: pytest.Subtests) -> None:
     """Verb, options, choices and number of arguments are those of the real command line."""
-    verb, *arguments = command.arguments
-    if verb in ("--help", "--version"):
-        return
-    known = PARSER.commands  # type: ignore[attr-defined]
-    assert verb in known, f"there is no verb {verb!r}"
-    if command.inline and not arguments:
-        return
-    with contextlib.suppress(typer.Exit):  # --help
-        known[verb].make_context(verb, list(arguments))
+    for command in dict.fromkeys(OURS):
+        with subtests.test(str(command)):
+            verb, *arguments = command.arguments
+            if verb in ("--help", "--version"):
+                continue
+            known = PARSER.commands  # type: ignore[attr-defined]
+            assert verb in known, f"there is no verb {verb!r}"
+            if command.inline and not arguments:
+                continue
+            with contextlib.suppress(typer.Exit):  # --help
+                known[verb].make_context(verb, list(arguments))
 
 
 def scenarios_named(command: Command) -> list[str]:
@@ -58,20 +59,22 @@ def scenarios_named(command: Command) -> list[str]:
     return [name for name in named if not Command(place="", words=("", name)).has_placeholder]
 
 
-@pytest.mark.parametrize("command", [c for c in OURS if c.arguments[0] == "run"], ids=str)
-def test_the_scenarios_that_a_command_names_exist(command: Command) -> None:
+def test_the_scenarios_that_a_command_names_exist(subtests: pytest.Subtests) -> None:
     """By name, by path or by pattern from the repository's root; or the page itself shows the file."""
-    shipped = {path.stem for path in available()}
-    page = (ROOT / command.place.partition(":")[0]).read_text(encoding="utf-8")
-    for name in scenarios_named(command):
-        shown = f"\nname: {Path(name).stem}\n" in page
-        assert name in shipped or shown or list(ROOT.glob(name)), name
+    for command in [c for c in OURS if c.arguments[0] == "run"]:
+        with subtests.test(str(command)):
+            shipped = {path.stem for path in available()}
+            page = (ROOT / command.place.partition(":")[0]).read_text(encoding="utf-8")
+            for name in scenarios_named(command):
+                shown = f"\nname: {Path(name).stem}\n" in page
+                assert name in shipped or shown or list(ROOT.glob(name)), name
 
 
-@pytest.mark.parametrize("command", [c for c in OURS if c.arguments[0] == "explain"], ids=str)
-def test_the_findings_that_a_command_names_exist(command: Command) -> None:
+def test_the_findings_that_a_command_names_exist(subtests: pytest.Subtests) -> None:
     """`explain` is shown with ids that there are."""
-    assert command.has_placeholder or set(command.arguments[1:]) <= set(finding_ids())
+    for command in [c for c in OURS if c.arguments[0] == "explain"]:
+        with subtests.test(str(command)):
+            assert command.has_placeholder or set(command.arguments[1:]) <= set(finding_ids())
 
 
 @pytest.fixture(scope="module")

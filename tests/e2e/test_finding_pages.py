@@ -71,58 +71,63 @@ def test_there_is_a_page_for_every_id_and_for_nothing_else() -> None:
     assert {path.stem for path in FOLDER.glob("*.md")} == set(IDS) | {"README"}
 
 
-@pytest.mark.parametrize("finding", IDS)
-def test_the_front_matter_names_the_finding_its_family_and_its_severity(finding: str) -> None:
+def test_the_front_matter_names_the_finding_its_family_and_its_severity(subtests: pytest.Subtests) -> None:
     """Programs read it; the heading repeats the title for people."""
-    page = page_of(finding)
-    assert list(page.front_matter) == ["id", "family", "severity", "title"]
-    spec = spec_of(finding)
-    assert page.front_matter["id"] == finding
-    assert page.front_matter["family"] == spec.family.id
-    assert page.front_matter["severity"] == spec.severity
-    assert page.front_matter["title"] == spec.title
-    assert page.title.replace("`", "") == page.front_matter["title"]
+    for finding in IDS:
+        with subtests.test(finding):
+            page = page_of(finding)
+            assert list(page.front_matter) == ["id", "family", "severity", "title"]
+            spec = spec_of(finding)
+            assert page.front_matter["id"] == finding
+            assert page.front_matter["family"] == spec.family.id
+            assert page.front_matter["severity"] == spec.severity
+            assert page.front_matter["title"] == spec.title
+            assert page.title.replace("`", "") == page.front_matter["title"]
 
 
-@pytest.mark.parametrize("finding", IDS)
-def test_a_page_has_all_sections_and_is_neither_a_note_nor_a_book(finding: str) -> None:
+def test_a_page_has_all_sections_and_is_neither_a_note_nor_a_book(subtests: pytest.Subtests) -> None:
     """The same order everywhere, so that a reader in trouble knows where to look."""
-    page = page_of(finding)
-    assert list(page.sections) == SECTIONS
-    assert all(page.sections.values())
-    assert 40 <= len(page.text.splitlines()) <= 90
+    for finding in IDS:
+        with subtests.test(finding):
+            page = page_of(finding)
+            assert list(page.sections) == SECTIONS
+            assert all(page.sections.values())
+            assert 40 <= len(page.text.splitlines()) <= 90
 
 
-@pytest.mark.parametrize("finding", IDS)
-def test_a_page_names_neighbours_a_proof_and_public_references(finding: str) -> None:
+def test_a_page_names_neighbours_a_proof_and_public_references(subtests: pytest.Subtests) -> None:
     """Without these three it would be an opinion."""
-    page = page_of(finding)
-    told_apart = page.sections["How it is told apart"]
-    assert links(told_apart)
-    assert re.search(r"counterfactual|replay|settle", told_apart, re.IGNORECASE)
-    assert all(target.startswith("https://") for target in links(page.sections["References"]))
-    assert links(page.sections["References"])
+    for finding in IDS:
+        with subtests.test(finding):
+            page = page_of(finding)
+            told_apart = page.sections["How it is told apart"]
+            assert links(told_apart)
+            assert re.search(r"counterfactual|replay|settle", told_apart, re.IGNORECASE)
+            assert all(target.startswith("https://") for target in links(page.sections["References"]))
+            assert links(page.sections["References"])
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.md")), ids=lambda path: path.stem)
-def test_every_relative_link_leads_to_a_file(path: Path) -> None:
+def test_every_relative_link_leads_to_a_file(subtests: pytest.Subtests) -> None:
     """Pages move; links rot."""
-    relative = [target for target in links(path.read_text(encoding="utf-8")) if "://" not in target]
-    assert [target for target in relative if not (path.parent / target).is_file()] == []
-    assert path.name not in relative
+    for path in sorted(FOLDER.glob("*.md")):
+        with subtests.test(path.stem):
+            relative = [target for target in links(path.read_text(encoding="utf-8")) if "://" not in target]
+            assert [target for target in relative if not (path.parent / target).is_file()] == []
+            assert path.name not in relative
 
 
-@pytest.mark.parametrize("finding", IDS)
-def test_an_example_is_a_short_script_that_ends_with_an_assertion(finding: str) -> None:
+def test_an_example_is_a_short_script_that_ends_with_an_assertion(subtests: pytest.Subtests) -> None:
     """One block runs on a CPU; others say what they need."""
-    blocks = [block for block in page_of(finding).blocks if block.info]
-    assert all(block.info in MARKS for block in blocks)
-    assert [block.info for block in blocks].count("python") == 1
-    for block in blocks:
-        lines = block.code.splitlines()
-        assert 8 <= sum(bool(line.strip()) for line in lines) <= 25
-        assert max(map(len, lines)) <= 120
-        assert isinstance(ast.parse(block.code).body[-1], ast.Assert)
+    for finding in IDS:
+        with subtests.test(finding):
+            blocks = [block for block in page_of(finding).blocks if block.info]
+            assert all(block.info in MARKS for block in blocks)
+            assert [block.info for block in blocks].count("python") == 1
+            for block in blocks:
+                lines = block.code.splitlines()
+                assert 8 <= sum(bool(line.strip()) for line in lines) <= 25
+                assert max(map(len, lines)) <= 120
+                assert isinstance(ast.parse(block.code).body[-1], ast.Assert)
 
 
 @pytest.mark.parametrize("finding", IDS)

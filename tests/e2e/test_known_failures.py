@@ -20,13 +20,14 @@ def test_there_is_a_row_for_every_finding_that_scripts_can_show() -> None:
     assert {finding for finding, _ in ROWS} == set(finding_ids()) - {"stale-cuda-stream", "patch-not-applied"}
 
 
-@pytest.mark.parametrize(("finding", "proofs"), ROWS, ids=[f"{finding} {i}" for i, (finding, _) in enumerate(ROWS)])
-def test_each_proof_leads_to_the_finding_of_its_row(finding: str, proofs: str) -> None:
+def test_each_proof_leads_to_the_finding_of_its_row(subtests: pytest.Subtests) -> None:
     """Scripts by their headers, which other tests hold the diagnosis to; scenarios by what they say they show."""
-    names = re.findall(r"`([A-Za-z0-9_-]+)`", proofs)
-    assert names
-    for name in names:
-        if name in SCRIPTS:
-            assert finding in SCRIPTS[name].ids
-        else:
-            assert finding in load_scenario(resolve(name)).expect.findings
+    for finding, proofs in ROWS:
+        with subtests.test(finding):
+            names = re.findall(r"`([A-Za-z0-9_-]+)`", proofs)
+            assert names
+            for name in names:
+                if name in SCRIPTS:
+                    assert finding in SCRIPTS[name].ids
+                else:
+                    assert finding in load_scenario(resolve(name)).expect.findings

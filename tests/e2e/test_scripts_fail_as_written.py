@@ -1,4 +1,12 @@
-"""Each script of the corpus, run bare, does what its header says; an independent witness confirms op and place."""
+"""Each script of the corpus, run bare, does what its header says; an independent witness confirms op and place.
+
+This tests the corpus and not the product, so a script for which `vouched.json` holds its hash under the installed torch is not run
+again. After a change of a script::
+
+    python -m pytest -q tests/e2e/test_scripts_fail_as_written.py --rewrite-snapshot
+
+The soak runs (``-m soak``) run all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +14,22 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_script import Ended, run_forked
 from nursery import preload
 from op_witness import Account, Witnessed, watching
 from script_corpus import BORN, FAMILIES, Case, cases, matches_fqn
+from vouched import is_vouched_for, vouch, vouched
 
 from dtypedoctor.diagnosis.registry import finding_ids
 
 ALL = cases()
+TO_RUN = [pytest.param(case, marks=pytest.mark.soak) if is_vouched_for(case) else case for case in ALL]
+"""All scripts; those that are known to be as they say in the soak runs only."""
 COMPILED = [case for case in ALL if "torch.compile" in case.source]
-LIBRARIES = frozenset(library for case in ALL for library in case.imports)
 NOT_IN_ONE_CPU_PROCESS = {
     "stale-cuda-stream": "needs a CUDA stream",
     "patch-not-applied": "is about a correction that was asked for, which no script does",
@@ -30,12 +40,6 @@ OF_PRECISION = {"float16-overflow", "attention-score-overflow", "norm-square-ove
 TIMING = re.compile(r"(?m)^.*(it/s|s/it|examples/s|runtime).*$")
 """Lines with progress bars and timings."""
 TELLING = {"overflow", "underflow", "mismatch", "stale", "bypass", "rescue", "promote", "healthy", "bug", "dtypedoctor"}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def libraries_are_imported_once() -> None:
-    """Children are forked from a process that has them, so each import is paid once."""
-    preload(LIBRARIES)
 
 
 def bare(script: Callable[[], None]) -> None:
@@ -53,17 +57,6 @@ def counted(script: Callable[[], None]) -> set[str]:
     return {name for name, present in found.items() if present}
 
 
-@pytest.fixture(scope="module")
-def bare_ends(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Ended]:
-    """How a script ends by itself, run once for all tests that want to know; of a compiled one, with Dynamo's counts."""
-
-    @cache
-    def ended(case: Case) -> Ended:
-        return run_forked(case.path, tmp_path_factory.mktemp(case.name), counted if case in COMPILED else bare)
-
-    return ended
-
-
 def witnessed(script: Callable[[], None]) -> Account:
     """The script under the witness."""
     generation = sys.modules.get("transformers.generation.utils")
@@ -77,9 +70,34 @@ def ids(case: Case) -> str:
     return case.name
 
 
-def of(*families: str) -> list[Case]:
-    """Cases of some families."""
-    return [case for case in ALL if case.family in families]
+@pytest.mark.parametrize("case", TO_RUN, ids=ids)
+def test_a_script_does_by_itself_what_its_header_says(case: Case, tmp_path: Path, rewrite_snapshot: bool) -> None:
+    """It ends as written, Dynamo counts what it should, and the witness saw what the header of its family names."""
+    preload(case.imports)
+    folders = iter(tmp_path / name for name in ("bare", "again", "witnessed"))
+
+    def run(around: Callable[[Callable[[], None]], Any]) -> Ended:
+        folder = next(folders)
+        folder.mkdir()
+        return run_forked(case.path, folder, around)
+
+    ended = run(counted if case in COMPILED else bare)
+    assert_ends_as_written(case, ended)
+    if case in COMPILED:
+        assert ended.evidence == set(case.ids) & COUNTED
+    if case.healthy:
+        assert_prints_no_bad_number(ended, run(bare))
+    if (assert_seen := WITNESSED.get(case.family)) is not None and is_witnessed(case):
+        seen = run(witnessed)
+        assert seen.raised == case.raises
+        assert_seen(case, seen.evidence)
+    if rewrite_snapshot:
+        vouch(case)
+
+
+def test_only_scripts_of_the_corpus_are_vouched_for() -> None:
+    """A script that was removed or renamed leaves no entry behind."""
+    assert vouched()["scripts"].keys() <= {case.name for case in ALL}
 
 
 def assert_ends_as_written(case: Case, ended: Ended) -> None:
@@ -89,26 +107,24 @@ def assert_ends_as_written(case: Case, ended: Ended) -> None:
         assert re.search(case.shows, ended.output), ended.output[-2000:]
 
 
-@pytest.mark.parametrize("case", ALL, ids=ids)
-def test_a_script_run_bare_ends_as_its_header_says(case: Case, bare_ends: Callable[[Case], Ended]) -> None:
-    """Raises what it says or nothing, and shows its symptom in its own output."""
-    assert_ends_as_written(case, bare_ends(case))
+def assert_prints_no_bad_number(first: Ended, second: Ended) -> None:
+    """Whatever a healthy script prints is finite, and a second run prints the same."""
+    assert not re.search(r"\b(nan|inf)\b", first.output, re.IGNORECASE)
+    assert TIMING.sub("", first.output) == TIMING.sub("", second.output)
 
 
-@pytest.mark.parametrize("case", COMPILED, ids=ids)
-def test_dynamo_counts_what_the_header_says(case: Case, bare_ends: Callable[[Case], Ended]) -> None:
-    """Dynamo's counters hold a graph break or a recompile limit exactly where the header names it."""
-    assert bare_ends(case).evidence == set(case.ids) & COUNTED
+def is_witnessed(case: Case) -> bool:
+    """Whether the header names something that an operator's record can confirm."""
+    if case.family == "silent":
+        return case.ops is not None and any(case.ops) and case.fqns != (None,)
+    return case.family == "nonfinite" or bool(case.ops)
 
 
-@pytest.mark.parametrize("case", of("nonfinite"), ids=ids)
-def test_the_first_nonfinite_value_is_born_where_the_header_says(case: Case, tmp_path: Path) -> None:
+def assert_birth(case: Case, account: Account) -> None:
     """The witness's first record gives kind, op, module, phase and step, and whether float32 would have been finite."""
-    ended = run_forked(case.path, tmp_path, witnessed)
-    assert ended.raised == case.raises
-    first = ended.evidence.first(*kinds_of(case))
+    first = account.first(*kinds_of(case))
     if first is None:  # torch refuses to write a number that the dtype cannot hold
-        first = ended.evidence.first("raised")
+        first = account.first("raised")
         assert first is not None, "nothing non-finite was seen"
         assert_place(case, first)
         return
@@ -120,12 +136,9 @@ def test_the_first_nonfinite_value_is_born_where_the_header_says(case: Case, tmp
         assert not first.in_float32
 
 
-@pytest.mark.parametrize("case", [case for case in of("mismatch") if case.ops], ids=ids)
-def test_the_op_that_raises_is_the_one_in_the_header(case: Case, tmp_path: Path) -> None:
+def assert_raised(case: Case, account: Account) -> None:
     """The innermost raising op or function is the header's, in the module that the header says."""
-    ended = run_forked(case.path, tmp_path, witnessed)
-    assert ended.raised == case.raises
-    raised = ended.evidence.first("raised")
+    raised = account.first("raised")
     assert case.ops is not None
     if raised is None:
         assert case.ops == (None,)
@@ -135,23 +148,18 @@ def test_the_op_that_raises_is_the_one_in_the_header(case: Case, tmp_path: Path)
     assert matches_fqn(raised.fqn, (case.raised_in,)), raised
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in of("silent") if case.ops and any(case.ops) and case.fqns != (None,)], ids=ids
-)
-def test_a_silent_op_runs_in_the_module_that_the_header_names(case: Case, tmp_path: Path) -> None:
+def assert_ran(case: Case, account: Account) -> None:
     """Each op that the header names ran directly in the forward of one of its modules."""
-    ended = run_forked(case.path, tmp_path, witnessed)
-    assert ended.raised == case.raises
     for op in case.ops or ():
-        assert any(op == ran and matches_fqn(fqn, case.fqns) for ran, fqn in ended.evidence.ran), op
+        assert any(op == ran and matches_fqn(fqn, case.fqns) for ran, fqn in account.ran), op
 
 
-@pytest.mark.parametrize("case", of("healthy"), ids=ids)
-def test_a_healthy_script_prints_no_bad_number(case: Case, bare_ends: Callable[[Case], Ended], tmp_path: Path) -> None:
-    """Whatever it prints is finite, and a second run prints the same."""
-    first, second = bare_ends(case).output, run_forked(case.path, tmp_path, bare).output
-    assert not re.search(r"\b(nan|inf)\b", first, re.IGNORECASE)
-    assert TIMING.sub("", first) == TIMING.sub("", second)
+WITNESSED: dict[str, Callable[[Case, Account], None]] = {
+    "nonfinite": assert_birth,
+    "mismatch": assert_raised,
+    "silent": assert_ran,
+}
+"""What the witness has to have seen, by family."""
 
 
 def kinds_of(case: Case) -> tuple[str, ...]:
@@ -181,16 +189,16 @@ def test_the_corpus_is_large_enough_and_covers_every_finding() -> None:
     assert {born for case in ALL for born in case.born or ()} == set(BORN)
 
 
-@pytest.mark.parametrize("case", of("scaling", "silent", "compile-load"), ids=ids)
-def test_a_failure_without_an_op_to_witness_shows_a_symptom(case: Case) -> None:
+def test_a_failure_without_an_op_to_witness_shows_a_symptom() -> None:
     """A script that raises nothing, makes nothing non-finite and compiles nothing shows its failure by what it prints."""
-    assert case.raises or case.shows or case in COMPILED
+    without_op = (case for case in ALL if case.family in ("scaling", "silent", "compile-load"))
+    assert [case.name for case in without_op if not (case.raises or case.shows or case in COMPILED)] == []
 
 
-@pytest.mark.parametrize("case", ALL, ids=ids)
-def test_a_script_is_short_ordinary_code_that_gives_nothing_away(case: Case) -> None:
+def test_a_script_is_short_ordinary_code_that_gives_nothing_away() -> None:
     """Neither the package nor a word that names the failure occurs; 12 to 60 lines."""
-    words = {word.lower() for word in re.findall(r"[A-Za-z]+", case.source + " " + case.name)}
-    assert not words & set(TELLING)
-    lines = [line for line in case.source.splitlines() if line.strip()]
-    assert 12 <= len(lines) <= 60
+    for case in ALL:
+        words = {word.lower() for word in re.findall(r"[A-Za-z]+", case.source + " " + case.name)}
+        assert not words & set(TELLING), case.name
+        lines = [line for line in case.source.splitlines() if line.strip()]
+        assert 12 <= len(lines) <= 60, case.name

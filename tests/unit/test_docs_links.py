@@ -19,17 +19,18 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_relative_link_of_the_page_leads_somewhere(page: Path) -> None:
+def test_every_relative_link_of_the_page_leads_somewhere(subtests: pytest.Subtests) -> None:
     """The file exists, and so does the heading."""
-    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
-    broken = []
-    for link in _LINK.findall(text):
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
-            broken.append(link)
-    assert broken == []
+    for page in PAGES:
+        with subtests.test(str(page.relative_to(ROOT))):
+            text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+            broken = []
+            for link in _LINK.findall(text):
+                path, _, anchor = link.partition("#")
+                target = (page.parent / path).resolve() if path else page
+                if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+                    broken.append(link)
+            assert broken == []
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
-from dtypedoctor.trials.remedies import REMEDIES, Remedy
+from dtypedoctor.trials.remedies import REMEDIES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "remedies.md").read_text(encoding="utf-8")
 ROWS = {
@@ -20,21 +20,23 @@ def test_the_page_lists_exactly_the_remedies_that_exist() -> None:
     assert list(ROWS) == list(REMEDIES)
 
 
-@pytest.mark.parametrize("remedy", REMEDIES.values(), ids=lambda remedy: remedy.id)
-def test_a_row_says_what_the_remedy_changes_and_whether_it_is_safe(remedy: Remedy) -> None:
+def test_a_row_says_what_the_remedy_changes_and_whether_it_is_safe(subtests: pytest.Subtests) -> None:
     """The sentence of the reports; and something about its cost."""
-    row = ROWS[remedy.id]
-    assert row["change"].lower() == remedy.summary.lower()
-    assert row["safe"] == ("yes" if remedy.safe else "**no**")
-    assert len(row["cost"]) > 3
+    for remedy in REMEDIES.values():
+        with subtests.test(remedy.id):
+            row = ROWS[remedy.id]
+            assert row["change"].lower() == remedy.summary.lower()
+            assert row["safe"] == ("yes" if remedy.safe else "**no**")
+            assert len(row["cost"]) > 3
 
 
-@pytest.mark.parametrize("remedy", REMEDIES)
-def test_a_row_names_every_finding_that_proposes_the_remedy(remedy: str) -> None:
+def test_a_row_names_every_finding_that_proposes_the_remedy(subtests: pytest.Subtests) -> None:
     """And only findings that there are."""
-    named = set(re.findall(r"\[`([\w-]+)`\]", ROWS[remedy]["for"]))
-    proposing = {finding for finding in finding_ids() if remedy in spec_of(finding).proposed}
-    assert proposing <= named <= set(finding_ids())
+    for remedy in REMEDIES:
+        with subtests.test(remedy):
+            named = set(re.findall(r"\[`([\w-]+)`\]", ROWS[remedy]["for"]))
+            proposing = {finding for finding in finding_ids() if remedy in spec_of(finding).proposed}
+            assert proposing <= named <= set(finding_ids())
 
 
 def test_the_page_says_when_to_prefer_which() -> None:

@@ -27,15 +27,16 @@ def test_what_is_mere_information_proposes_no_remedy() -> None:
     assert located(said(severity=Severity.INFO), phase="forward").remedies == ()
 
 
-@pytest.mark.parametrize("finding", sorted(finding_ids()))
-def test_every_finding_has_public_references(finding: str) -> None:
+def test_every_finding_has_public_references(subtests: pytest.Subtests) -> None:
     """Threads, pull requests, commits or files that can be looked up, whatever detector says it."""
-    references = located(said(finding), phase=None).references
-    assert references
-    for address in references:
-        assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull|discussions)/\d+(#\S+)?", address), (
-            address
-        )
+    for finding in finding_ids():
+        with subtests.test(finding):
+            references = located(said(finding), phase=None).references
+            assert references
+            for address in references:
+                assert re.fullmatch(
+                    r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull|discussions)/\d+(#\S+)?", address
+                ), address
 
 
 def test_findings_are_ordered_by_severity_and_keep_their_order_otherwise() -> None:
