@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.bisect_case import Case
 from dtypedoctor.cli.foreign_code import resume_command
 from dtypedoctor.cli.narrowing import Narrowing
@@ -26,7 +27,6 @@ from dtypedoctor.trials.bisection.journal import JOURNAL, Journal
 from dtypedoctor.trials.bisection.laboratory import Laboratory
 from dtypedoctor.trials.bisection.questions import Measured
 from dtypedoctor.trials.bisection.results import Bisection, End
-from dtypedoctor.trials.summary import how_it_ended
 
 __all__ = ["bisect_case"]
 
@@ -91,7 +91,7 @@ def _laboratory(case: Case, jobs: int | None, view: Narrowing) -> Iterator[Labor
         on_gpu = warm.device == "cuda"
 
         def note(place: str, run: Run | UsageError) -> None:
-            journal.note("run", place=place, ended=run.message if isinstance(run, UsageError) else how_it_ended(run))
+            journal.note("run", place=place, ended=run.message if isinstance(run, UsageError) else ending_of(run).words)
 
         yield Laboratory(
             directory,

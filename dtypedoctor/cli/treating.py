@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.live import LiveView
 from dtypedoctor.errors import UsageError
 from dtypedoctor.redaction.redact import without_process_secrets
@@ -20,7 +21,6 @@ from dtypedoctor.runner.torchrun import run_ranks
 from dtypedoctor.runner.unused import remove_unused
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trials.summary import how_it_ended
 from dtypedoctor.trials.treatment import Plan, Treatment, treat
 
 Start = Callable[[Request, Path], Run]
@@ -41,7 +41,7 @@ def treat_scenario(scenario: Scenario, directory: Path, plan: Plan, view: LiveVi
         def launch(label: str, request: Request) -> Run:
             view.begin(label)
             finished = start(request, directory / label)
-            view.end(how_it_ended(finished))
+            view.end(ending_of(finished).words)
             return finished
 
         return _reported(treat(scenario, launch, plan), directory)

@@ -9,7 +9,11 @@ from dtypedoctor.trace.reader import Trace
 
 
 def diagnose(trace: Trace) -> tuple[Finding, ...]:
-    """Everything that the rules find in ``trace``, the root cause before its consequences."""
+    """Everything that the rules find in ``trace``, the root cause before its consequences; they are asked once."""
+    return trace.once(_diagnosed)
+
+
+def _diagnosed(trace: Trace) -> tuple[Finding, ...]:
     found = [finding for rule in rules() if rule.detect for finding in findings_of(rule.detect, trace)]
     ordered = tuple(with_tie_breakers(finding, trace) for finding in most_severe_first(found))
     if trace.by_call:

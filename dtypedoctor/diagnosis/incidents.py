@@ -100,6 +100,10 @@ class Incident:
 
 def incidents(trace: Trace) -> tuple[Incident, ...]:
     """Everything non-finite that matters, earliest first, one for each call and phase."""
+    return trace.once(_incidents)
+
+
+def _incidents(trace: Trace) -> tuple[Incident, ...]:
     bad = [
         (sample, site)
         for sample in trace.samples

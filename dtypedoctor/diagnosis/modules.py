@@ -1,18 +1,10 @@
-"""The module watch as a story: what was measured first, and what was not finite first."""
+"""The module watch as a story: which modules there are, and what was measured of one call."""
 
-from dtypedoctor.diagnosis.incidents import MEASURED, incidents
+from dtypedoctor.diagnosis.incidents import MEASURED
 from dtypedoctor.trace.events import Sample, Site
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["MEASURED", "class_of", "first_nonfinite", "same_call"]
-
-
-def first_nonfinite(trace: Trace) -> tuple[Sample, Site] | None:
-    """The earliest sample that is not finite and gets somewhere (see :mod:`dtypedoctor.diagnosis.incidents`)."""
-    for incident in incidents(trace):
-        if incident.sample is not None and incident.site is not None:
-            return incident.sample, incident.site
-    return None
+__all__ = ["MEASURED", "class_of", "same_call"]
 
 
 def class_of(trace: Trace, fqn: str) -> str:

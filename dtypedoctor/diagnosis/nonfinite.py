@@ -14,7 +14,7 @@ from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.givens import judge_given
 from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.norm_square import judge_norm_square
-from dtypedoctor.diagnosis.ops import OpGraph
+from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.optimizer_step import judge_optimizer_step
 from dtypedoctor.diagnosis.origin import Origin, Search, searched
 from dtypedoctor.diagnosis.overflow import judge_overflow
@@ -51,9 +51,9 @@ def detect_nonfinite(trace: Trace) -> Iterator[Finding]:
     yield from (f for f in swallowed_overflows(trace) if (f.op, f.source) not in places)
 
 
-def unexplained(graph: OpGraph) -> Incident | None:
+def unexplained(trace: Trace) -> Incident | None:
     """The first incident that the op trace does not show to be harmless, and that is no business of the loss scale's."""
-    return next((incident for incident, _ in _that_matter(graph)), None)
+    return next((incident for incident, _ in _that_matter(graph_of(trace))), None)
 
 
 def _that_matter(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
@@ -77,7 +77,7 @@ def _that_matter(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
 
 def _first_that_matters(trace: Trace) -> Iterator[Finding]:
     """The verdict on the first incident that matters; all later ones follow from it."""
-    for incident, found in _that_matter(OpGraph(trace)):
+    for incident, found in _that_matter(graph_of(trace)):
         compiled = judge_compiled(trace, incident)
         if compiled is not None:
             yield compiled

@@ -85,6 +85,11 @@ class OpGraph:
             level = following
 
 
+def graph_of(trace: Trace) -> OpGraph:
+    """The op trace of ``trace`` as a graph; one for all who ask."""
+    return trace.once(OpGraph)
+
+
 def overload_free(name: str) -> str:
     """The name of an op without namespace and overload: ``mul`` for ``aten.mul.Tensor``, ``add`` for ``aten.add_.Scalar``."""
     parts = name.split(".")

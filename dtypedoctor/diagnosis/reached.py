@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.births import ancestry, has_nan
 from dtypedoctor.diagnosis.observations import observed
-from dtypedoctor.diagnosis.ops import OpGraph
+from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.trace.events import Observation, Op, ScalerState
 from dtypedoctor.trace.reader import Trace
 
@@ -47,7 +47,7 @@ class Reached:
 def reached(trace: Trace) -> Iterator[Reached]:
     """The values that got to an end that counts, in order."""
     found = [seen for seen in observed(trace, KIND) if seen.values["what"] in ENDS]
-    graph = OpGraph(trace)
+    graph = graph_of(trace)
     skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
     for seen in found:
         last = behind(graph, seen)

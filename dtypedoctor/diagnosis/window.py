@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.doubts import doubtful_weights
 from dtypedoctor.diagnosis.incidents import Incident, incidents
-from dtypedoctor.diagnosis.ops import OpGraph
+from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.origin import Origin, searched
 from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.scenario.request import Window
@@ -36,7 +36,7 @@ def suspicious_windows(trace: Trace) -> tuple[Window, ...]:
     """
     raised = trace.last(Raised)
     if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
-        return (_window(raised.phase, raised.call, raised.step),) if OpGraph(trace).failed() is None else ()
+        return (_window(raised.phase, raised.call, raised.step),) if graph_of(trace).failed() is None else ()
     if incidents(trace):
         return tuple(_unsettled(trace))
     doubt = doubtful_weights(trace)
@@ -57,7 +57,7 @@ def _may_be_packed(trace: Trace, raised: Raised) -> bool:
 
 
 def _unsettled(trace: Trace) -> Iterator[Window]:
-    for incident, seen in searched(OpGraph(trace)):
+    for incident, seen in searched(graph_of(trace)):
         if seen.covered and not seen.harmless:
             if seen.origin is not None and _was_written_between(trace, seen.origin):
                 yield Window(call=incident.call, early=True)

@@ -1,11 +1,9 @@
 """What a trace without an end still says of the process's last moments, and what it lacks."""
 
-from collections.abc import Iterator
-
-from dtypedoctor.diagnosis.modules import MEASURED
+from dtypedoctor.analysis import analysis_of
 from dtypedoctor.report.text import one_line
 from dtypedoctor.runner.launch import Run
-from dtypedoctor.trace.events import Flow, ParameterNote, Raised, Site
+from dtypedoctor.trace.events import Flow, ParameterNote, Site
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["last_module", "missing_end"]
@@ -74,7 +72,7 @@ def _listed(dtypes: list[str]) -> str:
 
 def _raised_before(trace: Trace) -> str:
     """What was raised before the process was ended by something else; on CUDA the one often leads to the other."""
-    raised = trace.last(Raised)
+    raised = analysis_of(trace).raised
     if raised is None:
         return ""
     return (
@@ -83,12 +81,9 @@ def _raised_before(trace: Trace) -> str:
 
 
 def _first_nonfinite(trace: Trace) -> str:
-    return next(_bad(trace), "")
-
-
-def _bad(trace: Trace) -> Iterator[str]:
-    for sample in trace.samples:
-        site = trace.sites[sample.site]
-        if not sample.finite and site.kind in MEASURED:
-            what = _KINDS.get(site.kind, "the output of")
-            yield f"; the first value that was not finite was in {what} {one_line(site.fqn or site.cls)} ({site.dtype}) in {trace.moment(sample.step)}"
+    found = analysis_of(trace).first_bad
+    if found is None:
+        return ""
+    sample, site = found
+    place = f"{_KINDS.get(site.kind, 'the output of')} {one_line(site.fqn or site.cls)} ({site.dtype})"
+    return f"; the first value that was not finite was in {place} in {trace.moment(sample.step)}"

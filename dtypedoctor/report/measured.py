@@ -4,13 +4,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.births import asked_for
-from dtypedoctor.diagnosis.incidents import GRADIENTS, MEASURED
-from dtypedoctor.diagnosis.nonfinite import unexplained
-from dtypedoctor.diagnosis.ops import OpGraph
+from dtypedoctor.diagnosis.incidents import GRADIENTS
 from dtypedoctor.report.numbers import counted
 from dtypedoctor.report.text import one_line
-from dtypedoctor.trace.events import Coverage, Metric, Op
+from dtypedoctor.trace.events import Coverage, Op
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["ENOUGH", "Measured", "measured_in"]
@@ -101,17 +100,16 @@ def _counts(trace: Trace) -> dict[str, int]:
 
 def _first_bad(trace: Trace) -> str:
     """The first value that is not finite and was not asked for by name; a gradient that a loss scaler has made so is one too."""
-    for sample in trace.samples:
-        site = trace.sites[sample.site]
-        if not sample.finite and site.kind in MEASURED:
-            what = {"loss": "the loss", "param": "parameter "}.get(
-                site.kind, "the gradient of " if site.kind in GRADIENTS else ""
-            )
-            name = "" if site.kind == "loss" else one_line(site.fqn or site.cls, 80)
-            return f"{what}{name} in {trace.moment(sample.step)}"
-    for metric in trace.all(Metric):
-        if metric.nonfinite:
-            return f"{metric.nonfinite[0]} in step {metric.step}"
+    analysis = analysis_of(trace)
+    if analysis.first_bad is not None:
+        sample, site = analysis.first_bad
+        what = {"loss": "the loss", "param": "parameter "}.get(
+            site.kind, "the gradient of " if site.kind in GRADIENTS else ""
+        )
+        name = "" if site.kind == "loss" else one_line(site.fqn or site.cls, 80)
+        return f"{what}{name} in {trace.moment(sample.step)}"
+    for metric in analysis.nonfinite_metrics:
+        return f"{metric.nonfinite[0]} in step {metric.step}"
     for op in trace.all(Op):
         if (
             op.sentinel
@@ -128,9 +126,9 @@ def _first_bad(trace: Trace) -> str:
 
 
 def _first_that_matters(trace: Trace) -> str:
-    incident = unexplained(OpGraph(trace))
+    incident = analysis_of(trace).unexplained
     if incident is not None:
         name = one_line(incident.site.fqn or incident.site.cls, 80) if incident.site is not None else "a value"
         return f"{name} in {trace.moment(incident.step)} ({incident.phase})"
-    lost = next((metric for metric in trace.all(Metric) if "loss" in metric.nonfinite), None)
+    lost = next((metric for metric in analysis_of(trace).nonfinite_metrics if "loss" in metric.nonfinite), None)
     return f"the loss in step {lost.step}" if lost is not None else ""

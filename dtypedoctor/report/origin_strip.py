@@ -1,7 +1,8 @@
 """The modules around the origin of a failure, with dtype and magnitude, in execution order."""
 
+from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.modules import class_of, first_nonfinite, same_call
+from dtypedoctor.diagnosis.modules import class_of, same_call
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.dtypes import headroom
 from dtypedoctor.report.model import StripRow
@@ -19,7 +20,7 @@ def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
     origin that is not itself among the modules shown (the op lies between two children of it) has a row of its own before
     the first bad one.
     """
-    first = first_nonfinite(trace)
+    first = analysis_of(trace).first_nonfinite
     if first is None:
         return ()
     if finding is not None and not _knows_origin(finding):

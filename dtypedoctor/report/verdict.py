@@ -1,5 +1,6 @@
 """The verdict on a run: its status and its headline. Whatever they claim is decided here, from what was measured."""
 
+from dtypedoctor.analysis import How, ending_of
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.report.last_moments import last_module
 from dtypedoctor.report.measured import Measured
@@ -9,7 +10,6 @@ from dtypedoctor.report.text import one_line
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.trace.events import FAILED_THERE, NO_TORCH, NOT_HERE, NOTHING_WATCHED, NotWatched
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trials.summary import INTERRUPTED
 from dtypedoctor.trials.treatment import Treatment
 
 __all__ = ["verdict"]
@@ -34,12 +34,12 @@ def verdict(treatment: Treatment, measured: Measured) -> tuple[Status, str]:
 
 
 def _without_findings(treatment: Treatment, measured: Measured, noted: Finding | None) -> tuple[Status, str]:
-    trace, ended = treatment.before.trace, treatment.before_summary.ended
-    if ended.startswith(INTERRUPTED):
-        return Status.ERROR, f"Nothing found until the run was {ended}."
-    if ended != "completed":
+    trace, ending = treatment.before.trace, ending_of(treatment.before)
+    if ending.how is How.INTERRUPTED:
+        return Status.ERROR, f"Nothing found until the run was {ending.words}."
+    if not ending.completed:
         unseen = "".join(f" ({lack})" for lack in (_lack(treatment, measured),) if lack)
-        return Status.ERROR, f"The run failed; nothing precision-related was found{unseen}: {ended}"
+        return Status.ERROR, f"The run failed; nothing precision-related was found{unseen}: {ending.words}"
     if blind := next((note.why for note in trace.all(NotWatched) if note.what == NOTHING_WATCHED), ""):
         return Status.ERROR, f"Nothing was watched: {blind}."
     if measured.matters:

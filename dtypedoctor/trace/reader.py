@@ -1,7 +1,7 @@
 """Reads a trace back, whole or torn."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -20,6 +20,7 @@ from dtypedoctor.trace.seal import open_lines
 from dtypedoctor.trace.writer import EVENTS
 
 Record = TypeVar("Record")
+Derived = TypeVar("Derived")
 
 LARGEST = 256 << 20
 """Bytes of the main file that are read; a writer begins another file after a sixteenth of it, unless a single step fills more."""
@@ -77,6 +78,16 @@ class Trace:
         """The last record of one kind."""
         found = self.all(kind)
         return found[-1] if found else None
+
+    def once(self, derive: "Callable[[Trace], Derived]") -> Derived:
+        """What ``derive`` makes of this trace. It is made when it is first asked for, and kept with the trace."""
+        if derive not in self._derived:
+            self._derived[derive] = derive(self)
+        return cast(Derived, self._derived[derive])
+
+    @cached_property
+    def _derived(self) -> dict[Callable[["Trace"], Any], Any]:
+        return {}
 
     @cached_property
     def _by_kind(self) -> dict[type[Any], tuple[Any, ...]]:

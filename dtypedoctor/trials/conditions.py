@@ -3,13 +3,11 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.modules import first_nonfinite
+from dtypedoctor.analysis import analysis_of
+from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.registry import spec_of
-from dtypedoctor.diagnosis.wording import failing_line
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trace.events import Condition, Raised
+from dtypedoctor.trace.events import Condition
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.results import Bearing, Diagnostic, Trial
 
@@ -48,23 +46,12 @@ def diagnostic(
         return Diagnostic(effects=last.effects)
     if passes:
         return Diagnostic(effects=last.effects, bearing=Bearing.NEEDED)
-    alike = bool(_places(trace) & _places(before))
+    alike = bool(analysis_of(trace).places & analysis_of(before).places)
     return Diagnostic(effects=last.effects, bearing=Bearing.NOT_NEEDED if alike else Bearing.MOVED)
 
 
 def _last(condition: str, trace: Trace) -> Condition | None:
     return next((c for c in reversed(trace.all(Condition)) if c.id == condition), None)
-
-
-def _places(trace: Trace) -> frozenset[tuple[str | None, ...]]:
-    """Where a run fails: the first place that is not finite, else where it raises, else what is found in it."""
-    bad = first_nonfinite(trace)
-    if bad is not None:
-        return frozenset({("nonfinite", bad[1].fqn, bad[1].phase)})
-    raised = trace.last(Raised)
-    if raised is not None:
-        return frozenset({("raised", raised.type, failing_line(raised))})
-    return frozenset(("finding", f.id, f.fqn) for f in diagnose(trace) if f.severity is not Severity.INFO)
 
 
 def weighed(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Finding, ...]:

@@ -3,20 +3,19 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.modules import first_nonfinite
 from dtypedoctor.diagnosis.silent.agreement import never_called
 from dtypedoctor.diagnosis.wording import failing_line
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trace.events import Correction, Metric, Raised
+from dtypedoctor.trace.events import Correction, Raised
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.conditions import diagnostic, without_effect
 from dtypedoctor.trials.parity import parity
 from dtypedoctor.trials.remedies import Remedy
 from dtypedoctor.trials.results import Diagnostic, Outcome, RunSummary, Trial
-from dtypedoctor.trials.summary import how_it_ended, summarise
+from dtypedoctor.trials.summary import summarise
 
 MIN_STEPS_FOR_RATIO = 3
 """Fewer steps than this say nothing about step time: the first one warms up."""
@@ -105,7 +104,7 @@ def _never_reached(run: Run, before: Raised | None) -> bool:
     """Whether the run failed exactly as the untreated one, and nothing had called any of its corrections until then."""
     installed = {c.id for c in run.trace.all(Correction)}
     uncalled = {c.id for c in never_called(run.trace)}
-    raised = run.trace.last(Raised)
+    raised = analysis_of(run.trace).raised
     same = before is not None and raised is not None and _error(raised) == _error(before)
     return bool(installed) and installed == uncalled and same
 
@@ -116,7 +115,7 @@ def _error(raised: Raised) -> tuple[str, str, str | None]:
 
 def _as_intended(remedy: Remedy, run: Run) -> bool:
     """Whether a strict remedy has raised what strict kernels raise."""
-    raised = run.trace.last(Raised)
+    raised = analysis_of(run.trace).raised
     return remedy.strict and raised is not None and raised.type == STRICT_ERROR
 
 
@@ -134,29 +133,32 @@ def not_tried(remedy: Remedy, reason: str, *, condition: bool = False) -> Trial:
 
 def _objections(remedy: Remedy, run: Run, after: RunSummary, yardstick: Yardstick) -> Iterator[str]:
     """What speaks against calling the run cured, the plainest first."""
-    ended = how_it_ended(run)
-    if ended != "completed":
+    analysis, ending = analysis_of(run.trace), ending_of(run)
+    if not ending.completed:
         strict = _as_intended(remedy, run)
-        yield f"{ended}. A cast would have hidden it" if strict else _beside_before(ended, run, yardstick.raised)
+        yield (
+            f"{ending.words}. A cast would have hidden it"
+            if strict
+            else _beside_before(ending.words, run, yardstick.raised)
+        )
     if after.steps_completed < after.steps_planned:
         yield f"only {after.steps_completed} of {after.steps_planned} steps done"
     errors = {f.id for f in yardstick.findings if f.severity is not Severity.INFO}
-    for finding in diagnose(run.trace):
+    for finding in analysis.findings:
         if finding.id in errors or finding.severity is Severity.ERROR:
             yield f"{finding.id} is still there"
-    bad = first_nonfinite(run.trace)
+    bad = analysis.first_nonfinite
     if bad is not None:
         yield f"{bad[1].fqn} is not finite in step {bad[0].step}"
-    for metric in run.trace.all(Metric):
-        if metric.nonfinite:
-            yield f"{', '.join(metric.nonfinite)} not finite in step {metric.step}"
+    for metric in analysis.nonfinite_metrics:
+        yield f"{', '.join(metric.nonfinite)} not finite in step {metric.step}"
     if after.output_error is not None and after.output_error > WRONG_OUTPUT:
         yield f"runs, but computes something else: relative output error {after.output_error:.2g} against float32"
 
 
 def _beside_before(ended: str, run: Run, before: Raised | None) -> str:
     """How a run ended, in words, beside what the untreated run raised: the same or another error, in the same or another place."""
-    raised = run.trace.last(Raised)
+    raised = analysis_of(run.trace).raised
     if before is None or raised is None or run.died:
         return ended
     uncalled = [correction.id for correction in never_called(run.trace)]

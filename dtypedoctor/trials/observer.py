@@ -3,11 +3,11 @@
 import re
 from dataclasses import replace
 
+from dtypedoctor.analysis import analysis_of
 from dtypedoctor.runner.child import STDOUT
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.trace.events import Metric, Raised, Resources
 from dtypedoctor.trials.results import Observer
-from dtypedoctor.trials.summary import uncaught
 
 _SET = re.compile(r"\{([^{}:]*)\}")
 """How Python prints a set, in an order of its own in each process."""
@@ -89,7 +89,7 @@ def _as_far_as_seen(watched: Run, unwatched: Run) -> str:
 
 
 def _ending(run: Run, outcome: str) -> str:
-    raised = uncaught(run.trace)
+    raised = analysis_of(run.trace).uncaught
     if outcome == "raised" and raised is not None:
         return f"raises {raised.type} ({(raised.message.splitlines() or [''])[0][:160]})"
     return {"completed": "completes", "raised": "raises"}.get(outcome, outcome)
@@ -113,7 +113,7 @@ def _difference(watched: Run, unwatched: Run) -> str:
         for name in COMPARED:
             if one.values.get(name) != other.values.get(name):
                 return f"{name} of step {one.step} is {one.values.get(name)} when watched, {other.values.get(name)} when not"
-    raised, raised_unwatched = uncaught(watched.trace), uncaught(unwatched.trace)
+    raised, raised_unwatched = analysis_of(watched.trace).uncaught, analysis_of(unwatched.trace).uncaught
     if raised is not None and raised_unwatched is not None and _text(raised) != _text(raised_unwatched):
         return "the exceptions differ"
     if watched.exit.code != unwatched.exit.code:

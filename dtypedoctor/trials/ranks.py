@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
+from dtypedoctor.analysis import ending_of
 from dtypedoctor.diagnosis.distributed import Rank, leading_rank
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.runner.torchrun import led_by
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trials.summary import how_it_ended
 
 __all__ = ["led", "rank_of", "ranks_of"]
 
@@ -30,7 +30,7 @@ def ranks_of(run: Run) -> tuple[Rank, ...]:
             number=one.rank if one.rank is not None else number,
             trace=one.trace,
             code=one.exit.code,
-            ended=how_it_ended(one),
+            ended=ending_of(one).words,
             stopped=one.exit.timed_out and one.trace.end is None,
         )
         for number, one in enumerate(run.ranks)

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.trace.events import Observation, Raised, Site
@@ -19,10 +18,10 @@ def another_way(first: Run, second: Run) -> str:
     The second run may measure more: code that was compiled runs its modules, and every step is looked at.
     """
     again = next((run for run in second.ranks if run.rank == first.rank), second).trace
-    one, other = first.trace.last(Raised), again.last(Raised)
+    one, other = analysis_of(first.trace).raised, analysis_of(again).raised
     if _key(one, first.trace) != _key(other, first.trace):
         return f"the first run {_raised(one, first.trace)}, the second {_raised(other, again)}"
-    incident = next((i for i in incidents(first.trace) if i.sample is not None and i.site is not None), None)
+    incident = analysis_of(first.trace).measured_incident
     if incident is None or incident.site is None or _is_bad_there(again, incident.site, incident.step):
         return ""
     name = "the loss" if incident.kind == "loss" else short(incident.site.fqn)
@@ -38,7 +37,7 @@ def unconfirmed(findings: tuple[Finding, ...], second: Trace, why: str) -> tuple
         second: trace of the second.
         why: what the second run did instead, in words.
     """
-    again = set(map(_where, diagnose(second)))
+    again = set(map(_where, analysis_of(second).findings))
     return tuple(finding if _where(finding) in again else _capped(finding, why) for finding in findings)
 
 

@@ -4,11 +4,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dtypedoctor.analysis import How, ending_of
 from dtypedoctor.runner.saved import SavedRun
-from dtypedoctor.trace.events import Raised
 from dtypedoctor.trials.alignment import ALIGNED
 from dtypedoctor.trials.comparison import Setting, Side
-from dtypedoctor.trials.summary import how_it_ended
 
 __all__ = ["describe", "differing", "end_of", "settings_of"]
 
@@ -29,7 +28,7 @@ def describe(saved: SavedRun) -> Side:
         tensors=sum(sample.site in known for sample in trace.samples),
         modules=len({(site.root, site.fqn) for site in outputs}),
         steps_completed=trace.steps_done,
-        ended=how_it_ended(saved.run),
+        ended=ending_of(saved.run).words,
         device="+".join(sorted({site.device for site in sites})),
         dtypes=tuple(name for name, _ in Counter(site.dtype for site in outputs).most_common()),
         damage=(*trace.damage, *([trace.folded.describe()] if trace.folded is not None else ())),
@@ -38,11 +37,11 @@ def describe(saved: SavedRun) -> Side:
 
 def end_of(saved: SavedRun) -> tuple[str, ...]:
     """How a run ended, in terms that are the same for two runs that ended alike."""
-    run, raised = saved.run, saved.run.trace.last(Raised)
-    if run.died:
+    run, ending = saved.run, ending_of(saved.run)
+    if ending.how is How.DIED:
         return "died", str(run.exit.code), str(run.exit.timed_out)
-    if raised is not None:
-        return "raised", raised.type, str(raised.step)
+    if ending.raised is not None:
+        return "raised", ending.raised.type, str(ending.raised.step)
     return "completed", str(run.exit.code) if run.foreign else "0"
 
 

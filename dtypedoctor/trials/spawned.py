@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.analysis import analysis_of
+from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.request import Request
 
@@ -44,7 +44,7 @@ def _leading(run: Run) -> int:
     own = [(0, run)]
     others = [(number, child) for number, child in run.children.items() if child.trace.usable]
     for number, one in [*own, *others] if run.trace.samples else [*others, *own]:
-        if any(finding.severity is not Severity.INFO for finding in diagnose(one.trace)):
+        if analysis_of(one.trace).failures:
             return number
     return max([*own, *others], key=lambda pair: len(pair[1].trace.samples))[0]
 

@@ -3,16 +3,13 @@
 from collections.abc import Sequence
 from statistics import median
 
-from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trace.events import Metric, Raised, Resources, Root
+from dtypedoctor.trace.events import Metric, Resources
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.output_error import output_error
 from dtypedoctor.trials.results import RunSummary
-
-INTERRUPTED = "interrupted"
-"""How the end of a run begins, in words, that somebody stopped with Ctrl-C."""
 
 
 def planned_steps(scenario: Scenario) -> int:
@@ -39,39 +36,13 @@ def summarise(label: str, run: Run, scenario: Scenario, twin: Trace | None = Non
         reward=_series("reward", metrics),
         step_time=median(times[1:] or times) if times else None,
         peak_memory=resources.peak_memory if resources else None,
-        ended=how_it_ended(run),
-        finding_ids=tuple(dict.fromkeys(f.id for f in diagnose(trace))),
+        ended=ending_of(run).words,
+        finding_ids=tuple(dict.fromkeys(f.id for f in analysis_of(trace).findings)),
         output_error=output_error(trace, twin, _models(scenario)) if twin is not None else None,
     )
-
-
-def _exception(raised: Raised, moment: str) -> str:
-    """An exception in words; ``moment`` is the step or call, and empty where that says nothing."""
-    name = INTERRUPTED if raised.type == "KeyboardInterrupt" else raised.type
-    place = f" in {moment} ({raised.phase})" if moment else ""
-    first_line = raised.message.splitlines()[0] if raised.message else ""
-    return f"{name}{place}" + (f": {first_line[:160]}" if first_line else "")
 
 
 def _series(name: str, metrics: Sequence[Metric]) -> tuple[float | None, ...]:
     """The values of one quantity, None where it was not finite; empty where the run does not have it at all."""
     known = any(name in metric.values or name in metric.nonfinite for metric in metrics)
     return tuple(metric.values.get(name) for metric in metrics) if known else ()
-
-
-def uncaught(trace: Trace) -> Raised | None:
-    """What ended the run; not an exception that the program caught."""
-    return next((record for record in reversed(trace.all(Raised)) if not record.caught), None)
-
-
-def how_it_ended(run: Run) -> str:
-    """The end of a run in words: ``completed``, the exception, or how the process died."""
-    if run.died:
-        return run.last_words()
-    raised = uncaught(run.trace)
-    if raised is not None:
-        told = not run.foreign or bool(run.trace.all(Root))
-        return _exception(raised, run.trace.moment(raised.step) if told else "")
-    if run.foreign and run.exit.code != 0:
-        return run.exit.describe()
-    return "completed"

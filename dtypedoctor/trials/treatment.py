@@ -5,17 +5,15 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.compile_only import eager_window
 from dtypedoctor.diagnosis.distributed import across_ranks
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.incidents import incidents
 from dtypedoctor.diagnosis.window import shows_failure, suspicious_windows
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request, Window
-from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.caught import said_of_caught, with_caught
 from dtypedoctor.trials.conditions import weighed
@@ -29,7 +27,7 @@ from dtypedoctor.trials.results import Observer, RunSummary, Trial
 from dtypedoctor.trials.second_run import another_way, unconfirmed
 from dtypedoctor.trials.settle import settled
 from dtypedoctor.trials.spawned import led_by_spawned, said_of_spawned
-from dtypedoctor.trials.summary import how_it_ended, summarise
+from dtypedoctor.trials.summary import summarise
 
 RunRequest = Callable[[str, Request], Run]
 """Runs a request under a label that is unique within the treatment, e.g. ``before`` or ``remedy-bfloat16``."""
@@ -114,11 +112,11 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         closer, second, no_closer = None, closer, f"a second run went another way: {doubt}"
     diagnosed = closer.trace if closer is not None else before.trace
     seen = closer if closer is not None else before
-    told = said_of_caught(diagnose(diagnosed), diagnosed)
+    told = said_of_caught(analysis_of(diagnosed).findings, diagnosed)
     findings = said_of_spawned(across_ranks(joined(told, static), ranks_of(seen), rank_of(seen)), seen)
     observer = _certificate(scenario, before, later) if plan.certify else NOT_COMPARED
     hung = before.exit.timed_out  # so would every other run of it
-    failed = bool(findings) or (how_it_ended(before) != "completed" and not hung)
+    failed = bool(findings) or (not ending_of(before).completed and not hung)
     reference = _compared_run("reference", healthy_reference(scenario), later) if remedies and failed else None
     twin = _compared_run("float32-twin", float32_twin(scenario), later) if remedies and failed else None
     exact = twin.trace if twin is not None else None
@@ -131,7 +129,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
             findings=findings,
             reference=(reference_summary, reference.trace) if reference and reference_summary else None,
             twin=exact,
-            raised=before.trace.last(Raised),
+            raised=analysis_of(before.trace).raised,
             failed=before.trace if failed else None,
         )
         trials = tuple(_try(r, scenario, later, yardstick, plan) for r in _proposed(scenario, findings, failed=failed))
@@ -216,7 +214,7 @@ def examine(scenario: Scenario, run: Run) -> Treatment:
         run: what was watched of it.
     """
     run = with_caught(run)
-    findings = across_ranks(said_of_caught(diagnose(run.trace), run.trace), ranks_of(run), rank_of(run))
+    findings = across_ranks(said_of_caught(analysis_of(run.trace).findings, run.trace), ranks_of(run), rank_of(run))
     return Treatment(
         scenario=scenario,
         before=run,
@@ -273,7 +271,7 @@ def _was_asked_to_end(run: Run) -> bool:
 
 def _look_at_compiled(scenario: Scenario, before: Run, run: _Later) -> Run | None:
     """A failure that went away with the op trace may have been the compiler's: the call is made compiled and in eager mode."""
-    window = eager_window(before.trace, incidents(before.trace))
+    window = eager_window(before.trace, analysis_of(before.trace).incidents)
     if window is None:
         return None
     closer = run("closer-eager", Request(scenario=scenario, windows=[window], repeats="before"))

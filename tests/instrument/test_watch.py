@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from watched import watched
 
-from dtypedoctor.diagnosis.modules import first_nonfinite
+from dtypedoctor.analysis import analysis_of
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import Flow, ParameterNote, Raised, Root, ScalerState
 from dtypedoctor.trace.reader import Trace
@@ -73,7 +73,7 @@ def test_the_first_inf_is_recorded_at_the_module_that_returned_it_with_its_bad_i
     """A product that overflows between two modules shows as a module whose input was already not finite."""
     net = Net(1.0, 1e6).half()
     trace = watched(tmp_path, lambda _: net(torch.randn(4, 8).half()))
-    found = first_nonfinite(trace)
+    found = analysis_of(trace).first_nonfinite
     assert found is not None
     assert found[1].fqn == "blocks.1.narrow"
     bad_inputs = [

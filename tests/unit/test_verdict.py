@@ -13,7 +13,6 @@ from traces import TraceBuilder, tensor
 from dtypedoctor.cli.endings import exit_code
 from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.diagnosis.nonfinite import unexplained
-from dtypedoctor.diagnosis.ops import OpGraph
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.facts import measured_sentence, status_word
 from dtypedoctor.report.model import Report, Status
@@ -60,7 +59,7 @@ def test_no_report_says_finite_or_healthy_of_a_trace_that_is_not(build: Any) -> 
     report = report_on(trace)
     if any(not sample.finite for sample in trace.samples):
         assert "is finite" not in report.headline
-    if unexplained(OpGraph(trace)) is not None:
+    if unexplained(trace) is not None:
         assert report.status is not Status.HEALTHY
         assert exit_code(report) == 10
     if any(finding.severity is not Severity.INFO for finding in report.findings):

@@ -8,7 +8,7 @@ from dtypedoctor.diagnosis.mismatch.census import Census
 from dtypedoctor.diagnosis.mismatch.kinds import MERGES, WRITES_AT_INDEX
 from dtypedoctor.diagnosis.mismatch.messages import Complaint, complaint_of
 from dtypedoctor.diagnosis.mismatch.provenance import Provenance
-from dtypedoctor.diagnosis.ops import OpGraph, overload_free
+from dtypedoctor.diagnosis.ops import OpGraph, graph_of, overload_free
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Observation, Op, Raised, Replay, TensorNote
 from dtypedoctor.trace.reader import Trace
@@ -139,6 +139,6 @@ def case_of(trace: Trace) -> Case | None:
     raised = trace.last(Raised)
     if raised is None:
         return None
-    graph = OpGraph(trace)
+    graph = graph_of(trace)
     op = next((o for o in reversed(graph.ops) if o.error is not None and o.error in raised.message), None)
     return Case(trace, raised, op, Provenance(graph, Census(trace))) if op is not None else None

@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.mismatch.kinds import CONVOLUTIONS, PRODUCTS
 from dtypedoctor.diagnosis.mismatch.provenance import Provenance
 from dtypedoctor.diagnosis.mismatch.report import Verdict, said, settled_by
 from dtypedoctor.diagnosis.mismatch.unpacked import Unpacked, is_wrong
-from dtypedoctor.diagnosis.ops import OpGraph
+from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import listed, place, short
 from dtypedoctor.trace.events import Observation, Op
@@ -117,7 +117,7 @@ def _wrong(trace: Trace) -> Iterator[Unpacked]:
     ]
     if not suspects:
         return
-    graph = OpGraph(trace)
+    graph = graph_of(trace)
     provenance = Provenance(graph, Census(trace))
     by_number = {op.n: op for op in graph.ops if op.error is None}
     told = set()

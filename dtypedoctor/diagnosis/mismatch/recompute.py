@@ -7,7 +7,7 @@ from dtypedoctor.diagnosis.finding import Finding, Link
 from dtypedoctor.diagnosis.mismatch.case import Case
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of, dtype_named
 from dtypedoctor.diagnosis.mismatch.report import Verdict, ran_in, said
-from dtypedoctor.diagnosis.ops import OpGraph
+from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, short
 from dtypedoctor.trace.events import Op, Raised
@@ -53,7 +53,7 @@ def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
         return
     saved, again = (dtype_named(word) for word in changed)
     unit = raised.modules[0] if raised.modules else None
-    split = _first_difference(OpGraph(trace), unit)
+    split = _first_difference(graph_of(trace), unit)
     evidence = [f"The forward pass saved {saved} where the recomputation has {again}."]
     if split is not None:
         evidence.append(

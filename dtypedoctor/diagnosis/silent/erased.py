@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.births import ancestry, has_nan
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.ops import OpGraph
+from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import listed
 from dtypedoctor.dtypes import DTYPES
@@ -20,7 +20,7 @@ __all__ = ["detect_erased"]
 
 def detect_erased(trace: Trace) -> Iterator[Finding]:
     """One finding for each line that replaces such NaN."""
-    graph = OpGraph(trace)
+    graph = graph_of(trace)
     told: set[str | None] = set()
     for op in graph.ops:
         if op.sentinel and op.source not in told and _replaces_nan(op) and (found := _spread(graph, op)) is not None:

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from dtypedoctor.analysis import ending_of
 from dtypedoctor.errors import UsageError, WorkerDiedError
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario, Script
@@ -26,7 +27,6 @@ from dtypedoctor.trials.judge import Yardstick, judge
 from dtypedoctor.trials.reduction import Outcome
 from dtypedoctor.trials.remedies import Remedy, remedies
 from dtypedoctor.trials.results import Trial
-from dtypedoctor.trials.summary import how_it_ended
 from dtypedoctor.trials.treatment import Plan, Treatment, treat
 
 __all__ = ["Told", "bisect"]
@@ -231,7 +231,7 @@ def _require_built(before: Run) -> None:
         UsageError: building it raised, or the kernel killed it (which is how it says that memory is short).
         WorkerDiedError: the process died otherwise.
     """
-    if before.trace.all(Root) or how_it_ended(before) == "completed":
+    if before.trace.all(Root) or ending_of(before).completed:
         return
     if before.exit.code < 0 and -before.exit.code != signal.SIGKILL:
         raise WorkerDiedError(
@@ -239,7 +239,7 @@ def _require_built(before: Run) -> None:
         )
     if not before.exit.timed_out:
         raise UsageError(
-            f"the model cannot be built: {how_it_ended(before)}",
+            f"the model cannot be built: {ending_of(before).words}",
             "If it does not fit into memory, a smaller model or a narrower --dtype may.",
         )
     raise UsageError(f"the model {before.exit.describe()} while it was built", "Give a larger --time-limit.")

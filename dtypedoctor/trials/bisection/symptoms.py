@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from dtypedoctor.diagnosis.incidents import Incident, incidents
+from dtypedoctor.analysis import analysis_of
+from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.window import is_dtype_error
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.runner.launch import Run
-from dtypedoctor.trace.events import Correction, Metric, ProbeLogProbs, Raised, Sample, Site
+from dtypedoctor.trace.events import Correction, ProbeLogProbs, Raised, Sample, Site
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.bisection.tolerance import Tolerance
 from dtypedoctor.trials.reduction import Outcome
@@ -87,7 +88,7 @@ def symptom_of(run: Run, tolerance: Tolerance | None = None) -> Symptom:
         tolerance: how far its outputs may be from the reference's; None judges by finiteness and exceptions alone.
     """
     trace = run.trace
-    incident = next(iter(incidents(trace)), None)
+    incident = next(iter(analysis_of(trace).incidents), None)
     found = next(_symptoms(run, tolerance, incident), None)
     last = incident.sample if incident is not None and found is not None else None
     peak = _peak(trace, last)
@@ -111,7 +112,7 @@ def _symptoms(run: Run, tolerance: Tolerance | None, incident: Incident | None) 
         yield Symptom(kind=Kind.NOT_INSTALLED, reason=f"{missing.id}: {missing.reason}", detail=missing.id)
     if incident is not None:
         yield _not_finite(trace, incident)
-    raised = trace.last(Raised)
+    raised = analysis_of(trace).raised
     if raised is not None:
         yield _raised(raised)
     if run.died:
@@ -128,10 +129,9 @@ def _symptoms(run: Run, tolerance: Tolerance | None, incident: Incident | None) 
 
 def _bad_numbers(trace: Trace) -> Iterator[Symptom]:
     """Numbers outside of the modules: what the workload reports, and the outputs on the probe batch."""
-    for metric in trace.all(Metric):
-        if metric.nonfinite:
-            reason = f"{', '.join(metric.nonfinite)} not finite in step {metric.step}"
-            yield Symptom(kind=Kind.NOT_FINITE, reason=reason, step=metric.step)
+    for metric in analysis_of(trace).nonfinite_metrics:
+        reason = f"{', '.join(metric.nonfinite)} not finite in step {metric.step}"
+        yield Symptom(kind=Kind.NOT_FINITE, reason=reason, step=metric.step)
     for probe in trace.all(ProbeLogProbs):
         if None in probe.values:
             reason = f"outputs on the probe batch not finite after step {probe.step}"
