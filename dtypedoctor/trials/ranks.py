@@ -1,16 +1,13 @@
 """Brings the runs of several ranks to what a treatment works with: one run that stands for all."""
 
-from collections.abc import Callable
-
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.diagnosis.distributed import Rank, leading_rank
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.runner.torchrun import led_by
 from dtypedoctor.scenario.request import Request
+from dtypedoctor.trials.later_runs import RunRequest
 
 __all__ = ["led", "rank_of", "ranks_of"]
-
-RunRequest = Callable[[str, Request], Run]
 
 
 def led(run: RunRequest) -> RunRequest:

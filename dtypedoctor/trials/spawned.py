@@ -1,16 +1,14 @@
 """Brings the processes that a script has spawned to what a treatment works with: one run that stands for all."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.request import Request
+from dtypedoctor.trials.later_runs import RunRequest
 
 __all__ = ["led_by_spawned", "said_of_spawned"]
-
-RunRequest = Callable[[str, Request], Run]
 
 
 def led_by_spawned(run: RunRequest) -> RunRequest:
