@@ -24,15 +24,16 @@ SPECS = [spec_of(finding) for finding in finding_ids()]
 
 
 def test_precedence_names_each_rule_once() -> None:
-    """A misspelt name would put its rule behind all others."""
-    assert [rule.name for rule in rules()] == list(PRECEDENCE)
+    """A misspelt name would put its rule behind all others; a rule that needs no place has none."""
+    assert [rule.name for rule in rules()][: len(PRECEDENCE)] == list(PRECEDENCE)
 
 
 def test_a_rule_without_a_place_comes_behind_those_with_one() -> None:
     """So a new rule needs no entry unless its place matters."""
     spec = FindingSpec(id="new-failure", title="It is new", family=SILENT)
     added = [Rule(name=name, specs=(spec,), detect=lambda trace: ()) for name in ("zeta", "alpha")]
-    assert [rule.name for rule in in_order([*added, *reversed(rules())])] == [*PRECEDENCE, "alpha", "zeta"]
+    placed = [rule for rule in rules() if rule.name in PRECEDENCE]
+    assert [rule.name for rule in in_order([*added, *reversed(placed)])] == [*PRECEDENCE, "alpha", "zeta"]
 
 
 def test_every_finding_is_specified_once() -> None:
