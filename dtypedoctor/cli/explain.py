@@ -16,7 +16,7 @@ def explain(
         str | None, typer.Argument(help="Finding id; all ids are listed if left out.", metavar="FINDING_ID")
     ] = None,
 ) -> None:
-    """Print the page about a finding: what it looks like, why it happens, how it is proven, what cures it."""
+    """Print the page about a finding: what it looks like, why it happens, how it is proven, how to fix it."""
     from dtypedoctor.diagnosis.pages import page
     from dtypedoctor.diagnosis.registry import by_family
 

@@ -22,7 +22,7 @@ SECTIONS = [
     "What it looks like",
     "Why it happens",
     "How it is told apart",
-    "What cures it",
+    "How to fix it",
     "Example",
     "References",
 ]

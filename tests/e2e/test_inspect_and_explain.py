@@ -94,7 +94,7 @@ def test_explain_prints_the_page_of_every_finding_without_its_front_matter() -> 
     finished = dtypedoctor("explain", "float16-overflow")
     assert finished.code == 0
     assert finished.out.startswith("# An operator's result left the range of float16\n")
-    assert "## What cures it" in finished.out
+    assert "## How to fix it" in finished.out
     listed = dtypedoctor("explain").out
     assert all(finding in listed for finding in finding_ids())
 

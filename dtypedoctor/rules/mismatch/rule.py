@@ -41,7 +41,7 @@ AUTOCAST_CONTRADICTS_MODEL = FindingSpec(
 )
 QUANT_STATE_DTYPE = FindingSpec(
     id="quant-state-dtype",
-    title="A quantised weight dequantises to another dtype than the activations have",
+    title="A quantized weight dequantizes to another dtype than the activations have",
     family=DTYPE_MISMATCH,
     references=(
         "https://github.com/unslothai/unsloth/pull/4005",
@@ -52,7 +52,7 @@ QUANT_STATE_DTYPE = FindingSpec(
 )
 STALE_DEQUANT_BUFFER = FindingSpec(
     id="stale-dequant-buffer",
-    title="A dequantisation buffer shared by two models still has the first one's dtype",
+    title="A dequantization buffer shared by two models still has the first one's dtype",
     family=DTYPE_MISMATCH,
     references=("https://github.com/unslothai/unsloth/pull/4026",),
     remedies=("dequant-buffer-keyed-by-dtype", "dequant-no-shared-buffer", "fresh-process"),
