@@ -1,6 +1,10 @@
 """What holds for all tests."""
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")  # how long an example takes depends on the machine
 
 SLOW_FOLDERS = ("e2e", "benchmarks")
 
@@ -16,6 +20,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def rewrite_snapshot(pytestconfig: pytest.Config) -> bool:
     """Whether what is said now becomes the snapshot."""
     return bool(pytestconfig.getoption("rewrite_snapshot"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With several processes files are handed out in the order of the folders, `e2e` first, whose few tests are the longest.
+
+    pytest-xdist would begin with the files that hold the most tests, and end with a process that waits for the other.
+    """
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -221,6 +221,7 @@ def noticed(mutant: Mutant, tree: ast.Module, tests: Sequence[str]) -> str:
     """``killed``, ``survived`` or ``hangs``: how the tests end in a fork that has the mutant."""
     child = os.fork()
     if child == 0:
+        os.setsid()  # a mutant may end a whole group of processes
         signal.alarm(LONGEST)
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)

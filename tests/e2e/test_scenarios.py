@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 from command import Finished, dtypedoctor, report_of
 from rich.console import Console
+from snapshot import check_against_snapshot, entry, forget_others, read_snapshot
 
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.contract import json_schema
@@ -73,6 +74,22 @@ def test_a_scenario_is_as_it_says(name: str, rows: dict[str, dict[str, Any]]) ->
     assert row["findings"][: len(expect.findings)] == expect.findings
     assert set(expect.cured_by) <= set(row["cured_by"])
     assert set(expect.not_cured_by) <= set(row["not_cured_by"])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_all_findings_and_trials_are_those_of_the_snapshot(
+    name: str, rows: dict[str, dict[str, Any]], everything: tuple[Finished, Path], rewrite_snapshot: bool
+) -> None:
+    """All findings in their order, with severity, confidence and place, the status, the exit code and each remedy's outcome."""
+    now = entry(report_of(everything[1] / name), rows[name]["exit"])
+    check_against_snapshot("scenarios", name, now, rewrite=rewrite_snapshot)
+
+
+def test_the_snapshot_holds_no_other_scenario(rewrite_snapshot: bool) -> None:
+    """A scenario that was removed or renamed leaves no entry behind."""
+    if rewrite_snapshot:
+        forget_others("scenarios", ALL)
+    assert read_snapshot()["scenarios"].keys() <= ALL.keys()
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - FAILING.keys()))

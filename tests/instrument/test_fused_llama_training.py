@@ -12,6 +12,8 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from dtypedoctor.kernels import dequantize
 from dtypedoctor.models.tokenizer import byte_tokenizer
 
+pytestmark = pytest.mark.slow
+
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "max_steps": 2,

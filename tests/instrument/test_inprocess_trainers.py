@@ -19,6 +19,8 @@ import dtypedoctor
 from dtypedoctor.models.tokenizer import byte_tokenizer
 from dtypedoctor.trace.events import Metric, Raised
 
+pytestmark = pytest.mark.slow
+
 
 def sft(folder: Path, *callbacks: TrainerCallback) -> Trainer:
     """TRL's supervised trainer."""

@@ -25,6 +25,8 @@ from dtypedoctor.trace.events import Header, NotWatched, ScalerState
 from dtypedoctor.trace.reader import Trace, read_trace
 from dtypedoctor.trace.writer import EVENTS, TraceWriter
 
+pytestmark = pytest.mark.slow
+
 WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
 """Operators for which the host waits where their operand lies on a CUDA device."""
 

@@ -21,6 +21,8 @@ from dtypedoctor.trace.events import (
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.workloads import WORKLOADS
 
+pytestmark = pytest.mark.slow
+
 TRAINING = [
     {"kind": "train", "steps": 2, "sequence_length": 8},
     {"kind": "sft", "steps": 2, "max_length": 16, "examples": 8},

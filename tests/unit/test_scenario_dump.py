@@ -18,7 +18,7 @@ VALIDATOR = Draft202012Validator(json_schema())
 
 
 @given(scenarios())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_what_is_written_reads_back_equal(scenario: Scenario) -> None:
     """Whatever texts, numbers and options a scenario holds, its YAML means the same scenario."""
     with TemporaryDirectory() as directory:
@@ -26,7 +26,7 @@ def test_what_is_written_reads_back_equal(scenario: Scenario) -> None:
 
 
 @given(scenarios())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_json_schema_accepts_every_scenario(scenario: Scenario) -> None:
     """An editor must not underline what the loader takes."""
     VALIDATOR.validate(scenario.model_dump(mode="json"))

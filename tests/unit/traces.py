@@ -13,6 +13,7 @@ class TraceBuilder:
         self._records: list[Any] = [Header()]
         self._samples: list[Sample] = []
         self._sites: dict[int, Site] = {}
+        self._numbers: dict[str, int] = {}
         self._n = 0
 
     def n(self) -> int:
@@ -31,12 +32,11 @@ class TraceBuilder:
 
     def _site(self, **described: Any) -> int:
         """The number of the site of this description, which is written once."""
-        for number in self._sites:
-            if self._sites[number] == Site(id=number, **described):
-                return number
-        number = len(self._sites) + 1
-        self._sites[number] = Site(id=number, **described)
-        return number
+        key = repr(described)
+        if key not in self._numbers:
+            number = self._numbers[key] = len(self._sites) + 1
+            self._sites[number] = Site(id=number, **described)
+        return self._numbers[key]
 
     def op(self, op: str, fqn: str, inputs: list[TensorNote], outputs: list[TensorNote], **more: Any) -> Op:
         record = Op(
