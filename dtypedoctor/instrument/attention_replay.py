@@ -94,13 +94,17 @@ class AttentionReplay:
             return
         given = {note.id for note in ran.inputs}
         for scores in [s for s in self._open if not s.derived.isdisjoint(given)]:
-            if scores.softmax is not None and str(ran.func) in _PRODUCTS:
-                self._open.remove(scores)
-                self._replay(scores, scores.softmax, ran)
-            elif not _follow(scores, ran):
-                self._open.remove(scores)
-        if str(ran.func) in _PRODUCTS and all(note.origin != "parameter" for note in ran.inputs):
+            self._advance(scores, ran)
+        if _is_of_activations(ran) and str(ran.func) in _PRODUCTS:
             self._open.append(_Scores(ran, derived={note.id for note in ran.outputs}))
+
+    def _advance(self, scores: _Scores, ran: Ran) -> None:
+        """An operator takes scores, or what was made of them."""
+        if scores.softmax is not None and str(ran.func) in _PRODUCTS:
+            self._open.remove(scores)
+            self._replay(scores, scores.softmax, ran)
+        elif not _follow(scores, ran):
+            self._open.remove(scores)
 
     def _replay(self, scores: _Scores, softmax: Ran, values: Ran) -> None:
         found = None
@@ -116,6 +120,10 @@ class AttentionReplay:
                 kind="attention-replay", fqn=None, values={"scores": scores.product.n, "softmax": softmax.n, **found},
             )
         )  # fmt: skip
+
+
+def _is_of_activations(ran: Ran) -> bool:
+    return all(note.origin != "parameter" for note in ran.inputs)
 
 
 def _follow(scores: _Scores, ran: Ran) -> bool:

@@ -280,12 +280,18 @@ class BadValues:
         if any(ends is not None for ends in ran.ends):
             self._replaced(ran, values)
         elif all(t.dtype is torch.bool for t in ran.results):
-            self._tested(ran, said or (values[0] if values else None))
+            self._tested(ran, said or next(iter(values), None))
         else:
-            for bad in values:
-                bad.used = True
-            for tensor in ran.results if said is not None else ():
-                self._keep(tensor, Bad(0, "", _memory(tensor), says=said))
+            self._looked_at(ran, values, said)
+
+    def _looked_at(self, ran: Ran, values: list[Bad], said: Bad | None) -> None:
+        """Whole numbers were computed, which also say what a truth value among the operands said."""
+        for bad in values:
+            bad.used = True
+        if said is None:
+            return
+        for tensor in ran.results:
+            self._keep(tensor, Bad(0, "", _memory(tensor), says=said))
 
     def _tested(self, ran: Ran, about: Bad | None) -> None:
         """Truth values were computed: of NaN, whatever was asked, and of infinities, where it was asked for them."""
@@ -359,15 +365,17 @@ class BadValues:
         kept = tensors_of(ran.arguments) if ran.exact else []
         for place, tensor in enumerate(ran.operands):
             bad = ran.used.get(place)
-            value = kept[place] if place < len(kept) else None
-            extent = self._extent(value) if value is not None and measurable(real_of(value)) else None
-            memory = _address(tensor)
-            number = bad.id if bad is not None and bad.id else numbers.setdefault(memory, self._new_id())
+            extent = self._extent_if_measurable(kept[place]) if place < len(kept) else None
+            known = bad.id if bad is not None else 0
+            number = known or numbers.setdefault(_address(tensor), self._new_id())
             note = _note(tensor, extent, number)
             if extent is None and bad is not None and bad.says is None:
                 note = _unmeasured(note, bad)
             notes.append(note)
         return notes
+
+    def _extent_if_measurable(self, tensor: Tensor) -> Extent | None:
+        return self._extent(tensor) if measurable(real_of(tensor)) else None
 
     def _replay(self, ran: Ran, n: int) -> None:
         if not ran.exact or torch.Tag.nondeterministic_seeded in ran.func.tags or ran.func.namespace != "aten":

@@ -201,10 +201,13 @@ class Collectives:
             self._writer.entered_collective()
         if followed.results is not None and self._about_to_overwrite(args[followed.results]):
             self._sample((), True)
-        if followed.operands is not None and (root is None or followed.name != "broadcast" or root == group.rank()):
+        is_root = root is None or root == group.rank()
+        sends = is_root or followed.name != "broadcast"
+        receives = is_root or followed.name != "reduce"
+        if followed.operands is not None and sends:
             rows = list(self._rows(followed.name, SENT, there, args[followed.operands]))
             self._measure(rows, at_once=followed.operands == followed.results)
-        if followed.results is not None and (root is None or followed.name != "reduce" or root == group.rank()):
+        if followed.results is not None and receives:
             results += self._rows(followed.name, RECEIVED, there, args[followed.results])
 
     def _returned(self, answer: Any, rows: list[Row]) -> None:

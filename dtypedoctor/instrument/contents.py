@@ -208,21 +208,31 @@ def _in_container(value: Any) -> Inside | None:
     """What is in one of Python's containers; None for everything else."""
     kind = type(value)
     if issubclass(kind, (tuple, list)):
-        items = tuple.__iter__(value) if issubclass(kind, tuple) else list.__iter__(value)
-        if kind is list and len(value) > MANY and _NO_FLOATS.issuperset(map(type, value)):
-            return ()
-        return [(i, one) for i, one in enumerate(items) if type(one) not in _NO_FLOATS]
+        return _in_sequence(value)
     if issubclass(kind, dict):
         return list(dict.items(value))
-    if issubclass(kind, (set, frozenset)):
-        return list(enumerate(set.__iter__(value) if issubclass(kind, set) else frozenset.__iter__(value)))
-    if issubclass(kind, deque):
-        return list(enumerate(deque.__iter__(value)))
+    for builtin in (set, frozenset, deque):
+        if issubclass(kind, builtin):
+            return list(enumerate(builtin.__iter__(value)))
     if kind in _VIEWS:
-        return [pair for one in get_referents(value) for pair in _in_container(one) or ()]
+        return _behind_view(value)
     if not _IN_DATA.isdisjoint(kind.__mro__):
         return _in_container(dict(_layout_of(kind).attributes(value)).get("data"))
     return None
+
+
+def _in_sequence(value: Any) -> Inside:
+    """What is in a tuple or a list, numbers and text left out."""
+    kind = type(value)
+    if kind is list and len(value) > MANY and _NO_FLOATS.issuperset(map(type, value)):
+        return ()
+    items = tuple.__iter__(value) if issubclass(kind, tuple) else list.__iter__(value)
+    return [(i, one) for i, one in enumerate(items) if type(one) not in _NO_FLOATS]
+
+
+def _behind_view(view: Any) -> Inside:
+    """What is in the mapping that a view shows."""
+    return [pair for one in get_referents(view) for pair in _in_container(one) or ()]
 
 
 _BY_C = (GetSetDescriptorType, MemberDescriptorType)
@@ -242,11 +252,7 @@ class _Layout:
         own = [(name, one) for base in kind.__mro__ for name, one in vars(base).items()]
         self._dictionaries = [d for name, d in own if name == "__dict__" and type(d) in _BY_C]
         self._slots = [(n, d) for n, d in own if type(d) is MemberDescriptorType and not n.startswith("__")]
-        self.missed: Missed | None = None
-        if any(name == "__next__" for name, _ in own):
-            self.missed = Missed(kind.__name__, _ITERATOR)
-        elif _hides(kind, sum(type(one) is MemberDescriptorType for _, one in own)):
-            self.missed = Missed(kind.__name__, _OBJECT)
+        self.missed = _missed(kind, own)
 
     def attributes(self, value: Any) -> Iterator[tuple[str, Any]]:
         """Names and values of what ``value`` holds."""
@@ -267,6 +273,14 @@ def _layout_of(kind: type) -> _Layout:
     if found is None or found.held() is not kind:
         found = _layouts[id(kind)] = _Layout(kind)
     return found
+
+
+def _missed(kind: type, own: list[tuple[str, Any]]) -> Missed | None:
+    """Why not everything in objects of a class can be seen, if so; ``own`` is what its bases and it define."""
+    if any(name == "__next__" for name, _ in own):
+        return Missed(kind.__name__, _ITERATOR)
+    slots = sum(type(one) is MemberDescriptorType for _, one in own)
+    return Missed(kind.__name__, _OBJECT) if _hides(kind, slots) else None
 
 
 def _hides(kind: type, slots: int) -> bool:

@@ -77,24 +77,29 @@ def names_a_dtype(frame: FrameType | None) -> bool:
 
 @lru_cache(maxsize=4096)
 def _names_a_dtype(code: CodeType, instruction: int) -> bool:
+    called = _expression(code, instruction)
+    if not isinstance(called, ast.Call):
+        return False
+    if isinstance(called.func, ast.Attribute) and called.func.attr in _CASTS:
+        return True
+    given = [*called.args, *(keyword.value for keyword in called.keywords)]
+    named = [node.attr for value in given for node in ast.walk(value) if isinstance(node, ast.Attribute)]
+    return not _DTYPES.isdisjoint(named)
+
+
+def _expression(code: CodeType, instruction: int) -> ast.expr | None:
+    """The expression that an instruction belongs to; None where the source cannot be read, or is something else."""
     lines = linecache.getlines(code.co_filename)
     first, last, begin, end = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
     if not lines or first is None or last is None or begin is None or end is None:
-        return False
+        return None
     chosen = [line.encode() for line in lines[first - 1 : last]]
     chosen[-1] = chosen[-1][:end]
     chosen[0] = chosen[0][begin:]
     try:
-        called = ast.parse(b"(" + b"".join(chosen) + b")", mode="eval").body
+        return ast.parse(b"(" + b"".join(chosen) + b")", mode="eval").body
     except (SyntaxError, ValueError):
-        return False
-    if not isinstance(called, ast.Call):
-        return False
-    given = [*called.args, *(keyword.value for keyword in called.keywords)]
-    named = (node.attr for value in given for node in ast.walk(value) if isinstance(node, ast.Attribute))
-    return (isinstance(called.func, ast.Attribute) and called.func.attr in _CASTS) or any(
-        name in _DTYPES for name in named
-    )
+        return None
 
 
 def _from_package(path: str, module: str) -> str:

@@ -1,6 +1,6 @@
 """Counterfactuals on the dtypes of one op: would it have run, or returned another dtype, had its operands agreed?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
     * ``operand-I-as-DTYPE``: operand I alone cast, where all others agree. Success names the odd one.
     """
     leaves = [t for t in tree_flatten(arguments)[0] if isinstance(t, Tensor)]
-    dtypes = dict.fromkeys(t.dtype for t in leaves if measurable(t))
+    dtypes = _dtypes(leaves)
     if len(dtypes) < 2:
         return
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -30,10 +30,22 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
     for dtype in dtypes:
         run_again(writer, of, f"all-as-{_short(dtype)}", func, _cast(arguments, partial(_always, dtype)))
     for index, leaf in enumerate(leaves):
-        others = {t.dtype for t in leaves if t is not leaf and measurable(t)}
-        if measurable(leaf) and len(others) == 1 and leaf.dtype not in others:
-            to = others.pop()
+        to = _wanted_by_others(leaf, leaves) if measurable(leaf) else None
+        if to is not None:
             run_again(writer, of, f"operand-{index}-as-{_short(to)}", func, _cast(arguments, partial(_only, leaf, to)))
+
+
+def _wanted_by_others(operand: Tensor, operands: list[Tensor]) -> torch.dtype | None:
+    """The dtype that all others have, where it is one and not the operand's."""
+    others = _dtypes([t for t in operands if t is not operand])
+    if len(others) != 1 or operand.dtype in others:
+        return None
+    return others[0]
+
+
+def _dtypes(tensors: Iterable[object]) -> list[torch.dtype]:
+    """The dtypes of those that can be measured, each once and in order."""
+    return list(dict.fromkeys(t.dtype for t in tensors if isinstance(t, Tensor) and measurable(t)))
 
 
 def replay_promotion(writer: TraceWriter, of: int, func: Any, arguments: Arguments, outputs: list[Tensor]) -> bool:
@@ -46,11 +58,12 @@ def replay_promotion(writer: TraceWriter, of: int, func: Any, arguments: Argumen
     """
     if schema_of(func).is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    dtypes = {t.dtype for t in tree_flatten(arguments)[0] if measurable(t)}
+    dtypes = _dtypes(tree_flatten(arguments)[0])
     if len({d.itemsize for d in dtypes}) < 2:
         return False
     narrow = min(dtypes, key=lambda d: d.itemsize)
-    if not any(t.dtype in dtypes and t.dtype.itemsize > narrow.itemsize for t in outputs if measurable(t)):
+    wider = {dtype for dtype in dtypes if dtype.itemsize > narrow.itemsize}
+    if wider.isdisjoint(_dtypes(outputs)):
         return False
     run_again(writer, of, "narrowest-dtype", func, _cast(arguments, partial(_always, narrow)))
     return True

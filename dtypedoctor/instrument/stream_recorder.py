@@ -209,8 +209,12 @@ class StreamRecorder:
     def _write_settled(self, rows: list[Row]) -> None:
         if not rows:
             return
-        self._write([(*entry, row.counts) for row in rows if row.counts is not None for entry in row.entries])
-        self._confirm([row for row in rows if row.counts is not None and (row.counts[1] or row.counts[2])])
+        counted = [(row, row.counts) for row in rows if row.counts is not None]
+        self._write([(*entry, counts) for row, counts in counted for entry in row.entries])
+        self._confirm([row for row, counts in counted if any(counts[1:])])
+        self._write_what_is_settled()
+
+    def _write_what_is_settled(self) -> None:
         while self._confirmed and all(row.settled for *_, row in self._confirmed[0].given):
             self._write_given(self._confirmed.popleft())
 

@@ -235,14 +235,15 @@ def _cast(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict
         return _described(func(*args, **kwargs), nominal(source))
     if wanted not in HALF and wanted is not torch.float32:
         return func(*args, **kwargs)
-    wide = source
-    if name == "to":
-        options = {key: value for key, value in kwargs.items() if key not in ("dtype", "other")}
-        places = [a.device if isinstance(a, Tensor) else a for a in args[1:] if not isinstance(a, torch.dtype)]
-        if places or options:
-            wide = source.to(*places, **options)
-    wide = wide.float()
+    wide = (_moved(source, args[1:], kwargs) if name == "to" else source).float()
     return set_nominal(wide.view_as(wide), wanted)  # the note belongs to the object, so this needs one of its own
+
+
+def _moved(source: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``source.to()`` with everything that was asked for but the dtype."""
+    options = {key: value for key, value in kwargs.items() if key not in ("dtype", "other")}
+    places = [a.device if isinstance(a, Tensor) else a for a in args if not isinstance(a, torch.dtype)]
+    return source.to(*places, **options) if places or options else source
 
 
 def _requested(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:

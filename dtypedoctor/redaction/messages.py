@@ -9,7 +9,7 @@ import ast
 import dis
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 
@@ -105,10 +105,16 @@ def _is_harmless(before: str, opening: str, inside: str) -> bool:
         return True
     if opening == "{" and _METADATA.fullmatch(inside):
         return True
-    if before in _PRINTED or (opening == "{" and ":" in inside) or len(inside) > 600:
+    is_mapping = opening == "{" and ":" in inside
+    if before in _PRINTED or is_mapping or len(inside) > 600:
         return False
-    if opening != "(" and ("'" in inside or '"' in inside) and not _is_names(inside):
+    is_quoted = "'" in inside or '"' in inside
+    if opening != "(" and is_quoted and not _is_names(inside):
         return False
+    return _has_few_numbers(inside)
+
+
+def _has_few_numbers(inside: str) -> bool:
     return len(_NUMBER.findall(inside)) <= _MOST_NUMBERS and len(_FLOAT.findall(inside)) < 3
 
 
@@ -176,19 +182,20 @@ def _begins_at(node: ast.AST, line: int) -> bool:
 def _template(node: ast.AST) -> tuple[int, str] | None:
     """How much text of its own a node has, and the expression for what it makes; None where it makes no text."""
     if isinstance(node, ast.JoinedStr):
-        parts = [str(part.value) if isinstance(part, ast.Constant) else None for part in node.values]
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        parts = _split(node.value)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _of_parts([str(part.value) if isinstance(part, ast.Constant) else None for part in node.values])
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return _of_parts(_split(node.value))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _joined(node)
-    else:
-        return None
+    return None
+
+
+def _of_parts(parts: Sequence[str | None]) -> tuple[int, str] | None:
+    """The same for a text in parts, of which None is a hole; None where too little of it is text."""
     own = sum(len(part) for part in parts if part is not None)
-    return (
-        (own, "".join("(.*)" if part is None else re.escape(part) for part in parts))
-        if own >= _LEAST_TEMPLATE
-        else None
-    )
+    if own < _LEAST_TEMPLATE:
+        return None
+    return own, "".join("(.*)" if part is None else re.escape(part) for part in parts)
 
 
 def _joined(node: ast.BinOp) -> tuple[int, str] | None:

@@ -113,10 +113,13 @@ def _walk(value: Any, clean: Callable[[str], str]) -> Any:
         return replace(value, **{f.name: _walk(getattr(value, f.name), clean) for f in fields(value) if f.init})
     if isinstance(value, Mapping):
         return {_walk(key, clean): _entry(key, item, clean) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        numbers = all(type(item) in (int, float) for item in value)
-        return value if numbers else type(value)(_sequence(value, clean))
+    if isinstance(value, (list, tuple)) and not _is_of_numbers(value):
+        return type(value)(_sequence(value, clean))
     return value
+
+
+def _is_of_numbers(value: list[Any] | tuple[Any, ...]) -> bool:
+    return all(type(item) in (int, float) for item in value)
 
 
 def _entry(key: Any, item: Any, clean: Callable[[str], str]) -> Any:
@@ -168,13 +171,15 @@ def _recorded_names(value: Any) -> Iterator[tuple[str, str]]:
         value = {f.name: getattr(value, f.name) for f in fields(value)}
     if isinstance(value, Mapping):
         for key, item in value.items():
-            if isinstance(item, Mapping) and str(key).lower() in _VARIABLES:
-                yield from ((str(k), v) for k, v in item.items() if isinstance(v, str))
-            else:
-                yield from _recorded_names(item)
+            are_variables = isinstance(item, Mapping) and str(key).lower() in _VARIABLES
+            yield from _texts_by_name(item) if are_variables else _recorded_names(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _recorded_names(item)
+
+
+def _texts_by_name(variables: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    return ((str(name), value) for name, value in variables.items() if isinstance(value, str))
 
 
 def _without_names(users: frozenset[str], hosts: frozenset[str]) -> Callable[[str], str]:

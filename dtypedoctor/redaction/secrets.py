@@ -127,9 +127,14 @@ def _assigns_a_secret(head: re.Match[str]) -> bool:
     quote, name, sign = head.groups()
     if names_a_secret(name):
         running_text = ":" in sign and not quote and name.lower() in ("token", "tokens")
-        value = _VALUE.match(head.string, head.end()) if running_text else None
-        return not running_text or (value is not None and len(value[0]) >= 8 and any(c.isdigit() for c in value[0]))
+        return not running_text or _looks_like_a_token(head)
     return "=" in sign and _is_variable(head, name) and name not in ALLOWED_VARIABLES
+
+
+def _looks_like_a_token(head: re.Match[str]) -> bool:
+    """Whether what follows is long and has a digit, as no word of a sentence does."""
+    value = _VALUE.match(head.string, head.end())
+    return value is not None and len(value[0]) >= 8 and any(c.isdigit() for c in value[0])
 
 
 def _is_variable(head: re.Match[str], name: str) -> bool:

@@ -94,11 +94,16 @@ def _is_random(word: str) -> bool:
         return False
     prefix = _PREFIX.match(word)
     body = _Look(word[prefix.end() :]) if prefix else None
-    if body is not None and len(body.kinds) >= 16 and min(body.capitals, body.small) >= 2 and body.digits:
+    if body is not None and _is_varied(body):
         return body.readable < 0.36 and body.turns >= 0.4
     if look.digits >= 4:
         return look.readable < 0.4 and look.turns >= 0.42
     return look.digits >= 2 and look.readable < 0.22 and look.turns >= 0.45
+
+
+def _is_varied(body: "_Look") -> bool:
+    """Whether what follows a prefix is long enough, and of capitals, small letters and digits."""
+    return len(body.kinds) >= 16 and min(body.capitals, body.small) >= 2 and body.digits > 0
 
 
 class _Look:

@@ -174,6 +174,13 @@ def _bytes_or_nothing(path: Path) -> bytes:
         return b""
 
 
+def _lost(known: set[int], loader: Loader) -> int:
+    """How many files of details are missing. Counted, not listed: a number from a stranger sizes nothing."""
+    there = {number for number in known if number > 0}
+    ends = [record.details for record in loader.records if isinstance(record, End)]
+    return max((*there, *ends), default=0) - len(there)
+
+
 def _read_details(directory: Path, loader: Loader, damage: list[str]) -> Folded | None:
     """Reads the files of a long run; what they lack is added to ``damage``."""
     folded = _read_folded(_bytes_or_nothing(directory / FOLDED), damage)
@@ -182,9 +189,7 @@ def _read_details(directory: Path, loader: Loader, damage: list[str]) -> Folded 
     for number, (path, lines) in sorted(found.items())[-MOST_DETAILS:]:
         if number not in done:  # else the process was killed before it could remove the file
             damage += (f"{path.name}: {sentence}" for sentence in loader.file(_bytes_or_nothing(path), lines))
-    ends = [record.details for record in loader.records if isinstance(record, End)]
-    there = {number for number in (*found, *done) if number > 0}
-    lost = max((*there, *ends), default=0) - len(there)  # counted, not listed: a number from a stranger sizes nothing
+    lost = _lost({*found, *done}, loader)
     if lost > 0:
         damage.append(f"{lost:,} file(s) of details are missing")
     if len(found) > MOST_DETAILS:

@@ -6,7 +6,7 @@ are run beside the real ones on the same operands in float32, and the two result
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,14 +89,14 @@ class AbsorbedOverflows:
         return {number: shadow for number, shadow in found if shadow is not None}
 
     def _look_for_birth(self, seen: Seen) -> None:
-        results = [t for t in seen.results if measurable(t) and t.dtype in NARROW]
+        results = [t for t in _measurable(seen.results) if t.dtype in NARROW]
         extents = measure(results)
-        operands = [t for t in seen.operands if measurable(t)]
-        if all(e.finite for e in extents) or not operands or not all(e.finite for e in measure(operands)):
+        operands = _measurable(seen.operands)
+        if _all_finite(extents) or not operands or not _all_finite(measure(operands)):
             return
         wide = self._in_float32(seen, {})
-        floats = [t for t in wide if measurable(t)]
-        if not floats or not all(e.finite for e in measure(floats)):
+        floats = _measurable(wide)
+        if not floats or not _all_finite(measure(floats)):
             return  # float32 cannot hold it either, or it was asked for
         birth = _Birth(self._told(seen, results, extents, floats))
         self._keep(seen, wide, birth)
@@ -116,12 +116,12 @@ class AbsorbedOverflows:
         bad = [e for e in extents if not e.finite]
         return {
             "op": seen.name,
-            "fqn": place.fqn if place.root != OUTSIDE else None,
+            "fqn": _fqn(place),
             "source": place.source,
             "dtype": dtype_name(results[0]),
-            "operands": [e.absmax for e in measure([t for t in seen.operands if measurable(t)])],
+            "operands": [e.absmax for e in measure(_measurable(seen.operands))],
             "float32": max(e.absmax for e in measure(wide)),
-            "bad": sum(e.num_nan + e.num_posinf + e.num_neginf for e in bad),
+            "bad": sum(map(_not_finite, bad)),
             "elements": sum(t.numel() for t in results),
             "squares": _squares(seen),
             "negative": not any(e.num_nan or e.num_posinf for e in bad),
@@ -135,9 +135,9 @@ class AbsorbedOverflows:
         if not wide:
             return
         floats = [(real, other) for real, other in zip(seen.results, wide, strict=False) if measurable(real)]
-        if not floats or not all(e.finite for e in measure([real for real, _ in floats])):
+        if not floats or not _all_finite(measure([real for real, _ in floats])):
             self._keep(seen, wide, birth)
-        elif all(e.finite for e in measure([other for _, other in floats if measurable(other)])):
+        elif _all_finite(measure(_measurable(other for _, other in floats))):
             self._ended(seen, held, birth, floats)
 
     def _keep(self, seen: Seen, wide: Sequence[Tensor], birth: _Birth) -> None:
@@ -146,25 +146,26 @@ class AbsorbedOverflows:
                 self._shadows[seen.number(real)] = _Shadow(other, birth)
 
     def _ended(self, seen: Seen, held: dict[int, _Shadow], birth: _Birth, floats: list[tuple[Tensor, Tensor]]) -> None:
-        extents = measure([t for t in seen.operands if id(t) in held and measurable(t)])
-        if all(e.finite for e in extents):
+        followed = [t for t in seen.operands if id(t) in held]
+        extents = measure(_measurable(followed))
+        if _all_finite(extents):
             return  # a test for finiteness decided something: that is control, and replaces no data
-        others = [t for t in seen.operands if id(t) not in held and measurable(t)]
+        others = _measurable(t for t in seen.operands if id(t) not in held)
         place = self._place()
         values = {
             "op": seen.name,
             "source": place.source,
             "scalars": scalars(seen.arguments),
             "relative_error": max(_relative_error(real, other) for real, other in floats),
-            "rescued": sum(e.num_nan + e.num_posinf + e.num_neginf for e in extents),
+            "rescued": sum(map(_not_finite, extents)),
             "elements": sum(real.numel() for real, _ in floats),
             "bounds": [e.absmax for e in measure(others)],
-            "by_mask": any(not t.is_floating_point() for t in seen.operands if id(t) in held),
+            "by_mask": not all(t.is_floating_point() for t in followed),
             "through": list(birth.through),
             "born": birth.values,
         }
         key = (birth.values["op"], birth.values["fqn"], birth.values["source"], seen.name, place.source)
-        self.notes.once("absorbed", key, place.fqn if place.root != OUTSIDE else None, values)
+        self.notes.once("absorbed", key, _fqn(place), values)
 
     def _place(self) -> OpPlace:
         return self.whereabouts.here(sys._getframe(), "cpu")
@@ -186,6 +187,23 @@ def _widened(shadows: dict[int, Tensor], value: Any) -> Any:
     if measurable(value):
         return value.float() if value.dtype in _FLOATS else value.clone()
     return torch.float32 if isinstance(value, torch.dtype) and value in _FLOATS else value
+
+
+def _measurable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if measurable(tensor)]
+
+
+def _all_finite(extents: Sequence[Extent]) -> bool:
+    return all(extent.finite for extent in extents)
+
+
+def _not_finite(extent: Extent) -> int:
+    """How many elements are not finite."""
+    return extent.num_nan + extent.num_posinf + extent.num_neginf
+
+
+def _fqn(place: OpPlace) -> str | None:
+    return place.fqn if place.root != OUTSIDE else None
 
 
 def _squares(seen: Seen) -> bool:

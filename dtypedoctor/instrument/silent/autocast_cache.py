@@ -5,6 +5,7 @@ So where one region sees a second call of the same outermost module, a few eleme
 they were at the first. Where they differ, the layer is run once more on the same input without the cache.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -94,16 +95,21 @@ class CacheCheck:
         if not known.before or not (self._stepped or power_of_two):
             return
         self._stepped = False
-        now = self._fingerprints(module)
-        same = [name for name in now if name in known.before and now[name].shape == known.before[name].shape]
-        with self._position.mute(), torch.no_grad():
-            differ = torch.stack([now[name].ne(known.before[name]).any() for name in same]).tolist() if same else []
-        changed = {name for name, differs in zip(same, differ, strict=True) if differs}
+        changed = self._changed_since(known.before, self._fingerprints(module))
         self._changed = {id(layer): name for layer, name in self._alive(module) if name in changed}
         if self._changed:
             self._hook = hooks.register_module_forward_hook(
                 self._guard.shield(self._layer_returned, "layers under autocast"), with_kwargs=False
             )
+
+    def _changed_since(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:
+        """Names of the layers whose fingerprints are not the same any more; waits for the device once."""
+        same = [name for name in now if name in before and now[name].shape == before[name].shape]
+        if not same:
+            return set()
+        with self._position.mute(), torch.no_grad():
+            differ = torch.stack([now[name].ne(before[name]).any() for name in same]).tolist()
+        return {name for name, differs in zip(same, differ, strict=True) if differs}
 
     def _layer_returned(self, layer: nn.Module, args: Any, output: Any) -> None:
         name = self._changed.pop(id(layer), None)

@@ -51,23 +51,23 @@ class GradientCheck:
     def before_step(self, optimizer: Optimizer) -> None:
         """The optimizer is about to step."""
         number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        if number > FIRST_CHECKS and number & (number - 1):
+        power_of_two = number & (number - 1) == 0
+        if number > FIRST_CHECKS and not power_of_two:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not (self._float16_region or any(p.dtype is torch.float16 for p in parameters)):
+        if not (self._float16_region or _has_float16(optimizer)):
             return
-        found = [(n, p.grad) for n, p in self._of(optimizer) if p.grad is not None and measurable(p.grad)]
+        found = self._gradients(optimizer)
         if not found:
             return
         with self._position.mute(), torch.no_grad():
             zeros = torch.stack([(g == 0).sum() for _, g in found]).tolist()
-        many = {
-            name: {"zeros": int(count), "elements": gradient.numel()}
-            for (name, gradient), count in zip(found, zeros, strict=True)
-            if count >= MANY * gradient.numel()
-        }
+        counts = [(name, int(count), g.numel()) for (name, g), count in zip(found, zeros, strict=True)]
+        many = {name: {"zeros": count, "elements": of} for name, count, of in counts if count >= MANY * of}
         if many:
             self._notes.write("gradient-zeros", None, {"parameters": dict(list(many.items())[:MOST_TOLD])})
+
+    def _gradients(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+        return [(n, p.grad) for n, p in self._of(optimizer) if p.grad is not None and measurable(p.grad)]
 
     def scaled_backward(self, tensors: list[Tensor]) -> None:
         """A backward pass is about to begin: computes its gradients twice beside it, of the loss and of the scaled loss."""
@@ -114,3 +114,8 @@ def _compared(plain: Tensor, scaled: Tensor) -> dict[str, float | int]:
         "zeros_scaled": int((scaled.eq(0) | ~scaled.isfinite()).sum()),
         "largest": float(back.max()) if back.numel() else 0.0,
     }
+
+
+def _has_float16(optimizer: Optimizer) -> bool:
+    """Whether a parameter of the optimizer is in float16."""
+    return any(p.dtype is torch.float16 for group in optimizer.param_groups for p in group["params"])

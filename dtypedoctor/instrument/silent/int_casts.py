@@ -90,8 +90,7 @@ class IntegerCasts:
         )
 
     def _note_use(self, seen: Seen) -> None:
-        operands = [t for t in seen.operands if not t.is_floating_point()]
-        used = [cast for cast in (self._casts.get(seen.number(t)) for t in operands) if cast is not None]
+        used = self._used_by(seen)
         if not used:
             return
         name = schema_of(seen.func).name.removeprefix("aten::")
@@ -103,6 +102,11 @@ class IntegerCasts:
                 cast.as_number = (seen.name, self.whereabouts.here(sys._getframe(), "cpu").source)
             elif not numbers:
                 self._pass_on(seen, cast)
+
+    def _used_by(self, seen: Seen) -> list[_Cast]:
+        """The casts that made operands of an operator."""
+        numbers = [seen.number(t) for t in seen.operands if not t.is_floating_point()]
+        return [self._casts[number] for number in numbers if number in self._casts]
 
     def _pass_on(self, seen: Seen, cast: _Cast) -> None:
         """Integers made of integers say no more than these did; a truth value says something else."""

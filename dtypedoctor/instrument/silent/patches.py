@@ -48,16 +48,22 @@ class PatchCheck:
 
 
 def _unpatched(cls: type) -> Iterator[tuple[str, str, str]]:
-    methods = {name: code for name in dir(cls) if BACKUP not in name.lower() and (code := _code(cls, name)) is not None}
-    for owner in cls.__mro__:
-        if owner is nn.Module or owner is object:
+    """Attributes that keep what a method was before a patch, though the method still is that; the method, and where its code stands."""
+    methods = {name: _code(cls, name) for name in dir(cls) if BACKUP not in name.lower()}
+    for attribute in _backups(cls):
+        kept = _code(cls, attribute)
+        if kept is None:
             continue
-        for attribute in [name for name in vars(owner) if BACKUP in name.lower()]:
-            kept = _code(cls, attribute)
-            if kept is None:
-                continue
-            for method in [name for name, code in methods.items() if code is kept]:
-                yield attribute, method, f"{kept.co_filename.rsplit('/', 1)[-1]}:{kept.co_firstlineno}"
+        source = f"{kept.co_filename.rsplit('/', 1)[-1]}:{kept.co_firstlineno}"
+        for method in [name for name, code in methods.items() if code is kept]:
+            yield attribute, method, source
+
+
+def _backups(cls: type) -> Iterator[str]:
+    """Attributes of a class and its bases whose names say that they keep what was there before."""
+    for owner in cls.__mro__:
+        if owner is not nn.Module and owner is not object:
+            yield from (name for name in vars(owner) if BACKUP in name.lower())
 
 
 def _code(cls: type, name: str) -> Any:

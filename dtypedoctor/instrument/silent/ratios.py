@@ -72,15 +72,22 @@ class RatioCheck:
 
 def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float, float]]]:
     """Each clamp of a ratio in the graph behind ``tensors``, with its bounds."""
+    for node in _nodes_behind(tensors):
+        if not node.name().startswith("ClampBackward"):
+            continue
+        bounds = _around_one(node)
+        if bounds is not None and _is_ratio(_made_by(node)):
+            yield saved_by(node, "self"), bounds
+
+
+def _nodes_behind(tensors: list[Tensor]) -> Iterator[Any]:
+    """The autograd nodes that ``tensors`` were made by, the nearest first; no more levels once there are :data:`MAX_NODES`."""
     level: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen = set(level)
     while level and len(seen) < MAX_NODES:
-        for node in level:
-            if node.name().startswith("ClampBackward") and (bounds := _around_one(node)) and _is_ratio(_made_by(node)):
-                yield saved_by(node, "self"), bounds
-        level = list(
-            dict.fromkeys(n for node in level for n, _ in node.next_functions if n is not None and n not in seen)
-        )
+        yield from level
+        behind = dict.fromkeys(one for node in level for one, _ in node.next_functions)
+        level = [node for node in behind if node is not None and node not in seen]
         seen.update(level)
 
 

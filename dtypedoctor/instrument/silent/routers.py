@@ -78,11 +78,8 @@ class RouterFlips:
     def saw(self, seen: Seen) -> None:
         """Keeps the last products, follows what is made of them, and judges a selection."""
         numbers = [seen.number(t) for t in seen.operands]
-        for number in self._judged.keys() & set(numbers):
-            values = self._judged.pop(number)
-            key = (values["fqn"], values["scores_source"], values["source"])
-            self.notes.once("router", key, values["fqn"], values)
-        fed = [product for product in self._recent if not product.derived.isdisjoint(numbers)]
+        self._tell_of_used(numbers)
+        fed = self._fed_by(numbers)
         if fed and seen.name == _SELECTION:
             self._judge(seen, fed[-1])
         elif seen.name == _SELECTION and self._dropped:
@@ -91,6 +88,17 @@ class RouterFlips:
             self._follow(seen, product, numbers)
         if seen.name in _PRODUCTS and _may_be_scores(seen):
             self._keep(seen)
+
+    def _fed_by(self, numbers: Sequence[int]) -> list[_Product]:
+        """The products that these tensors were made of, the latest last."""
+        return [product for product in self._recent if not product.derived.isdisjoint(numbers)]
+
+    def _tell_of_used(self, numbers: Sequence[int]) -> None:
+        """Tells of selections that have been judged, and whose result is used now."""
+        for number in self._judged.keys() & set(numbers):
+            values = self._judged.pop(number)
+            key = (values["fqn"], values["scores_source"], values["source"])
+            self.notes.once("router", key, values["fqn"], values)
 
     def _follow(self, seen: Seen, product: _Product, numbers: Sequence[int]) -> None:
         others = [t for t, number in zip(seen.operands, numbers, strict=True) if number not in product.derived]
