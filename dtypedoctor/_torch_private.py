@@ -64,8 +64,11 @@ tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
 """The leaves of a structure, and its form."""
 
-MODES_CAN_IGNORE_COMPILED = hasattr(_TorchDispatchMode, "ignore_compile_internals")
-"""Whether a mode can be left on while compiled code runs; else modes watch nothing that may be compiled."""
+MODES_CAN_IGNORE_COMPILED = hasattr(_TorchDispatchMode, "ignore_compile_internals") and torch.__version__ >= "2.10"
+"""Whether a mode can be left on while compiled code runs; else modes watch nothing that may be compiled.
+
+2.9.1 has the name, and compiles a function anew at each call while such a mode is on; 2.10.0 and 2.13.0 do not.
+"""
 
 modes_on: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 """The dispatch modes that are on in this thread, bottom first."""

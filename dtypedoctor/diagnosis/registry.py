@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.rule import FAMILIES, Family, FindingSpec, Rule
+from dtypedoctor.interruptions import contained
 from dtypedoctor.plugins import Correction, give_up, registered
 
 __all__ = ["PRECEDENCE", "by_family", "canonical", "finding_ids", "rules", "spec_of", "typed_ids"]
@@ -43,11 +44,9 @@ def _shielded(rule: Rule) -> Rule:
 
     def shielded(find: Callable[[Read], Iterable[Finding]]) -> Callable[[Read], Iterable[Finding]]:
         def found(read: Read) -> Iterable[Finding]:
-            try:
+            with contained(lambda error: give_up(f"dtypedoctor.rules plug-in {rule.name!r}", error)):
                 return tuple(find(read))
-            except Exception as error:  # noqa: BLE001  (somebody else's rule must not end the diagnosis)
-                give_up(f"dtypedoctor.rules plug-in {rule.name!r}", error)
-                return ()
+            return ()  # somebody else's rule must not end the diagnosis
 
         return found
 

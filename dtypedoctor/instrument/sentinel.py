@@ -121,6 +121,7 @@ class Sentinel(OperatorMode):
         self._bad = bad
         self._position = position
         self._coverage = coverage
+        self._guard = guard
         self._settling = guard.keeping("operators outside of modules")
         self._looking = guard.keeping("some operators outside of modules")
         self._sample = sample
@@ -196,7 +197,13 @@ class Sentinel(OperatorMode):
             return False
         if position.backward_depth and (position.call or (self._is_thin and self._backwards % EACH)):
             return False
-        return MODES_CAN_IGNORE_COMPILED or not _compiler_is_there()
+        if MODES_CAN_IGNORE_COMPILED or not _compiler_is_there():
+            return True
+        self._guard.tell(
+            "operators outside of modules, since something was compiled",
+            "this torch would compile it anew at each call",
+        )
+        return False
 
     @property
     def _is_thin(self) -> bool:

@@ -110,6 +110,7 @@ def test_a_break_is_reported_with_its_reason_and_the_line_of_the_users_code() ->
     assert "User-inserted graph break" in first.explanation
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="2.9.1 gives up the whole function, without a graph break")
 def test_a_break_inside_the_standard_library_is_at_the_line_that_called_it() -> None:
     """`ctypes` looks a C function up in Python code of its own."""
     library = ctypes.CDLL(None)

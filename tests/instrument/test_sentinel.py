@@ -15,7 +15,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument import sentinel
 from dtypedoctor.instrument.sentinel import Sentinel
 from dtypedoctor.instrument.session import Instruments
-from dtypedoctor.trace.events import Coverage, Observation, Op
+from dtypedoctor.trace.events import Coverage, NotWatched, Observation, Op
 
 
 class Counting(TorchDispatchMode):
@@ -144,6 +144,18 @@ def test_compiled_functions_are_compiled_as_without_it(tmp_path: Path) -> None:
 
     watched(tmp_path, work)
     assert len(graphs) == 1
+
+
+def test_it_stays_off_where_torch_compiles_anew_under_a_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a torch that cannot leave a mode on beside compiled code, operators are not watched once something is compiled, and that is told."""
+    monkeypatch.setattr(sentinel, "MODES_CAN_IGNORE_COMPILED", False)
+    monkeypatch.setattr(sentinel, "_compiler_is_there", lambda: True)
+
+    def work(_: Instruments) -> None:
+        (torch.ones(3) * 2).sum()
+
+    trace = watched(tmp_path, work)
+    assert [told.why for told in trace.all(NotWatched)] == ["this torch would compile it anew at each call"]
 
 
 def test_beyond_its_allowance_it_measures_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
