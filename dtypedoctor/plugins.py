@@ -50,11 +50,16 @@ class Model:
             ``torch.nn.Module`` on the CPU, in float32. Token ids reach from 0 to ``config.vocab_size``.
         finished: the function also takes ``dtype`` and ``seed`` and returns a model that must not be cast, packed or
             adapted any more.
+        case: name of a shipped scenario that shows what the model is there for; ``bisect --model`` takes its settings.
+        stream_choosers: each a ``"package.module:function"`` that takes a device and returns the ``ctypes.c_void_p`` of the CUDA
+            stream on which a kernel of this model is launched next. Only such launches can be compared with the current stream.
     """
 
     name: str
     build: str
     finished: bool = False
+    case: str | None = None
+    stream_choosers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +90,9 @@ class Correction:
         proves: the findings whose cause is proven where this correction alone makes them disappear.
         safe: it keeps the meaning of the run; False where it casts silently what should perhaps have raised.
         prefer: when to prefer this fix; the end of the sentence *prefer it when …*. Empty for none.
+        strict: it is not there to fix but to raise where others would cast.
+        in_scripts: it may fit a model that a script has built; False for code that only builtin models run.
+        needs_modules: it must be told which modules, so it is no fix by itself: scenarios and ``bisect`` name them.
     """
 
     id: str
@@ -94,6 +102,9 @@ class Correction:
     proves: tuple[str, ...] = ()
     safe: bool = True
     prefer: str = ""
+    strict: bool = False
+    in_scripts: bool = True
+    needs_modules: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +130,15 @@ _OWN: Mapping[str, tuple[str, ...]] = {
 }
 """Where dtypedoctor's own are declared, by the group of entry points that others use."""
 
+_GUESTS = "dtypedoctor.tickets:ENTRY_POINTS"
+"""Of the same form, for the public tickets."""
+
 
 def registered(kind: type[Registered]) -> Mapping[str, Registered]:
     """Everything of one kind by its name (its id): dtypedoctor's own first, then that of plug-ins, sorted by entry point.
 
-    Kinds are the dataclasses of this module, and :class:`dtypedoctor.diagnosis.rule.Rule`.
+    Kinds are the dataclasses of this module, :class:`dtypedoctor.diagnosis.rule.Rule` and
+    :class:`dtypedoctor.trials.remedies.Remedy`.
     Plug-ins are imported by the first call for their kind, and kept.
     """
     return cast(Mapping[str, Registered], _collected(kind)[0])
@@ -148,8 +163,8 @@ def known(kind: type[Registered], prefix: str = "") -> str:
 
 def own_code() -> Iterator[str]:
     """The references of all code that dtypedoctor's own declarations name, for a process that imports it in advance."""
-    for own in _OWN.values():
-        for one in (one for reference in own for one in resolve(reference)):
+    for group in _OWN:
+        for one in _own(group):
             yield from (getattr(one, name) for name in ("build", "run", "install") if hasattr(one, name))
 
 
@@ -179,8 +194,8 @@ def _collected(kind: type) -> tuple[dict[str, Any], tuple[LeftOut, ...]]:
 
 
 def _load(kind: type) -> tuple[dict[str, Any], tuple[LeftOut, ...]]:
-    group = f"dtypedoctor.{kind.__name__.lower()}s"
-    found = {_name(one): one for reference in _OWN.get(group, ()) for one in resolve(reference)}
+    group = f"dtypedoctor.{kind.__name__.lower()}s".replace("ys", "ies")
+    found = {_name(one): one for one in _own(group)}
     wrong: list[LeftOut] = []
     for label, entry in _entry_points(group):
         try:
@@ -194,6 +209,11 @@ def _load(kind: type) -> tuple[dict[str, Any], tuple[LeftOut, ...]]:
             else:
                 found[_name(one)] = one
     return found, tuple(wrong)
+
+
+def _own(group: str) -> Iterator[Any]:
+    for reference in (*_OWN.get(group, ()), *resolve(_GUESTS).get(group, ())):
+        yield from resolve(reference)
 
 
 def _entry_points(group: str) -> Iterator[tuple[str, importlib.metadata.EntryPoint]]:

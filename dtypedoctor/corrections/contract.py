@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from dtypedoctor.corrections.counters import Counters
 from dtypedoctor.errors import UsageError
-from dtypedoctor.kernels.counters import Counters
 from dtypedoctor.plugins import Correction, known, registered, resolve
 
 __all__ = ["Counters", "Installed", "TargetMismatchError", "put_in", "replace_attribute", "require_signature"]
@@ -84,5 +84,5 @@ def replace_attribute(owner: Any, name: str, replacement: Callable[..., Any], co
     def undo() -> None:
         setattr(owner, name, original)
 
-    place = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+    place = f"{'/'.join(code.co_filename.rsplit('/', 2)[-2:])}:{code.co_firstlineno}"
     return Installed(target=label, proof=f"{label} now runs {place}", undo=undo, counters=counters)

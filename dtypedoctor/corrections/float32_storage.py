@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import parameters_of
-from dtypedoctor.kernels.float32_frames import is_narrow, set_nominal
+from dtypedoctor.corrections.float32_frames import is_narrow, set_nominal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

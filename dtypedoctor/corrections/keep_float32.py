@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor.corrections.contract import Installed, TargetMismatchError
+from dtypedoctor.corrections.counters import Counters
+from dtypedoctor.corrections.float32_frames import CallNotes, Float32Frame, is_narrow, mapped, narrow, widen
 from dtypedoctor.corrections.float32_storage import Widened, widen_storage
-from dtypedoctor.kernels.counters import Counters
-from dtypedoctor.kernels.float32_frames import CallNotes, Float32Frame, is_narrow, mapped, narrow, widen
-from dtypedoctor.kernels.llama_forward import is_fused
+from dtypedoctor.corrections.module_forward import runs_other_forward
 
 OWN = "::self"
 
@@ -60,7 +60,7 @@ def select(model: nn.Module, names: Sequence[str]) -> Kept:
     if missing:
         raise TargetMismatchError(f"{type(model).__name__} has no module {', '.join(missing)}")
     named = [(known[name.removesuffix(OWN)], name.endswith(OWN)) for name in names]
-    whole = {id(m): m for m, own in named if not own or is_fused(m)}
+    whole = {id(m): m for m, own in named if not own or runs_other_forward(m)}
     inside = {id(part) for m in whole.values() for part in m.modules() if part is not m}
     own = {id(m): m for m, is_own in named if is_own and id(m) not in whole and id(m) not in inside}
     outside = {
@@ -170,7 +170,7 @@ class _Forwards:
         Raises:
             TargetMismatchError: the module does not answer with the new forward afterwards.
         """
-        original: Forward = type(module).forward.__get__(module) if is_fused(module) else module.forward
+        original: Forward = type(module).forward.__get__(module) if runs_other_forward(module) else module.forward
         replacement = torch.compiler.disable(functools.wraps(original)(wrap(original)))
         self._originals.append((module, module.__dict__.get("forward")))
         module.forward = replacement

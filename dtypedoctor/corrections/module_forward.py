@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from dtypedoctor.corrections.contract import Installed, TargetMismatchError
-from dtypedoctor.kernels.counters import Counters
+from dtypedoctor.corrections.counters import Counters
 
 Forward = Callable[..., Any]
 
@@ -43,11 +44,20 @@ def wrap_forwards(
             undo()
             raise TargetMismatchError(f"{name}.forward was set but another function answers to it")
         code = replacement.__code__
-        place = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+        place = f"{'/'.join(code.co_filename.rsplit('/', 2)[-2:])}:{code.co_firstlineno}"
     names = ", ".join(modules)
     return Installed(
         target=names, proof=f"forward of {len(modules)} modules now runs {place}", undo=undo, counters=counters
     )
+
+
+def runs_other_forward(module: nn.Module) -> bool:
+    """Whether ``module`` runs a method that is bound to it in the place of its class's forward, as fused training libraries do.
+
+    A wrapper around the forward of the class is not meant; it says with ``__wrapped__`` what it wraps, or is no method.
+    """
+    method = module.__dict__.get("forward")
+    return isinstance(method, MethodType) and method.__self__ is module and not hasattr(method, "__wrapped__")
 
 
 def named_modules_of(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:

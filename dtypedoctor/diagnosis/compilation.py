@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.observations import observed
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.trace.events import Observation, ParameterNote, Raised
 from dtypedoctor.trace.reader import Trace
@@ -146,10 +147,11 @@ def _evidence_of_recompiles(recompiles: Sequence[Observation], hits: Sequence[Ob
 
 
 def _with_custom_op(finding: Finding, trace: Trace, texts: Sequence[str]) -> Finding:
-    """The finding; for C functions between packed weights with the operator that hides them from Dynamo as first remedy."""
+    """The finding; for C functions between packed weights, what hides them from Dynamo comes first among the remedies."""
     packed = any(note.quant for note in trace.all(ParameterNote))
     foreign = any(_FOREIGN.search(text) for text in texts)
-    return replace(finding, remedies=("nf4-custom-op", *finding.remedies)) if packed and foreign else finding
+    hiding = spec_of(finding.id).settled_by if packed and foreign else ()
+    return replace(finding, remedies=(*hiding, *finding.remedies))
 
 
 def _function(name: str) -> str:

@@ -1,6 +1,6 @@
 """What models say about their own dtypes: configurations, lists of modules to keep in float32, shard units."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -78,11 +78,7 @@ def _configurations(module: nn.Module) -> Iterator[Fact]:
 
 
 def _kept_in_float32(module: nn.Module) -> list[str]:
-    entries = [entry for attribute in _KEEP_LISTS for entry in getattr(module, attribute, None) or ()]
-    kept = vars(module).get("kept_in_fp32")  # this package's own models say which entry kept which module
-    if isinstance(kept, Mapping):
-        entries += kept.values()
-    return sorted({str(entry) for entry in entries})
+    return sorted({str(entry) for attribute in _KEEP_LISTS for entry in getattr(module, attribute, None) or ()})
 
 
 def _configured_dtype(module: nn.Module) -> str | None:

@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,10 +32,17 @@ BUILTIN = "builtin:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A model on its device with the tokenizer that belongs to it; None for a checkpoint that has none."""
+    """A model on its device.
+
+    Attributes:
+        model: the model.
+        tokenizer: the tokenizer that belongs to it; None for a checkpoint that has none.
+        stream_choosers: functions that choose the CUDA streams of its kernels; see :class:`dtypedoctor.plugins.Model`.
+    """
 
     model: nn.Module
     tokenizer: Any
+    stream_choosers: tuple[str, ...] = ()
 
 
 def build(spec: Model, device: torch.device, seed: int) -> Built:
@@ -68,7 +75,7 @@ def build(spec: Model, device: torch.device, seed: int) -> Built:
         widen(model)
     if spec.perturbation is not None:
         perturb(model, spec.perturbation)
-    return Built(model=model, tokenizer=built.tokenizer)
+    return replace(built, model=model)
 
 
 def _builtin(spec: Model, dtype: torch.dtype, device: torch.device, seed: int) -> Built:
@@ -85,8 +92,10 @@ def _builtin(spec: Model, dtype: torch.dtype, device: torch.device, seed: int) -
     except TypeError as error:
         raise UsageError(f"{spec.name} does not take these options: {error}", "See docs/scenarios.md.") from error
     if builtin.finished:
-        return Built(model=model.to(device), tokenizer=byte_tokenizer())
-    return _prepare(model, byte_tokenizer(), spec, dtype, device)
+        built = Built(model=model.to(device), tokenizer=byte_tokenizer())
+    else:
+        built = _prepare(model, byte_tokenizer(), spec, dtype, device)
+    return replace(built, stream_choosers=builtin.stream_choosers)
 
 
 def _code(builtin: Registered) -> Callable[..., nn.Module]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtypedoctor.kernels.llama_forward import is_fused
+from dtypedoctor.corrections.module_forward import runs_other_forward
 
 
 def widen(model: nn.Module) -> None:
@@ -18,7 +18,7 @@ def widen(model: nn.Module) -> None:
     modules go back to the forward methods of their class, whose kernels are not under suspicion.
     """
     for module in model.modules():
-        if is_fused(module):
+        if runs_other_forward(module):
             del module.__dict__["forward"]
         if hasattr(module, "compute_dtype"):
             vars(module)["compute_dtype"] = torch.float32

@@ -5,6 +5,9 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 
+SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+"""Their ids, as configurations of models name them."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

@@ -13,7 +13,6 @@ COMPILE_GRAPH_BREAK = FindingSpec(
         "https://github.com/thad0ctor/axolotl/pull/25",
         "https://github.com/axolotl-ai-cloud/axolotl/pull/3677",
     ),
-    settled_by=("nf4-custom-op",),
     ablations=("eager-attention",),
 )
 RECOMPILE_LIMIT = FindingSpec(
@@ -25,7 +24,6 @@ RECOMPILE_LIMIT = FindingSpec(
         "https://github.com/thad0ctor/axolotl/pull/25",
         "https://github.com/axolotl-ai-cloud/axolotl/pull/3677",
     ),
-    settled_by=("nf4-custom-op",),
     ablations=("eager-attention",),
 )
 

@@ -8,8 +8,6 @@ SPEC = FindingSpec(
     title="A kernel is launched on a CUDA stream that was remembered from an earlier call",
     family=COMPILE_AND_LOAD,
     references=("https://github.com/thad0ctor/axolotl/pull/25",),
-    remedies=("nf4-stream-per-call",),
-    settled_by=("nf4-stream-per-call",),
 )
 
 RULES = (Rule(name="streams", specs=(SPEC,), detect=detect_stale_streams),)

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.plugins import Model, registered
 from dtypedoctor.scenario.catalog import resolve
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.messages import in_words
@@ -14,9 +15,7 @@ from dtypedoctor.scenario.model import Scenario
 
 __all__ = ["case_of"]
 
-CASES = {"builtin:gemma4-tiny": "gemma4_grpo_fp16"}
-"""Shipped scenarios that show what a builtin model is there for. Its random weights alone are too small to fail, so the
-outliers and adapters of the scenario are taken with it."""
+BUILTIN = "builtin:"
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "forward": {"kind": "forward"},
@@ -42,7 +41,8 @@ def case_of(model: str, dtype: str, workload: str | None = None) -> Scenario:
     """
     if workload is not None and workload not in SETTINGS:
         raise UsageError(f"--workload: there is no workload {workload!r}", f"Known: {', '.join(SETTINGS)}.")
-    shipped = load_scenario(resolve(CASES[model])) if model in CASES else None
+    shown_by = _case(model)
+    shipped = load_scenario(resolve(shown_by)) if shown_by is not None else None
     step: dict[str, Any] = {"model": {"name": model, "dtype": dtype}, "workload": _ONE_PASS}
     if shipped is not None:
         step = shipped.model_dump()["steps"][0]
@@ -58,6 +58,14 @@ def case_of(model: str, dtype: str, workload: str | None = None) -> Scenario:
     except ValidationError as refused:
         error = refused.errors(include_url=False)[0]
         raise UsageError(f"--{error['loc'][-1]}: {in_words(error)}") from refused
+
+
+def _case(model: str) -> str | None:
+    """The shipped scenario that shows what a builtin model is there for. Its random weights alone are too small to fail, so
+    the outliers and adapters of the scenario are taken with it.
+    """
+    builtin = registered(Model).get(model.removeprefix(BUILTIN)) if model.startswith(BUILTIN) else None
+    return builtin.case if builtin is not None else None
 
 
 def _name(model: str) -> str:

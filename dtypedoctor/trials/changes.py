@@ -9,7 +9,6 @@ from dtypedoctor.trials.references import is_script
 Change = Callable[[Scenario], Scenario]
 
 HALF = ("float16", "bfloat16")
-CUSTOM_MOE = "builtin:custom-moe"
 
 
 def all_of(*changes: Change) -> Change:
@@ -66,11 +65,11 @@ def with_model(**changes: Any) -> Change:
     return lambda scenario: _edited(scenario, edit)
 
 
-def with_custom_options(**options: Any) -> Change:
-    """Sets options of every custom decoder; the builtin models of libraries have no such options."""
+def with_options(model: str, **options: Any) -> Change:
+    """Sets options of every model of this name; others have no such options."""
 
     def edit(step: dict[str, Any]) -> None:
-        if step["model"] is not None and step["model"]["name"] == CUSTOM_MOE:
+        if step["model"] is not None and step["model"]["name"] == model:
             step["model"]["options"] |= options
 
     return lambda scenario: _edited(scenario, edit)

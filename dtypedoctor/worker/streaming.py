@@ -1,14 +1,13 @@
-"""Runs a stage's workload on a CUDA stream of its own, and records which streams the NF4 fast path launched on."""
+"""Runs a stage's workload on a CUDA stream of its own, and records on which streams the kernels of the model were launched."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from importlib import import_module
 
 import torch
 
 from dtypedoctor.instrument.cuda_streams import StreamWatch
-from dtypedoctor.kernels import nf4_ctypes
-from dtypedoctor.models.nf4_compiled import Nf4LoraLinear
 from dtypedoctor.trace.events import NotWatched, Observation
 from dtypedoctor.workloads.context import Context
 
@@ -17,18 +16,20 @@ from dtypedoctor.workloads.context import Context
 def streaming(context: Context) -> Iterator[None]:
     """Around a workload; streams exist on CUDA only. Where they are not looked at, that is recorded.
 
-    For each kind of launch an :class:`Observation` ``cuda-stream`` is written: ``device``, ``used`` and ``current``
-    (handles), ``count`` and ``stale``.
+    Which stream a kernel is launched on can be seen where the model says which functions choose it
+    (:class:`dtypedoctor.plugins.Model`). For each kind of launch an :class:`Observation` ``cuda-stream`` is written: ``device``,
+    ``used`` and ``current`` (handles), ``count`` and ``stale``.
     """
-    launches = _has_fast_path(context)
+    choosers = context.holder.built.stream_choosers if context.holder.built is not None else ()
     why_not = _why_not_watched(context)
-    if why_not and (launches or context.stage.side_stream):
+    if why_not and (choosers or context.stage.side_stream):
         context.instruments.writer.write(NotWatched(what="CUDA streams", why=why_not))
     if context.device.type != "cuda":
         yield
         return
-    watch = StreamWatch(nf4_ctypes, "launch_stream")
-    with watch if launches and not why_not and context.instruments.watching else nullcontext():
+    listened_to = choosers if not why_not and context.instruments.watching else ()
+    with ExitStack() as listening:
+        watches = [listening.enter_context(_watch(chooser)) for chooser in listened_to]
         if context.stage.side_stream:
             torch.cuda.synchronize(context.device)  # what the default stream has prepared must be there
             with torch.cuda.stream(torch.cuda.Stream(context.device)):
@@ -36,7 +37,13 @@ def streaming(context: Context) -> Iterator[None]:
             torch.cuda.synchronize(context.device)
         else:
             yield
-    _write(context, watch)
+    for watch in watches:
+        _write(context, watch)
+
+
+def _watch(chooser: str) -> StreamWatch:
+    module, _, function = chooser.partition(":")
+    return StreamWatch(import_module(module), function)
 
 
 def _why_not_watched(context: Context) -> str:
@@ -46,11 +53,6 @@ def _why_not_watched(context: Context) -> str:
     if context.stage.compile is not None:
         return "the model is compiled, and whoever listens would be compiled with it"
     return ""
-
-
-def _has_fast_path(context: Context) -> bool:
-    built = context.holder.built
-    return built is not None and any(isinstance(module, Nf4LoraLinear) for module in built.model.modules())
 
 
 def _write(context: Context, watch: StreamWatch) -> None:

@@ -19,7 +19,7 @@ from statistics import median
 
 from dtypedoctor.report.numbers import counted
 from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.remedies import remedies
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
@@ -66,7 +66,7 @@ def table(found: Mapping[str, list[Cost]]) -> Iterator[str]:
     """A Markdown table, in the order in which the program lists its remedies; each kind of base has a row of its own."""
     yield "| remedy | step time | peak memory | beside |"
     yield "| --- | --- | --- | --- |"
-    for remedy in REMEDIES:
+    for remedy in remedies():
         for base in sorted({cost.base for cost in found.get(remedy, ())}):
             costs = [cost for cost in found[remedy] if cost.base == base]
             words = "the untreated run" if base == "before" else "the reference"

@@ -11,11 +11,11 @@ import torch
 from fused_llama import DTYPES, nf4_llama, normal, packed, relative_error
 from torch import Tensor, nn
 
-from dtypedoctor.kernels import dequantize
-from dtypedoctor.models.builtin import gemma4_tiny
-from dtypedoctor.models.custom_moe import CustomMoeConfig, build_custom_moe
 from dtypedoctor.models.float32_twin import widen
-from dtypedoctor.models.nf4_compiled import Nf4CompiledConfig, build_nf4_compiled
+from dtypedoctor.tickets.custom_moe.model import CustomMoeConfig, build_custom_moe
+from dtypedoctor.tickets.fused_llama import dequantize
+from dtypedoctor.tickets.gemma4.model import gemma4_tiny
+from dtypedoctor.tickets.nf4_compiled.model import Nf4CompiledConfig, build_nf4_compiled
 
 LLAMA_MLP = "base_model.model.model.layers.0.mlp"
 

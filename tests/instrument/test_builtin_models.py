@@ -16,10 +16,10 @@ from watched import watched
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.session import Instruments
-from dtypedoctor.kernels.llama_forward import is_fused
 from dtypedoctor.models.build import build
 from dtypedoctor.models.perturbation import perturb
 from dtypedoctor.scenario.model import Model, Perturbation, Scenario
+from dtypedoctor.tickets.fused_llama.forward import is_fused
 from dtypedoctor.workloads.context import Context, Holder
 from dtypedoctor.workloads.probe import random_tokens, token_log_probabilities
 from dtypedoctor.workloads.unload import run_unload

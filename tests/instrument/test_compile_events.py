@@ -13,9 +13,9 @@ import torch._logging._internal as torch_logging
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from dtypedoctor.corrections.nf4_dequantize import install_custom_op
 from dtypedoctor.instrument.compile_events import CompileReport, CompileWatch, observations
-from dtypedoctor.models.nf4_compiled import Nf4CompiledConfig, build_nf4_compiled
+from dtypedoctor.tickets.nf4_compiled.corrections import install_custom_op
+from dtypedoctor.tickets.nf4_compiled.model import Nf4CompiledConfig, build_nf4_compiled
 
 
 @dataclass(frozen=True, kw_only=True)

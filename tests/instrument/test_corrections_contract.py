@@ -10,8 +10,9 @@ from correction_rows import ROWS, Subject, gemma, rotation_of
 from fused_llama import ROUNDING, corrected, normal
 from torch import Tensor, nn
 
-from dtypedoctor.kernels import dequantize, fused_lora, nf4_ctypes
 from dtypedoctor.plugins import Correction, registered
+from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
+from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
 
 DEVICES = [
     "cpu",

@@ -11,9 +11,14 @@ from watched import watched
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.session import Instruments
-from dtypedoctor.models.custom_moe import GPT_OSS_KEEP_LIST, CustomMoeConfig, CustomMoeForCausalLM, build_custom_moe
-from dtypedoctor.models.custom_moe_layers import Attention, MixtureOfExperts, clamped_gate, rotate
-from dtypedoctor.models.dtype_policy import cast_to_dtype, load_weights, reconcile_dtypes
+from dtypedoctor.tickets.custom_moe.dtype_policy import cast_to_dtype, load_weights, reconcile_dtypes
+from dtypedoctor.tickets.custom_moe.layers import Attention, MixtureOfExperts, clamped_gate, rotate
+from dtypedoctor.tickets.custom_moe.model import (
+    GPT_OSS_KEEP_LIST,
+    CustomMoeConfig,
+    CustomMoeForCausalLM,
+    build_custom_moe,
+)
 from dtypedoctor.trace.events import Flow, ParameterNote, Raised
 
 MISMATCH = "expected m(at)?1 and m(at)?2 to have the same dtype, but got: float != c10::BFloat16"

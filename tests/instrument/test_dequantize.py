@@ -20,8 +20,8 @@ from fused_llama import (
 from torch import nn
 
 from dtypedoctor.corrections.contract import TargetMismatchError, put_in
-from dtypedoctor.kernels import dequantize as kernel
-from dtypedoctor.kernels.fused_lora import Base, lora_matmul
+from dtypedoctor.tickets.fused_llama import dequantize as kernel
+from dtypedoctor.tickets.fused_llama.fused_lora import Base, lora_matmul
 
 SHAPE = (64, 128)
 ORDERS = [("bf16", "f16"), ("f16", "bf16")]
@@ -151,7 +151,7 @@ def test_buffers_that_know_their_dtype_cure_sequential_loads(
             assert found.dtype == DTYPES[dtype]
             assert relative_error(found, expected) < ROUNDING[dtype]
         assert installed.counters.hits == 3
-        assert "shared_buffer now runs dequantize.py" in installed.proof
+        assert "shared_buffer now runs fused_llama/dequantize.py" in installed.proof
     load(first)
     assert load(second)[0].dtype == DTYPES[first]
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from dtypedoctor.corrections.contract import TargetMismatchError, put_in
 from dtypedoctor.errors import UsageError
-from dtypedoctor.kernels import dequantize, fused_lora
-from dtypedoctor.kernels.llama_forward import is_fused
 from dtypedoctor.models.builtin import llama_tiny
-from dtypedoctor.models.llama_nf4 import fuse
+from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
+from dtypedoctor.tickets.fused_llama.forward import is_fused
+from dtypedoctor.tickets.fused_llama.model import fuse
 
 BFLOAT16 = 0.1
 """Relative error of a gradient that bfloat16 may make. How its sums are rounded is the processor's: 0.03 to 0.06 has been seen."""

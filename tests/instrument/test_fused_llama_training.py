@@ -9,8 +9,8 @@ from datasets import Dataset
 from fused_llama import LINEARS, cause, corrected, nf4_llama, region
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from dtypedoctor.kernels import dequantize
 from dtypedoctor.models.tokenizer import byte_tokenizer
+from dtypedoctor.tickets.fused_llama import dequantize
 
 pytestmark = pytest.mark.slow
 

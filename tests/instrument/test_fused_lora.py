@@ -18,7 +18,7 @@ from fused_llama import (
 from torch import nn
 
 from dtypedoctor.corrections.contract import TargetMismatchError, put_in
-from dtypedoctor.kernels import dequantize, fused_lora
+from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
 
 KINDS = ("o", "qkv", "mlp")
 

@@ -14,8 +14,8 @@ from fused_llama import (
 )
 from torch import nn
 
-from dtypedoctor.kernels import dequantize, fused_lora
-from dtypedoctor.kernels.fused_lora import MixedDtypesError
+from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
+from dtypedoctor.tickets.fused_llama.fused_lora import MixedDtypesError
 
 
 @pytest.fixture(autouse=True)

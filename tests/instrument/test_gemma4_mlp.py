@@ -6,9 +6,9 @@ from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
 
 from dtypedoctor.corrections.contract import TargetMismatchError
-from dtypedoctor.corrections.gemma4 import install_mlp_float32_product
-from dtypedoctor.kernels.gemma4_mlp import SAFE_LIMIT
-from dtypedoctor.models.builtin import gemma4_tiny
+from dtypedoctor.tickets.gemma4.corrections import install_mlp_float32_product
+from dtypedoctor.tickets.gemma4.mlp import SAFE_LIMIT
+from dtypedoctor.tickets.gemma4.model import gemma4_tiny
 
 
 def mlp(scale: float = 1.0) -> tuple[nn.Module, Gemma4TextMLP]:
@@ -104,7 +104,7 @@ def test_it_is_undone_and_proves_that_it_was_in_place() -> None:
     original = Gemma4TextMLP.forward
     installed = install_mlp_float32_product(model, [])
     assert Gemma4TextMLP.forward is not original
-    assert "gemma4.py" in installed.proof
+    assert "gemma4/corrections.py:" in installed.proof
     installed.undo()
     installed.undo()
     assert Gemma4TextMLP.forward is original

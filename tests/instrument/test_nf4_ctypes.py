@@ -12,11 +12,16 @@ from torch._dynamo.exc import Unsupported
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtypedoctor.corrections.contract import TargetMismatchError
-from dtypedoctor.corrections.nf4_dequantize import install_custom_op, install_stream_per_call
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.cuda_streams import StreamWatch
-from dtypedoctor.kernels import nf4_ctypes
-from dtypedoctor.models.nf4_compiled import Nf4CompiledConfig, Nf4CompiledForCausalLM, Nf4LoraLinear, build_nf4_compiled
+from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
+from dtypedoctor.tickets.nf4_compiled.corrections import install_custom_op, install_stream_per_call
+from dtypedoctor.tickets.nf4_compiled.model import (
+    Nf4CompiledConfig,
+    Nf4CompiledForCausalLM,
+    Nf4LoraLinear,
+    build_nf4_compiled,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -18,13 +18,14 @@ Lint = Callable[[dict[str, str]], str]
 
 CROSSINGS = {
     "instrument/guard.py": "from dtypedoctor.diagnosis import wording",
-    "kernels/counters.py": "import dtypedoctor.report.text",
+    "corrections/counters.py": "import dtypedoctor.report.text",
     "worker/boot.py": "from dtypedoctor.runner import child",
     "models/builtin.py": "from dtypedoctor.trials import remedies",
     "report/text.py": "from dtypedoctor.instrument import schema",
-    "scenario/model.py": "from dtypedoctor.kernels import counters",
+    "scenario/model.py": "from dtypedoctor.corrections import counters",
     "diagnosis/ops.py": "import torch",
     "trace/events.py": "from dtypedoctor.diagnosis import wording",
+    "workloads/sft.py": "from dtypedoctor.tickets import gemma4",
 }
 """An import that must not be, by the file of the package that it is planted in."""
 

@@ -18,7 +18,7 @@ from dtypedoctor.scenario.model import ConditionName, Scenario
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
 from dtypedoctor.trials.conditions import diagnostic, weighed, without_effect
 from dtypedoctor.trials.judge import not_tried
-from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.remedies import remedies
 from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, Trial
 
 SCRIPT = Scenario.model_validate(
@@ -40,7 +40,7 @@ def test_a_condition_has_one_id_everywhere() -> None:
     """In a scenario, behind --try, and where it is proposed."""
     names = get_args(ConditionName)
     assert set(names) == set(TIE_BREAKERS)
-    assert [REMEDIES[name].change(SCRIPT).conditions for name in names] == [[name] for name in names]
+    assert [remedies()[name].change(SCRIPT).conditions for name in names] == [[name] for name in names]
     specs = [spec_of(finding) for finding in finding_ids()]
     assert {name for spec in specs for name in spec.ablations} == set(names)
     assert {spec.needs for spec in specs if spec.needs} <= set(names)
@@ -53,7 +53,7 @@ def test_a_scenario_without_a_script_closes_its_own_regions() -> None:
     scenario = Scenario.model_validate(
         {"name": "case", "summary": "A case.", "steps": [own | {"autocast": {"dtype": "float16"}}]}
     )
-    changed = REMEDIES["autocast-off"].change(scenario)
+    changed = remedies()["autocast-off"].change(scenario)
     assert (changed.conditions, changed.steps[0].autocast) == ([], None)
 
 
@@ -114,7 +114,7 @@ def state(effects: int, reason: str = "") -> Condition:
 
 def test_a_condition_that_made_no_difference_was_not_tried() -> None:
     """It says why; a process that died before is another matter; a run that was not to have it is none."""
-    off = REMEDIES["autocast-off"].change(SCRIPT)
+    off = remedies()["autocast-off"].change(SCRIPT)
     assert (
         without_effect("autocast-off", off, under(state(0, "no region")).build()) == "it never took effect: no region"
     )
@@ -125,7 +125,7 @@ def test_a_condition_that_made_no_difference_was_not_tried() -> None:
 
 def test_what_the_run_says_is_read_from_where_it_fails() -> None:
     """Nowhere, at the same place, or at another; nothing where the untreated run did not fail."""
-    off = REMEDIES["autocast-off"].change(SCRIPT)
+    off = remedies()["autocast-off"].change(SCRIPT)
     before = overflow().build()
     error = Raised(
         n=9001,
@@ -192,7 +192,7 @@ def test_a_run_speaks_of_the_first_finding_and_of_those_that_propose_it() -> Non
 
 def test_a_run_that_passes_under_another_condition_is_not_called_a_cure() -> None:
     """Neither in the headline, nor on the first screen, nor in the table."""
-    untried = not_tried(REMEDIES["bfloat16"], "only the script can")
+    untried = not_tried(remedies()["bfloat16"], "only the script can")
     report = Report(
         name="case", status=Status.FINDINGS, headline="", findings=(FOUND,), trials=(trial(Bearing.NEEDED), untried)
     )
@@ -205,5 +205,5 @@ def test_a_run_that_passes_under_another_condition_is_not_called_a_cure() -> Non
     assert cured_sentence(report.trials) == ""
     line, _ = remedy_lines(report)
     assert (line.outcome, line.change) == ("passes", "Open no region. A diagnosis, no cure.")
-    line, _ = remedy_lines(replace(report, trials=(not_tried(REMEDIES["compile-off"], "why", condition=True),)))
+    line, _ = remedy_lines(replace(report, trials=(not_tried(remedies()["compile-off"], "why", condition=True),)))
     assert (line.outcome, line.change.rpartition(". ")[2]) == ("not tried", "A diagnosis, no cure.")

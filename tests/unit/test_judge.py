@@ -17,11 +17,11 @@ from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Correction, End, Metric, ProbeLogProbs, Raised, Resources
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.judge import Yardstick, judge, not_tried
-from dtypedoctor.trials.remedies import REMEDIES, Remedy
+from dtypedoctor.trials.remedies import Remedy, remedies
 from dtypedoctor.trials.results import Outcome, RunSummary, Trial
 from dtypedoctor.trials.summary import summarise
 
-CURE, STRICT = REMEDIES["bfloat16"], REMEDIES["strict"]
+CURE, STRICT = remedies()["bfloat16"], remedies()["strict"]
 SCENARIO = Scenario.model_validate(
     {
         "name": "case",
@@ -232,6 +232,6 @@ def test_costs_are_compared_with_the_reference_where_the_untreated_run_was_too_s
 
 def test_a_remedy_that_is_not_tried_says_why() -> None:
     """It keeps its name and whether it would have been safe."""
-    trial = not_tried(REMEDIES["autocast-bfloat16"], "not asked for")
+    trial = not_tried(remedies()["autocast-bfloat16"], "not asked for")
     assert (trial.outcome, trial.reason, trial.safe) == (Outcome.NOT_TRIED, "not asked for", False)
     assert trial.run is None

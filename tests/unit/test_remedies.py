@@ -9,7 +9,7 @@ from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.changes import all_of, autocast_of_model, fresh_process, with_autocast, with_corrections
 from dtypedoctor.trials.references import float32_twin, healthy_reference
-from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.remedies import remedies
 
 LLAMA: dict[str, Any] = {
     "name": "builtin:llama-nf4-fused",
@@ -44,8 +44,8 @@ def test_kernels_of_the_doctors_own_are_not_corrected_in_a_script(remedy: str) -
     script = Scenario.model_validate(
         {"name": "case", "summary": "A case.", "steps": [{"workload": {"kind": "script", "path": "train.py"}}]}
     )
-    assert REMEDIES[remedy].change(script) == script
-    assert REMEDIES[remedy].change(scenario({"model": LLAMA})).corrections
+    assert remedies()[remedy].change(script) == script
+    assert remedies()[remedy].change(scenario({"model": LLAMA})).corrections
 
 
 def test_an_autocast_region_gets_the_dtype_of_the_model_inside_it() -> None:
@@ -89,7 +89,7 @@ def test_a_fresh_process_keeps_the_last_model_and_what_is_done_with_it() -> None
 
 def test_options_of_the_custom_model_are_changed_in_no_other_model() -> None:
     """A library's model does not take them."""
-    changed = REMEDIES["drop-keep-in-fp32"].change(scenario({"model": LLAMA}, {}, {"model": MOE}))
+    changed = remedies()["drop-keep-in-fp32"].change(scenario({"model": LLAMA}, {}, {"model": MOE}))
     options = [step.model.options for step in changed.steps if step.model]
     assert options == [{}, {"norm": "promoting", "keep_in_fp32": []}]
 
@@ -98,7 +98,7 @@ def test_changes_one_after_the_other() -> None:
     """A remedy may consist of several."""
     given = scenario({"model": LLAMA, "autocast": {"dtype": "float16"}})
     both = all_of(autocast_of_model, with_corrections("quant-state-dtype"))(given)
-    assert both == REMEDIES["autocast-and-quant-state-dtype"].change(given)
+    assert both == remedies()["autocast-and-quant-state-dtype"].change(given)
     assert both.steps[0].autocast is not None
     assert (both.steps[0].autocast.dtype, both.corrections[0].id) == ("bfloat16", "quant-state-dtype")
 
@@ -145,12 +145,12 @@ def test_every_remedy_that_a_shipped_scenario_names_exists(path: Any) -> None:
     """A misspelt one would silently not be tried."""
     loaded = load_scenario(path)
     wanted = [*loaded.remedies, *loaded.expect.cured_by, *loaded.expect.not_cured_by]
-    assert [name for name in wanted if name not in REMEDIES] == []
+    assert [name for name in wanted if name not in remedies()] == []
 
 
 def test_what_casts_without_a_word_is_called_unsafe() -> None:
     """A cast that nobody asked for turns wrong weights into silently wrong results."""
-    unsafe = {remedy.id for remedy in REMEDIES.values() if not remedy.safe}
+    unsafe = {remedy.id for remedy in remedies().values() if not remedy.safe}
     assert {"cast-after-dequantize", "backward-autocast-off", "decode-in-input-dtype", "casts-everywhere"} <= unsafe
     assert unsafe.isdisjoint(
         {"quant-state-dtype", "autocast-dtype-of-model", "dequant-buffer-keyed-by-dtype", "strict"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
-from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.remedies import remedies
 
 PAGE = (Path(__file__).parents[2] / "docs" / "remedies.md").read_text(encoding="utf-8")
 ROWS = {
@@ -17,12 +17,12 @@ ROWS = {
 
 def test_the_page_lists_exactly_the_remedies_that_exist() -> None:
     """In the order of the program, so that a new one is not forgotten."""
-    assert list(ROWS) == list(REMEDIES)
+    assert list(ROWS) == list(remedies())
 
 
 def test_a_row_says_what_the_remedy_changes_and_whether_it_is_safe(subtests: pytest.Subtests) -> None:
     """The sentence of the reports; and something about its cost."""
-    for remedy in REMEDIES.values():
+    for remedy in remedies().values():
         with subtests.test(remedy.id):
             row = ROWS[remedy.id]
             assert row["change"].lower() == remedy.summary.lower()
@@ -32,7 +32,7 @@ def test_a_row_says_what_the_remedy_changes_and_whether_it_is_safe(subtests: pyt
 
 def test_a_row_names_every_finding_that_proposes_the_remedy(subtests: pytest.Subtests) -> None:
     """And only findings that there are."""
-    for remedy in REMEDIES:
+    for remedy in remedies():
         with subtests.test(remedy):
             named = set(re.findall(r"\[`([\w-]+)`\]", ROWS[remedy]["for"]))
             proposing = {finding for finding in finding_ids() if remedy in spec_of(finding).proposed}
@@ -42,7 +42,7 @@ def test_a_row_names_every_finding_that_proposes_the_remedy(subtests: pytest.Sub
 def test_the_page_says_when_to_prefer_which() -> None:
     """In the words of the reports, and of every remedy that has such words."""
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|$", PAGE, re.MULTILINE)
-    assert dict(rows) == {remedy.id: remedy.prefer for remedy in REMEDIES.values() if remedy.prefer}
+    assert dict(rows) == {remedy.id: remedy.prefer for remedy in remedies().values() if remedy.prefer}
 
 
 def test_every_cost_that_was_measured_is_that_of_a_remedy() -> None:
@@ -50,5 +50,5 @@ def test_every_cost_that_was_measured_is_that_of_a_remedy() -> None:
     rows = re.findall(
         r"^\| `([\w-]+)` \| ([\d.]+)× \([^|]+\) \| ([\d.]+)× \([^|]+\) \| the [^|]+ \|$", PAGE, re.MULTILINE
     )
-    assert {remedy for remedy, _, _ in rows} <= set(REMEDIES)
+    assert {remedy for remedy, _, _ in rows} <= set(remedies())
     assert len(rows) > 10

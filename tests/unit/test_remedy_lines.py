@@ -10,7 +10,7 @@ from dtypedoctor.report.first_screen import first_screen
 from dtypedoctor.report.markdown import render_markdown
 from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.report.remedy_lines import cured_sentence, cures, legend, remedy_lines, which_one
-from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.remedies import remedies
 
 
 def with_a_failed_first_trial() -> Report:
@@ -133,7 +133,7 @@ def test_of_several_cures_the_report_says_when_to_prefer_which() -> None:
 
 def test_every_remedy_that_keeps_the_meaning_of_the_run_has_a_preference() -> None:
     """Those that only raise, change nothing where it matters, or show what a failure needs have none."""
-    safe = {remedy.id for remedy in REMEDIES.values() if remedy.safe and not remedy.strict}
-    assert {remedy.id for remedy in REMEDIES.values() if remedy.prefer} == safe - {
+    safe = {remedy.id for remedy in remedies().values() if remedy.safe and not remedy.strict}
+    assert {remedy.id for remedy in remedies().values() if remedy.prefer} == safe - {
         "reconcile-dtypes-honouring-keep-list"
     }

@@ -13,7 +13,7 @@ from dtypedoctor.diagnosis.registry import PRECEDENCE, canonical, finding_ids, i
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
 from dtypedoctor.scenario.model import Expectation
 from dtypedoctor.trials.expectation import is_met
-from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.remedies import remedies
 
 ALIASES = {
     "scatter-dtype-mismatch": "merge-dtype-mismatch",
@@ -47,7 +47,7 @@ def test_remedies_that_a_spec_names_exist() -> None:
     """A misspelt one would be left out without a word."""
     named = [name for spec in SPECS for name in (*spec.proposed, *spec.settled_by, *spec.supported_by)]
     assert named
-    assert set(named) <= set(REMEDIES)
+    assert set(named) <= set(remedies())
 
 
 def test_a_remedy_that_settles_a_finding_is_proposed_for_it() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
-from dtypedoctor.trials.remedies import REMEDIES
+from dtypedoctor.trials.remedies import remedies
 from dtypedoctor.trials.results import Diagnostic, Outcome, RunSummary, Trial
 from dtypedoctor.trials.settle import settled
 
@@ -66,7 +66,7 @@ def test_anything_else_proves_nothing(tried: Trial) -> None:
 def test_every_counterfactual_is_a_safe_remedy() -> None:
     """A remedy that may hide a failure cannot prove its cause."""
     named = {name for finding in finding_ids() for name in spec_of(finding).settled_by}
-    assert all(REMEDIES[name].safe and not REMEDIES[name].strict for name in named)
+    assert all(remedies()[name].safe and not remedies()[name].strict for name in named)
 
 
 def test_another_cure_of_the_same_finding_is_told_and_proves_nothing_by_itself() -> None:

@@ -22,7 +22,7 @@ AUTOCAST_BYPASS = FindingSpec(
         "https://github.com/unslothai/unsloth/pull/4918",
         "https://github.com/linkedin/Liger-Kernel/issues/501",
     ),
-    remedies=("autocast-off", "out-of-place-addmm"),
+    remedies=("autocast-off",),
     settled_by=("autocast-off",),
     ablations=("autocast-off", *OF_ANY_FINDING),
     needs="autocast-off",
@@ -47,16 +47,14 @@ QUANT_STATE_DTYPE = FindingSpec(
         "https://github.com/unslothai/unsloth/pull/4005",
         "https://github.com/axolotl-ai-cloud/axolotl/pull/3799",
     ),
-    remedies=("quant-state-dtype", "dequant-float32-kernel"),
-    settled_by=("quant-state-dtype", "dequant-float32-kernel"),
 )
 STALE_DEQUANT_BUFFER = FindingSpec(
     id="stale-dequant-buffer",
     title="A dequantization buffer shared by two models still has the first one's dtype",
     family=DTYPE_MISMATCH,
     references=("https://github.com/unslothai/unsloth/pull/4026",),
-    remedies=("dequant-buffer-keyed-by-dtype", "dequant-no-shared-buffer", "fresh-process"),
-    settled_by=("fresh-process", "dequant-buffer-keyed-by-dtype"),
+    remedies=("fresh-process",),
+    settled_by=("fresh-process",),
 )
 PACKED_WEIGHT_USED_AS_DENSE = FindingSpec(
     id="packed-weight-used-as-dense",
@@ -75,8 +73,6 @@ NORM_PROMOTES_TO_FLOAT32 = FindingSpec(
         "https://github.com/NVIDIA-NeMo/Automodel/pull/1633",
         "https://github.com/NVIDIA-NeMo/Automodel/issues/1540",
     ),
-    remedies=("norm-output-cast",),
-    settled_by=("norm-output-cast",),
     ablations=("autocast-off", *OF_ANY_FINDING),
 )
 BUFFER_PROMOTES_TO_FLOAT32 = FindingSpec(
@@ -91,7 +87,6 @@ ADAPTER_DTYPE_MISMATCH = FindingSpec(
     title="Adapter weights and base activations have different dtypes and nothing casts between them",
     family=DTYPE_MISMATCH,
     references=("https://github.com/huggingface/peft/issues/1872", "https://github.com/huggingface/peft/issues/1515"),
-    remedies=("cast-at-lora-input",),
     ablations=("autocast-off", *OF_ANY_FINDING),
 )
 HEAD_DTYPE_MISMATCH = FindingSpec(
@@ -146,7 +141,6 @@ CUSTOM_FUNCTION_AUTOCAST = FindingSpec(
         "https://github.com/unslothai/unsloth/pull/7020",
         "https://github.com/axolotl-ai-cloud/axolotl/pull/3805",
     ),
-    remedies=("backward-autocast-off", "out-of-place-addmm"),
     ablations=("autocast-off", *OF_ANY_FINDING),
     needs="autocast-off",
 )

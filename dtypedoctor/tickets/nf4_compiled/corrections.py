@@ -1,4 +1,4 @@
-"""Corrections of the NF4 fast path in :mod:`dtypedoctor.kernels.nf4_ctypes`."""
+"""Corrections of the NF4 fast path in :mod:`dtypedoctor.tickets.nf4_compiled.nf4_ctypes`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +13,8 @@ from dtypedoctor.corrections.contract import (
     replace_attribute,
     require_signature,
 )
-from dtypedoctor.kernels import nf4_ctypes
-from dtypedoctor.kernels.counters import Counters
+from dtypedoctor.corrections.counters import Counters
+from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
 
 
 def install_custom_op(model: nn.Module, modules: Sequence[str]) -> Installed:

@@ -12,9 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.kernels import fused_lora
-from dtypedoctor.kernels.fused_lora import Base
-from dtypedoctor.kernels.lora_functions import LoraMlp, LoraO, LoraQkv, for_device, swiglu
+from dtypedoctor.tickets.fused_llama import fused_lora
+from dtypedoctor.tickets.fused_llama.fused_lora import Base
+from dtypedoctor.tickets.fused_llama.lora_functions import LoraMlp, LoraO, LoraQkv, for_device, swiglu
 
 Projection = tuple[Base, Tensor | None, Tensor | None]
 

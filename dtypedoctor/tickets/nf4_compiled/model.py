@@ -6,6 +6,7 @@ to compile layer by layer meets many shapes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import bitsandbytes as bnb
 import torch
@@ -14,8 +15,8 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.kernels import nf4_ctypes
 from dtypedoctor.models.tokenizer import VOCABULARY_SIZE
+from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,3 +141,8 @@ def build_nf4_compiled(config: Nf4CompiledConfig) -> Nf4CompiledForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return Nf4CompiledForCausalLM(config)
+
+
+def nf4_compiled(*, dtype: torch.dtype, seed: int, **options: Any) -> nn.Module:
+    """The NF4 decoder that is made to be compiled; see :class:`Nf4CompiledConfig` for the options."""
+    return build_nf4_compiled(Nf4CompiledConfig(dtype=dtype, seed=seed, **options))

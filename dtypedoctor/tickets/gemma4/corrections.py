@@ -14,10 +14,10 @@ from dtypedoctor.corrections.contract import (
     replace_attribute,
     require_signature,
 )
-from dtypedoctor.kernels.counters import Counters
-from dtypedoctor.kernels.gemma4_attention import attention_float32
-from dtypedoctor.kernels.gemma4_float32 import held, rms_norm_float32, scaled_embedding_float32
-from dtypedoctor.kernels.gemma4_mlp import gated_mlp_float32_product
+from dtypedoctor.corrections.counters import Counters
+from dtypedoctor.tickets.gemma4.attention import attention_float32
+from dtypedoctor.tickets.gemma4.float32 import held, rms_norm_float32, scaled_embedding_float32
+from dtypedoctor.tickets.gemma4.mlp import gated_mlp_float32_product
 
 Forward = Callable[..., Any]
 

@@ -1,4 +1,7 @@
-"""Swaps steps of the fused kernels for their corrective forms, counted and proven."""
+"""Corrections of the fused LoRA projections and of dequantising: steps of the kernels swapped for their corrective forms.
+
+Which of them cures which failure is for the trials to show.
+"""
 
 import functools
 import inspect
@@ -9,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from dtypedoctor.corrections.contract import Installed, TargetMismatchError, replace_attribute, require_signature
-from dtypedoctor.kernels.counters import Counters
-from dtypedoctor.kernels.llama_forward import is_fused
+from dtypedoctor.corrections.counters import Counters
+from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
+from dtypedoctor.tickets.fused_llama.forward import is_fused
 
 
 def swapping(kernels: ModuleType, **steps: Callable[..., Any]) -> Callable[[nn.Module, Sequence[str]], Installed]:
@@ -62,3 +66,28 @@ def _swap_step(
         return corrective(*args, **kwargs)
 
     return replace_attribute(module, name, counted, counters)
+
+
+install_cast_after_dequantize = swapping(fused_lora, lora_matmul=fused_lora.lora_matmul_cast_after_dequantize)
+
+install_backward_autocast_off = swapping(
+    fused_lora,
+    run_backward=fused_lora.run_backward_without_autocast,
+    backward_weight=fused_lora.backward_weight_cast,
+)
+
+install_out_of_place_addmm = swapping(fused_lora, accumulate=fused_lora.accumulate_out_of_place)
+
+install_decode_in_input_dtype = swapping(fused_lora, decode_linear=fused_lora.decode_linear_in_input_dtype)
+
+install_strict = swapping(
+    fused_lora,
+    dense_weight=fused_lora.strict_dense_weight,
+    packed_gemv=fused_lora.strict_packed_gemv,
+)
+
+install_dequant_buffer_keyed_by_dtype = swapping(dequantize, shared_buffer=dequantize.buffer_by_device_and_dtype)
+
+install_dequant_no_shared_buffer = swapping(dequantize, shared_buffer=dequantize.buffer_of_its_own)
+
+install_dequant_float32_kernel = swapping(dequantize, choose_kernel=dequantize.kernel_of_state_dtype)

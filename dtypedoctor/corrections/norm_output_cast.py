@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor.corrections.contract import Installed, TargetMismatchError
+from dtypedoctor.corrections.counters import Counters
 from dtypedoctor.corrections.module_forward import Forward, named_modules_of, wrap_forwards
-from dtypedoctor.kernels.counters import Counters
-from dtypedoctor.kernels.lora_linear import LinearLoRA
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -42,29 +41,6 @@ def install_norm_output_cast(model: nn.Module, modules: Sequence[str]) -> Instal
         installed.undo()
         raise TargetMismatchError(f"{', '.join(stubborn)} still widens {dtype} input after the correction")
     return replace(installed, proof=f"{installed.proof}; a row of ones in {dtype} now comes out in {dtype}")
-
-
-def install_cast_at_lora_input(model: nn.Module, modules: Sequence[str]) -> Installed:
-    """Casts the input of low-rank adapted linear layers to the dtype of their update; a guard, not a cure of the cause.
-
-    Args:
-        model: a model with :class:`LinearLoRA` layers.
-        modules: dotted names of the layers that are meant; all if empty.
-
-    Raises:
-        TargetMismatchError: the model has no such layer, or a named module is not one.
-    """
-    if modules:
-        targets = named_modules_of(model, list(modules))
-        others = [name for name, module in targets.items() if not isinstance(module, LinearLoRA)]
-        if others:
-            raise TargetMismatchError(f"{', '.join(others)} is not a LinearLoRA")
-    else:
-        targets = {name: module for name, module in model.named_modules() if isinstance(module, LinearLoRA)}
-        if not targets:
-            raise TargetMismatchError(f"{type(model).__name__} has no LinearLoRA")
-    counters = Counters()
-    return wrap_forwards(targets, _casting_input(counters), counters)
 
 
 def half_dtype_of(model: nn.Module) -> torch.dtype:
@@ -109,22 +85,6 @@ def _casting_output(counters: Counters) -> Callable[[nn.Module, Forward], Forwar
             if out.dtype != x.dtype:
                 counters.hit()
             return out.to(x.dtype)
-
-        return forward
-
-    return wrap
-
-
-def _casting_input(counters: Counters) -> Callable[[nn.Module, Forward], Forward]:
-    def wrap(module: nn.Module, original: Forward) -> Forward:
-        assert isinstance(module, LinearLoRA)  # the targets were chosen so
-        wanted = module.lora_a.weight
-
-        def forward(x: Tensor) -> Tensor:
-            if x.dtype != wanted.dtype:
-                counters.hit()
-            cast: Tensor = original(x.to(wanted.dtype))
-            return cast
 
         return forward
 

@@ -8,6 +8,7 @@ the checkpoint in, make the dtypes uniform if asked, pack to 4 bits if asked, ad
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,13 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.kernels.lora_linear import LinearLoRA
-from dtypedoctor.kernels.rms_norm import CastingRMSNorm, PromotingRMSNorm
-from dtypedoctor.models.custom_moe_layers import Attention, DenseMlp, MixtureOfExperts
-from dtypedoctor.models.dtype_policy import Reconciled, cast_to_dtype, load_weights, reconcile_dtypes
 from dtypedoctor.models.quantization import quantize_linears
 from dtypedoctor.models.tokenizer import VOCABULARY_SIZE
 from dtypedoctor.scenario.model import Quantization
+from dtypedoctor.tickets.custom_moe.dtype_policy import Reconciled, cast_to_dtype, load_weights, reconcile_dtypes
+from dtypedoctor.tickets.custom_moe.layers import Attention, DenseMlp, MixtureOfExperts
+from dtypedoctor.tickets.custom_moe.lora_linear import LinearLoRA
+from dtypedoctor.tickets.custom_moe.rms_norm import CastingRMSNorm, PromotingRMSNorm
 
 GPT_OSS_KEEP_LIST = ("post_attention_layernorm", "input_layernorm", "norm")
 """The list that kept gpt-oss's norms in float32 (public description: https://github.com/NVIDIA-NeMo/Automodel/pull/1633)."""
@@ -200,3 +201,11 @@ def _adapt(model: nn.Module, config: CustomMoeConfig) -> None:
     for name, module in linears:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, LinearLoRA(module, config.lora_rank, dtype=config.dtype))
+
+
+def custom_moe(*, dtype: torch.dtype, seed: int, **options: Any) -> nn.Module:
+    """The custom decoder; see :class:`CustomMoeConfig` for the options."""
+    config = CustomMoeConfig(dtype=dtype, seed=seed, **options)
+    model: Any = build_custom_moe(config)
+    model._keep_in_fp32_modules = list(config.keep_in_fp32)  # where transformers' own models carry theirs
+    return model

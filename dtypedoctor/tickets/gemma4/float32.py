@@ -6,9 +6,8 @@ Public description of both, as parts of a larger fix: https://github.com/unsloth
 import torch
 from torch import Tensor
 
-from dtypedoctor.kernels.counters import Counters
-from dtypedoctor.kernels.gemma4_mlp import SAFE_LIMIT
-from dtypedoctor.kernels.rms_norm import normalize
+from dtypedoctor.corrections.counters import Counters
+from dtypedoctor.tickets.gemma4.mlp import SAFE_LIMIT
 
 
 def held(x: Tensor, dtype: torch.dtype, counters: Counters) -> Tensor:
@@ -30,7 +29,8 @@ def rms_norm_float32(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     Returns:
         (..., hidden) in float32.
     """
-    normed = normalize(x, eps)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return normed if weight is None else normed * weight.float()
 
 

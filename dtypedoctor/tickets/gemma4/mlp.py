@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dtypedoctor.kernels.counters import Counters
+from dtypedoctor.corrections.counters import Counters
 
 SAFE_LIMIT = 65280.0
 """The largest value that float16 and bfloat16 both represent exactly; 65504 would round up to 65536 in bfloat16."""

@@ -18,8 +18,8 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.autograd import Function
 from torch.nn.functional import silu
 
-from dtypedoctor.kernels import fused_lora
-from dtypedoctor.kernels.fused_lora import Base
+from dtypedoctor.tickets.fused_llama import fused_lora
+from dtypedoctor.tickets.fused_llama.fused_lora import Base
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dtypedoctor._torch_private import graph_task, qualified_name
-from dtypedoctor.kernels.counters import Counters
+from dtypedoctor.corrections.counters import Counters
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 

@@ -8,7 +8,8 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.kernels.llama_forward import attention_forward, mlp_forward
+from dtypedoctor.models.builtin import llama_tiny
+from dtypedoctor.tickets.fused_llama.forward import attention_forward, mlp_forward
 
 
 def fuse(model: nn.Module, *, decode_path: bool = True) -> nn.Module:
@@ -34,3 +35,8 @@ def fuse(model: nn.Module, *, decode_path: bool = True) -> nn.Module:
         module.fused_decode = decode_path
         module.forward = MethodType(forwards[type(module)], module)
     return model
+
+
+def llama_nf4_fused(*, decode_path: bool = True, **sizes: int) -> nn.Module:
+    """The Llama of :func:`llama_tiny` whose projections run through the fused LoRA functions, once packed and adapted."""
+    return fuse(llama_tiny(**sizes), decode_path=decode_path)

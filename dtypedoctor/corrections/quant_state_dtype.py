@@ -1,4 +1,4 @@
-"""Corrections of the fused LoRA projections; which of them cures which failure is for the trials to show."""
+"""Sets the dtype that packed weights come back in."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from dtypedoctor.corrections.contract import Installed, TargetMismatchError
-from dtypedoctor.corrections.kernel_swap import swapping
-from dtypedoctor.kernels import dequantize, fused_lora
-from dtypedoctor.kernels.counters import Counters
+from dtypedoctor.corrections.counters import Counters
+from dtypedoctor.corrections.module_forward import runs_other_forward
+
+HALF = (torch.float16, torch.bfloat16)
+"""What the dequantise kernels of fused training libraries know."""
 
 
 def install_quant_state_dtype(model: nn.Module, modules: Sequence[str]) -> Installed:
@@ -22,8 +24,10 @@ def install_quant_state_dtype(model: nn.Module, modules: Sequence[str]) -> Insta
     before = {name: state.dtype for name, state in states.items() if state.dtype != dtype}
     if not before:
         raise TargetMismatchError(f"there is nothing to set: each of {len(states)} quant_states already says {dtype}")
-    if dequantize.choose_kernel(dtype) != dtype:
-        raise TargetMismatchError(f"there is no dequantise kernel for {dtype}: the weights would be silently wrong")
+    if dtype not in HALF and any(runs_other_forward(module) for module in model.modules()):
+        raise TargetMismatchError(
+            f"there is no dequantise kernel for {dtype} in fused code: the weights would be silently wrong"
+        )
     counters = Counters(hits=len(before))
     for name in before:
         states[name].dtype = dtype
@@ -55,22 +59,3 @@ def _quant_states(model: nn.Module) -> dict[str, Any]:
     if not found:
         raise TargetMismatchError(f"{type(model).__name__} has no packed weights")
     return found
-
-
-install_cast_after_dequantize = swapping(fused_lora, lora_matmul=fused_lora.lora_matmul_cast_after_dequantize)
-
-install_backward_autocast_off = swapping(
-    fused_lora,
-    run_backward=fused_lora.run_backward_without_autocast,
-    backward_weight=fused_lora.backward_weight_cast,
-)
-
-install_out_of_place_addmm = swapping(fused_lora, accumulate=fused_lora.accumulate_out_of_place)
-
-install_decode_in_input_dtype = swapping(fused_lora, decode_linear=fused_lora.decode_linear_in_input_dtype)
-
-install_strict = swapping(
-    fused_lora,
-    dense_weight=fused_lora.strict_dense_weight,
-    packed_gemv=fused_lora.strict_packed_gemv,
-)

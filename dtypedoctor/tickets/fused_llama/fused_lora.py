@@ -16,7 +16,7 @@ import torch
 from bitsandbytes.functional import QuantState
 from torch import Tensor
 
-from dtypedoctor.kernels import dequantize
+from dtypedoctor.tickets.fused_llama import dequantize
 
 
 class MixedDtypesError(TypeError):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dtypedoctor.kernels.counters import Counters
-from dtypedoctor.kernels.gemma4_float32 import held, rms_norm_float32
+from dtypedoctor.corrections.counters import Counters
+from dtypedoctor.tickets.gemma4.float32 import held, rms_norm_float32
 
 
 def attention_float32(

@@ -1,1 +1,0 @@
-"""Corrective kernels, and beside each the faulty original that it replaces."""
