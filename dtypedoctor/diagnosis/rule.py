@@ -94,6 +94,7 @@ class FindingSpec:
         in_float32_too: it claims that the dtype is not the cause: a run without autocast that fails in the same place proves it.
         nonfinite: it names the origin of an inf or NaN, so that magnitudes of the modules around it say something.
         page: file with the page about it (Markdown); None for ``docs/findings/ID.md``.
+        in_any_program: it can be found in any program; False where a program has to declare something first.
     """
 
     id: str
@@ -112,6 +113,7 @@ class FindingSpec:
     needs_only: bool = False
     in_float32_too: bool = False
     nonfinite: bool = False
+    in_any_program: bool = True
     page: Path | None = None
 
     def remedies_for(self, cls: str = "") -> tuple[str, ...]:
