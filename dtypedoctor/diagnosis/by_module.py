@@ -19,6 +19,8 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
         return _outside(trace, incident)
     came_in = site.kind == "output" and _input_was_bad(trace, sample, site)
     fqn = _fqn(site, came_in=came_in)
+    if came_in and site.phase == "forward" and _outermost_was_given_it(trace, sample, site):
+        return _of_the_input(trace, incident, sample, site)
     said = Statement(
         id=_finding_id(site),
         confidence=Confidence.POSSIBLE,
@@ -39,6 +41,34 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
     )
     cls = class_of(trace, fqn or "")
     return located(said, phase=incident.phase, step=sample.step, fqn=fqn, dtype=site.dtype, cls=cls)
+
+
+def _of_the_input(trace: Trace, incident: Incident, sample: Sample, site: Site) -> Finding:
+    said = Statement(
+        id="nonfinite-input",
+        confidence=Confidence.LIKELY,
+        summary=f"The input of the model is not finite already, in step {sample.step}.",
+        cause="The data holds NaN or inf before the model computes anything, so no dtype of the model can help.",
+        evidence=(
+            f"{short(site.fqn)} is the first module to output it: {sample.num_nan} NaN and {sample.num_inf} inf.",
+            "The outermost module was called with a tensor that is not finite.",
+            *how_the_run_ended(trace),
+        ),
+    )
+    return located(said, phase=incident.phase, step=sample.step, fqn="", dtype=site.dtype, cls=class_of(trace, ""))
+
+
+def _outermost_was_given_it(trace: Trace, sample: Sample, site: Site) -> bool:
+    """Whether the outermost module of the same call has output something bad as well, and had a bad input."""
+    given = (
+        later
+        for later in trace.samples
+        if later.n >= sample.n
+        and later.call == sample.call
+        and (other := trace.sites.get(later.site)) is not None
+        and (other.kind, other.root, other.fqn) == ("input", site.root, "")
+    )
+    return any(not later.finite for later in given)
 
 
 def _outside(trace: Trace, incident: Incident) -> Finding:

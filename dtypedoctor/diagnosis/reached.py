@@ -19,10 +19,14 @@ KIND = "nonfinite-reached"
 ENDS = {
     "item": "is read as a number",
     "guard": "is tested for",
+    "numbers": "leaves torch as numbers",
+    "saved": "is saved, or sent to another process,",
     "alive": "is left at the end of the program",
     "unused": "is computed and never used",
 }
 """Where a value can get to besides losses, gradients and modules, and how that is said."""
+LEAVING = frozenset({"numbers", "saved"})
+"""Ends at which all of a tensor is read, and nothing is known of what becomes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,10 @@ def reached(trace: Trace) -> Iterator[Reached]:
     found = [seen for seen in observed(trace, KIND) if seen.values["what"] in ENDS]
     graph = graph_of(trace)
     skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
+    tested = {seen.values["id"] for seen in found if seen.values["what"] == "guard"}
     for seen in found:
+        if seen.values["what"] in LEAVING and seen.values["id"] in tested:
+            continue
         last = behind(graph, seen)
         if last is None:
             counts = seen.values["what"] == "item" and seen.values["value"] == "nan" and seen.step not in skipped
@@ -82,7 +89,7 @@ def _counts(graph: OpGraph, seen: Observation, last: Op, skipped: Collection[int
         return given and what == "item" and seen.step not in skipped
     if not found.computed and value != "nan":
         return False
-    return what == "item" or not _is_replaced(graph, last)
+    return what == "item" or what in LEAVING or not _is_replaced(graph, last)
 
 
 def _is_replaced(graph: OpGraph, last: Op) -> bool:

@@ -11,7 +11,7 @@ from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import Observation, ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["is_dtype_error", "shows_failure", "suspicious_windows"]
+__all__ = ["doubt_in_words", "is_dtype_error", "shows_failure", "suspicious_windows"]
 
 DTYPE_WORDS = ("dtype", "scalar type", "same type", "bias type", "Half", "BFloat16")
 """Words by which torch's messages about mixed dtypes are recognised."""
@@ -41,6 +41,22 @@ def suspicious_windows(trace: Trace) -> tuple[Window, ...]:
         return tuple(_unsettled(trace))
     doubt = doubtful_weights(trace)
     return (doubt,) if doubt is not None else tuple(_of_zeros(trace))
+
+
+def doubt_in_words(trace: Trace) -> str:
+    """What only a second run can settle, where this one shows no failure; empty where there is nothing."""
+    window = next(iter(suspicious_windows(trace)), None)
+    if window is None:
+        return ""
+    if window.scaled:
+        zeros = next(o for o in trace.all(Observation) if o.kind == "gradient-zeros")
+        names = list(zeros.values["parameters"])
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return (
+            f"most of the float16 gradient of {names[0]}{more} is zero in {trace.moment(zeros.step)} and there is no loss scaler; only a "
+            "second run, with the loss multiplied, can tell whether float16 has flushed it to zero"
+        )
+    return "something that only a second run with the op trace on can settle was seen, and there is none"
 
 
 def shows_failure(trace: Trace) -> bool:

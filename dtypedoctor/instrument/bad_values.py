@@ -5,8 +5,9 @@ that are not there. So each operator that makes, uses or replaces such a value i
 gets somewhere as an :class:`Observation` of kind ``nonfinite-reached``; what follows from both is for the diagnosis to say.
 """
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isnan
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtypedoctor._torch_private import memory_key
 from dtypedoctor.instrument.autocast import AutocastLog
-from dtypedoctor.instrument.frames import Line
+from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.replay import replay_wider
@@ -134,8 +135,11 @@ class Ran:
 class BadValues:
     """Knows which memory holds something that is not finite.
 
+    Attributes:
+        noticed: called when something that is not finite is seen.
+
     Observations of kind ``nonfinite-reached``: ``what`` (``item``: a number in Python; ``guard``: a test of it in Python;
-    ``loss``: a backward pass begins there; ``gradient``; ``call``: an argument of a module; ``alive``: there at the end of the program and
+    ``numbers``: a list or an array of numpy; ``saved``: a file or another process; ``loss``: a backward pass begins there; ``gradient``; ``call``: an argument of a module; ``alive``: there at the end of the program and
     never used; ``unused``: gone before that, and never used), ``id`` of the tensor in the ops (0 where it is not known), ``value`` (``nan``, ``inf``
     or ``-inf``), ``source``, and for a loss or a gradient the number of its ``sample``.
 
@@ -155,6 +159,7 @@ class BadValues:
         self._last_ids: dict[Any, list[int]] = {}
         self._unused: dict[int, Bad] = {}
         self._records = 0
+        self.noticed: Callable[[], None] = lambda: None
 
     @property
     def any(self) -> bool:
@@ -197,6 +202,14 @@ class BadValues:
             self.reached("item", bad if bad is not None and bad.says is None else None, source, value=kind)
         elif bad is not None and bad.says is not None:
             self.reached("guard", bad.says, source)
+
+    def left(self, way: str, tensor: Tensor) -> None:
+        """A tensor is read as a whole, by something that is no operator."""
+        bad = self.behind(tensor)
+        if bad is not None and bad.says is None and bad.recorded and self._holds_it(tensor):
+            bad.used = True
+            line = line_of(sys._getframe(3))
+            self.reached(way, bad, None if line is None else line.source)
 
     def reached(self, what: str, bad: Bad | None, source: str | None = None, **more: Any) -> None:
         """Something that is not finite has got somewhere; recorded a few times for each place."""
@@ -348,6 +361,8 @@ class BadValues:
         if before is not None and not before.used and before.says is None and before.id != bad.id:
             before.used = True  # overwritten by what was computed from it
         self._held[number] = bad
+        if bad.says is None:
+            self.noticed()
 
     def _forget(self) -> None:
         for number, bad in list(self._held.items()):

@@ -48,7 +48,10 @@ class Guard:
         position = self._position
 
         def hook(*args: Any) -> None:
-            if is_compiling() or (position.of.here or position.last).muted or position.silenced:
+            if is_compiling() or (position.of.here or position.last).muted:
+                return
+            if position.silenced:
+                position.silent_work()
                 return
             grad = grad_is_enabled()
             try:

@@ -9,6 +9,7 @@ from torch.autograd.graph import Node
 
 from dtypedoctor.instrument.coverage import Coverage
 from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.statistics import Rooted, local_part, measurable
 
 MAX_NODES = 5_000
@@ -54,7 +55,7 @@ class LeafGradients:
         """The gradients that ``torch.autograd.grad`` returns."""
         found = gradients if isinstance(gradients, (tuple, list)) else ()
         return self._counted(
-            [(0, f"gradient {i}", local_part(g)) for i, g in enumerate(found) if isinstance(g, Tensor)]
+            [(0, f"gradient {i}", readable_part(g)) for i, g in enumerate(found) if isinstance(g, Tensor)]
         )
 
     def _counted(self, found: list[Rooted]) -> list[Rooted]:
@@ -69,6 +70,12 @@ class LeafGradients:
             known = {id(t): (root, name) for root, name, t, _, is_buffer in self._names.tensors() if not is_buffer}
             self._known = (self._names.version, known)
         return self._known[1]
+
+
+def readable_part(gradient: Tensor) -> Tensor:
+    """The values of a gradient as a plain tensor, as far as they can be read: inside of ``vmap`` those of all rows."""
+    values = values_of(gradient)
+    return gradient if values is None else values
 
 
 def leaves_of(tensors: list[Tensor]) -> list[Tensor]:

@@ -107,6 +107,8 @@ class Phases:
 
     def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self._position.muted:
+            if self._position.silenced:
+                self._position.silent_work()
             return original(*args, **kwargs)
         first = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         tensors = [first] if isinstance(first, Tensor) else [t for t in (first or ()) if isinstance(t, Tensor)]

@@ -1,7 +1,7 @@
 """Where the watched process is: training step, outermost call, phase, and the module calls that are open."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
@@ -72,10 +72,11 @@ class Position:
         overrides: phases set by enclosing wrappers (``generate``, ``optimizer``, ``probe``), innermost last.
         muted: while positive, nothing is recorded (the doctor's own work).
         silenced: nothing is ever recorded again in this process.
+        silent_work: called when a module or a backward pass runs all the same.
         of, last: where :attr:`here` is found; hooks that every module call runs read them themselves, because a property is a call.
     """
 
-    __slots__ = ("_calls", "last", "of", "silenced", "step")
+    __slots__ = ("_calls", "last", "of", "silenced", "silent_work", "step")
 
     def __init__(self, step: int = 1, call: int = 0) -> None:
         self.step = step
@@ -84,6 +85,7 @@ class Position:
         self.last.call = call
         self._calls = count(call + 1)
         self.silenced = False
+        self.silent_work: Callable[[], None] = lambda: None
 
     @property
     def here(self) -> Here:

@@ -163,7 +163,7 @@ class Sentinel(OperatorMode):
         self._bad.finish()
 
     def leave(self) -> None:
-        """Ends in this thread, which is about to end, or in this process, which a program has forked."""
+        """Ends in this thread, which is about to end, or in this process, which the program has forked."""
         self.off()
         self._thread = 0
 

@@ -1,5 +1,7 @@
 """All instruments of one watched process, wired together."""
 
+import mmap
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from dtypedoctor.instrument.code_places import CodePlaces
 from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given
 from dtypedoctor.instrument.coverage import Coverage
+from dtypedoctor.instrument.exported import Exports
 from dtypedoctor.instrument.facts import ModelFacts
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.guard import Guard
@@ -37,6 +40,7 @@ from dtypedoctor.instrument.silent.checks import SilentChecks
 from dtypedoctor.instrument.statistics import Rooted
 from dtypedoctor.instrument.threads import Threads
 from dtypedoctor.instrument.watch import ModuleWatch
+from dtypedoctor.trace.events import WORKED_ELSEWHERE
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_ACCUMULATED = 100
@@ -84,6 +88,10 @@ class Instruments:
         self._stopped = False
         self.sentinel = self._new_sentinel()
         self._of_thread = threading.local()
+        self._children = mmap.mmap(-1, 1)  # shared with processes that the program forks
+        self._exports = Exports(self.guard, self._bad.left)
+        self._bad.noticed = self._exports.start
+        self.position.silent_work = self._note_child
         self._threads = Threads(self.guard, self._thread_begins, self._thread_ends)
         self._gradients = 0
         self._leaves = LeafGradients(self.coverage, self.names)
@@ -143,6 +151,12 @@ class Instruments:
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
         return sentinel
 
+    def _note_child(self) -> None:
+        """A module or a backward pass runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""
+        loader = sys.modules.get("torch.utils.data._utils.worker")
+        if loader is None or loader.get_worker_info() is None:
+            self._children[0] = 1
+
     def _thread_begins(self, sentinel: Sentinel | None = None) -> None:
         self._of_thread.sentinel = sentinel or self._new_sentinel()
         self._of_thread.sentinel.start()
@@ -171,6 +185,9 @@ class Instruments:
         """Stops watching and puts back everything that was replaced."""
         if self._watch:
             self._threads.stop()
+            self._exports.stop()
+            if self._children[0]:
+                self.guard.tell("modules and backward passes in forked processes", WORKED_ELSEWHERE)
             self._stopped = True
             self.sentinel.stop()
             self._measure_gradients(self._samples.gradients_left() if self._modules.whole else [])

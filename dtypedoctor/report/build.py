@@ -8,7 +8,7 @@ from dtypedoctor.report.measured import measured_in
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.origin_strip import origin_strip
 from dtypedoctor.report.verdict import verdict
-from dtypedoctor.trace.events import NOT_HERE, NotWatched
+from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trials.caught import noted
 from dtypedoctor.trials.expectation import expectation_on, is_met
 from dtypedoctor.trials.ranks import ranks_of
@@ -60,7 +60,7 @@ def _of_others(treatment: Treatment) -> Iterator[str]:
         if not run.trace.usable:
             yield "a spawned process: it left no trace"
         for note in run.trace.all(NotWatched):
-            if run.trace.samples or note.why == NOT_HERE:
+            if run.trace.samples or note.why in (NOT_HERE, WORKED_ELSEWHERE):
                 yield f"{note.what}: {note.why}"
         yield from (f"trace: {damage}" for damage in run.trace.damage if run.trace.usable)
 

@@ -2,13 +2,14 @@
 
 from dtypedoctor.analysis import How, ending_of
 from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.window import doubt_in_words
 from dtypedoctor.report.last_moments import last_module
 from dtypedoctor.report.measured import Measured
 from dtypedoctor.report.model import Status
 from dtypedoctor.report.remedy_lines import cured_sentence
 from dtypedoctor.report.text import one_line
 from dtypedoctor.runner.launch import Run
-from dtypedoctor.trace.events import FAILED_THERE, NO_TORCH, NOT_HERE, NOTHING_WATCHED, NotWatched
+from dtypedoctor.trace.events import FAILED_THERE, NO_TORCH, NOT_HERE, NOTHING_WATCHED, WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.treatment import Treatment
 
@@ -51,6 +52,14 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
         )
     if lack := _lack(treatment, measured):
         return Status.UNKNOWN, f"{_capital(lack)}."
+    if elsewhere := [note.what for note in trace.all(NotWatched) if note.why == WORKED_ELSEWHERE]:
+        known = _as_far_as_known(trace, measured)
+        return (
+            Status.UNKNOWN,
+            f"Nothing found in the script's own process, but not measured: {one_line(', '.join(elsewhere), 200)}; {known}.",
+        )
+    if treatment.closer is None and (doubt := doubt_in_words(trace)):
+        return Status.UNKNOWN, f"Nothing found, but {doubt}."
     return Status.HEALTHY, _healthy(treatment, measured, noted)
 
 
@@ -82,7 +91,7 @@ def _nothing_ran(trace: Trace) -> str:
         if any(n.why == NO_TORCH for n in notes)
         else "no nn.Module ran in this process"
     )
-    elsewhere = " and ".join(one_line(note.what, 120) for note in notes if note.why == NOT_HERE)
+    elsewhere = " and ".join(one_line(note.what, 120) for note in notes if note.why in (NOT_HERE, WORKED_ELSEWHERE))
     return what + (f"; {elsewhere} not watched" if elsewhere else "")
 
 

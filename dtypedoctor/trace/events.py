@@ -397,6 +397,8 @@ class Coverage:
 NOTHING_WATCHED = "the whole script"
 """What is not watched where the watch itself has failed."""
 NOT_HERE = "only the process that runs the script is watched"
+WORKED_ELSEWHERE = "what they compute is not measured: only the process that runs the script is watched"
+"""``why`` of other processes that may do, or have done, the work of the script: it is not healthy as long as that is not known."""
 """Why other processes are not watched."""
 NO_TORCH = "the script has not imported torch"
 """Why nothing at all could be watched in this process."""

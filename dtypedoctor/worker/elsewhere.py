@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.trace.events import NOT_HERE
+from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE
 
 _SYSTEM = (
     "libc.",
@@ -29,6 +29,11 @@ _TOOLS = frozenset(
 )
 """Programs that libraries start to find out about the system or to build something."""
 
+_STARTERS = ("python", "pypy", "torchrun", "accelerate", "deepspeed")
+"""How the names of programs begin that run Python programs."""
+_MODULES = frozenset({"compileall", "ensurepip", "http", "pip", "platform", "site", "sysconfig", "tensorboard", "venv"})
+"""Modules that are run as programs and compute nothing."""
+
 
 class Elsewhere:
     """Listens for forks, programs that are started and C libraries that are loaded, from :meth:`begin` to :meth:`end`.
@@ -42,6 +47,7 @@ class Elsewhere:
         self._listening = False
         self._forks = 0
         self._programs: dict[str, None] = {}
+        self._pythons: dict[str, None] = {}
         self._libraries: dict[str, None] = {}
         self._waited_for = _children_waited_for()
         self._had_child = _has_child()
@@ -63,7 +69,8 @@ class Elsewhere:
         if not self._listening:
             return
         if event in ("subprocess.Popen", "os.posix_spawn"):
-            self._programs[_base(details[0])] = None
+            name = _base(details[0])
+            (self._pythons if _may_work(name, details[1]) else self._programs)[name] = None
         elif event == "os.system":
             self._programs["a shell"] = None
         elif event == "ctypes.dlopen" and details[0] is not None:
@@ -80,6 +87,8 @@ class Elsewhere:
             yield f"{self._forks} forked process(es)", NOT_HERE
         if programs := [name for name in self._programs if name not in _TOOLS]:
             yield f"other programs that were started ({', '.join(programs)})", NOT_HERE
+        if self._pythons:
+            yield f"Python programs that were started ({', '.join(self._pythons)})", WORKED_ELSEWHERE
         elif not followed and not self._forks and not self._programs and self._has_had_children():
             yield "other processes that were started", NOT_HERE
 
@@ -92,6 +101,18 @@ class Elsewhere:
     def _has_had_children(self) -> bool:
         """Whether there is a first child now, or one was waited for; multiprocessing spawns without an event."""
         return _children_waited_for() != self._waited_for or (_has_child() and not self._had_child)
+
+
+def _may_work(program: str, arguments: Any) -> bool:
+    """Whether a program that is started may compute something with torch: Python, or what starts it, and no tool that comes with them."""
+    if not program.startswith(_STARTERS):
+        return False
+    texts = [os.fsdecode(a) for a in arguments] if isinstance(arguments, (list, tuple)) else [str(arguments)]
+    if "-c" in texts[:-1]:
+        return "torch" in texts[texts.index("-c") + 1]
+    if "-m" in texts[:-1]:
+        return texts[texts.index("-m") + 1].partition(".")[0] not in _MODULES
+    return not any("compile_worker" in text for text in texts) and "--version" not in texts
 
 
 def _children_waited_for() -> int:

@@ -14,6 +14,7 @@ from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.operator_mode import keep_compiler_out
 from dtypedoctor.instrument.position import FOR_GOOD
+from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.instrument.sharding import SHARDING
 from dtypedoctor.trace.events import Environment, Metric, NotWatched, Observation
@@ -146,8 +147,9 @@ class ProcessWatch:
             self._writer.write(Environment(values=describe_environment(torch.device(self.device))))
 
     def _note_loss(self, tensors: list[Tensor]) -> None:
-        if len(tensors) == 1 and tensors[0].numel() == 1:
-            self.instruments.arrivals.ask(tensors[0], self._take_loss)
+        loss = values_of(tensors[0]) if len(tensors) == 1 else None
+        if loss is not None and loss.numel() == 1:  # inside of vmap it holds one for each row
+            self.instruments.arrivals.ask(loss, self._take_loss)
 
     def _take_loss(self, loss: float) -> None:
         self._loss = loss

@@ -6,6 +6,8 @@ may be named where it is a matter of taste which of them did it.
 
 # ruff: noqa: D103
 
+import io
+import json
 from collections.abc import Callable
 
 import torch
@@ -288,6 +290,41 @@ def bounds_of_a_box() -> None:
     print(action.sum().item(), bool(torch.isinf(high).any()))
 
 
+def saved_before_it_is_filled() -> None:
+    roots = torch.sqrt(torch.tensor([4.0, -1.0]))  # makes: sqrt
+    torch.save({"roots": roots}, io.BytesIO())
+    print(torch.where(torch.isnan(roots), torch.zeros(()), roots).sum().item())
+
+
+def handed_to_numpy() -> None:
+    ratio = torch.tensor([1.0, 0.0]) / torch.tensor([2.0, 0.0])  # makes: div
+    print(ratio.numpy().shape, torch.nanmean(ratio).item())
+
+
+def written_as_json() -> None:
+    roots = torch.sqrt(torch.tensor([4.0, -1.0]))  # makes: sqrt
+    json.dumps(roots.tolist())
+    print(torch.nansum(roots).item())
+
+
+def saved_as_it_is_known() -> None:
+    ratio = torch.tensor([1.0, 0.0]) / torch.tensor([2.0, 0.0])
+    if torch.isnan(ratio).any():
+        torch.save(ratio, io.BytesIO())
+    print(torch.nanmean(ratio).item())
+
+
+def mask_in_a_file() -> None:
+    mask = torch.full((3, 3), -INF).triu(1)
+    torch.save(mask, io.BytesIO())
+    print(mask.numpy().shape, (torch.ones(3, 3) + mask).softmax(-1).sum().item())
+
+
+def finite_part_in_a_file() -> None:
+    roots = torch.sqrt(torch.tensor([4.0, 9.0, -1.0]))
+    print(roots[:2].numpy().sum(), torch.nanmean(roots).item())
+
+
 HEALTHY: tuple[Callable[[], None], ...] = (
     masked_causally,
     best_so_far,
@@ -302,6 +339,9 @@ HEALTHY: tuple[Callable[[], None], ...] = (
     beams,
     guarded_and_fine,
     bounds_of_a_box,
+    saved_as_it_is_known,
+    mask_in_a_file,
+    finite_part_in_a_file,
 )
 FAULTY: tuple[Callable[[], None], ...] = (
     entropy_of_a_sure_event,
@@ -327,4 +367,7 @@ FAULTY: tuple[Callable[[], None], ...] = (
     rate_of_zero,
     scaled_half_loss,
     variance_of_one,
+    saved_before_it_is_filled,
+    handed_to_numpy,
+    written_as_json,
 )

@@ -14,7 +14,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from dtypedoctor.worker.elsewhere import NOT_HERE, Elsewhere
+from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE
+from dtypedoctor.worker.elsewhere import Elsewhere
 from dtypedoctor.worker.own_kernels import WHY, own_kernels
 
 ANY_LIBRARY = Path(str(importlib.util.find_spec("_json").origin))  # type: ignore[union-attr]
@@ -74,6 +75,29 @@ def test_a_process_without_children_has_none_to_tell_of() -> None:
 
     assert list(seen(lambda: None).processes()) == []
     assert list(seen(ask).processes()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "works"),
+    [
+        (["python3", "train.py"], True),
+        (["python3", "-m", "trainer"], True),
+        (["torchrun", "train.py"], True),
+        (["python3", "-c", "import torch; torch.ones(1)"], True),
+        (["python3", "-c", "print(1)"], False),
+        (["python3", "-m", "pip", "freeze"], False),
+        (["python3", "/torch/_inductor/compile_worker/__main__.py"], False),
+        (["gzip", "train.py"], False),
+    ],
+)
+def test_a_program_that_may_compute_with_torch_is_told_from_others(arguments: list[str], works: bool) -> None:
+    """What is started as Python may have done the script's work, and nobody has measured it."""
+
+    def start() -> None:
+        sys.audit("subprocess.Popen", arguments[0], arguments, None, None)
+
+    (note,) = seen(start).processes()
+    assert note[1] == (WORKED_ELSEWHERE if works else NOT_HERE)
 
 
 def test_what_happens_afterwards_is_not_noticed() -> None:

@@ -10,19 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 from watched import watched
 
+from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.session import Instruments
-from dtypedoctor.trace.events import NotWatched, Root
+from dtypedoctor.trace.events import WORKED_ELSEWHERE, Coverage, NotWatched, Root
 from dtypedoctor.trace.lines import Lines
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.reader import Trace, read_trace
 from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.worker.process_watch import ProcessWatch
 
 
 class Net(nn.Module):
@@ -287,6 +291,92 @@ def test_a_forked_child_writes_nothing_into_the_trace(tmp_path: Path) -> None:
     assert before == ((tmp_path / "events.jsonl").read_bytes(), (tmp_path / "cursor.bin").read_bytes())
     instruments.stop()
     writer.close()
+
+
+class Doubling(Dataset[Tensor]):
+    """Rows that a module makes, perhaps in a data loader's worker."""
+
+    def __init__(self) -> None:
+        self.double = nn.Linear(2, 2)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        doubled: Tensor = self.double(torch.full((2,), float(index)))
+        return doubled.detach()
+
+
+def forked(work: Callable[[], Any]) -> None:
+    """Runs ``work`` in a child."""
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def seen_of_process(directory: Path, work: Callable[[], Any]) -> Trace:
+    """The trace of ``work``, watched as a script is."""
+    writer = TraceWriter(directory)
+    os.register_at_fork(after_in_child=writer.disown)
+    watch = ProcessWatch(writer)
+    watch.start()
+    work()
+    watch.finish(None)
+    writer.close()
+    return read_trace(directory)
+
+
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        (lambda: forked(lambda: nn.Linear(2, 2)(torch.zeros(1, 2))), True),
+        (lambda: forked(lambda: torch.zeros(2, requires_grad=True).sum().backward()), True),
+        (lambda: forked(lambda: None), False),
+        (lambda: list(DataLoader(Doubling(), num_workers=1)), False),
+    ],
+    ids=["module", "backward", "nothing", "data loader"],
+)
+def test_work_in_a_forked_child_is_told_of(work: Callable[[], Any], told: bool, tmp_path: Path) -> None:
+    """Nobody measures it, so the run must not be called healthy; what a data loader's worker makes is measured where it is used."""
+    trace = seen_of_process(tmp_path, work)
+    assert (WORKED_ELSEWHERE in not_watched(trace)) is told
+
+
+def test_a_loss_inside_of_vmap_is_read_as_one_for_each_row(tmp_path: Path) -> None:
+    """It holds several numbers though it says one; nothing fails over it and every gradient is measured."""
+
+    def loss(weight: Tensor, row: Tensor) -> Tensor:
+        return (weight * row).square().sum()
+
+    def work() -> None:
+        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(torch.ones(3), torch.randn(5, 3))
+
+    trace = seen_of_process(tmp_path, work)
+    assert "dtypedoctor failed" not in not_watched(trace)
+    counts = trace.last(Coverage)
+    assert counts is not None
+    assert (counts.losses, counts.gradients) == (counts.losses_measured, counts.gradients_measured)
+    assert counts.losses > 0
+
+
+@pytest.mark.parametrize(("given", "found"), [(True, "nonfinite-input"), (False, "domain-error")])
+def test_a_bad_input_is_told_from_a_bad_start_in_one_run(given: bool, found: str, tmp_path: Path) -> None:
+    """NaN in what the model is called with is the data's; NaN that its own code makes before the first layer is not."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x if given else x / 0.0 * 0.0))
+
+    data = torch.from_numpy(np.full((2, 4), float("nan") if given else 1.0, dtype=np.float32))
+    net = Scaled()
+    trace = watched(tmp_path, lambda _: net(data).sum().backward())
+    assert diagnose(trace)[0].id == found
 
 
 def wrapped(inner: nn.Module) -> nn.Module:

@@ -19,7 +19,18 @@ from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.renderers import RENDERERS
 from dtypedoctor.runner.launch import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
-from dtypedoctor.trace.events import NO_TORCH, NOT_HERE, Coverage, End, Metric, NotWatched, TensorNote
+from dtypedoctor.trace.events import (
+    NO_TORCH,
+    NOT_HERE,
+    WORKED_ELSEWHERE,
+    Coverage,
+    End,
+    Metric,
+    NotWatched,
+    Observation,
+    ScalerState,
+    TensorNote,
+)
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trace.steps import steps_by_call
 from dtypedoctor.trials.treatment import examine
@@ -121,6 +132,27 @@ def test_a_loss_that_is_nan_without_a_sample_is_not_healthy() -> None:
     )
     assert report.status is Status.UNKNOWN
     assert report.headline == "The loss in step 7 is not finite, and no detector explains it."
+
+
+def test_work_in_processes_that_nobody_measures_makes_a_run_unknown() -> None:
+    """What was measured in the script's own process says nothing of it."""
+    counts = {"module_calls": 4, "module_calls_measured": 4}
+    for why, status in ((WORKED_ELSEWHERE, Status.UNKNOWN), (NOT_HERE, Status.HEALTHY)):
+        report = report_on(measured(**counts).add(NotWatched(what="other programs", why=why)).build())
+        assert report.status is status
+
+
+def test_gradients_of_zeros_that_nobody_has_looked_at_again_make_a_run_unknown() -> None:
+    """Float16 may have flushed them to zero, which only a second run can tell; with a loss scaler there is no doubt."""
+    zeros = Observation(n=60, step=2, call=2, phase="backward", kind="gradient-zeros", fqn=None,
+                        values={"parameters": {"a.weight": {"zeros": 9, "elements": 9}}})  # fmt: skip
+    scaler = ScalerState(n=61, step=2, scale=1024.0, found_inf=False, skipped=False)
+    counts = Coverage(module_calls=4, module_calls_measured=4)
+    doubtful = report_on(TraceBuilder().sample("head", 1.0).add(zeros, counts).build())
+    assert (doubtful.status, exit_code(doubtful)) == (Status.UNKNOWN, 10)
+    assert "a.weight is zero in step 2 and there is no loss scaler" in doubtful.headline
+    scaled = report_on(TraceBuilder().sample("head", 1.0).add(zeros, scaler, counts).build())
+    assert scaled.status is Status.HEALTHY
 
 
 def test_a_mask_is_said_to_reach_nothing() -> None:
