@@ -53,10 +53,13 @@ def reached(trace: Trace) -> Iterator[Reached]:
     found = [seen for seen in observed(trace, KIND) if seen.values["what"] in ENDS]
     graph = graph_of(trace)
     skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
+    trained = _finite_losses(trace)
     tested = {seen.values["id"] for seen in found if seen.values["what"] == "guard"}
     for seen in found:
         if seen.values["what"] in LEAVING and seen.values["id"] in tested:
             continue
+        if seen.values["what"] == "guard" and any(n > seen.n for n in trained):
+            continue  # tested, and left out: the training has gone on from losses that are finite
         last = behind(graph, seen)
         if last is None:
             counts = seen.values["what"] == "item" and seen.values["value"] == "nan" and seen.step not in skipped
@@ -64,6 +67,12 @@ def reached(trace: Trace) -> Iterator[Reached]:
             counts = _counts(graph, seen, last, skipped)
         if counts:
             yield Reached(seen)
+
+
+def _finite_losses(trace: Trace) -> list[int]:
+    """When backward passes began at a loss that is finite."""
+    sites = trace.sites
+    return [s.n for s in trace.samples if s.finite and s.site in sites and sites[s.site].kind == "loss"]
 
 
 def behind(graph: OpGraph, seen: Observation) -> Op | None:

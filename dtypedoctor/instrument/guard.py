@@ -13,6 +13,8 @@ from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import FAILED_THERE, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 
+DisableTorchFunction = torch._C.DisableTorchFunction
+function_mode_is_on = torch._C._is_torch_function_mode_enabled
 grad_is_enabled = torch.is_grad_enabled
 
 MAX_TOLD = 50
@@ -52,6 +54,10 @@ class Guard:
                 return
             if position.silenced:
                 position.silent_work()
+                return
+            if function_mode_is_on():  # the program's own, which is to see what the program does and nothing else
+                with DisableTorchFunction():
+                    hook(*args)
                 return
             grad = grad_is_enabled()
             try:

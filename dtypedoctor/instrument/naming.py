@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dtypedoctor._torch_private import buffers_of, parameters_of
 from dtypedoctor.trace.events import ParameterNote, Root
@@ -76,7 +77,7 @@ class Names:
         absorbed = self._absorbed_by(module)
         elements: Counter[str] = Counter()
         for parameter in module.parameters():
-            elements[dtype_name(parameter)] += parameter.numel()
+            elements[dtype_name(parameter)] += 0 if is_lazy(parameter) else parameter.numel()
         self._writer.write(
             Root(
                 root=number,
@@ -115,15 +116,15 @@ class Names:
         return found
 
     def tensors(self) -> Iterator[tuple[int, str, Tensor, nn.Module, bool]]:
-        """Every parameter and buffer: root, name, tensor, owner, whether it is a buffer."""
+        """Every parameter and buffer that has memory: root, name, tensor, owner, whether it is a buffer."""
         for number, root in self._living():
             for prefix, module in root.named_modules(remove_duplicate=True):
                 dot = f"{prefix}." if prefix else ""
                 for name, tensor in parameters_of(module).items():
-                    if tensor is not None:
+                    if tensor is not None and not is_lazy(tensor):
                         yield number, dot + name, tensor, module, False
                 for name, buffer in buffers_of(module).items():
-                    if buffer is not None:
+                    if buffer is not None and not is_lazy(buffer):
                         yield number, dot + name, buffer, module, True
 
     def note_parameters(self) -> None:

@@ -56,7 +56,7 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
         known = _as_far_as_known(trace, measured)
         return (
             Status.UNKNOWN,
-            f"Nothing found in the script's own process, but not measured: {one_line(', '.join(elsewhere), 200)}; {known}.",
+            f"Nothing found in this process, but not measured: {one_line(', '.join(elsewhere), 200)}; {known}.",
         )
     if treatment.closer is None and (doubt := doubt_in_words(trace)):
         return Status.UNKNOWN, f"Nothing found, but {doubt}."

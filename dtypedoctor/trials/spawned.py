@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from dtypedoctor.analysis import analysis_of
+from dtypedoctor.diagnosis.distributed import SENT, Rank, leading_rank
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.request import Request
@@ -35,15 +36,22 @@ def said_of_spawned(findings: tuple[Finding, ...], run: Run) -> tuple[Finding, .
 
 
 def _leading(run: Run) -> int:
-    """Number of the process to lead with, 0 for the script's own: the first with a finding, else the one that was measured most.
+    """Number of the process to lead with, 0 for the script's own: the first with a finding, of several that work together the one in which it began, else the one that was measured most.
 
     The script's own comes last unless it was measured itself: what it raises is what a process that it has spawned raised.
     """
     own = [(0, run)]
     others = [(number, child) for number, child in run.children.items() if child.trace.usable]
-    for number, one in [*own, *others] if run.trace.samples else [*others, *own]:
-        if analysis_of(one.trace).failures:
-            return number
+    failed = [
+        pair
+        for pair in ([*own, *others] if run.trace.samples else [*others, *own])
+        if analysis_of(pair[1].trace).failures
+    ]
+    together = [Rank(number=n, trace=one.trace, code=one.exit.code, ended="") for n, one in failed if n]
+    if len(together) > 1 and all(rank.collectives[SENT] for rank in together):
+        return leading_rank(together)  # what arrived through a collective began elsewhere
+    if failed:
+        return failed[0][0]
     return max([*own, *others], key=lambda pair: len(pair[1].trace.samples))[0]
 
 

@@ -307,6 +307,15 @@ def written_as_json() -> None:
     print(torch.nansum(roots).item())
 
 
+def batch_that_is_left_out() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    for kept in (0, 2):
+        loss = (weight * torch.ones(2))[:kept].mean()
+        if not torch.isfinite(loss):
+            continue
+        loss.backward()
+
+
 def saved_as_it_is_known() -> None:
     ratio = torch.tensor([1.0, 0.0]) / torch.tensor([2.0, 0.0])
     if torch.isnan(ratio).any():
@@ -339,6 +348,7 @@ HEALTHY: tuple[Callable[[], None], ...] = (
     beams,
     guarded_and_fine,
     bounds_of_a_box,
+    batch_that_is_left_out,
     saved_as_it_is_known,
     mask_in_a_file,
     finite_part_in_a_file,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -247,6 +248,47 @@ def test_the_programs_own_modes_see_only_the_program(tmp_path: Path) -> None:
     trace = watched(tmp_path, lambda _: found.append(counted()))
     assert found == [bare]
     assert seen(trace) == {"", "first", "second"}
+
+
+def test_a_function_mode_of_the_programs_own_sees_only_the_program(tmp_path: Path) -> None:
+    """A counter of functions counts the same in forward, backward and optimizer steps, in each of the first steps."""
+
+    class Functions(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(getattr(func, "__name__", func)))
+            return func(*args, **(kwargs or {}))
+
+    def counted() -> list[list[str]]:
+        net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+        optimizer = torch.optim.AdamW(net.parameters())
+        found = []
+        for _ in range(3):
+            with Functions() as functions:
+                loss = net(torch.ones(3, 4)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            found.append(functions.names)
+        return found
+
+    bare = counted()
+    found: list[list[list[str]]] = []
+    watched(tmp_path, lambda _: found.append(counted()))
+    assert found == [bare]
+
+
+def test_parameters_that_have_no_shape_yet_are_no_trouble(tmp_path: Path) -> None:
+    """A lazy layer makes them when it is first called; every call is measured."""
+    net = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 3))
+    trace = watched(tmp_path, lambda _: [net(torch.randn(4, 4)).sum().backward() for _ in range(2)])
+    assert not trace.all(NotWatched)
+    counts = trace.last(Coverage)
+    assert counts is not None
+    assert counts.module_calls == counts.module_calls_measured == 8
 
 
 def test_modules_of_several_threads_do_not_get_mixed_up(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """What the traces of several ranks say together, and where they lie."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.distributed import Rank, across_ranks, carrier, coverage_of, leading_rank
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.runner.launch import Run, WorkerExit
 from dtypedoctor.trace.events import Observation, Raised
 from dtypedoctor.trace.ranks import (
     header,
@@ -18,6 +21,7 @@ from dtypedoctor.trace.ranks import (
     rank_directory,
 )
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trials.spawned import led_by_spawned
 
 FOUND = Finding(id="float16-overflow", severity=Severity.ERROR, confidence=Confidence.LIKELY, summary="s", cause="c")
 
@@ -61,6 +65,23 @@ def test_the_rank_that_has_something_bad_before_a_collective_leads() -> None:
 def test_a_gradient_that_no_module_returns_is_seen_when_it_is_sent() -> None:
     """All modules are finite on both ranks; what rank 1 puts into the collective is not."""
     assert leading_rank(two(bad="")) == 1
+
+
+def test_of_processes_that_a_script_spawns_the_one_that_sent_it_leads() -> None:
+    """Both have a finding; what the first has came out of the all_reduce."""
+    one, other = (
+        Run(
+            trace=one.trace,
+            exit=WorkerExit(code=0, timed_out=False, seconds=1.0),
+            directory=Path("nowhere"),
+            foreign=True,
+        )
+        for one in two()
+    )
+    script = replace(one, trace=TraceBuilder().build(), children={1: one, 2: other})
+    led = led_by_spawned(lambda *_: script)
+    request: Any = None
+    assert led("before", request).spawned == 2
 
 
 def test_the_collective_that_carried_it_is_named_with_its_victims() -> None:

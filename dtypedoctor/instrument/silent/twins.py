@@ -11,6 +11,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.naming import Names, dtype_name
@@ -75,7 +76,9 @@ class TwinCheck:
         """Equal for models of the same class whose parameters have the same shapes."""
         known = self._likeness.get(module)
         if known is None:
-            known = self._likeness[module] = hash((type(module), *(p.shape for p in module.parameters())))
+            known = self._likeness[module] = hash(
+                (type(module), *(p.shape for p in module.parameters() if not is_lazy(p)))
+            )
         return known
 
     def _compare(self, trainer: nn.Module, answer: _Answer, question: Tensor, scores: Tensor) -> None:
