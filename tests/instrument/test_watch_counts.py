@@ -223,7 +223,9 @@ def test_a_module_call_keeps_few_objects_and_makes_few_calls(tmp_path: Path, mon
         calls = own_calls(training.step)
     modules = sum(1 for _ in training.model.modules())
     assert 0 < objects / modules <= 14
-    assert 0 < calls / modules <= 114  # eight of them make sure that the file behind the descriptor is still the trace
+    # Eight of them make sure that the file behind the descriptor is still the trace. 97 where nothing of the step is written before it
+    # ends; how much is written depends on when the results of the step before arrive.
+    assert 0 < calls / modules <= 124
 
 
 def test_results_are_read_before_there_is_no_room_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
