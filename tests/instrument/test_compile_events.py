@@ -17,6 +17,8 @@ from dtypedoctor.instrument.compile_events import CompileReport, CompileWatch, o
 from dtypedoctor.tickets.nf4_compiled.corrections import install_custom_op
 from dtypedoctor.tickets.nf4_compiled.model import Nf4CompiledConfig, build_nf4_compiled
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:

@@ -31,6 +31,20 @@ def test_the_first_difference_in_execution_order_is_named() -> None:
     assert [module.first_beyond for module in found.modules] == [None, 1, 2]
 
 
+def test_of_two_calls_that_one_run_makes_besides_the_earlier_is_named() -> None:
+    """Both runs have all modules; one calls two of them once more, each before something that both do afterwards."""
+    a, b = TraceBuilder(), TraceBuilder()
+    for trace, more in ((a, True), (b, False)):
+        trace.sample("one", 1.0).sample("two", 1.0)
+        for name in ("one", "two"):
+            if more:
+                trace.sample(name, 1.0)
+            trace.sample("last", 1.0)
+    found = compared(a.build(), b.build())
+    assert found.first is not None
+    assert found.first.fqn == "one"
+
+
 def test_a_drift_within_the_tolerance_is_equal_and_still_told() -> None:
     """One per cent is within five; the module's drift says how much it is."""
     found = compared(three_modules().build(), three_modules(scale=1.01).build(), 0.05)
