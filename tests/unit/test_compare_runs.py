@@ -45,6 +45,15 @@ def test_of_two_calls_that_one_run_makes_besides_the_earlier_is_named() -> None:
     assert found.first.fqn == "one"
 
 
+def test_what_only_one_run_has_lies_after_the_end_only_where_all_of_it_does() -> None:
+    """A module before the last thing that both measure is missing in the middle."""
+    b = TraceBuilder().sample("one", 1.0).sample("last", 1.0).build()
+    middle = TraceBuilder().sample("one", 1.0).sample("more", 1.0).sample("last", 1.0).sample("more", 1.0).build()
+    after = TraceBuilder().sample("one", 1.0).sample("last", 1.0).sample("more", 1.0).build()
+    assert [(one.fqn, one.only_in, one.after_the_end) for one in compared(middle, b).missing] == [("more", "A", False)]
+    assert [(one.fqn, one.only_in, one.after_the_end) for one in compared(b, after).missing] == [("more", "B", True)]
+
+
 def test_a_drift_within_the_tolerance_is_equal_and_still_told() -> None:
     """One per cent is within five; the module's drift says how much it is."""
     found = compared(three_modules().build(), three_modules(scale=1.01).build(), 0.05)

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, head, norm, packed, quant_state, stale_buffer
 from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
+from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.finding import Confidence, Severity
 from dtypedoctor.diagnosis.mismatch.census import Census
 from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
+from dtypedoctor.diagnosis.mismatch.kinds import is_dequantisation
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of, dtype_named
 from dtypedoctor.diagnosis.registry import by_family
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH
@@ -349,3 +351,18 @@ def test_a_table_of_biases_is_no_cache(place: int, name: str) -> None:
     )
     story.refuse("aten.scaled_dot_product_attention.default", "attend", operands, message)
     assert next(detect_mismatch(story.ended())).id == name
+
+
+@pytest.mark.parametrize(
+    ("op", "unpacks"),
+    [
+        ("bitsandbytes.dequantize_4bit.default", True),
+        ("torchao.dequantize_affine.default", True),
+        ("aten.dequantize.self", False),
+        ("bitsandbytes.quantize_4bit.default", False),
+        ("aten.mm.default", False),
+    ],
+)
+def test_an_operator_unpacks_weights_where_its_library_says_so(op: str, unpacks: bool) -> None:
+    """torch's own `dequantize` is of another kind of tensor."""
+    assert is_dequantisation(TraceBuilder().op(op, "layer", [], [])) is unpacks

@@ -46,6 +46,24 @@ def test_a_value_that_float32_cannot_hold_either_is_no_precision_problem() -> No
     assert only(overflow(dtype="float32", float32=5.2e173)).id == "domain-error"
 
 
+def test_a_domain_error_behind_any_half_precision_is_not_proven_on_its_own_operands() -> None:
+    """The op is in float32 and has no finite result there; but what it was given may have been rounded before."""
+
+    def divided(before: str) -> Finding:
+        trace = TraceBuilder()
+        trace.op("aten.mul.Tensor", "scale", [tensor(1, dtype=before)], [tensor(2, dtype=before)])
+        trace.op("aten.add.Tensor", "scale", [tensor(3, dtype="float32")], [tensor(4, dtype="float32")])
+        zero = tensor(5, 0.0, dtype="float32")
+        op = trace.op(
+            "aten.div.Tensor", "norm", [tensor(4, dtype="float32"), zero], [tensor(6, dtype="float32", inf=8)]
+        )
+        replayed(trace, op.n, None, finite=False)
+        return only(trace.sample("norm", 0.0, inf=8, dtype="float32"))
+
+    assert divided("float32").confidence is Confidence.PROVEN
+    assert divided("bfloat16").confidence is Confidence.LIKELY
+
+
 def test_a_replay_that_fits_the_dtype_proves_nothing() -> None:
     """The op overflowed inside; what it would have been is only likely."""
     assert only(overflow(float32=60000.0)).confidence is Confidence.LIKELY
