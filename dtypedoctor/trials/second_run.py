@@ -1,12 +1,14 @@
 """Whether a second run shows what the first one did: only then does what it shows explain the first."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.runner.launch import Run
-from dtypedoctor.trace.events import Observation, Raised, Site
+from dtypedoctor.trace.events import Observation, Raised, Sample, Site
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["another_way", "unconfirmed"]
@@ -21,7 +23,10 @@ def another_way(first: Run, second: Run) -> str:
     one, other = analysis_of(first.trace).raised, analysis_of(again).raised
     if _key(one, first.trace) != _key(other, first.trace):
         return f"the first run {_raised(one, first.trace)}, the second {_raised(other, again)}"
-    incident = analysis_of(first.trace).measured_incident
+    incident, early = analysis_of(first.trace).measured_incident, analysis_of(again).measured_incident
+    if incident is not None and early is not None and _is_new(first.trace, early, before=incident.step):
+        place, when = short(early.site.fqn if early.site is not None else None), first.trace.moment(early.step)
+        return f"in the second run {place} was not finite in {when} already, in the first it was finite there"
     if incident is None or incident.site is None or _is_bad_there(again, incident.site, incident.step):
         return ""
     name = "the loss" if incident.kind == "loss" else short(incident.site.fqn)
@@ -66,12 +71,29 @@ def _raised(raised: Raised | None, trace: Trace) -> str:
     return f"raises {raised.type}{where} in {trace.moment(raised.step)} ({raised.phase})"
 
 
+def _is_new(first: Trace, early: Incident, *, before: int) -> bool:
+    """Whether what the second run had in an earlier step was measured in the first one, and finite: the second has begun elsewhere.
+
+    It has resumed from what the first has saved, say.
+    """
+    if early.site is None or early.step >= before:
+        return False
+    found = [sample.finite for sample in _measured_there(first, early.site, early.step)]
+    return bool(found) and all(found)
+
+
 def _is_bad_there(trace: Trace, place: Site, step: int) -> bool:
     """Whether the same place is not finite in the same step."""
-    return any(
-        not sample.finite
-        and sample.step == step
-        and (site := trace.sites[sample.site]).kind == place.kind
-        and (site.root, site.fqn, site.phase) == (place.root, place.fqn, place.phase)
-        for sample in trace.samples
-    )
+    return not all(sample.finite for sample in _measured_there(trace, place, step))
+
+
+def _measured_there(trace: Trace, place: Site, step: int) -> Iterator[Sample]:
+    for sample in trace.samples:
+        site = trace.sites[sample.site]
+        if sample.step == step and (site.kind, site.root, site.fqn, site.phase) == (
+            place.kind,
+            place.root,
+            place.fqn,
+            place.phase,
+        ):
+            yield sample

@@ -77,6 +77,9 @@ def of_a_backward() -> torch.dtype:
 def of_accelerate() -> torch.dtype:
     """A model that accelerate has prepared, as it does for transformers' Trainer."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)  # one of another test in this process would forbid this precision
 
     class Net(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

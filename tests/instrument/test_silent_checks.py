@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,6 +263,20 @@ def test_a_table_is_known_by_its_values(tmp_path: Path, table: Tensor, found: st
     """Geometric, and equal to its own rounding without being exact."""
     seen = observed(tmp_path, "rotary-table", lambda _: Rotary(table)(torch.ones(8, 16)))
     assert [o.values["rounded_to"] for o in seen] == ([found] if found else [])
+
+
+def test_an_angle_is_given_at_a_position_that_the_model_has(tmp_path: Path) -> None:
+    """The error of a model of 64 positions is not that at 4096."""
+    short, long = Rotary(FREQUENCIES.bfloat16()), Rotary(FREQUENCIES.bfloat16())
+    short.config = SimpleNamespace(max_position_embeddings=64)  # type: ignore[assignment]
+    for name in ("short", "long"):
+        (tmp_path / name).mkdir()
+    one, other = (
+        observed(tmp_path / name, "rotary-table", lambda _, net=net: net(torch.ones(8, 16)))[0].values  # type: ignore[misc]
+        for name, net in (("short", short), ("long", long))
+    )
+    assert (one["position"], other["position"]) == (64, 4096)
+    assert other["angle_error"] == pytest.approx(64 * one["angle_error"])
 
 
 def test_a_rounded_table_that_nobody_reads_is_not_observed(tmp_path: Path) -> None:

@@ -79,3 +79,23 @@ def test_a_second_run_that_goes_another_way_proves_nothing(first: Trace, second:
     assert finding.confidence is not Confidence.PROVEN
     assert finding.step == 1
     assert any("no second run confirms it" in line for line in finding.evidence)
+
+
+def training(bad_since: int) -> Trace:
+    """Three steps, in which a module and the loss are not finite from one on."""
+    story = TraceBuilder()
+    for step in (1, 2, 3):
+        bad = int(step >= bad_since)
+        story.sample("body", 1.0, inf=bad, step=step, call=step).sample(
+            "", 1.0, kind="loss", inf=bad, step=step, call=step
+        )
+    return story.build()
+
+
+def test_a_second_run_that_is_bad_from_its_beginning_explains_nothing() -> None:
+    """It has resumed from what the first has saved: what the first run showed is reported, and that no second confirms it."""
+    found = treated(training(3), training(1))
+    assert found.closer is None
+    assert "was not finite in step 1 already" in found.no_closer
+    assert found.findings[0].step == 3
+    assert found.findings[0].confidence is not Confidence.PROVEN

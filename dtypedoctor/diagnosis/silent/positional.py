@@ -27,8 +27,8 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
                 else None
             ),
             summary=(
-                f"The frequencies {short(values['name'])} are rounded to {values['rounded_to']}: at position 4096 an angle is off "
-                f"by {values['angle_error']:.2g} rad."
+                f"The frequencies {short(values['name'])} are rounded to {values['rounded_to']}: at position "
+                f"{values.get('position', 4096)} an angle is off by {values['angle_error']:.2g} rad."
             ),
             cause=(
                 f"{values['name']} {was} holds {values['rounded_to']} values. Casting a whole model casts its buffers too. The error "

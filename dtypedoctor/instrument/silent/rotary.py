@@ -31,7 +31,7 @@ USUAL = 0.6
 """Share of neighbours that have the usual factor; tables for long contexts bend in between."""
 EXACT = 1e-6
 POSITION = 4096
-"""Where the angle error is given."""
+"""Where the angle error is given, if the model has so many positions."""
 
 
 _Held = tuple[ref[nn.Module], str, torch.dtype]
@@ -52,8 +52,8 @@ class RotaryTables:
 
     ``fqn`` is the module that holds it. Values: ``name`` (of the buffer), ``dtype`` (it has), ``rounded_to`` (it equals its
     own rounding to), ``length``, ``first`` and ``last`` (values), ``deviation`` (largest relative deviation from the
-    geometric progression through its values), ``angle_error`` (what that amounts to at position 4096, in radians) and
-    ``read`` (whether an operator was seen to read it; None where none was looked at).
+    geometric progression through its values), ``angle_error`` (what that amounts to at ``position``, in radians), ``position``
+    (:data:`POSITION`, or the last one of a model whose configuration has fewer) and ``read`` (whether an operator was seen to read it; None where none was looked at).
     """
 
     notes: Notes
@@ -72,7 +72,8 @@ class RotaryTables:
         with self.position.mute(), torch.no_grad():
             found = list(self._buffers(module))
             self._known[module] = [(ref(owner), name.rpartition(".")[2], b.dtype) for name, b, owner in found]
-            self._waiting = [t for t in (_rounded(name, b) for name, b, _ in found) if t is not None]
+            last = _last_position(module)
+            self._waiting = [t for t in (_rounded(name, b, last) for name, b, _ in found) if t is not None]
 
     def after_call(self) -> None:
         """The outermost call has ended: tells of tables that were read, or of all where nobody looked."""
@@ -110,7 +111,13 @@ def _was_cast(held: _Held) -> bool:
     return buffer is not None and buffer.dtype is not dtype
 
 
-def _rounded(name: str, buffer: Tensor) -> _Table | None:
+def _last_position(module: nn.Module) -> int:
+    """The position that an angle is given at: none that the model does not have."""
+    known = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    return known if isinstance(known, int) and 0 < known < POSITION else POSITION
+
+
+def _rounded(name: str, buffer: Tensor, position: int) -> _Table | None:
     rounded_to = next(
         (d for d in (torch.bfloat16, torch.float16) if torch.equal(buffer, buffer.to(d).to(buffer.dtype))), None
     )
@@ -128,7 +135,8 @@ def _rounded(name: str, buffer: Tensor) -> _Table | None:
         "first": values[0],
         "last": values[-1],
         "deviation": deviation,
-        "angle_error": error * POSITION,
+        "angle_error": error * position,
+        "position": position,
     }
     return _Table(name, buffer, told, _memory(buffer))
 
