@@ -3,7 +3,6 @@
 from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.diagnosis.loading import detect_loading
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
-from dtypedoctor.diagnosis.static.configured import check_configured
 
 SPEC = FindingSpec(
     id="checkpoint-dtype-mismatch",
@@ -16,7 +15,4 @@ SPEC = FindingSpec(
     ),
 )
 
-RULES = (
-    Rule(name="loading", specs=(SPEC,), detect=detect_loading),
-    Rule(name="loaded-dtype", specs=(SPEC,), inspect=check_configured),
-)
+RULES = (Rule(name="loading", specs=(SPEC,), detect=detect_loading),)

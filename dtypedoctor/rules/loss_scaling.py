@@ -2,7 +2,6 @@
 
 from dtypedoctor.diagnosis.rule import LOSS_SCALING, OF_ANY_FINDING, FindingSpec, Rule
 from dtypedoctor.diagnosis.scaling import detect_exhausted_scale, detect_scaling
-from dtypedoctor.diagnosis.static.trainable import check_trainable
 
 UNSCALE_FLOAT16_GRADIENTS = FindingSpec(
     id="unscale-float16-gradients",
@@ -39,5 +38,4 @@ LOSS_SCALE_EXHAUSTED = FindingSpec(
 RULES = (
     Rule(name="scaling", specs=(UNSCALE_FLOAT16_GRADIENTS, SCALER_BFLOAT16, NO_INF_CHECKS), detect=detect_scaling),
     Rule(name="loss-scale", specs=(LOSS_SCALE_EXHAUSTED,), detect=detect_exhausted_scale),
-    Rule(name="trainable-weights", specs=(UNSCALE_FLOAT16_GRADIENTS, SCALER_BFLOAT16), inspect=check_trainable),
 )

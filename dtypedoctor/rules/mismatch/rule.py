@@ -3,9 +3,6 @@
 from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, OF_ANY_FINDING, FindingSpec, Rule
-from dtypedoctor.diagnosis.static.kept import check_kept
-from dtypedoctor.diagnosis.static.quantised import check_quantised
-from dtypedoctor.diagnosis.static.sharding import check_sharding
 
 OPERAND_DTYPE_MISMATCH = FindingSpec(
     id="operand-dtype-mismatch",
@@ -193,9 +190,4 @@ SPECS = (
     AUTOCAST_WRONG_DEVICE,
 )
 
-RULES = (
-    Rule(name="mismatch", specs=SPECS, detect=detect_mismatch),
-    Rule(name="packed-weights", specs=(QUANT_STATE_DTYPE, OPERAND_DTYPE_MISMATCH), inspect=check_quantised),
-    Rule(name="shard-units", specs=(FSDP_MIXED_DTYPES,), inspect=check_sharding),
-    Rule(name="kept-weights", specs=(NORM_PROMOTES_TO_FLOAT32,), inspect=check_kept),
-)
+RULES = (Rule(name="mismatch", specs=SPECS, detect=detect_mismatch),)

@@ -3,7 +3,6 @@
 from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
 from dtypedoctor.diagnosis.silent.positional import detect_rotary_tables, detect_rounded_positions
-from dtypedoctor.diagnosis.static.rotary import check_rotary
 
 SPEC = FindingSpec(
     id="rounded-rotary-buffer",
@@ -19,5 +18,4 @@ SPEC = FindingSpec(
 RULES = (
     Rule(name="rounded-positions", specs=(SPEC,), detect=detect_rounded_positions),
     Rule(name="rotary-tables", specs=(SPEC,), detect=detect_rotary_tables),
-    Rule(name="rotary-weights", specs=(SPEC,), inspect=check_rotary),
 )

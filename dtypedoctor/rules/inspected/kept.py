@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import HALF, StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
+from dtypedoctor.rules.mismatch.rule import NORM_PROMOTES_TO_FLOAT32
 
 ID = "norm-promotes-to-float32"
 
@@ -38,3 +40,6 @@ def _is_odd(subject: Subject, tensor: StaticTensor, target: str) -> bool:
 def _lists(subject: Subject) -> Iterator[str]:
     for attribute, modules in subject.keep_in_fp32.items():
         yield f"{attribute} of {subject.config.get('model_type')} holds {', '.join(modules)}."
+
+
+RULES = (Rule(name="kept-weights", specs=(NORM_PROMOTES_TO_FLOAT32,), inspect=check_kept),)

@@ -4,9 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
+from dtypedoctor.rules.mismatch.rule import FSDP_MIXED_DTYPES
 
 ID = "fsdp-mixed-dtypes"
 
@@ -50,3 +52,6 @@ def _unit(name: str) -> str:
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[: first + 1]) if first is not None else ""
+
+
+RULES = (Rule(name="shard-units", specs=(FSDP_MIXED_DTYPES,), inspect=check_sharding),)

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import HALF, StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
+from dtypedoctor.rules.loss_scaling import SCALER_BFLOAT16, UNSCALE_FLOAT16_GRADIENTS
 
 IDS = {"float16": "unscale-float16-gradients", "bfloat16": "scaler-bfloat16"}
 WHY = {
@@ -48,3 +50,6 @@ def _trained(subject: Subject) -> Iterator[StaticTensor]:
 def _saved_whole(tensor: StaticTensor, modules: object) -> bool:
     parts = tensor.name.split(".")
     return isinstance(modules, (list, tuple)) and any(module in parts for module in modules)
+
+
+RULES = (Rule(name="trainable-weights", specs=(UNSCALE_FLOAT16_GRADIENTS, SCALER_BFLOAT16), inspect=check_trainable),)

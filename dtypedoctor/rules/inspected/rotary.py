@@ -4,9 +4,11 @@ import struct
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import HALF, StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import module_of
+from dtypedoctor.rules.silent.rounded_rotary_buffer import SPEC
 
 ID = "rounded-rotary-buffer"
 TABLES = ("inv_freq", "freqs_cis", "cos_cached", "sin_cached")
@@ -58,3 +60,6 @@ def _survives_float16(value: float) -> bool:
         return bool(struct.unpack("<e", struct.pack("<e", value))[0] == value)
     except OverflowError:
         return False
+
+
+RULES = (Rule(name="rotary-weights", specs=(SPEC,), inspect=check_rotary),)

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import QuantState, Subject, plain_dtype
 from dtypedoctor.diagnosis.wording import listed, module_of
+from dtypedoctor.rules.mismatch.rule import OPERAND_DTYPE_MISMATCH, QUANT_STATE_DTYPE
 
 STATE = "quant-state-dtype"
 FLOAT16_ONLY = frozenset({"awq", "gptq"})
@@ -92,3 +94,6 @@ def _float16_kernels(subject: Subject) -> Iterator[Finding]:
     )
     found = located(said, phase="static", dtype=target)
     yield replace(found, references=("https://github.com/vllm-project/vllm/issues/1114", *found.references))
+
+
+RULES = (Rule(name="packed-weights", specs=(QUANT_STATE_DTYPE, OPERAND_DTYPE_MISMATCH), inspect=check_quantised),)

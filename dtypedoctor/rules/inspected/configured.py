@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.static.subject import Subject, plain_dtype
+from dtypedoctor.rules.checkpoint_dtype import SPEC
 
 ID = "checkpoint-dtype-mismatch"
 
@@ -72,3 +74,6 @@ def _finding(severity: Severity, dtype: str, summary: str, cause: str, evidence:
         evidence=evidence,
     )
     return located(said, phase="static", dtype=dtype)
+
+
+RULES = (Rule(name="loaded-dtype", specs=(SPEC,), inspect=check_configured),)

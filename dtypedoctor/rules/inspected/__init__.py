@@ -1,0 +1,1 @@
+"""What is found in models that have not run."""
