@@ -3,8 +3,9 @@
 from collections import defaultdict
 
 from dtypedoctor.scenario.request import Window
-from dtypedoctor.trace.events import Observation, ParameterNote
+from dtypedoctor.trace.events import ParameterNote
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.packed import PackedWeight
 
 __all__ = ["doubtful_weights"]
 
@@ -43,4 +44,4 @@ def _first_call(trace: Trace, root: int) -> int | None:
 
 
 def _is_compared(trace: Trace, call: int) -> bool:
-    return any(o.kind == "packed-weight" and o.call == call for o in trace.all(Observation))
+    return any(seen.call == call for seen in trace.observed(PackedWeight))

@@ -10,6 +10,7 @@ from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import Observation, ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.packed import PackedWeight
 
 __all__ = ["doubt_in_words", "is_dtype_error", "shows_failure", "suspicious_windows"]
 
@@ -64,7 +65,9 @@ def shows_failure(trace: Trace) -> bool:
     raised = trace.last(Raised)
     if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
         return True
-    return bool(incidents(trace)) or any(o.kind in ("gradient-zeros", "packed-weight") for o in trace.all(Observation))
+    if incidents(trace) or trace.observed(PackedWeight):
+        return True
+    return any(o.kind == "gradient-zeros" for o in trace.all(Observation))
 
 
 def _may_be_packed(trace: Trace, raised: Raised) -> bool:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from dtypedoctor._torch_private import without_autocast
 from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.records.packed import PackedBits, PackedWeight
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_CHECKS = 400
@@ -57,15 +58,8 @@ class _Packed:
 class WeightCheck:
     """Compares each operand that has the shape of a packed weight.
 
-    An :class:`Observation` of kind ``packed-bits`` (``of``, ``operand``, ``weight``, ``dtype``, ``quant_dtype``, ``relative_error``)
-    says that an operand of a product, or of an op on the way to one, is typed as another dtype than the quantisation state's and
-    holds the bits of that weight in the state's own: memory that was filled in one format and is read in another. One of kind
-    ``packed-weight`` is written for each operand of a product.
-
-    Its values: ``of`` (number of the op), ``operand`` (index over its inputs), ``weight`` (name of the packed weight that it is
-    closest to, among those of the module), ``dtype`` and ``quant_dtype``, ``relative_error`` (norm of the difference over the
-    norm of the weight; None where it is not finite). Whether the operand is meant to be that weight at all is for the
-    reader to find out.
+    A :class:`PackedWeight` is written for each operand of a product, a :class:`PackedBits` for one that holds the bits of a weight in
+    another format than its dtype says.
     """
 
     def __init__(self, writer: TraceWriter, position: Position) -> None:
@@ -100,15 +94,15 @@ class WeightCheck:
             self._left -= 1
             if _relative_error(operand.view(stored), packed) < SAME:
                 error = _relative_error(operand, packed)
-                values = {
-                    "of": n,
-                    "operand": index,
-                    "weight": packed.name,
-                    "dtype": dtype_name(operand),
-                    "quant_dtype": _name(stored),
-                    "relative_error": error if isfinite(error) else None,
-                }
-                self._write("packed-bits", packed.owner, values)
+                bits = PackedBits(
+                    of=n,
+                    operand=index,
+                    weight=packed.name,
+                    dtype=dtype_name(operand),
+                    quant_dtype=_name(stored),
+                    relative_error=error if isfinite(error) else None,
+                )
+                observe(self._writer, self._position, bits, fqn=packed.owner)
 
     def _compare(self, n: int, index: int, operand: Tensor, root: int, fqn: str) -> None:
         fitting = self._fitting(operand, root, fqn)
@@ -117,24 +111,15 @@ class WeightCheck:
         self._left -= 1
         errors = [(_relative_error(operand, packed), packed) for packed in fitting]
         error, closest = min(errors, key=lambda found: found[0])
-        values = {
-            "of": n,
-            "operand": index,
-            "weight": closest.name,
-            "dtype": dtype_name(operand),
-            "quant_dtype": _name(closest.state.dtype),
-            "relative_error": error if isfinite(error) else None,
-        }
-        self._write("packed-weight", closest.owner, values)
-
-    def _write(self, kind: str, owner: str, values: dict[str, Any]) -> None:
-        position = self._position
-        self._writer.write(
-            Observation(
-                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
-                kind=kind, fqn=owner, values=values,
-            )
-        )  # fmt: skip
+        compared = PackedWeight(
+            of=n,
+            operand=index,
+            weight=closest.name,
+            dtype=dtype_name(operand),
+            quant_dtype=_name(closest.state.dtype),
+            relative_error=error if isfinite(error) else None,
+        )
+        observe(self._writer, self._position, compared, fqn=closest.owner)
 
 
 def _name(dtype: torch.dtype) -> str:

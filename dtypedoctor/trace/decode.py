@@ -4,10 +4,8 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
-from typing import Any, Union, get_args, get_origin
-
-from dtypedoctor.trace.events import Op, TensorNote
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Union, cast, get_args, get_origin
 
 __all__ = ["LARGEST", "decode"]
 
@@ -15,9 +13,10 @@ LARGEST = 2**63
 """No count, number or size in a trace reaches this."""
 
 _Check = Callable[[Any], bool]
-_Plan = tuple[tuple[str, _Check, Callable[[], Any] | None], ...]
+_Plan = tuple[tuple[str, Callable[[Any], Any] | None, _Check, Callable[[], Any] | None], ...]
 _PLANS: dict[type[Any], _Plan] = {}
-"""For each field of a class its name, whether a value fits, and what stands for a value that is not there."""
+"""For each field of a class its name, what makes records of a value that holds some, whether a value fits, and what stands for one
+that is not there."""
 _EMPTY: dict[Any, Callable[[], Any]] = {str: str, bool: bool}
 """The writer leaves out empty values; these are put back for fields without a default of their own."""
 
@@ -29,9 +28,9 @@ def decode(kind: type[Any], value: Mapping[str, Any]) -> Any:
         ValueError, TypeError: a field is missing, or its value has the wrong type.
     """
     arguments = {}
-    for name, fits, empty in _plan(kind):
+    for name, nested, fits, empty in _plan(kind):
         if name in value:
-            arguments[name] = _nested(value[name]) if kind is Op and name in ("inputs", "outputs") else value[name]
+            arguments[name] = value[name] if nested is None else nested(value[name])
             if not fits(arguments[name]):
                 raise ValueError(f"{name} has the wrong type")
         elif empty is not None:
@@ -39,15 +38,33 @@ def decode(kind: type[Any], value: Mapping[str, Any]) -> Any:
     return kind(**arguments)
 
 
-def _nested(notes: Any) -> list[Any]:
-    return [decode(TensorNote, note) for note in notes]
+def _nested(hint: Any) -> Callable[[Any], Any] | None:
+    """What makes records of a value with this type; None where it holds none."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        return lambda value: decode(cast(type[Any], hint), value)
+    if origin in (Union, types.UnionType):
+        within = next((found for part in inner if (found := _nested(part)) is not None), None)
+        return None if within is None else lambda value: None if value is None else within(value)
+    if origin is list and (of_item := _nested(inner[0])) is not None:
+        return lambda values: [of_item(value) for value in values]
+    if (
+        inner
+        and isinstance(origin, type)
+        and issubclass(origin, Mapping)
+        and (of_value := _nested(inner[1])) is not None
+    ):
+        return lambda values: {name: of_value(value) for name, value in values.items()}
+    return None
 
 
 def _plan(kind: type[Any]) -> _Plan:
     found = _PLANS.get(kind)
     if found is None:
         hints = typing.get_type_hints(kind)
-        found = _PLANS[kind] = tuple((f.name, _check(hints[f.name]), _empty_of(f, hints[f.name])) for f in fields(kind))
+        found = _PLANS[kind] = tuple(
+            (f.name, _nested(hints[f.name]), _check(hints[f.name]), _empty_of(f, hints[f.name])) for f in fields(kind)
+        )
     return found
 
 

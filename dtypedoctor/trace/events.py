@@ -16,11 +16,13 @@ Magnitudes are taken over the finite elements only, so no record ever holds NaN 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 SCHEMA = 1
 
 Json = Any  # what json.loads returns
+
+What_co = TypeVar("What_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +360,10 @@ class ScalerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Anything a specialised instrument saw; ``kind`` says which, ``values`` what (documented beside the instrument)."""
+    """What a specialised instrument saw, as it stands on disk: ``kind`` says what it is, ``values`` holds its fields.
+
+    A reader makes an :class:`Observed` of every kind in :mod:`dtypedoctor.trace.records`, and keeps other kinds as they are.
+    """
 
     n: int
     step: int
@@ -366,6 +371,21 @@ class Observation:
     phase: str
     kind: str
     values: Mapping[str, Json]
+    fqn: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed(Generic[What_co]):
+    """What a specialised instrument saw, and when.
+
+    ``what`` is one of the records of :mod:`dtypedoctor.trace.records`, ``fqn`` the module that it is about.
+    """
+
+    n: int
+    step: int
+    call: int
+    phase: str
+    what: What_co
     fqn: str | None = None
 
 

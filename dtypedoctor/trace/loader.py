@@ -7,7 +7,8 @@ from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.trace.decode import decode
-from dtypedoctor.trace.events import KINDS, SCHEMA, Header, Sample, Site
+from dtypedoctor.trace.events import KINDS, SCHEMA, Header, Observation, Sample, Site
+from dtypedoctor.trace.records import from_disk
 from dtypedoctor.trace.samples import BATCH, SAMPLES_PREFIX, parse_line, parse_lines
 from dtypedoctor.trace.seal import open_lines, unreadable
 from dtypedoctor.unpatched import from_json
@@ -89,7 +90,7 @@ class Loader:
         record = decode(kind, value)
         if kind is Site:
             self.sites[record.id] = record
-        self.records.append(record)
+        self.records.append(from_disk(record) if kind is Observation else record)
 
     def _own_damage(self) -> Iterator[str]:
         bad, unknown = self._bad, self._unknown

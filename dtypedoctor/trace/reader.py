@@ -13,7 +13,7 @@ from dtypedoctor.foreign_files import read_head, reason
 from dtypedoctor.trace.canonical import CanonicalNames
 from dtypedoctor.trace.cursor import CURSOR, Stopped, read_entered, read_mark, read_stopped
 from dtypedoctor.trace.details import FOLDED, detail_files
-from dtypedoctor.trace.events import End, Environment, Header, Metric, Root, Sample, Site
+from dtypedoctor.trace.events import End, Environment, Header, Metric, Observed, Root, Sample, Site
 from dtypedoctor.trace.folding import Folded, from_json
 from dtypedoctor.trace.loader import DAMAGED, Loader
 from dtypedoctor.trace.seal import open_lines
@@ -74,6 +74,10 @@ class Trace:
         """All records of one kind, in file order."""
         return cast(tuple[Record, ...], self._by_kind.get(kind, ()))
 
+    def observed(self, what: type[Record]) -> "tuple[Observed[Record], ...]":
+        """Everything that was observed of one kind of :mod:`dtypedoctor.trace.records`, in file order."""
+        return cast(tuple[Observed[Record], ...], self._by_what.get(what, ()))
+
     def last(self, kind: type[Record]) -> Record | None:
         """The last record of one kind."""
         found = self.all(kind)
@@ -95,6 +99,13 @@ class Trace:
         for record in self.records:
             groups.setdefault(type(record), []).append(record)
         return {kind: tuple(found) for kind, found in groups.items()}
+
+    @cached_property
+    def _by_what(self) -> dict[type[Any], tuple[Any, ...]]:
+        groups: dict[type[Any], list[Any]] = {}
+        for record in self.all(Observed):
+            groups.setdefault(type(record.what), []).append(record)
+        return {what: tuple(found) for what, found in groups.items()}
 
     @property
     def header(self) -> Header | None:

@@ -18,6 +18,7 @@ from dtypedoctor.trace.events import (
     Header,
     Metric,
     Observation,
+    Observed,
     Op,
     ParameterNote,
     ProbeLogProbs,
@@ -27,6 +28,7 @@ from dtypedoctor.trace.events import (
 )
 from dtypedoctor.trace.lines import Lines
 from dtypedoctor.trace.loader import Loader
+from dtypedoctor.trace.records import to_disk
 from dtypedoctor.unpatched import getpid, say, to_json
 
 EVENTS = "events.jsonl"
@@ -46,13 +48,15 @@ _OF_A_STEP = (Metric, ScalerState, ProbeLogProbs)
 
 def encode(record: Any) -> dict[str, Any]:
     """The JSON object of a record; empty fields (None, False, an empty list or text) are left out where a reader puts the same back."""
+    if isinstance(record, Observed):
+        record = to_disk(record)
     return {"e": NAMES[type(record)], **_plain(record)}
 
 
 def _public(value: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
     """A record without what is secret in this process; where it holds a message, without what looks so either."""
     if kind not in _OF_NAMES:
-        return cast(dict[str, Any], without_process_secrets(value, recent=kind is Observation))
+        return cast(dict[str, Any], without_process_secrets(value, recent=kind in (Observation, Observed)))
     for key in ("error", "scalars"):
         if key in value:
             value[key] = without_process_secrets(value[key], recent=True)

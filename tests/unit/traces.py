@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from dtypedoctor.trace.events import End, Header, Op, Sample, Site, TensorNote
+from dtypedoctor.trace.events import End, Header, Observation, Op, Sample, Site, TensorNote
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records import from_disk
 
 
 class TraceBuilder:
@@ -55,7 +56,8 @@ class TraceBuilder:
         return record
 
     def add(self, *records: Any) -> "TraceBuilder":
-        self._records += records
+        """Raw observations become typed ones, as they do when a trace is read."""
+        self._records += (from_disk(r) if isinstance(r, Observation) else r for r in records)
         return self
 
     def build(self, *, outcome: str = "completed") -> Trace:

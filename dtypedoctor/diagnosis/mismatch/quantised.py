@@ -13,8 +13,9 @@ from dtypedoctor.diagnosis.mismatch.unpacked import Unpacked, is_wrong
 from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import listed, place, short
-from dtypedoctor.trace.events import Observation, Op
+from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.packed import ComparedOperand, PackedBits, PackedWeight
 
 __all__ = ["dequantised_to_another_dtype", "packed_weight_used_as_dense", "silently_wrong_weights", "stale_buffer"]
 
@@ -112,28 +113,27 @@ def silently_wrong_weights(trace: Trace) -> Iterator[Finding]:
 
 def _wrong(trace: Trace) -> Iterator[Unpacked]:
     """One weight of each product: the one whose bits were seen on the way to it, else the one that its operand should have been."""
-    suspects = [
-        o for o in trace.all(Observation) if o.kind == "packed-bits" or (o.kind == "packed-weight" and is_wrong(o))
-    ]
+    compared = (seen.what for seen in trace.observed(PackedWeight))
+    suspects: list[ComparedOperand] = [seen.what for seen in trace.observed(PackedBits)]
+    suspects += filter(is_wrong, compared)
     if not suspects:
         return
     graph = graph_of(trace)
     provenance = Provenance(graph, Census(trace))
     by_number = {op.n: op for op in graph.ops if op.error is None}
     told = set()
-    for seen in sorted(suspects, key=lambda o: o.kind != "packed-bits"):
-        op = by_number.get(int(seen.values["of"]))
+    for seen in suspects:
+        op = by_number.get(seen.of)
         unpacked = _unpacked(provenance, op, seen) if op is not None else None
         if unpacked is not None and unpacked.is_garbage and unpacked.op.n not in told:
             told.add(unpacked.op.n)
             yield unpacked
 
 
-def _unpacked(provenance: Provenance, op: Op, seen: Observation) -> Unpacked | None:
-    if seen.kind == "packed-bits":
+def _unpacked(provenance: Provenance, op: Op, seen: ComparedOperand) -> Unpacked | None:
+    if isinstance(seen, PackedBits):
         return Unpacked.of_bits(provenance, op, seen)
-    index = int(seen.values["operand"])
-    return Unpacked.of(provenance, op, index, provenance.of(op.inputs[index], op))
+    return Unpacked.of(provenance, op, seen.operand, provenance.of(op.inputs[seen.operand], op))
 
 
 def _silent(found: list[Unpacked]) -> Finding:
@@ -184,7 +184,8 @@ def _kernel_summary(found: Unpacked) -> str:
 
 def _dequantised_operand(case: Case) -> Operand | None:
     """The odd operand that goes back to a packed weight, if one does."""
-    seen = {o.values.get("operand") for o in case.seen("packed-weight") if not is_wrong(o)}
+    compared = (o.what for o in case.trace.observed(PackedWeight) if o.what.of == case.op.n)
+    seen = {one.operand for one in compared if not is_wrong(one)}
     return next(
         (
             o

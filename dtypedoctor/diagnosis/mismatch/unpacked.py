@@ -1,8 +1,6 @@
 """Operands that are, or are meant to be, a packed weight made dense again."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
 from dtypedoctor.diagnosis.mismatch.census import owner_of
@@ -10,7 +8,8 @@ from dtypedoctor.diagnosis.mismatch.kinds import CASTS, PRODUCTS, UNCOMPUTED, VI
 from dtypedoctor.diagnosis.mismatch.provenance import Provenance
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.wording import short
-from dtypedoctor.trace.events import Observation, Op
+from dtypedoctor.trace.events import Op
+from dtypedoctor.trace.records.packed import ComparedOperand, PackedBits, PackedWeight
 
 __all__ = ["Unpacked", "is_wrong"]
 
@@ -50,8 +49,8 @@ class Unpacked:
     @classmethod
     def of(cls, provenance: Provenance, op: Op, index: int, birth: Birth) -> "Unpacked | None":
         """The weight that operand ``index`` of ``op`` stands for; None where it is none."""
-        measured = next((o for o in provenance.graph.trace.all(Observation) if o.kind == "packed-weight"
-                         and o.values.get("of") == op.n and o.values.get("operand") == index), None)  # fmt: skip
+        compared = (seen.what for seen in provenance.graph.trace.observed(PackedWeight))
+        measured = next((one for one in compared if (one.of, one.operand) == (op.n, index)), None)
         birth = provenance.before_casts(birth)
         goes_back = birth.reason in _PACKED
         misread = measured is not None and is_wrong(measured) and _is_misread(provenance, op, index)
@@ -59,38 +58,38 @@ class Unpacked:
             measured is None or not (misread or _may_be_filled_unseen(provenance, op, index, birth, measured))
         ):
             return None
-        values = measured.values if measured is not None else {}
-        name = birth.name if goes_back else values.get("weight")
-        return cls._named(provenance, op, birth, name, values, misread)
+        name = birth.name if goes_back or measured is None else measured.weight
+        return cls._named(provenance, op, birth, name, measured, misread)
 
     @classmethod
-    def of_bits(cls, provenance: Provenance, op: Op, seen: Observation) -> "Unpacked | None":
+    def of_bits(cls, provenance: Provenance, op: Op, bits: PackedBits) -> "Unpacked | None":
         """The weight whose bits ``op`` was seen to read in another dtype; None where they are only moved and reach no product.
 
         Whatever stands between (a join, a scale), the product that its result reaches is the op that uses it.
         """
         used = [op, *provenance.graph.downstream(op, MAX_BACK)]
         product = next((user for user in used if overload_free(user.op) in PRODUCTS), None)
-        is_cast = any(out.dtype != seen.values["dtype"] for out in op.outputs)
+        is_cast = any(out.dtype != bits.dtype for out in op.outputs)
         if product is None and not is_cast:
             return None
-        birth = provenance.before_casts(provenance.of(op.inputs[int(seen.values["operand"])], op))
-        name = birth.name if birth.reason in _PACKED else seen.values["weight"]
-        return cls._named(provenance, product or op, birth, name, seen.values, True)
+        birth = provenance.before_casts(provenance.of(op.inputs[bits.operand], op))
+        name = birth.name if birth.reason in _PACKED else bits.weight
+        return cls._named(provenance, product or op, birth, name, bits, True)
 
     @classmethod
-    def _named(cls, provenance: Provenance, op: Op, birth: Birth, name: str | None, values: Mapping[str, Any],
-               misread: bool) -> "Unpacked":  # fmt: skip
+    def _named(cls, provenance: Provenance, op: Op, birth: Birth, name: str | None,
+               measured: ComparedOperand | None, misread: bool) -> "Unpacked":  # fmt: skip
         note = provenance.census.note(op.root, name) if name else None
-        stated = note.quant.get("dtype") if note is not None and note.quant else values.get("quant_dtype")
+        seen = measured.quant_dtype if measured is not None else None
+        stated = note.quant.get("dtype") if note is not None and note.quant else seen
         return cls(
             op=op,
             birth=birth,
             owner=owner_of(name) if name else birth.fqn or "",
             name=name,
             state_dtype=stated or birth.quant_dtype,
-            measured=bool(values),
-            error=values.get("relative_error"),
+            measured=measured is not None,
+            error=measured.relative_error if measured is not None else None,
             misread=misread,
         )
 
@@ -115,13 +114,12 @@ class Unpacked:
         return tuple(said)
 
 
-def is_wrong(observation: Observation) -> bool:
+def is_wrong(compared: ComparedOperand) -> bool:
     """Whether a comparison found something else than the packed weight."""
-    error = observation.values.get("relative_error")
-    return error is None or float(error) > GARBAGE
+    return compared.relative_error is None or compared.relative_error > GARBAGE
 
 
-def _may_be_filled_unseen(provenance: Provenance, op: Op, index: int, birth: Birth, measured: Observation) -> bool:
+def _may_be_filled_unseen(provenance: Provenance, op: Op, index: int, birth: Birth, measured: PackedWeight) -> bool:
     """Whether an operand's memory may have been filled by a kernel that no mode sees (ctypes, Triton).
 
     New memory that nobody was seen to write to is; memory from before the window only where its dtype is not the state's,
@@ -136,7 +134,7 @@ def _may_be_filled_unseen(provenance: Provenance, op: Op, index: int, birth: Bir
     if birth.reason is Reason.FACTORY:
         return birth.op is not None and overload_free(birth.op.op) in UNCOMPUTED
     if birth.reason is Reason.ELSEWHERE:
-        return bool(measured.values.get("dtype") != measured.values.get("quant_dtype"))
+        return measured.dtype != measured.quant_dtype
     return False
 
 
@@ -150,8 +148,7 @@ def _before_views(provenance: Provenance, op: Op, index: int) -> Op | None:
 
 def _is_misread(provenance: Provenance, op: Op, index: int) -> bool:
     """Whether memory that was read in another dtype, by the product or by a cast before it, holds the weight in the state's own."""
-    bits = (o.values for o in provenance.graph.trace.all(Observation) if o.kind == "packed-bits")
-    misread = {(values["of"], values["operand"]) for values in bits}
+    misread = {(seen.what.of, seen.what.operand) for seen in provenance.graph.trace.observed(PackedBits)}
     for _ in range(MAX_BACK):
         if (op.n, index) in misread:
             return True
