@@ -10,10 +10,10 @@ from math import inf
 
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import Incident, incidents
-from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Raised, Sample, Site
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.models import ProcessGroup
 
 __all__ = ["Carried", "Rank", "across_ranks", "carrier", "coverage_of", "leading_rank"]
 
@@ -252,5 +252,5 @@ def _blame(rank: Rank) -> int:
 
 def _members(trace: Trace, site: Site) -> tuple[int, ...]:
     name = site.index.partition(":")[0]
-    group = next((o for o in observed(trace, "process-group") if o.values["name"] == name), None)
-    return tuple(group.values["ranks"]) if group is not None else ()
+    groups = (seen.what for seen in trace.observed(ProcessGroup))
+    return next((tuple(group.ranks) for group in groups if group.name == name), ())

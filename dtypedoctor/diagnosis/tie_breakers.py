@@ -10,6 +10,7 @@ from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.trace.events import ScalerState
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.autocast import AutocastRegion
 
 __all__ = ["TIE_BREAKERS", "with_tie_breakers"]
 
@@ -31,7 +32,7 @@ def with_tie_breakers(finding: Finding, trace: Trace) -> Finding:
 
 def _autocast(finding: Finding, trace: Trace) -> bool:
     """Without regions that cast, values have the dtypes that the program itself gave them."""
-    dtypes = {o.values["wanted"] for o in observed(trace, "autocast-region") if o.values["enabled"]}
+    dtypes = {o.what.dtype for o in trace.observed(AutocastRegion) if o.what.enabled}
     return finding.dtype in dtypes if spec_of(finding.id).fits_wider_dtype else bool(dtypes)
 
 

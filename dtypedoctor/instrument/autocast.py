@@ -7,7 +7,6 @@ entered: the context manager class itself, which ``custom_bwd`` also uses to res
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
@@ -16,40 +15,19 @@ from torch.amp.autocast_mode import autocast
 
 from dtypedoctor._torch_private import region_is_on
 from dtypedoctor.instrument.frames import source_of
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.position import Position, is_foreign
-from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.records.autocast import AutocastRegion
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_REGIONS = 100
 """Different regions that are told of."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
-    """An open autocast region.
-
-    Attributes:
-        device: the device type whose operators it casts.
-        wanted: the dtype that was asked for.
-        enabled: False for a region that switches autocast off, and where torch disabled it (no such device).
-        source: ``file.py:line`` of the code that entered it; None for one that was open when the watch began.
-    """
-
-    device: str
-    wanted: str
-    enabled: bool
-    source: str | None
-
-    @property
-    def dtype(self) -> str | None:
-        """The dtype it casts to, None where it casts nothing."""
-        return self.wanted if self.enabled else None
-
-
 class _OfThread(threading.local):
     """The regions that are open in each thread that Python has started; in those of autograd the ones of the first thread."""
 
-    def __init__(self, first: list[Region]) -> None:
+    def __init__(self, first: list[AutocastRegion]) -> None:
         self.regions = first if is_foreign() else []
 
 
@@ -61,14 +39,14 @@ class AutocastLog:
     """
 
     def __init__(self) -> None:
-        first: list[Region] = []
+        first: list[AutocastRegion] = []
         self._of = _OfThread(first)
         self._of.regions = first
         self._undo: list[Callable[[], None]] = []
-        self.entered: list[Callable[[Region], None]] = []
+        self.entered: list[Callable[[AutocastRegion], None]] = []
 
     @property
-    def _regions(self) -> list[Region]:
+    def _regions(self) -> list[AutocastRegion]:
         return self._of.regions
 
     def start(self) -> None:
@@ -104,7 +82,7 @@ class AutocastLog:
             self._undo.pop()()
 
     def _note(self, region: autocast) -> None:
-        found = Region(
+        found = AutocastRegion(
             device=region.device,
             wanted=str(region.fast_dtype).removeprefix("torch."),
             enabled=region_is_on(region),
@@ -122,39 +100,32 @@ class AutocastLog:
         return next((region.dtype for region in reversed(regions) if region.device == device), None)
 
     @property
-    def open_regions(self) -> tuple[Region, ...]:
+    def open_regions(self) -> tuple[AutocastRegion, ...]:
         """Every region that is open, outermost first."""
         return tuple(self._regions)
 
 
 class RegionLog:
-    """Writes an observation of kind ``autocast-region`` for each different region that is entered.
-
-    Values: ``device``, ``wanted`` (dtype), ``enabled``, ``source``.
-    """
+    """Writes each different region that is entered."""
 
     def __init__(self, writer: TraceWriter, position: Position) -> None:
         self._writer = writer
         self._position = position
-        self._told: set[Region] = set()
+        self._told: set[AutocastRegion] = set()
 
-    def tell(self, region: Region) -> None:
+    def tell(self, region: AutocastRegion) -> None:
         """A region is entered."""
         if region in self._told or len(self._told) >= MAX_REGIONS:
             return
         self._told.add(region)
-        position = self._position
-        self._writer.write(
-            Observation(
-                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
-                kind="autocast-region", fqn=None, values=asdict(region),
-            )
-        )  # fmt: skip
+        observe(self._writer, self._position, region)
 
 
-def _already_open() -> list[Region]:
+def _already_open() -> list[AutocastRegion]:
     return [
-        Region(device=d, wanted=str(torch.get_autocast_dtype(d)).removeprefix("torch."), enabled=True, source=None)
+        AutocastRegion(
+            device=d, wanted=str(torch.get_autocast_dtype(d)).removeprefix("torch."), enabled=True, source=None
+        )
         for d in ("cpu", "cuda")
         if torch.is_autocast_enabled(d)
     ]

@@ -38,11 +38,12 @@ from dtypedoctor.instrument.c10d_operators import (
 from dtypedoctor.instrument.frames import local_of
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.places import Place
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.sites import Looks
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.records.models import ProcessGroup
 from dtypedoctor.trace.writer import TraceWriter
 
 SENT, RECEIVED = "sent", "received"
@@ -83,7 +84,7 @@ class _Pending:
 class Collectives:
     """Watches the collectives of this process from the moment at which it belongs to a group.
 
-    For each process group an :class:`Observation` of kind ``process-group`` is written: ``name``, ``ranks``, ``backend``.
+    For each process group a :class:`ProcessGroup` is written.
 
     Args:
         writer: where groups are described.
@@ -286,15 +287,7 @@ class Collectives:
         if group.group_name in self._groups:
             return
         self._groups.add(group.group_name)
-        position = self._position
-        values = {
-            "name": group.group_name,
-            "ranks": dist.get_process_group_ranks(group),
-            "backend": dist.get_backend(group),
-        }
-        self._writer.write(
-            Observation(
-                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
-                kind="process-group", values=values,
-            )
-        )  # fmt: skip
+        described = ProcessGroup(
+            name=group.group_name, ranks=dist.get_process_group_ranks(group), backend=dist.get_backend(group)
+        )
+        observe(self._writer, self._position, described)

@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from dtypedoctor.instrument.naming import Names, dtype_name, quantization_of
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.sharding import shard_units
 from dtypedoctor.instrument.weights import packed_attributes
-from dtypedoctor.trace.events import Observation, ParameterNote
+from dtypedoctor.trace.events import ParameterNote
+from dtypedoctor.trace.records.models import ModelConfig
 from dtypedoctor.trace.writer import TraceWriter
 
 Fact = tuple[str, str, dict[str, Any]]
@@ -20,12 +22,7 @@ _KEEP_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 class ModelFacts:
-    """Writes, when an outermost module is first called, observations of these kinds about it and the modules inside it.
-
-    * ``model-config``: ``root``, ``dtype`` (of the configuration, or None), ``keep_in_fp32`` (entries of its keep lists).
-    * ``shard-unit`` (FSDP2): ``root``, ``dtypes`` (parameter names by dtype, those of inner units aside), ``trainable`` (the same
-      of those that get gradients), ``param_dtype``, ``reduce_dtype``, ``output_dtype`` of its mixed-precision policy.
-    """
+    """Writes, when an outermost module is first called, each :class:`ModelConfig` and :class:`ShardUnit` of it and the modules inside it."""
 
     def __init__(self, writer: TraceWriter, position: Position, names: Names) -> None:
         self._writer = writer
@@ -41,15 +38,9 @@ class ModelFacts:
         root, prefix = place
         self._told.add(root)
         self._note_packed(module, root)
-        position = self._position
-        for kind, name, values in (*_configurations(module), *_units(module)):
+        for name, fact in (*_configurations(module, root), *shard_units(module, root)):
             fqn = ".".join(part for part in (prefix, name) if part)
-            self._writer.write(
-                Observation(
-                    n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
-                    kind=kind, fqn=fqn, values={"root": root, **values},
-                )
-            )  # fmt: skip
+            observe(self._writer, self._position, fact, fqn=fqn)
 
     def _note_packed(self, module: nn.Module, root: int) -> None:
         """Notes packed weights that no parameter holds as if one did."""
@@ -69,12 +60,12 @@ class ModelFacts:
                 )
 
 
-def _configurations(module: nn.Module) -> Iterator[Fact]:
+def _configurations(module: nn.Module, root: int) -> Iterator[tuple[str, ModelConfig]]:
     for name, child in module.named_modules():
         kept = _kept_in_float32(child)
         dtype = _configured_dtype(child) if not name or kept else None
         if kept or dtype:
-            yield "model-config", name, {"dtype": dtype, "keep_in_fp32": kept}
+            yield name, ModelConfig(root=root, dtype=dtype, keep_in_fp32=kept)
 
 
 def _kept_in_float32(module: nn.Module) -> list[str]:
@@ -85,8 +76,3 @@ def _configured_dtype(module: nn.Module) -> str | None:
     config = getattr(module, "config", None)
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     return str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else None
-
-
-def _units(module: nn.Module) -> Iterator[Fact]:
-    for name, values in shard_units(module):
-        yield "shard-unit", name, values

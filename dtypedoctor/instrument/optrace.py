@@ -23,6 +23,7 @@ from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.headroom import bytes_of, fits
 from dtypedoctor.instrument.identity import TensorIds
 from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.operator_mode import OperatorMode, is_whole
 from dtypedoctor.instrument.origins import KnownTensors
 from dtypedoctor.instrument.position import Position
@@ -43,7 +44,8 @@ from dtypedoctor.instrument.weights import WeightCheck
 from dtypedoctor.instrument.whereabouts import OpPlace, Whereabouts
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.redaction.messages import elided
-from dtypedoctor.trace.events import Observation, Op, TensorNote
+from dtypedoctor.trace.events import Op, TensorNote
+from dtypedoctor.trace.records.autocast import OpenRegions
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_OPS = 200_000
@@ -58,8 +60,7 @@ _SKIPPED = frozenset({"aten.detach.default", "aten.alias.default", "aten._local_
 class OpTrace(OperatorMode):
     """Records ops while it is entered. Use :meth:`open` and :meth:`close`; both may be called more than once.
 
-    For an op that raises, an :class:`Observation` of kind ``autocast-regions`` follows: ``of`` (number of the op), ``device``
-    (type of its operands' device) and ``regions``, the open ones from the outermost in, each ``device``, ``wanted`` (dtype), ``enabled``, ``source``.
+    For an op that raises, an :class:`OpenRegions` follows.
     """
 
     def __init__(
@@ -302,17 +303,8 @@ class OpTrace(OperatorMode):
         )
 
     def _note_regions(self, n: int, device: str) -> None:
-        regions = [
-            {"device": r.device, "wanted": r.wanted, "enabled": r.enabled, "source": r.source}
-            for r in self._autocast.open_regions
-        ]
-        position = self._position
-        self._writer.write(
-            Observation(
-                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
-                kind="autocast-regions", fqn=None, values={"of": n, "device": device, "regions": regions},
-            )
-        )  # fmt: skip
+        regions = OpenRegions(of=n, device=device, regions=list(self._autocast.open_regions))
+        observe(self._writer, self._position, regions)
 
 
 def _device(tensors: list[Tensor]) -> str:

@@ -12,8 +12,9 @@ from dtypedoctor._torch_private import SHARDING_COPIES, unit_policy
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.records.models import ShardCall, ShardUnit
 from dtypedoctor.trace.writer import TraceWriter
 
 SHARDING = "torch.distributed.fsdp"
@@ -25,9 +26,7 @@ _POLICY = ("param_dtype", "reduce_dtype", "output_dtype")
 class ShardCalls:
     """Follows the calls that make shard units, once :data:`SHARDING` has been imported.
 
-    Writes an :class:`Observation` of kind ``shard-call`` before each ``fully_shard``, and where FSDP1 refuses a unit: ``api``,
-    ``cls``, ``source`` (of the call), ``dtypes`` (parameter names by dtype, those of inner units aside), ``trainable`` (the
-    same of those that get gradients, which is what FSDP2 asks to be uniform) and the dtypes of the mixed-precision policy.
+    Writes a :class:`ShardCall` before each ``fully_shard``, and where FSDP1 refuses a unit.
     """
 
     def __init__(self, writer: TraceWriter, position: Position, guard: Guard) -> None:
@@ -102,25 +101,19 @@ class ShardCalls:
             for name, parameter in _own_parameters(module)
             if id(parameter) not in left_out
         ]
-        position = self._position
-        values = {
-            "api": api,
-            "cls": ", ".join(type(module).__name__ for module in modules),
-            "source": source_of(sys._getframe()),
-            "dtypes": _by_dtype(held),
-            "trainable": _by_dtype((name, p) for name, p in held if p.requires_grad),
+        called = ShardCall(
+            api=api,
+            cls=", ".join(type(module).__name__ for module in modules),
+            source=source_of(sys._getframe()),
+            dtypes=_by_dtype(held),
+            trainable=_by_dtype((name, p) for name, p in held if p.requires_grad),
             **_dtypes_of(given.get("mp_policy")),
-        }
-        self._writer.write(
-            Observation(
-                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
-                kind="shard-call", values=values,
-            )
-        )  # fmt: skip
+        )
+        observe(self._writer, self._position, called)
 
 
-def shard_units(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Dotted name of each unit of FSDP2 in ``module``, with ``dtypes``, ``trainable`` and the dtypes of its policy."""
+def shard_units(module: nn.Module, root: int) -> Iterator[tuple[str, ShardUnit]]:
+    """Each unit of FSDP2 in ``module``, which is the outermost module number ``root``, with its dotted name."""
     kind = getattr(sys.modules.get(SHARDING), "FSDPModule", None)
     units = {name: child for name, child in module.named_modules() if kind is not None and isinstance(child, kind)}
     for name, unit in units.items():
@@ -128,11 +121,12 @@ def shard_units(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
         named = [(prefix + own, parameter) for own, parameter in _own_parameters(unit)]
         yield (
             name,
-            {
-                "dtypes": _by_dtype(named),
-                "trainable": _by_dtype((own, p) for own, p in named if p.requires_grad),
+            ShardUnit(
+                root=root,
+                dtypes=_by_dtype(named),
+                trainable=_by_dtype((own, p) for own, p in named if p.requires_grad),
                 **_dtypes_of(unit_policy(unit)),
-            },
+            ),
         )
 
 

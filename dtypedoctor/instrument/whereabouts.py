@@ -10,8 +10,9 @@ from dtypedoctor._torch_private import autograd_node, context_facts, next_sequen
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.frames import function_context, function_name, source_of
 from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.records.autocast import CustomFunction
 from dtypedoctor.trace.writer import TraceWriter
 
 
@@ -44,9 +45,7 @@ class Whereabouts:
     """Knows the place of the operator that is running.
 
     A backward operator belongs to the module and line whose forward made its autograd node. For each custom function whose
-    backward begins, an :class:`Observation` of kind ``custom-function`` is written: ``function``, ``decorated`` (whether
-    ``custom_fwd`` is around its forward), ``fwd_used_autocast`` and ``ctx_dtype`` (what ``custom_bwd`` goes by),
-    ``forward_autocast`` (the dtype of the autocast region around the forward), ``forward_source``.
+    backward begins, a :class:`CustomFunction` is written.
     """
 
     def __init__(self, writer: TraceWriter, position: Position, names: Names, autocast: AutocastLog) -> None:
@@ -96,18 +95,12 @@ class Whereabouts:
     def _note(self, context: FunctionCtx, made: OpPlace) -> None:
         facts = context_facts(context)
         dtype = facts["ctx_dtype"]
-        values = {
-            "function": function_name(context),
-            "decorated": facts["decorated"],
-            "fwd_used_autocast": facts["fwd_used_autocast"],
-            "ctx_dtype": str(dtype).removeprefix("torch.") if dtype is not None else None,
-            "forward_autocast": made.autocast,
-            "forward_source": made.source,
-        }
-        position = self._position
-        self._writer.write(
-            Observation(
-                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
-                kind="custom-function", fqn=made.fqn, values=values,
-            )
-        )  # fmt: skip
+        function = CustomFunction(
+            function=function_name(context),
+            decorated=facts["decorated"],
+            fwd_used_autocast=facts["fwd_used_autocast"],
+            ctx_dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,
+            forward_autocast=made.autocast,
+            forward_source=made.source,
+        )
+        observe(self._writer, self._position, function, fqn=made.fqn)

@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.mismatch.messages import Complaint, complaint_of
 from dtypedoctor.diagnosis.mismatch.provenance import Provenance
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of, overload_free
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.trace.events import Observation, Op, Raised, Replay, TensorNote
+from dtypedoctor.trace.events import Op, Raised, Replay, TensorNote
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["Case", "Operand", "case_of"]
@@ -125,10 +125,6 @@ class Case:
     def ran_with(self, operand: Operand) -> bool:
         """Whether the op ran when ``operand`` alone was cast to the dtype of the others, or all to the one they should have."""
         return self.ran(f"operand-{operand.index}-as-{self.rule}") or self.ran(f"all-as-{self.rule}")
-
-    def seen(self, kind: str) -> tuple[Observation, ...]:
-        """The observations of one kind that are about this op."""
-        return tuple(o for o in self.trace.all(Observation) if o.kind == kind and o.values.get("of") == self.op.n)
 
 
 _SAYS_LITTLE = frozenset({Reason.ELSEWHERE, Reason.CAST, Reason.AUTOCAST_LIST, Reason.FACTORY})

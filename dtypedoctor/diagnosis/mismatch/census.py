@@ -11,8 +11,9 @@ from functools import cached_property
 from math import prod
 
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.trace.events import Observation, ParameterNote, Site
+from dtypedoctor.trace.events import ParameterNote, Site
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.models import ModelConfig
 
 __all__ = ["HALF", "Census", "owner_of"]
 
@@ -106,14 +107,14 @@ class Census:
 
     def keeper(self, root: int, fqn: str) -> str | None:
         """The entry of the model's keep-in-float32 list that names a module, if any."""
-        for observation in self.trace.all(Observation):
-            if observation.kind != "model-config" or observation.values.get("root") != root:
+        for seen in self.trace.observed(ModelConfig):
+            if seen.what.root != root:
                 continue
-            prefix = observation.fqn or ""
+            prefix = seen.fqn or ""
             if not prefix or fqn == prefix or fqn.startswith(f"{prefix}."):
-                entry = next((e for e in observation.values.get("keep_in_fp32", ()) if e in fqn), None)
+                entry = next((e for e in seen.what.keep_in_fp32 if e in fqn), None)
                 if entry is not None:
-                    return str(entry)
+                    return entry
         return None
 
     def loaded_with(self, root: int, fqn: str, dtype: str) -> str:
@@ -127,9 +128,8 @@ class Census:
 
     def config_dtype(self, root: int) -> str | None:
         """The dtype that the model's configuration states, where it has one."""
-        found = [o.values.get("dtype") for o in self.trace.all(Observation) if o.kind == "model-config"
-                 and o.values.get("root") == root and not o.fqn]  # fmt: skip
-        return next((str(dtype) for dtype in found if dtype), None)
+        own = (seen.what for seen in self.trace.observed(ModelConfig) if not seen.fqn)
+        return next((config.dtype for config in own if config.root == root and config.dtype), None)
 
     def packed_in(self, root: int, fqn: str) -> Iterator[ParameterNote]:
         """The packed weights that a module holds itself."""

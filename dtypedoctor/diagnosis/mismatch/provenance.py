@@ -18,7 +18,8 @@ from dtypedoctor.diagnosis.mismatch.kinds import (
 )  # fmt: skip
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.trace.events import Flow, Observation, Op, TensorNote
+from dtypedoctor.trace.events import Flow, Op, TensorNote
+from dtypedoctor.trace.records.models import ShardUnit
 
 __all__ = ["Provenance"]
 
@@ -178,8 +179,8 @@ class Provenance:
     def shard_unit(self, op: Op, dtype: str) -> str | None:
         """The shard unit whose policy casts its outputs to ``dtype``, where ``op`` casts a result of that unit."""
         made = next((maker for t in op.inputs if (maker := self.graph.producer(t)) is not None), None)
-        for unit in self.graph.trace.all(Observation):
-            if unit.kind == "shard-unit" and unit.values.get("output_dtype") == dtype and made is not None:
+        for unit in self.graph.trace.observed(ShardUnit):
+            if unit.what.output_dtype == dtype and made is not None:
                 fqn = unit.fqn or ""
                 if made.fqn == fqn or made.fqn.startswith(f"{fqn}." if fqn else ""):
                     return fqn

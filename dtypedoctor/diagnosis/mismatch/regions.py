@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.mismatch.arguments import who_is_what
@@ -14,8 +13,9 @@ from dtypedoctor.diagnosis.mismatch.report import Verdict, described, ran_in, sa
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import place, short
-from dtypedoctor.trace.events import Flow, Observation
+from dtypedoctor.trace.events import Flow
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.autocast import AutocastRegion, CustomFunction, OpenRegions
 
 __all__ = [
     "autocast_bypass",
@@ -38,7 +38,7 @@ def custom_function(case: Case) -> Verdict | None:
     context = _context(case)
     if context is None:
         return None
-    forward, used, decorated = (context.get(k) for k in ("forward_autocast", "fwd_used_autocast", "decorated"))
+    forward, used, decorated = context.forward_autocast, context.fwd_used_autocast, context.decorated
     if forward and not case.op.autocast:
         why = (
             f"custom_fwd and custom_bwd of {case.op.function} belong to another device type than its operands, so they saw no "
@@ -69,8 +69,8 @@ def custom_function(case: Case) -> Verdict | None:
     )
 
 
-def _both_regions(case: Case, context: dict[str, Any]) -> str:
-    forward = f"its forward at {context.get('forward_source')} ran {_under(context.get('forward_autocast'))}"
+def _both_regions(case: Case, context: CustomFunction) -> str:
+    forward = f"its forward at {context.forward_source} ran {_under(context.forward_autocast)}"
     return f"{case.op.function}: {forward}, its backward {_under(case.op.autocast)}."
 
 
@@ -81,13 +81,12 @@ def _under(region: str | None) -> str:
 _MEET = "Gradients in the region's dtype meet the tensors that were saved before they were cast."
 
 
-def _context(case: Case) -> dict[str, Any] | None:
+def _context(case: Case) -> CustomFunction | None:
     """What the instruments saw of the custom function in whose backward the op ran."""
     if case.op.function is None or case.op.phase not in ("backward", "recompute"):
         return None
-    seen = [o for o in case.trace.all(Observation) if o.kind == "custom-function" and o.n < case.op.n
-            and o.values.get("function") == case.op.function]  # fmt: skip
-    return dict(seen[-1].values) if seen else None
+    earlier = (seen.what for seen in case.trace.observed(CustomFunction) if seen.n < case.op.n)
+    return next((one for one in reversed([*earlier]) if one.function == case.op.function), None)
 
 
 def _saved(case: Case) -> str:
@@ -157,30 +156,32 @@ def _before_casts(case: Case) -> Operand | None:
 
 def wrong_device(case: Case) -> Verdict | None:
     """A product without autocast inside a region that is for another device type than its operands'."""
-    seen = next(iter(case.seen("autocast-regions")), None)
+    seen = _open_regions(case)
     if seen is None or case.op.autocast is not None or case.family not in CAST_BY_AUTOCAST:
         return None
-    device = seen.values.get("device")
-    region = next(
-        (r for r in reversed(seen.values.get("regions", ())) if r["device"] != device and r["wanted"] in case.dtypes),
-        None,
-    )
-    if region is None or any(r["device"] == device for r in seen.values["regions"]):
+    device = seen.device
+    region = next((r for r in reversed(seen.regions) if r.device != device and r.wanted in case.dtypes), None)
+    if region is None or any(r.device == device for r in seen.regions):
         return None
-    proof = ran_in(case, region["wanted"])
+    proof = ran_in(case, region.wanted)
     return Verdict(
         id="autocast-wrong-device",
         fqn=place(case.op),
-        summary=f"The autocast region around {short(place(case.op))} is for {region['device']!r}; its operands are on {device!r}.",
+        summary=f"The autocast region around {short(place(case.op))} is for {region.device!r}; its operands are on {device!r}.",
         cause=(
-            f"A region casts for its own device type only. The one that {region['source'] or 'the caller'} enters does nothing for "
-            f"tensors on {device!r}, so {said(case)} gets {' and '.join(case.dtypes)}, which it would have cast to {region['wanted']}."
+            f"A region casts for its own device type only. The one that {region.source or 'the caller'} enters does nothing for "
+            f"tensors on {device!r}, so {said(case)} gets {' and '.join(case.dtypes)}, which it would have cast to {region.wanted}."
         ),
         proven_by=proof,
-        evidence=(f"With all operands in {region['wanted']}, as the region would have cast them, the same op runs.",)
+        evidence=(f"With all operands in {region.wanted}, as the region would have cast them, the same op runs.",)
         if proof
         else (),
     )
+
+
+def _open_regions(case: Case) -> OpenRegions | None:
+    """The regions that were open when the op raised."""
+    return next((seen.what for seen in case.trace.observed(OpenRegions) if seen.what.of == case.op.n), None)
 
 
 def contradicted_by(case: Case) -> Finding | None:
@@ -188,16 +189,12 @@ def contradicted_by(case: Case) -> Finding | None:
     model, region = case.model_dtype, case.op.autocast
     if model not in HALF or region not in HALF or model == region:
         return None
-    seen = next(iter(case.seen("autocast-regions")), None)
-    inner = [
-        r
-        for r in (seen.values.get("regions", ()) if seen is not None else ())
-        if r["enabled"] and r["wanted"] == region
-    ]
+    seen = _open_regions(case)
+    inner = [r for r in seen.regions if r.dtype == region] if seen is not None else []
     return _contradiction(
         root=case.op.root,
         dtypes=(str(model), str(region)),
-        where=(case.op.phase, case.op.step, inner[0]["source"] if inner else None),
+        where=(case.op.phase, case.op.step, inner[0].source if inner else None),
         proof=ran_in(case, str(model)),
         consequence=f"{said(case)} at {case.op.source} gets {' and '.join(case.dtypes)}, and refuses.",
         weights=case.census.weights_in_words(case.op.root),
@@ -212,8 +209,8 @@ def contradicting_region(trace: Trace) -> Iterator[Finding]:
         model = census.dtype_of(flow.root) if flow.autocast in HALF and flow.root not in told else None
         if model in HALF and model != flow.autocast and model in flow.weights:
             told.add(flow.root)
-            source = next((o.values.get("source") for o in trace.all(Observation) if o.kind == "autocast-region"
-                           and o.values.get("wanted") == flow.autocast and o.values.get("enabled")), None)  # fmt: skip
+            regions = (seen.what for seen in trace.observed(AutocastRegion))
+            source = next((region.source for region in regions if region.dtype == flow.autocast), None)
             yield _contradiction(
                 root=flow.root,
                 dtypes=(str(model), str(flow.autocast)),
@@ -272,12 +269,12 @@ def _model(root: int) -> str:
 
 def region_without_effect(trace: Trace) -> Iterator[Finding]:
     """Regions for a device type on which nothing was computed, in a run that has no other."""
-    regions = [o for o in trace.all(Observation) if o.kind == "autocast-region"]
+    regions = trace.observed(AutocastRegion)
     devices = {site.device for site in trace.sites.values() if site.kind == "output"}
-    useless = next((o for o in regions if o.values.get("wanted") and o.values.get("device") not in devices), None)
-    if useless is None or not devices or any(o.values.get("device") in devices for o in regions):
+    useless = next((o for o in regions if o.what.wanted and o.what.device not in devices), None)
+    if useless is None or not devices or any(o.what.device in devices for o in regions):
         return
-    device = useless.values["device"]
+    device = useless.what.device
     statement = Statement(
         id="autocast-wrong-device",
         severity=Severity.INFO,
@@ -286,4 +283,4 @@ def region_without_effect(trace: Trace) -> Iterator[Finding]:
         cause="A region casts for its own device type only; everything runs in the dtypes of weights and inputs.",
         evidence=(f"Every module returned tensors on {', '.join(sorted(devices))}.",),
     )
-    yield located(statement, phase=useless.phase, step=useless.step, source=useless.values.get("source"))
+    yield located(statement, phase=useless.phase, step=useless.step, source=useless.what.source)

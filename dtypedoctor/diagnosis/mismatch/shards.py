@@ -1,14 +1,14 @@
 """FSDP units that hold parameters of more than one dtype."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of
-from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, short
-from dtypedoctor.trace.events import Observation, Raised
+from dtypedoctor.trace.events import Observed, Raised
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.models import ShardCall, ShardUnit
 
 __all__ = ["mixed_shard_units"]
 
@@ -24,32 +24,32 @@ def mixed_shard_units(trace: Trace) -> Iterator[Finding]:
     complaint = complaint_of(raised.message) if raised is not None else None
     if raised is not None and complaint is not None and complaint.family == "shards":
         yield _finding(trace, _mixed(trace), raised)
-    elif not any(observed(trace, "shard-unit")):  # no unit has been called yet
-        call = next(
-            (o for o in observed(trace, "shard-call") if o.values["api"] == FSDP2 and len(_dtypes(o)) > 1), None
-        )
+    elif not trace.observed(ShardUnit):  # no unit has been called yet
+        calls = (o for o in trace.observed(ShardCall) if o.what.api == FSDP2)
+        call = next((o for o in calls if len(_dtypes(o.what)) > 1), None)
         if call is not None:
             yield _finding(trace, call, None)
 
 
-def _mixed(trace: Trace) -> Observation | None:
+def _mixed(trace: Trace) -> Observed[ShardUnit | ShardCall] | None:
     """The unit that was refused: known by its name where it has been called, else from the call that made it."""
-    units = [o for kind in ("shard-unit", "shard-call") for o in observed(trace, kind)]
-    return next((unit for unit in units if len(_dtypes(unit)) > 1), None)
+    units: tuple[Observed[ShardUnit | ShardCall], ...] = (*trace.observed(ShardUnit), *trace.observed(ShardCall))
+    return next((unit for unit in units if len(_dtypes(unit.what)) > 1), None)
 
 
-def _dtypes(unit: Observation) -> dict[str, list[str]]:
+def _dtypes(unit: ShardUnit | ShardCall) -> Mapping[str, list[str]]:
     """Names of parameters by dtype, of those that have to agree: FSDP2 asks it of trainable ones only."""
-    held = unit.values.get("dtypes", {})
-    return dict(held if unit.values.get("api", FSDP2) != FSDP2 else unit.values.get("trainable", held))
+    is_first = isinstance(unit, ShardCall) and unit.api != FSDP2
+    return unit.dtypes if is_first or unit.trainable is None else unit.trainable
 
 
-def _finding(trace: Trace, unit: Observation | None, raised: Raised | None) -> Finding:
-    dtypes = _dtypes(unit) if unit is not None else {}
+def _finding(trace: Trace, unit: Observed[ShardUnit | ShardCall] | None, raised: Raised | None) -> Finding:
+    dtypes = _dtypes(unit.what) if unit is not None else {}
     fqn = unit.fqn if unit is not None else None
     if fqn is None and raised is not None and raised.modules:
         fqn = raised.modules[-1]
-    name = short(fqn) if fqn is not None else str(unit.values.get("cls") if unit is not None else "of FSDP")
+    cls = unit.what.cls if unit is not None and isinstance(unit.what, ShardCall) else "of FSDP"
+    name = short(fqn) if fqn is not None else cls
     statement = Statement(
         id="fsdp-mixed-dtypes",
         confidence=Confidence.LIKELY,
@@ -60,7 +60,8 @@ def _finding(trace: Trace, unit: Observation | None, raised: Raised | None) -> F
         ),
         evidence=tuple(_evidence(trace, dtypes, raised)),
     )
-    sources = (o.values["source"] for o in observed(trace, "shard-call") if _dtypes(o) and _same(o, dtypes))
+    calls = (seen.what for seen in trace.observed(ShardCall))
+    sources = (call.source for call in calls if _dtypes(call) and _same(call, dtypes))
     return located(
         statement,
         phase=raised.phase if raised is not None else "static",
@@ -71,7 +72,7 @@ def _finding(trace: Trace, unit: Observation | None, raised: Raised | None) -> F
     )
 
 
-def _evidence(trace: Trace, dtypes: dict[str, list[str]], raised: Raised | None) -> Iterator[str]:
+def _evidence(trace: Trace, dtypes: Mapping[str, list[str]], raised: Raised | None) -> Iterator[str]:
     for dtype, names in dtypes.items():
         yield f"{dtype}: {listed(sorted(names))}."
     yield from how_the_run_ended(trace)
@@ -79,7 +80,7 @@ def _evidence(trace: Trace, dtypes: dict[str, list[str]], raised: Raised | None)
         yield "The unit has not been called: FSDP2 refuses the mixture in the first forward pass."
 
 
-def _same(call: Observation, dtypes: dict[str, list[str]]) -> bool:
+def _same(call: ShardCall, dtypes: Mapping[str, list[str]]) -> bool:
     """Whether a call made the unit with these parameters; its names are relative to that unit."""
     made = _dtypes(call)
     return made.keys() == dtypes.keys() and all(

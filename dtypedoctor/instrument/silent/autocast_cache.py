@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from dtypedoctor.instrument.autocast import AutocastLog, Region
+from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.trace.records.autocast import AutocastRegion
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers that do nothing but one product which autocast casts for."""
@@ -54,7 +55,7 @@ class CacheCheck:
         self._position = position
         self._autocast = autocast
         self._guard = guard
-        self._region: Region | None = None
+        self._region: AutocastRegion | None = None
         self._roots: dict[int, _Root] = {}
         self._layers: WeakKeyDictionary[nn.Module, list[Layer]] = WeakKeyDictionary()
         self._stepped = False

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dtypedoctor.instrument.autocast import AutocastLog, Region
+from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.redaction.messages import elided
+from dtypedoctor.trace.records.autocast import AutocastRegion
 
 SCALE = 32768.0
 """The largest power of two that float16 holds; half of what a gradient scaler begins with."""
@@ -45,7 +46,7 @@ class GradientCheck:
         self._steps: dict[int, int] = {}
         autocast.entered.append(self._note_region)
 
-    def _note_region(self, region: Region) -> None:
+    def _note_region(self, region: AutocastRegion) -> None:
         self._float16_region = self._float16_region or region.dtype == "float16"
 
     def before_step(self, optimizer: Optimizer) -> None:

@@ -11,11 +11,26 @@ from typing import Any
 
 from dtypedoctor.trace.decode import decode
 from dtypedoctor.trace.events import Observation, Observed
+from dtypedoctor.trace.records.autocast import AutocastRegion, CustomFunction, OpenRegions
+from dtypedoctor.trace.records.models import ModelConfig, ProcessGroup, ShardCall, ShardUnit
 from dtypedoctor.trace.records.packed import PackedBits, PackedWeight
 
 __all__ = ["RECORDS", "from_disk", "to_disk"]
 
-RECORDS: dict[str, type[Any]] = {record.KIND: record for record in (PackedBits, PackedWeight)}
+RECORDS: dict[str, type[Any]] = {
+    record.KIND: record
+    for record in (
+        AutocastRegion,
+        CustomFunction,
+        ModelConfig,
+        OpenRegions,
+        PackedBits,
+        PackedWeight,
+        ProcessGroup,
+        ShardCall,
+        ShardUnit,
+    )
+}
 """Every record by its kind."""
 
 
