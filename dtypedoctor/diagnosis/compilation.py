@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.trace.events import Observation, ParameterNote, Raised
+from dtypedoctor.trace.events import Observed, ParameterNote, Raised
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.compiling import CompileCounts, GraphBreak, Recompiled, RecompileLimit
 
 __all__ = ["detect_compilation"]
 
@@ -40,34 +40,30 @@ _TORCH = re.compile(r"/torch/(nn|_dynamo|_compile|utils)/")
 def detect_compilation(trace: Trace) -> Iterator[Finding]:
     """Graph breaks first, because the functions behind them are those that are compiled again."""
     raised = trace.last(Raised)
-    breaks = _seen(trace, "graph-break")
+    breaks = trace.observed(GraphBreak)
     if raised is not None and raised.type == REFUSED:
         yield _refused(trace, raised)
     elif breaks:
         yield _broken(trace, breaks)
-    hits = _seen(trace, "recompile-limit")
+    hits = trace.observed(RecompileLimit)
     if hits or (raised is not None and raised.type == REFUSED_LIMIT):
         yield _exhausted(trace, hits, raised)
 
 
-def _seen(trace: Trace, kind: str) -> list[Observation]:
-    return list(observed(trace, kind))
-
-
-def _broken(trace: Trace, breaks: Sequence[Observation]) -> Finding:
-    counts = next(iter(_seen(trace, "compile")), None)
-    total = sum(int(one.values["count"]) for one in breaks)
-    graphs = int(counts.values["unique_graphs"]) if counts is not None else 0
-    first = breaks[0].values
+def _broken(trace: Trace, breaks: Sequence[Observed[GraphBreak]]) -> Finding:
+    counts = next((seen.what for seen in trace.observed(CompileCounts)), None)
+    total = sum(one.what.count for one in breaks)
+    graphs = counts.unique_graphs if counts is not None else 0
+    first = breaks[0].what
     places = f"{len(breaks)} places" if len(breaks) > 1 else "one place"
     ours = any(_FOREIGN.search(text) or _OF_PRECISION.search(text) for text in map(_reason, breaks))
     said = Statement(
         id="compile-graph-break",
         severity=Severity.WARNING if ours else Severity.INFO,  # a print in a forward is the user's business
         confidence=Confidence.LIKELY,
-        summary=f"torch.compile breaks the graph {_times(total)} at {places}, first of all at {_short(first['frames'][-1])}.",
+        summary=f"torch.compile breaks the graph {_times(total)} at {places}, first of all at {_short(first.frames[-1])}.",
         cause=(
-            f"Dynamo stops at what it cannot trace ({first['explanation'] or first['kind']}), compiles the pieces by themselves "
+            f"Dynamo stops at what it cannot trace ({first.explanation or first.kind}), compiles the pieces by themselves "
             "and runs what lies between them in plain Python. The results are right; what compiling is for is lost."
         ),
         evidence=(
@@ -76,8 +72,8 @@ def _broken(trace: Trace, breaks: Sequence[Observation]) -> Finding:
             f"{graphs} graphs were compiled in place of one.",
         ),
     )
-    finding = located(said, phase="compile", fqn=first.get("fqn"), source=_file_and_line(first["frames"][-1]))
-    return _with_custom_op(finding, trace, [str(one.values) for one in breaks])
+    finding = located(said, phase="compile", fqn=breaks[0].fqn, source=_file_and_line(first.frames[-1]))
+    return _with_custom_op(finding, trace, [str(one.what) for one in breaks])
 
 
 def _refused(trace: Trace, raised: Raised) -> Finding:
@@ -100,49 +96,51 @@ def _refused(trace: Trace, raised: Raised) -> Finding:
     return _with_custom_op(finding, trace, [raised.message])
 
 
-def _exhausted(trace: Trace, hits: Sequence[Observation], raised: Raised | None) -> Finding:
+def _exhausted(trace: Trace, hits: Sequence[Observed[RecompileLimit]], raised: Raised | None) -> Finding:
     fatal = raised is not None and raised.type == REFUSED_LIMIT
-    first = hits[0].values if hits else {}
-    name = _function(str(first.get("function", "a function")))
-    guard = _guard(str(first.get("guard", "")))
-    place = str(first.get("place", ""))
+    first = hits[0].what if hits else None
+    name = _function(first.function if first is not None else "a function")
+    guard = _guard(first.guard if first is not None else "")
+    place = first.place if first is not None else ""
+    versions = first.value if first is not None else "too many"
     said = Statement(
         id="recompile-limit",
         severity=Severity.ERROR if fatal else Severity.WARNING,
         confidence=Confidence.LIKELY,
         summary=(
-            f"Dynamo gives up compiling {name} after {first.get('value', 'too many')} versions of it"
+            f"Dynamo gives up compiling {name} after {versions} versions of it"
             f"{f'; the guard that failed last: {guard}' if guard else ''}."
         ),
         cause=(
             "A compiled graph holds for what it was traced with: dtypes, sizes, Python values. Each call that no version fits "
             "compiles another one, up to a limit; beyond it the function runs in plain Python for the rest of the process."
         ),
-        evidence=tuple(_evidence_of_recompiles(_seen(trace, "recompile"), hits)),
+        evidence=tuple(_evidence_of_recompiles(trace.observed(Recompiled), hits)),
     )
-    finding = located(said, phase="compile", fqn=first.get("fqn"), source=_file_and_line(place) if place else None)
-    return _with_custom_op(finding, trace, [str(one.values) for one in (*hits, *_seen(trace, "graph-break"))])
+    finding = located(
+        said, phase="compile", fqn=hits[0].fqn if hits else None, source=_file_and_line(place) if place else None
+    )
+    return _with_custom_op(finding, trace, [str(one.what) for one in (*hits, *trace.observed(GraphBreak))])
 
 
-def _reason(observation: Observation) -> str:
-    return " ".join(str(observation.values[key]) for key in ("kind", "explanation", "context"))
+def _reason(seen: Observed[GraphBreak]) -> str:
+    return f"{seen.what.kind} {seen.what.explanation} {seen.what.context}"
 
 
-def _evidence_of_break(observation: Observation) -> str:
-    values = observation.values
-    reason = values["explanation"] or values["kind"]
-    return f"{_times(int(values['count']))} at {_short(values['frames'][-1])}: {reason}"
+def _evidence_of_break(seen: Observed[GraphBreak]) -> str:
+    reason = seen.what.explanation or seen.what.kind
+    return f"{_times(seen.what.count)} at {_short(seen.what.frames[-1])}: {reason}"
 
 
-def _evidence_of_recompiles(recompiles: Sequence[Observation], hits: Sequence[Observation]) -> Iterator[str]:
-    for hit in hits[:SHOWN]:
-        values = hit.values
-        yield f"{values['limit']} ({values['value']}) was hit by {_function(values['function'])}, {_short(values['place'])}."
+def _evidence_of_recompiles(
+    recompiles: Sequence[Observed[Recompiled]], hits: Sequence[Observed[RecompileLimit]]
+) -> Iterator[str]:
+    for hit in (seen.what for seen in hits[:SHOWN]):
+        yield f"{hit.limit} ({hit.value}) was hit by {_function(hit.function)}, {_short(hit.place)}."
     yield from _more(len(hits) - SHOWN, "limit hit", "limit hits")
-    for one in recompiles[:SHOWN]:
-        guards = "; ".join(map(_guard, one.values["guards"][:2]))
-        what = f"{_function(one.values['function'])}, {_short(one.values['place'])},"
-        yield f"{what} was compiled again {_times(int(one.values['count']))}: {guards}"
+    for one in (seen.what for seen in recompiles[:SHOWN]):
+        guards = "; ".join(map(_guard, one.guards[:2]))
+        yield f"{_function(one.function)}, {_short(one.place)}, was compiled again {_times(one.count)}: {guards}"
     yield from _more(len(recompiles) - SHOWN, "function", "functions")
 
 

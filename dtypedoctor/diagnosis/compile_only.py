@@ -2,11 +2,11 @@
 
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import Incident
-from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.compiling import CompileCounts, EagerCall
 
 __all__ = ["eager_window", "judge_compiled"]
 
@@ -15,8 +15,8 @@ COMPILED = "_orig_mod"
 
 def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
     """The verdict on an incident whose call was made again in eager mode and was finite there."""
-    again = next((o for o in observed(trace, "eager-replay") if o.call == incident.call), None)
-    if again is None or again.values["finite"] or not again.values["eager_finite"]:
+    again = next((seen.what for seen in trace.observed(EagerCall) if seen.call == incident.call), None)
+    if again is None or again.finite or not again.eager_finite:
         return None
     site = incident.site
     fqn = ".".join(part for part in site.fqn.split(".") if part != COMPILED) if site is not None else None
@@ -30,7 +30,7 @@ def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
             "compiler looks the same. `torch._inductor.config.emulate_precision_casts` tells them apart."
         ),
         evidence=(
-            f"The same call on the same input in eager mode is finite, absmax {again.values['eager_absmax']:.6g}.",
+            f"The same call on the same input in eager mode is finite, absmax {again.eager_absmax:.6g}.",
             "With the op trace on, under which nothing is compiled, the failure did not come back either.",
         ),
     )
@@ -40,7 +40,7 @@ def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
 
 def eager_window(trace: Trace, incidents: tuple[Incident, ...]) -> Window | None:
     """Where to make a call again in eager mode; None where nothing is compiled or nothing a call returned is bad."""
-    if not any(o.values["unique_graphs"] for o in observed(trace, "compile")):
+    if not any(seen.what.unique_graphs for seen in trace.observed(CompileCounts)):
         return None
     first = next((i for i in incidents if i.kind == "output"), None)
     return Window(call=first.call, eager=True) if first is not None else None

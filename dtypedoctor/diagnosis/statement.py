@@ -7,7 +7,7 @@ from dtypedoctor.diagnosis.modules import class_of
 from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.wording import place
-from dtypedoctor.trace.events import Observation
+from dtypedoctor.trace.events import Observed
 
 __all__ = ["Statement", "found_at", "found_in", "located"]
 
@@ -88,9 +88,7 @@ def found_at(origin: Origin, said: Statement) -> Finding:
 
 
 def found_in(
-    seen: Observation, said: Statement, *, dtype: str | None, op: str | None = None, source: str | None = None
+    seen: Observed[object], said: Statement, *, dtype: str | None, op: str | None = None, source: str | None = None
 ) -> Finding:
-    """The statement about what an instrument observed; the module is the one that the observation names in its values."""
-    return located(
-        said, phase=seen.phase, step=seen.step, fqn=seen.values.get("fqn"), op=op, dtype=dtype, source=source
-    )
+    """The statement about what an instrument observed; the module is the one that the observation names."""
+    return located(said, phase=seen.phase, step=seen.step, fqn=seen.fqn, op=op, dtype=dtype, source=source)

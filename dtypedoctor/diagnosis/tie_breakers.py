@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.trace.events import ScalerState
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trace.records.autocast import AutocastRegion
+from dtypedoctor.trace.records.compiling import CompileCounts
 
 __all__ = ["TIE_BREAKERS", "with_tie_breakers"]
 
@@ -43,7 +43,7 @@ def _fused_attention(finding: Finding, trace: Trace) -> bool:
 
 def _compiled(finding: Finding, trace: Trace) -> bool:
     """With every operator on record nothing is compiled, so a finding from such a trace is not the compiler's."""
-    compiled = any(o.values["unique_graphs"] for o in observed(trace, "compile"))
+    compiled = any(seen.what.unique_graphs for seen in trace.observed(CompileCounts))
     return compiled and finding.severity is Severity.ERROR
 
 

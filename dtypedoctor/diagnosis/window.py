@@ -8,9 +8,10 @@ from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.origin import Origin, searched
 from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.scenario.request import Window
-from dtypedoctor.trace.events import Observation, ParameterNote, Raised, ScalerState
+from dtypedoctor.trace.events import ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trace.records.packed import PackedWeight
+from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward
 
 __all__ = ["doubt_in_words", "is_dtype_error", "shows_failure", "suspicious_windows"]
 
@@ -65,9 +66,7 @@ def shows_failure(trace: Trace) -> bool:
     raised = trace.last(Raised)
     if raised is not None and (is_dtype_error(raised) or _may_be_packed(trace, raised)):
         return True
-    if incidents(trace) or trace.observed(PackedWeight):
-        return True
-    return any(o.kind == "gradient-zeros" for o in trace.all(Observation))
+    return bool(incidents(trace) or trace.observed(PackedWeight) or trace.observed(GradientZeros))
 
 
 def _may_be_packed(trace: Trace, raised: Raised) -> bool:
@@ -117,11 +116,9 @@ def _is_of_a_sum(trace: Trace, incident: Incident) -> bool:
 
 def _of_zeros(trace: Trace) -> Iterator[Window]:
     """Float16 gradients that are zero for the most part, where no loss scaler lifts them."""
-    observations = trace.all(Observation)
-    if trace.all(ScalerState) or any(o.kind == "scaled-backward" for o in observations):
+    if trace.all(ScalerState) or trace.observed(ScaledBackward):
         return
-    zeros = next((o for o in observations if o.kind == "gradient-zeros"), None)
-    if zeros is not None:
+    for zeros in trace.observed(GradientZeros)[:1]:
         yield Window(call=zeros.call, until="backward", scaled=True)
 
 

@@ -10,13 +10,14 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from dtypedoctor._torch_private import FRAME_COMPILER, compiler_counters, load_compiler, log_state, repeat_break_reports
+from dtypedoctor.trace.records.compiling import CompileCounts, GraphBreak, Recompiled, RecompileLimit
 
 TORCH_DIRECTORY = torch.__path__[0]
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
@@ -43,26 +44,6 @@ _LIMIT = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphBreak:
-    """Graph breaks at one line of code for one reason.
-
-    Attributes:
-        kind: Dynamo's name for the break, e.g. ``Unsupported method call``.
-        explanation: its explanation, first line.
-        context: debug context of the first of them, cut; it names the types and functions involved.
-        frames: stack of the first of them as ``file:line function``, outermost first, those of torch and of
-            Python's standard library left out.
-        count: how often it happened.
-    """
-
-    kind: str
-    explanation: str
-    context: str
-    frames: tuple[str, ...]
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recompile:
     """A function was compiled again.
 
@@ -75,24 +56,6 @@ class Recompile:
     function: str
     place: str
     guards: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitHit:
-    """Dynamo stopped compiling a function: what is not in its cache runs in eager mode from now on.
-
-    Attributes:
-        limit: name of the limit in ``torch._dynamo.config``.
-        value: its value.
-        function, place: as in :class:`Recompile`.
-        guard: the guard that failed last, in Dynamo's words.
-    """
-
-    limit: str
-    value: int
-    function: str
-    place: str
-    guard: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +80,7 @@ class CompileReport:
     frames: int
     frames_compiled: int
     recompiles: tuple[Recompile, ...]
-    limit_hits: tuple[LimitHit, ...]
+    limit_hits: tuple[RecompileLimit, ...]
 
 
 class CompileWatch:
@@ -229,7 +192,7 @@ def _parsed_break(found: re.Match[str]) -> GraphBreak:
         kind=explained["kind"] if explained else reason.split("\n", 1)[0],
         explanation=explained["explanation"] if explained else "",
         context=context["context"][:MAX_TEXT] if context else "",
-        frames=tuple(frames[-MAX_FRAMES:]) or (found["place"],),
+        frames=frames[-MAX_FRAMES:] or [found["place"]],
         count=1,
     )
 
@@ -249,11 +212,11 @@ def _recompiles(lines: list[str]) -> Iterator[Recompile]:
             yield Recompile(function=found["function"], place=found["place"], guards=guards)
 
 
-def _limit_hits(lines: list[str]) -> Iterator[LimitHit]:
+def _limit_hits(lines: list[str]) -> Iterator[RecompileLimit]:
     for line in lines:
         found = _LIMIT.search(line)
         if found is not None:
-            yield LimitHit(
+            yield RecompileLimit(
                 limit=found["limit"],
                 value=int(found["value"]),
                 function=found["function"],
@@ -264,36 +227,27 @@ def _limit_hits(lines: list[str]) -> Iterator[LimitHit]:
 
 def observations(
     report: CompileReport, module_at: Callable[[str], str | None] = lambda place: None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The report as ``kind`` and ``values`` of the trace's observations.
+) -> Iterator[tuple[CompileCounts | GraphBreak | Recompiled | RecompileLimit, str | None]]:
+    """The report as records of the trace, each with the module that it is about.
 
     Args:
         report: what Dynamo did.
         module_at: dotted name of the module whose code stands at ``FILE:LINE``, where there is one.
-
-    The kinds are:
-
-    * ``compile``: ``breaks``, ``unique_graphs``, ``frames``, ``frames_compiled``, ``recompiles``, ``limit_hits`` (counts).
-    * ``graph-break``: the fields of :class:`GraphBreak`, one record for each group, and ``fqn`` of the innermost frame.
-    * ``recompile``: ``function``, ``place``, ``count`` and the distinct ``guards`` (at most 8), one record per function.
-    * ``recompile-limit``: the fields of :class:`LimitHit`, and ``fqn`` of the function.
     """
-    yield (
-        "compile",
-        {
-            "breaks": report.breaks,
-            "unique_graphs": report.unique_graphs,
-            "frames": report.frames,
-            "frames_compiled": report.frames_compiled,
-            "recompiles": len(report.recompiles),
-            "limit_hits": len(report.limit_hits),
-        },
+    counts = CompileCounts(
+        breaks=report.breaks,
+        unique_graphs=report.unique_graphs,
+        frames=report.frames,
+        frames_compiled=report.frames_compiled,
+        recompiles=len(report.recompiles),
+        limit_hits=len(report.limit_hits),
     )
+    yield counts, None
     for group in report.graph_breaks:
-        yield "graph-break", asdict(group) | {"frames": list(group.frames), "fqn": module_at(group.frames[-1])}
+        yield group, module_at(group.frames[-1])
     for (function, place), times in Counter((r.function, r.place) for r in report.recompiles).most_common():
         guards = [r.guards[0] for r in report.recompiles if (r.function, r.place) == (function, place) and r.guards]
         distinct = list(dict.fromkeys(guards))[:MAX_GUARDS]
-        yield "recompile", {"function": function, "place": place, "count": times, "guards": distinct}
+        yield Recompiled(function=function, place=place, count=times, guards=distinct), None
     for hit in report.limit_hits:
-        yield "recompile-limit", asdict(hit) | {"fqn": module_at(hit.place)}
+        yield hit, module_at(hit.place)

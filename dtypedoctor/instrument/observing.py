@@ -9,8 +9,9 @@ from dtypedoctor.trace.writer import TraceWriter
 __all__ = ["observe"]
 
 
-def observe(writer: TraceWriter, position: Position, what: Any, *, fqn: str | None = None) -> None:
-    """Writes ``what``, a record of :mod:`dtypedoctor.trace.records`, about the module ``fqn``."""
-    writer.write(
-        Observed(n=writer.next_n(), step=position.step, call=position.call, phase=position.phase, what=what, fqn=fqn)
-    )
+def observe(
+    writer: TraceWriter, position: Position, what: Any, *, fqn: str | None = None, phase: str | None = None
+) -> None:
+    """Writes ``what``, a record of :mod:`dtypedoctor.trace.records`, about the module ``fqn``; ``phase`` where it is not the present one."""
+    phase = phase if phase is not None else position.phase
+    writer.write(Observed(n=writer.next_n(), step=position.step, call=position.call, phase=phase, what=what, fqn=fqn))

@@ -8,8 +8,9 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.runner.launch import Run
-from dtypedoctor.trace.events import Observation, Raised, Sample, Site
+from dtypedoctor.trace.events import Raised, Sample, Site
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.compiling import CompileCounts
 
 __all__ = ["another_way", "unconfirmed"]
 
@@ -60,7 +61,7 @@ def _key(raised: Raised | None, first: Trace) -> tuple[object, ...]:
     """What has to be equal of two exceptions; of code that was compiled in the first run only when they were raised."""
     if raised is None:
         return ()
-    compiled = any(o.kind == "compile" and o.values["unique_graphs"] for o in first.all(Observation))
+    compiled = any(seen.what.unique_graphs for seen in first.observed(CompileCounts))
     return (raised.step,) if compiled else (raised.step, raised.phase, raised.type, *raised.modules[-1:])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
-from dtypedoctor.trace.events import Observation
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.workloads.context import Context
 
 
@@ -34,15 +34,5 @@ def compiling(context: Context) -> Iterator[None]:
             yield
     finally:
         writer, position = context.instruments.writer, context.instruments.position
-        for kind, values in observations(watch.report(), context.instruments.code_places.module_at):
-            writer.write(
-                Observation(
-                    n=writer.next_n(),
-                    step=position.step,
-                    call=position.call,
-                    phase="compile",
-                    kind=kind,
-                    fqn=None,
-                    values=values,
-                )
-            )
+        for what, fqn in observations(watch.report(), context.instruments.code_places.module_at):
+            observe(writer, position, what, fqn=fqn, phase="compile")

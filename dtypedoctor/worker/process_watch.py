@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.operator_mode import keep_compiler_out
 from dtypedoctor.instrument.position import FOR_GOOD
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.instrument.sharding import SHARDING
-from dtypedoctor.trace.events import Environment, Metric, NotWatched, Observation
+from dtypedoctor.trace.events import Environment, Metric, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import getpid, perf_counter
 from dtypedoctor.worker.environment import describe_environment
@@ -185,12 +186,8 @@ class ProcessWatch:
         report = self._compiler.report()
         if not (report.frames or report.unique_graphs):
             return
-        position = self.instruments.position
-        for kind, values in observations(report, self.instruments.code_places.module_at):
-            self._writer.write(
-                Observation(n=self._writer.next_n(), step=position.step, call=position.call, phase="compile", kind=kind,
-                            fqn=None, values=values)
-            )  # fmt: skip
+        for what, fqn in observations(report, self.instruments.code_places.module_at):
+            observe(self._writer, self.instruments.position, what, fqn=fqn, phase="compile")
         if report.unique_graphs:
             self._writer.write(
                 NotWatched(

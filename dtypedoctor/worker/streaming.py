@@ -8,7 +8,9 @@ from importlib import import_module
 import torch
 
 from dtypedoctor.instrument.cuda_streams import StreamWatch
-from dtypedoctor.trace.events import NotWatched, Observation
+from dtypedoctor.instrument.observing import observe
+from dtypedoctor.trace.events import NotWatched
+from dtypedoctor.trace.records.compiling import StreamLaunches
 from dtypedoctor.workloads.context import Context
 
 
@@ -17,8 +19,7 @@ def streaming(context: Context) -> Iterator[None]:
     """Around a workload; streams exist on CUDA only. Where they are not looked at, that is recorded.
 
     Which stream a kernel is launched on can be seen where the model says which functions choose it
-    (:class:`dtypedoctor.plugins.Model`). For each kind of launch an :class:`Observation` ``cuda-stream`` is written: ``device``,
-    ``used`` and ``current`` (handles), ``count`` and ``stale``.
+    (:class:`dtypedoctor.plugins.Model`). For each kind of launch a :class:`StreamLaunches` is written.
     """
     choosers = context.holder.built.stream_choosers if context.holder.built is not None else ()
     why_not = _why_not_watched(context)
@@ -58,13 +59,4 @@ def _why_not_watched(context: Context) -> str:
 def _write(context: Context, watch: StreamWatch) -> None:
     writer, position = context.instruments.writer, context.instruments.position
     for use in watch.uses():
-        writer.write(
-            Observation(
-                n=writer.next_n(),
-                step=position.step,
-                call=position.call,
-                phase=position.phase,
-                kind="cuda-stream",
-                values=asdict(use) | {"stale": use.stale},
-            )
-        )
+        observe(writer, position, StreamLaunches(**asdict(use), stale=use.stale))

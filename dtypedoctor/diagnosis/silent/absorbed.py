@@ -1,17 +1,16 @@
 """Overflows that end in finite values: ``silent-rescue``, and those that a norm or an activation has swallowed."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.modules import class_of
 from dtypedoctor.diagnosis.norm_square import CAUSE as NORM_CAUSE
-from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.statement import Statement, found_in, located
 from dtypedoctor.diagnosis.wording import limit_of, short
-from dtypedoctor.trace.events import Correction, Observation
+from dtypedoctor.trace.events import Correction, Observed
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.silent import Absorbed, Overflowed
 
 HARMLESS = 0.05
 """Relative error below which the result is what float32 gives, but for rounding."""
@@ -25,8 +24,8 @@ EDGE = 0.5
 
 def detect_rescues(trace: Trace) -> Iterator[Finding]:
     """Clamps and replacements that take inf or NaN out of the middle of a model."""
-    for seen in observed(trace, "absorbed"):
-        if _is_rescue(seen) and seen.values["rescued"]:
+    for seen in trace.observed(Absorbed):
+        if _is_rescue(seen) and seen.what.rescued:
             yield _rescue(seen)
     yield from _rescued_by_corrections(trace)
 
@@ -36,20 +35,20 @@ def swallowed_overflows(trace: Trace) -> Iterator[Finding]:
 
     A result that differs from float32's is an error; one that does not is worth knowing, and no more than that.
     """
-    for seen in observed(trace, "absorbed"):
-        if not _is_rescue(seen) and seen.values["rescued"]:
+    for seen in trace.observed(Absorbed):
+        if not _is_rescue(seen) and seen.what.rescued:
             yield from _swallowed(trace, seen)
 
 
-def _is_rescue(seen: Observation) -> bool:
-    values = seen.values
-    name = overload_free(values["op"])
+def _is_rescue(seen: Observed[Absorbed]) -> bool:
+    what = seen.what
+    name = overload_free(what.op)
     if name == "nan_to_num":
         return True
     if name in REPLACEMENTS:
-        return bool(values["by_mask"])
-    bounds = [*values["scalars"], *map(str, values.get("bounds", ()))]
-    return name in CLAMPS and any(_is_edge(text, values["born"]["dtype"]) for text in bounds)
+        return what.by_mask
+    bounds = [*what.scalars, *map(str, what.bounds)]
+    return name in CLAMPS and any(_is_edge(text, what.born.dtype) for text in bounds)
 
 
 def _is_edge(text: str, dtype: str) -> bool:
@@ -59,47 +58,46 @@ def _is_edge(text: str, dtype: str) -> bool:
         return False
 
 
-def _rescue(seen: Observation) -> Finding:
-    values, born = seen.values, seen.values["born"]
+def _rescue(seen: Observed[Absorbed]) -> Finding:
+    what, born = seen.what, seen.what.born
     said = Statement(
         id="silent-rescue",
         severity=Severity.WARNING,
         proven_by=_proof(seen),
         summary=(
-            f"{values['op']} in {short(values['fqn'])} replaces {values['rescued']} elements that are not finite, "
-            f"in step {seen.step}."
+            f"{what.op} in {short(seen.fqn)} replaces {what.rescued} elements that are not finite, in step {seen.step}."
         ),
         cause=(
-            f"{born['op']} at {born['source']} overflows {born['dtype']}, and {values['op']} behind it puts other values in "
+            f"{born.op} at {born.source} overflows {born.dtype}, and {what.op} behind it puts other values in "
             "place of what was lost. Nothing is seen of it: the affected tokens pass with made-up values, and the weights that "
             "caused it get no gradient."
         ),
         evidence=tuple(_evidence(seen)),
     )
-    return found_in(seen, said, dtype=born["dtype"], op=values["op"], source=values["source"])
+    return found_in(seen, said, dtype=born.dtype, op=what.op, source=what.source)
 
 
-def _proof(seen: Observation) -> str:
+def _proof(seen: Observed[Absorbed]) -> str:
     """The float32 run of the ops between the overflow and the first finite result, as a clause."""
-    born = seen.values["born"]
+    born = seen.what.born
     return (
-        f"{born['op']} and what follows it up to {seen.values['op']}, run again in float32, is finite everywhere: the result "
-        f"reaches {born['float32']:,.6g} where {born['dtype']} overflows"
+        f"{born.op} and what follows it up to {seen.what.op}, run again in float32, is finite everywhere: the result "
+        f"reaches {born.float32:,.6g} where {born.dtype} overflows"
     )
 
 
-def _evidence(seen: Observation) -> Iterator[str]:
-    values, born = seen.values, seen.values["born"]
-    operands = " and ".join(f"{number:.6g}" for number in born["operands"])
+def _evidence(seen: Observed[Absorbed]) -> Iterator[str]:
+    what, born = seen.what, seen.what.born
+    operands = " and ".join(f"{number:.6g}" for number in born.operands)
     yield (
-        f"{born['op']} in {short(born['fqn'])} has operands up to {operands}; its result needs {born['float32']:.6g}, "
-        f"{born['dtype']} ends at {limit_of(born['dtype']):.6g}: {born['bad']} of {born['elements']} elements overflow."
+        f"{born.op} in {short(born.fqn)} has operands up to {operands}; its result needs {born.float32:.6g}, "
+        f"{born.dtype} ends at {limit_of(born.dtype):.6g}: {born.bad} of {born.elements} elements overflow."
     )
-    if len(values["through"]) > 1:
-        yield f"From there to the first finite result: {', '.join(values['through'])}."
-    difference = values["relative_error"]
+    if len(what.through) > 1:
+        yield f"From there to the first finite result: {', '.join(what.through)}."
+    difference = what.relative_error
     yield (
-        f"The result of {values['op']} differs from that of the same operations in float32 by {difference:.2g} times its "
+        f"The result of {what.op} differs from that of the same operations in float32 by {difference:.2g} times its "
         "largest magnitude."
     )
 
@@ -119,49 +117,49 @@ def _rescued_by_corrections(trace: Trace) -> Iterator[Finding]:
             yield located(said, phase=None)
 
 
-def _swallowed(trace: Trace, seen: Observation) -> Iterator[Finding]:
-    values, born = seen.values, seen.values["born"]
-    if born["negative"]:
+def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Iterator[Finding]:
+    what, born = seen.what, seen.what.born
+    if born.negative:
         return  # a mask that has become -inf, say: to what follows it is as good as any very negative number
-    harmful = values["relative_error"] > HARMLESS
-    norm = harmful and born["squares"] and _takes_root(born, values)
+    harmful = what.relative_error > HARMLESS
+    norm = harmful and born.squares and _takes_root(born, what)
     name = "norm-square-overflow" if norm else "float16-overflow"
     ends = (
         "and the result is wrong"
         if harmful
-        else f"and {values['op']} makes of it what it makes of the float32 value as well"
+        else f"and {what.op} makes of it what it makes of the float32 value as well"
     )
     said = Statement(
         id=name,
         proven_by=_proof(seen),
         severity=Severity.ERROR if harmful else Severity.INFO,
         summary=(
-            f"{born['op']} in {short(born['fqn'])} overflows {born['dtype']} in step {seen.step}, leaves nothing but finite "
+            f"{born.op} in {short(born.fqn)} overflows {born.dtype} in step {seen.step}, leaves nothing but finite "
             f"values behind, {ends}."
         ),
-        cause=NORM_CAUSE if norm else _cause(values, born),
+        cause=NORM_CAUSE if norm else _cause(what, born),
         evidence=tuple(_evidence(seen)),
     )
     yield located(
         said,
         phase=seen.phase,
         step=seen.step,
-        fqn=born["fqn"],
-        op=born["op"],
-        dtype=born["dtype"],
-        source=born["source"],
-        cls=class_of(trace, born["fqn"] or ""),
+        fqn=born.fqn,
+        op=born.op,
+        dtype=born.dtype,
+        source=born.source,
+        cls=class_of(trace, born.fqn or ""),
     )
 
 
-def _takes_root(born: dict[str, Any], values: Any) -> bool:
-    after = {overload_free(name) for name in values["through"]}
-    length = overload_free(born["op"]) in ("linalg_vector_norm", "norm")
+def _takes_root(born: Overflowed, what: Absorbed) -> bool:
+    after = {overload_free(name) for name in what.through}
+    length = overload_free(born.op) in ("linalg_vector_norm", "norm")
     return bool(after & ROOTS) or (length and bool(after & DIVISIONS))
 
 
-def _cause(values: Any, born: dict[str, Any]) -> str:
+def _cause(what: Absorbed, born: Overflowed) -> str:
     return (
-        f"{born['op']} at {born['source']} makes inf of finite operands; {values['op']} at {values['source']} makes finite values "
+        f"{born.op} at {born.source} makes inf of finite operands; {what.op} at {what.source} makes finite values "
         "of the inf, so that no check for inf or NaN sees it."
     )

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.mismatch.census import HALF
-from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import listed, short
 from dtypedoctor.trace.events import Correction, Flow, Metric
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.silent import FirstRatio, Twins, Unpatched
 
 GAP = 1e-3
 """Largest difference of log-probabilities that is taken for float32's own rounding."""
@@ -20,16 +20,16 @@ RATIOS = ("sampling/importance_sampling_ratio/mean", "sampling/sampling_logp_dif
 
 def detect_gap(trace: Trace) -> Iterator[Finding]:
     """Generator and trainer that disagree about the same tokens although their weights are the same."""
-    twins = [o for o in observed(trace, "twins") if o.values["largest_gap"] > GAP and not o.values["dropout"]]
+    twins = [o for o in trace.observed(Twins) if o.what.largest_gap > GAP and not o.what.dropout]
     if twins:
-        values = twins[0].values
+        what = twins[0].what
         said = Statement(
             id="logprob-gap",
             severity=Severity.WARNING,
             confidence=Confidence.LIKELY,
             summary=(
-                f"With the same weights the {values['generator_dtype']} generator and the {values['trainer_dtype']} trainer give "
-                f"log-probabilities up to {values['largest_gap']:.2g} apart."
+                f"With the same weights the {what.generator_dtype} generator and the {what.trainer_dtype} trainer give "
+                f"log-probabilities up to {what.largest_gap:.2g} apart."
             ),
             cause=(
                 "The ratio of the two policies is meant to be 1 while their weights are equal. Here it also compares two ways of "
@@ -37,14 +37,14 @@ def detect_gap(trace: Trace) -> Iterator[Finding]:
             ),
             evidence=(
                 (
-                    f"{values['rows']} distributions over {values['choices']} choices for the same input: largest gap "
-                    f"{values['largest_gap']:.3g}, mean {values['mean_gap']:.3g}."
+                    f"{what.rows} distributions over {what.choices} choices for the same input: largest gap "
+                    f"{what.largest_gap:.3g}, mean {what.mean_gap:.3g}."
                 ),
-                f"The generator's parameters equal the trainer's, rounded to {values['generator_dtype']}.",
+                f"The generator's parameters equal the trainer's, rounded to {what.generator_dtype}.",
                 "The trainer drops nothing at random, so that is not the reason.",
             ),
         )
-        yield located(said, phase=twins[0].phase, step=twins[0].step, dtype=values["generator_dtype"])
+        yield located(said, phase=twins[0].phase, step=twins[0].step, dtype=what.generator_dtype)
         return
     found = tuple(_ratio_off(trace))
     yield from found or _reported(trace)
@@ -53,18 +53,18 @@ def detect_gap(trace: Trace) -> Iterator[Finding]:
 def _ratio_off(trace: Trace) -> Iterator[Finding]:
     """A clipped ratio that is not 1 before the first optimizer step, in a program that computes in half precision somewhere."""
     ways = _ways_of_computing(trace)
-    for seen in observed(trace, "first-ratio"):
-        values = seen.values
-        if values["largest_gap"] <= GAP or values["random"] or not ways:
+    for seen in trace.observed(FirstRatio):
+        what = seen.what
+        if what.largest_gap <= GAP or what.random or not ways:
             continue
-        low, high = values["bounds"]
+        low, high = what.bounds
         said = Statement(
             id="logprob-gap",
             severity=Severity.WARNING,
             confidence=Confidence.LIKELY if len(ways) > 1 else Confidence.POSSIBLE,
             summary=(
-                f"Before the first optimizer step, log-probabilities of sampler and trainer are up to {values['largest_gap']:.2g} apart: "
-                f"the ratio of {values['off']:,} of {values['elements']:,} actions is not 1."
+                f"Before the first optimizer step, log-probabilities of sampler and trainer are up to {what.largest_gap:.2g} apart: "
+                f"the ratio of {what.off:,} of {what.elements:,} actions is not 1."
             ),
             cause=(
                 "No weight has been trained yet, so trainer and sampler are the same policy and their ratio is meant to be 1. What it is "
@@ -73,7 +73,7 @@ def _ratio_off(trace: Trace) -> Iterator[Finding]:
             evidence=(
                 (
                     f"exp(new - old) before it is clipped to {low:g} to {high:g}: largest difference of log-probabilities "
-                    f"{values['largest_gap']:.3g}, mean {values['mean_gap']:.3g}; {values['clipped']:,} ratios are beyond the bounds."
+                    f"{what.largest_gap:.3g}, mean {what.mean_gap:.3g}; {what.clipped:,} ratios are beyond the bounds."
                 ),
                 f"The policy is computed as {listed(ways)}.",
                 "No module drops elements at random or normalizes by its batch while it trains, so that is not the reason.",
@@ -114,16 +114,16 @@ def _reported(trace: Trace) -> Iterator[Finding]:
 
 def detect_missing_patches(trace: Trace) -> Iterator[Finding]:
     """Corrections that were asked for and do not run, and originals kept for a patch that was not made."""
-    for seen in observed(trace, "unpatched"):
-        values = seen.values
+    for seen in trace.observed(Unpatched):
+        what = seen.what
         yield _not_applied(
-            fqn=values["fqn"],
-            source=values["source"],
-            summary=f"A patch of {values['class']}.{values['method']} was prepared and is not in place.",
+            fqn=seen.fqn,
+            source=what.source,
+            summary=f"A patch of {what.class_}.{what.method} was prepared and is not in place.",
             evidence=(
                 (
-                    f"{values['class']}.{values['attribute']} keeps the original, and {values['class']}.{values['method']} still "
-                    f"runs the same code object, {values['source']}."
+                    f"{what.class_}.{what.attribute} keeps the original, and {what.class_}.{what.method} still "
+                    f"runs the same code object, {what.source}."
                 ),
             ),
         )

@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod, sqrt
-from typing import Any
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.observations import last_observed, observed
 from dtypedoctor.diagnosis.statement import Statement, found_in
 from dtypedoctor.diagnosis.wording import listed, module_of, short_parameter
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.trace.events import Observation, ScalerState
+from dtypedoctor.trace.events import Observed, ScalerState
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward, ScaledGradient, StalledParameter, Updates
 
 REVIVED = 0.1
 """Share of a parameter's gradient that has to come back under a scaled loss."""
@@ -31,28 +30,28 @@ SHOWN = 3
 
 def detect_underflow(trace: Trace) -> Iterator[Finding]:
     """Float16 gradients that are zero, and are not when the loss is scaled."""
-    seen = last_observed(trace, "scaled-backward")
-    if seen is None or trace.all(ScalerState) or "error" in seen.values:
+    seen = next(reversed(trace.observed(ScaledBackward)), None)
+    if seen is None or trace.all(ScalerState) or seen.what.error is not None:
         return
-    revived = {name: one for name, one in seen.values["parameters"].items() if _share_revived(one) >= REVIVED}
+    revived = {name: one for name, one in seen.what.parameters.items() if _share_revived(one) >= REVIVED}
     if revived:
         yield _underflow(trace, seen, dict(sorted(revived.items(), key=lambda pair: -_share_revived(pair[1]))))
 
 
-def _share_revived(one: Any) -> float:
-    return (one["zeros"] - one["zeros_scaled"]) / one["elements"] if one["elements"] else 0.0
+def _share_revived(one: ScaledGradient) -> float:
+    return (one.zeros - one.zeros_scaled) / one.elements if one.elements else 0.0
 
 
-def _underflow(trace: Trace, seen: Observation, revived: dict[str, Any]) -> Finding:
+def _underflow(trace: Trace, seen: Observed[ScaledBackward], revived: dict[str, ScaledGradient]) -> Finding:
     name, worst = next(iter(revived.items()))
-    first = next(observed(trace, "gradient-zeros"), seen)
+    first = next(iter(trace.observed(GradientZeros)), None) or seen
     smallest = DTYPES["float16"].smallest
     said = Statement(
         id="gradient-underflow",
         severity=Severity.WARNING,
-        proven_by=f"with the loss multiplied by {seen.values['scale']:g} the same backward pass gives gradients that are not zero",
+        proven_by=f"with the loss multiplied by {seen.what.scale:g} the same backward pass gives gradients that are not zero",
         summary=(
-            f"{100 * worst['zeros'] / worst['elements']:.0f} % of the gradient of {short_parameter(name)} is flushed to zero in float16: "
+            f"{100 * worst.zeros / worst.elements:.0f} % of the gradient of {short_parameter(name)} is flushed to zero in float16: "
             "there is no loss scaler."
         ),
         cause=(
@@ -61,8 +60,8 @@ def _underflow(trace: Trace, seen: Observation, revived: dict[str, Any]) -> Find
         ),
         evidence=(
             *(
-                f"{one}: {it['zeros']} of {it['elements']} elements are zero; with the loss multiplied by "
-                f"{seen.values['scale']:g}, {it['zeros_scaled']} are. The largest that came back is {it['largest']:.3g}."
+                f"{one}: {it.zeros} of {it.elements} elements are zero; with the loss multiplied by "
+                f"{seen.what.scale:g}, {it.zeros_scaled} are. The largest that came back is {it.largest:.3g}."
                 for one, it in list(revived.items())[:SHOWN]
             ),
             f"Parameters with lost gradients: {listed(list(revived))}.",
@@ -82,17 +81,17 @@ def detect_partial_stall(trace: Trace) -> Iterator[Finding]:
 
 
 def _stalls(trace: Trace, *, mostly: bool) -> Iterator[Finding]:
-    last = {o.values["optimizer"]: o for o in observed(trace, "updates")}
+    last = {o.what.optimizer: o for o in trace.observed(Updates)}
     for seen in last.values():
-        named = seen.values["parameters"].items()
+        named = seen.what.parameters.items()
         stalled = {name: one for name, one in named if _is_stalled(one) and not _is_rounding(trace, name)}
-        if stalled and mostly is (seen.values["lost"] >= MOSTLY * seen.values["wanted"]):
+        if stalled and mostly is (seen.what.lost >= MOSTLY * seen.what.wanted):
             yield _stall(seen, stalled)
 
 
-def _is_stalled(one: Any) -> bool:
-    enough = min(ENOUGH, FEW * one.get("elements", ENOUGH))
-    return bool(one["wanted"] >= enough and one["lost"] >= STALLED * one["wanted"])
+def _is_stalled(one: StalledParameter) -> bool:
+    enough = min(ENOUGH, FEW * (one.elements if one.elements is not None else ENOUGH))
+    return one.wanted >= enough and one.lost >= STALLED * one.wanted
 
 
 def _is_rounding(trace: Trace, name: str) -> bool:
@@ -119,37 +118,37 @@ def _others(count: int) -> str:
     return f", and so it is with {count} more parameter{'s' if count > 1 else ''}" if count else ""
 
 
-def _stall(seen: Observation, stalled: dict[str, Any]) -> Finding:
-    values = seen.values
+def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Finding:
+    what = seen.what
     name, worst = next(iter(stalled.items()))
-    epsilon = DTYPES[worst["dtype"]].epsilon
+    epsilon = DTYPES[worst.dtype].epsilon
     said = Statement(
         id="update-stall",
         severity=Severity.WARNING,
-        proven_by=f"the same {values['optimizer']} steps on a float32 copy of the parameter move it",
+        proven_by=f"the same {what.optimizer} steps on a float32 copy of the parameter move it",
         summary=(
-            f"{short_parameter(name)} does not move: {worst['dtype']} rounds {100 * worst['lost'] / worst['wanted']:.0f} % of its "
+            f"{short_parameter(name)} does not move: {worst.dtype} rounds {100 * worst.lost / worst.wanted:.0f} % of its "
             f"updates away{_others(len(stalled) - 1)}."
         ),
         cause=(
-            f"Near 1 the spacing of {worst['dtype']} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
+            f"Near 1 the spacing of {worst.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
             "of the spacing is rounded away, each time, without adding up."
         ),
         evidence=(
             *(
-                f"{one} ({it['dtype']}, magnitudes up to {it['absmax']:.3g}): {it['lost']} of {it['wanted']} updates lost; the "
-                f"largest update in float32 is {it['update']:.3g}."
+                f"{one} ({it.dtype}, magnitudes up to {it.absmax:.3g}): {it.lost} of {it.wanted} updates lost; the "
+                f"largest update in float32 is {it.update:.3g}."
                 for one, it in list(stalled.items())[:SHOWN]
             ),
             (
-                f"The same {values['optimizer']} (learning rate {values['lr']:g}) took the same steps on float32 copies, compared "
-                f"in the first {values['checks']} step(s)."
+                f"The same {what.optimizer} (learning rate {what.lr:g}) took the same steps on float32 copies, compared "
+                f"in the first {what.checks} step(s)."
             ),
             (
                 f"Parameters that stall: {listed(list(stalled))}. Of the updates of all parameters together "
-                f"{100 * values['lost'] / values['wanted']:.2g} % are lost."
+                f"{100 * what.lost / what.wanted:.2g} % are lost."
             ),
         ),
     )
-    found = found_in(seen, said, dtype=worst["dtype"])
-    return replace(found, fqn=module_of(name), phase="optimizer", step=values["first_step"])
+    found = found_in(seen, said, dtype=worst.dtype)
+    return replace(found, fqn=module_of(name), phase="optimizer", step=what.first_step)

@@ -23,6 +23,7 @@ from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import Extent, measurable, measure
 from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
 from dtypedoctor.interruptions import contained
+from dtypedoctor.trace.records.silent import Absorbed, Overflowed
 
 MAX_SHADOWED = 64
 """Ops of one call that are run in float32 beside the real ones; an inf that lives longer is the module watch's business."""
@@ -33,9 +34,9 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float8_e5m2)
 
 @dataclass(frozen=True, slots=True)
 class _Birth:
-    """The op that overflowed. ``values`` is what is told of it; ``through`` the ops that its result went through."""
+    """The op that overflowed, and the ops that its result went through."""
 
-    values: dict[str, Any]
+    op: Overflowed
     through: tuple[str, ...] = ()
 
 
@@ -111,26 +112,26 @@ class AbsorbedOverflows:
         self.notes.leave_out(TOO_LARGE, "their float32 copies would take too much memory; a smaller batch is checked")
         return []
 
-    def _told(self, seen: Seen, results: list[Tensor], extents: list[Extent], wide: list[Tensor]) -> dict[str, Any]:
+    def _told(self, seen: Seen, results: list[Tensor], extents: list[Extent], wide: list[Tensor]) -> Overflowed:
         place = self._place()
         bad = [e for e in extents if not e.finite]
-        return {
-            "op": seen.name,
-            "fqn": _fqn(place),
-            "source": place.source,
-            "dtype": dtype_name(results[0]),
-            "operands": [e.absmax for e in measure(_measurable(seen.operands))],
-            "float32": max(e.absmax for e in measure(wide)),
-            "bad": sum(map(_not_finite, bad)),
-            "elements": sum(t.numel() for t in results),
-            "squares": _squares(seen),
-            "negative": not any(e.num_nan or e.num_posinf for e in bad),
-        }
+        return Overflowed(
+            op=seen.name,
+            fqn=_fqn(place),
+            source=place.source,
+            dtype=dtype_name(results[0]),
+            operands=[e.absmax for e in measure(_measurable(seen.operands))],
+            float32=max(e.absmax for e in measure(wide)),
+            bad=sum(map(_not_finite, bad)),
+            elements=sum(t.numel() for t in results),
+            squares=_squares(seen),
+            negative=not any(e.num_nan or e.num_posinf for e in bad),
+        )
 
     def _follow(self, seen: Seen, held: dict[int, _Shadow]) -> None:
         self._count += 1
         before = next(iter(held.values())).birth
-        birth = _Birth(before.values, (*before.through, seen.name))
+        birth = _Birth(before.op, (*before.through, seen.name))
         wide = self._in_float32(seen, {number: shadow.tensor for number, shadow in held.items()})
         if not wide:
             return
@@ -152,20 +153,20 @@ class AbsorbedOverflows:
             return  # a test for finiteness decided something: that is control, and replaces no data
         others = _measurable(t for t in seen.operands if id(t) not in held)
         place = self._place()
-        values = {
-            "op": seen.name,
-            "source": place.source,
-            "scalars": scalars(seen.arguments),
-            "relative_error": max(_relative_error(real, other) for real, other in floats),
-            "rescued": sum(map(_not_finite, extents)),
-            "elements": sum(real.numel() for real, _ in floats),
-            "bounds": [e.absmax for e in measure(others)],
-            "by_mask": not all(t.is_floating_point() for t in followed),
-            "through": list(birth.through),
-            "born": birth.values,
-        }
-        key = (birth.values["op"], birth.values["fqn"], birth.values["source"], seen.name, place.source)
-        self.notes.once("absorbed", key, _fqn(place), values)
+        absorbed = Absorbed(
+            op=seen.name,
+            source=place.source,
+            scalars=scalars(seen.arguments),
+            relative_error=max(_relative_error(real, other) for real, other in floats),
+            rescued=sum(map(_not_finite, extents)),
+            elements=sum(real.numel() for real, _ in floats),
+            bounds=[e.absmax for e in measure(others)],
+            by_mask=not all(t.is_floating_point() for t in followed),
+            through=list(birth.through),
+            born=birth.op,
+        )
+        key = (birth.op.op, birth.op.fqn, birth.op.source, seen.name, place.source)
+        self.notes.once(absorbed, key, _fqn(place))
 
     def _place(self) -> OpPlace:
         return self.whereabouts.here(sys._getframe(), "cpu")

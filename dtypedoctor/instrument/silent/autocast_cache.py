@@ -21,6 +21,7 @@ from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.autocast import AutocastRegion
+from dtypedoctor.trace.records.silent import StaleCopy
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers that do nothing but one product which autocast casts for."""
@@ -130,14 +131,14 @@ class CacheCheck:
     def _tell(self, layer: nn.Module, name: str, output: Tensor, error: float) -> None:
         place = self._names.find(layer)
         fqn = place[1] if place is not None else name
-        values = {
-            "weight": f"{fqn}.weight" if fqn else "weight",
-            "dtype": str(output.dtype).removeprefix("torch."),
-            "relative_error": error,
-            "region": self._region.source if self._region is not None else None,
-            "calls": max((root.calls for root in self._roots.values()), default=0),
-        }
-        self._notes.once("autocast-cache", name, fqn, values)
+        copy = StaleCopy(
+            weight=f"{fqn}.weight" if fqn else "weight",
+            dtype=str(output.dtype).removeprefix("torch."),
+            relative_error=error,
+            region=self._region.source if self._region is not None else None,
+            calls=max((root.calls for root in self._roots.values()), default=0),
+        )
+        self._notes.once(copy, name, fqn)
 
     def _fingerprints(self, module: nn.Module) -> dict[str, Tensor]:
         """A few elements of the weights that autocast would keep a copy of."""

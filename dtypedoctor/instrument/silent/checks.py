@@ -21,7 +21,7 @@ from dtypedoctor.instrument.silent.loading import LoadingCheck
 from dtypedoctor.instrument.silent.look import RoutineLook
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.silent.patches import PatchCheck
-from dtypedoctor.instrument.silent.positions import RoundedPositions
+from dtypedoctor.instrument.silent.positions import PositionCheck
 from dtypedoctor.instrument.silent.ratios import RatioCheck
 from dtypedoctor.instrument.silent.rotary import RotaryTables
 from dtypedoctor.instrument.silent.routers import RouterFlips
@@ -52,7 +52,7 @@ class SilentChecks:
             AbsorbedOverflows(notes, whereabouts),
             IntegerCasts(notes, whereabouts),
             RouterFlips(notes, whereabouts),
-            RoundedPositions(notes, whereabouts),
+            PositionCheck(notes, whereabouts),
             self._rotary,
         )
         self._look = RoutineLook(seeing, position, guard)

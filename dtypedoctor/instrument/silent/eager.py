@@ -13,13 +13,11 @@ from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import Extent, measure
+from dtypedoctor.trace.records.compiling import EagerCall
 
 
 class EagerReplay:
-    """Writes an :class:`Observation` of kind ``eager-replay`` for the outermost calls with the given numbers.
-
-    Values: ``finite`` and ``absmax`` (of what the call returned), ``eager_finite`` and ``eager_absmax`` (of the same call in
-    eager mode).
+    """Writes an :class:`EagerCall` for the outermost calls with the given numbers.
 
     Args:
         notes: where the observations go.
@@ -45,13 +43,13 @@ class EagerReplay:
         ):
             again = module(*args, **kwargs)
         real, eager = _extents(output), _extents(again)
-        values = {
-            "finite": all(e.finite for e in real),
-            "absmax": max((e.absmax for e in real), default=0.0),
-            "eager_finite": all(e.finite for e in eager),
-            "eager_absmax": max((e.absmax for e in eager), default=0.0),
-        }
-        self._notes.write("eager-replay", "", values)
+        compared = EagerCall(
+            finite=all(e.finite for e in real),
+            absmax=max((e.absmax for e in real), default=0.0),
+            eager_finite=all(e.finite for e in eager),
+            eager_absmax=max((e.absmax for e in eager), default=0.0),
+        )
+        self._notes.write(compared, "")
 
 
 def _extents(output: Any) -> list[Extent]:

@@ -18,6 +18,7 @@ from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.records.autocast import AutocastRegion
+from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward, ScaledGradient, Zeros
 
 SCALE = 32768.0
 """The largest power of two that float16 holds; half of what a gradient scaler begins with."""
@@ -31,11 +32,8 @@ MOST_TOLD = 40
 class GradientCheck:
     """Counts zeros in gradients where float16 is at work.
 
-    * Before an optimizer step, where a gradient is zero for the most part: an :class:`Observation` of kind
-      ``gradient-zeros`` with ``parameters``: for each such one its ``zeros`` and ``elements``.
-    * :meth:`scaled_backward` writes one of kind ``scaled-backward``: ``scale``, and ``parameters``: for each with a gradient
-      in both passes ``elements``, ``zeros`` (as the script computes it), ``zeros_scaled`` (of the gradient of the scaled
-      loss, those counted in that overflowed) and ``largest`` (largest magnitude of what came back, divided by the scale); or ``error`` where that failed.
+    Before an optimizer step it writes a :class:`GradientZeros`, where a gradient is zero for the most part; :meth:`scaled_backward` writes
+    a :class:`ScaledBackward`.
     """
 
     def __init__(self, notes: Notes, names: Names, position: Position, autocast: AutocastLog) -> None:
@@ -63,9 +61,9 @@ class GradientCheck:
         with self._position.mute(), torch.no_grad():
             zeros = torch.stack([(g == 0).sum() for _, g in found]).tolist()
         counts = [(name, int(count), g.numel()) for (name, g), count in zip(found, zeros, strict=True)]
-        many = {name: {"zeros": count, "elements": of} for name, count, of in counts if count >= MANY * of}
+        many = {name: Zeros(zeros=count, elements=of) for name, count, of in counts if count >= MANY * of}
         if many:
-            self._notes.write("gradient-zeros", None, {"parameters": dict(list(many.items())[:MOST_TOLD])})
+            self._notes.write(GradientZeros(parameters=dict(list(many.items())[:MOST_TOLD])))
 
     def _gradients(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         return [(n, p.grad) for n, p in self._of(optimizer) if p.grad is not None and measurable(p.grad)]
@@ -84,7 +82,7 @@ class GradientCheck:
         except RuntimeError as error:  # a graph that can be walked only once, say
             if is_interruption(error):
                 raise
-            self._notes.write("scaled-backward", None, {"scale": SCALE, "error": elided(str(error))[:200]})
+            self._notes.write(ScaledBackward(scale=SCALE, error=elided(str(error))[:200]))
             return
         with self._position.mute(), torch.no_grad():
             told = {
@@ -92,7 +90,7 @@ class GradientCheck:
                 for (name, _), one, other in zip(wanted, plain, scaled, strict=True)
                 if one is not None and other is not None
             }
-        self._notes.write("scaled-backward", None, {"scale": SCALE, "parameters": told})
+        self._notes.write(ScaledBackward(scale=SCALE, parameters=told))
 
     def _of(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}
@@ -106,15 +104,15 @@ def _gradients(losses: list[Tensor], parameters: list[Tensor], scale: float) -> 
     return torch.autograd.grad(losses, parameters, starts, retain_graph=True, allow_unused=True)
 
 
-def _compared(plain: Tensor, scaled: Tensor) -> dict[str, float | int]:
+def _compared(plain: Tensor, scaled: Tensor) -> ScaledGradient:
     wide = scaled.double() / SCALE
     back = torch.where((plain == 0) & wide.isfinite(), wide.abs(), 0.0)
-    return {
-        "elements": plain.numel(),
-        "zeros": int((plain == 0).sum()),
-        "zeros_scaled": int((scaled.eq(0) | ~scaled.isfinite()).sum()),
-        "largest": float(back.max()) if back.numel() else 0.0,
-    }
+    return ScaledGradient(
+        elements=plain.numel(),
+        zeros=int((plain == 0).sum()),
+        zeros_scaled=int((scaled.eq(0) | ~scaled.isfinite()).sum()),
+        largest=float(back.max()) if back.numel() else 0.0,
+    )
 
 
 def _has_float16(optimizer: Optimizer) -> bool:

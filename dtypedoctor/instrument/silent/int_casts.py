@@ -6,8 +6,7 @@ by the next product, and what it cut off is missing there.
 """
 
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
+from dtypedoctor.trace.records.silent import FloatToInt
 
 LOSSY = 0.1
 """Relative error, in the Euclidean norm, from which on a cast has cut off information: whole numbers in a floating dtype
@@ -34,7 +34,7 @@ _INDEXING = frozenset(
 @dataclass(slots=True)
 class _Cast:
     fqn: str | None
-    values: dict[str, Any]
+    told: FloatToInt
     as_index: bool = False
     as_number: tuple[str, str | None] | None = None
 
@@ -56,8 +56,8 @@ class IntegerCasts:
         for cast in {id(cast): cast for cast in self._casts.values()}.values():
             if cast.as_number is not None and not cast.as_index:
                 used_by, used_at = cast.as_number
-                values = {**cast.values, "used_by": used_by, "used_at": used_at}
-                self.notes.once("float-to-int", (cast.fqn, cast.values["source"]), cast.fqn, values)
+                told = replace(cast.told, used_by=used_by, used_at=used_at)
+                self.notes.once(told, (cast.fqn, told.source), cast.fqn)
         self._casts.clear()
 
     def saw(self, seen: Seen) -> None:
@@ -79,14 +79,14 @@ class IntegerCasts:
         place = self.whereabouts.here(sys._getframe(), "cpu")
         self._casts[seen.number(result)] = _Cast(
             fqn=place.fqn if place.root != OUTSIDE else None,
-            values={
-                "op": seen.name,
-                "source": place.source,
-                "from": dtype_name(source),
-                "to": dtype_name(result),
-                "relative_error": error,
-                "elements": source.numel(),
-            },
+            told=FloatToInt(
+                op=seen.name,
+                source=place.source,
+                from_=dtype_name(source),
+                to=dtype_name(result),
+                relative_error=error,
+                elements=source.numel(),
+            ),
         )
 
     def _note_use(self, seen: Seen) -> None:

@@ -26,6 +26,7 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.trace.records.loading import Pretrained, RoundedAndTrained, StateLoaded
 from dtypedoctor.unpatched import from_json
 
 LONGEST_HEADER = 100_000_000
@@ -164,14 +165,14 @@ class LoadingCheck:
         with self._position.mute(), torch.no_grad():
             lost = [_lost(a, b.dtype) for _, a, b in narrowed]
             self._note_rounded(cast)
-        values = {
-            "casts": dict(casts),
-            "became_inf": sum(inf for inf, _ in lost),
-            "became_zero": sum(zero for _, zero in lost),
-            "elements": sum(a.numel() for _, a, _ in narrowed),
-            "names": [n for n, _, _ in narrowed[:MOST_NAMED]],
-        }
-        self._notes.once("state-loaded", (type(module), *sorted(casts)), None, values)
+        loaded = StateLoaded(
+            casts=dict(casts),
+            became_inf=sum(inf for inf, _ in lost),
+            became_zero=sum(zero for _, zero in lost),
+            elements=sum(a.numel() for _, a, _ in narrowed),
+            names=[n for n, _, _ in narrowed[:MOST_NAMED]],
+        )
+        self._notes.once(loaded, (type(module), *sorted(casts)))
 
     def _note_rounded(self, cast: list[tuple[str, Tensor, Tensor]]) -> None:
         for name, stored, own in cast:
@@ -194,15 +195,15 @@ class LoadingCheck:
         for found in held:
             casts[found.cast] += found.elements
         rounded = sum(found.rounded for found in held)
-        values = {
-            "casts": dict(casts),
-            "rounded": rounded,
-            "elements": sum(found.elements for found in held),
-            "parameters": len(held),
-            "names": [found.name for found in held[:MOST_NAMED]],
-            "mean_change": sum(found.change for found in held) / rounded,
-        }
-        self._notes.once("rounded-and-trained", tuple(sorted(casts)), None, values)
+        told = RoundedAndTrained(
+            casts=dict(casts),
+            rounded=rounded,
+            elements=sum(found.elements for found in held),
+            parameters=len(held),
+            names=[found.name for found in held[:MOST_NAMED]],
+            mean_change=sum(found.change for found in held) / rounded,
+        )
+        self._notes.once(told, tuple(sorted(casts)))
 
     def _note_pretrained(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         stored = stored_dtypes(args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
@@ -214,8 +215,8 @@ class LoadingCheck:
             return
         requested = kwargs.get("dtype", kwargs.get("torch_dtype"))
         asked = str(requested).removeprefix("torch.") if requested not in (None, "auto") else None
-        values = {"model": type(model).__name__, "stored": stored, "loaded": dict(loaded), "requested": asked}
-        self._notes.once("pretrained", (type(model), *sorted(stored), *sorted(loaded)), None, values)
+        found = Pretrained(model=type(model).__name__, stored=stored, loaded=dict(loaded), requested=asked)
+        self._notes.once(found, (type(model), *sorted(stored), *sorted(loaded)))
 
 
 def _small(module: nn.Module) -> list[tuple[str, Tensor]]:

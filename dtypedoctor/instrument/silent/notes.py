@@ -1,10 +1,10 @@
 """Writes what the silent checks see as observations."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.trace.events import NotWatched, Observation
+from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_NOTES = 40
@@ -24,26 +24,17 @@ class Notes:
         self._position = position
         self._told: dict[str, set[Any]] = {}
 
-    def once(self, kind: str, key: Any, fqn: str | None, values: Mapping[str, Any]) -> None:
-        """Writes an observation unless one of the same kind and key has been written."""
-        told = self._told.setdefault(kind, set())
+    def once(self, what: Any, key: Any, fqn: str | None = None) -> None:
+        """Writes a record unless one of the same kind and key has been written."""
+        told = self._told.setdefault(what.KIND, set())
         if key in told or len(told) >= MAX_NOTES:
             return
         told.add(key)
-        self.write(kind, fqn, values)
+        self.write(what, fqn)
 
-    def write(self, kind: str, fqn: str | None, values: Mapping[str, Any]) -> None:
-        """Writes an observation about the module ``fqn``.
-
-        The name is repeated in ``values``: a trace leaves empty fields out, and the outermost module's name is empty.
-        """
-        position = self._position
-        self._writer.write(
-            Observation(
-                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase, kind=kind,
-                fqn=fqn, values={**values, "fqn": fqn},
-            )
-        )  # fmt: skip
+    def write(self, what: Any, fqn: str | None = None) -> None:
+        """Writes a record about the module ``fqn``."""
+        observe(self._writer, self._position, what, fqn=fqn)
 
     def leave_out(self, what: str, why: str) -> None:
         """Tells once that something is not checked."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.trace.records.silent import Unpatched
 
 BACKUP = "orig"
 """Part of the names under which originals are kept."""
@@ -43,8 +44,8 @@ class PatchCheck:
             self._classes.add(type(child))
             place = self._names.find(child)
             for attribute, method, source in _unpatched(type(child)):
-                values = {"class": type(child).__name__, "attribute": attribute, "method": method, "source": source}
-                self._notes.once("unpatched", (type(child), attribute), place[1] if place is not None else None, values)
+                found = Unpatched(class_=type(child).__name__, attribute=attribute, method=method, source=source)
+                self._notes.once(found, (type(child), attribute), place[1] if place is not None else None)
 
 
 def _unpatched(cls: type) -> Iterator[tuple[str, str, str]]:

@@ -5,8 +5,7 @@ tensor is taken for positions when it counts by ones; it matters once arithmetic
 """
 
 import sys
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
+from dtypedoctor.trace.records.silent import RoundedPositions
 
 HALF = (torch.float16, torch.bfloat16)
 SHORTEST = 257
@@ -31,7 +31,7 @@ _ARITHMETIC = frozenset({"mul", "div", "mm", "bmm", "addmm", "baddbmm", "sin", "
 
 
 @dataclass(slots=True)
-class RoundedPositions:
+class PositionCheck:
     """Writes an :class:`Observation` of kind ``rounded-positions`` for positions that were rounded together and then used.
 
     ``fqn`` is the module that rounds. Values: ``op`` and ``source`` (of what rounded), ``dtype``, ``length`` (positions),
@@ -41,7 +41,7 @@ class RoundedPositions:
 
     notes: Notes
     whereabouts: Whereabouts
-    _rounded: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _rounded: dict[int, tuple[RoundedPositions, str | None]] = field(default_factory=dict)
 
     def end(self) -> None:
         """Forgets the call."""
@@ -64,15 +64,15 @@ class RoundedPositions:
         if exact is None or not bool((exact.diff() == 1).all()) or torch.equal(exact, first):
             return
         place = self.whereabouts.here(sys._getframe(), "cpu")
-        self._rounded[seen.number(result)] = {
-            "fqn": place.fqn if place.root != OUTSIDE else None,
-            "op": seen.name,
-            "source": place.source,
-            "dtype": dtype_name(result),
-            "length": length,
-            "distinct": int(first.unique().numel()),
-            "largest_error": float((exact - first).abs().max()),
-        }
+        told = RoundedPositions(
+            op=seen.name,
+            source=place.source,
+            dtype=dtype_name(result),
+            length=length,
+            distinct=int(first.unique().numel()),
+            largest_error=float((exact - first).abs().max()),
+        )
+        self._rounded[seen.number(result)] = told, place.fqn if place.root != OUTSIDE else None
 
     def _note_use(self, seen: Seen, name: str) -> None:
         known = [self._rounded.get(seen.number(t)) for t in seen.operands]
@@ -83,8 +83,8 @@ class RoundedPositions:
             self._rounded.update({seen.number(result): found for result in seen.results})
         elif name in _ARITHMETIC and not (name == "div" and known[0] is None):  # a mean divides by a count
             used_at = self.whereabouts.here(sys._getframe(), "cpu").source
-            values = {**found, "used_by": seen.name, "used_at": used_at}
-            self.notes.once("rounded-positions", (found["fqn"], found["source"]), found["fqn"], values)
+            told, fqn = found
+            self.notes.once(replace(told, used_by=seen.name, used_at=used_at), (fqn, told.source), fqn)
 
 
 def _whole_numbers(seen: Seen, rounded: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ from dtypedoctor._torch_private import saved_by
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.trace.records.silent import FirstRatio
 
 MAX_NODES = 2000
 """Nodes of the graph that are visited, the nearest to the loss first."""
@@ -58,16 +59,16 @@ class RatioCheck:
         near = gaps[gaps <= NEAR]
         if near.numel() < MOST * gaps.numel():
             return
-        values = {
-            "elements": gaps.numel(),
-            "off": int(near.ne(0).sum()),
-            "largest_gap": float(near.max()),
-            "mean_gap": float(near.mean()),
-            "clipped": int(((ratio < bounds[0]) | (ratio > bounds[1])).sum()),
-            "bounds": list(bounds),
-            "random": any(_is_random(module) for root in self._names.roots for module in root.modules()),
-        }
-        self._notes.once("first-ratio", "", None, values)
+        told = FirstRatio(
+            elements=gaps.numel(),
+            off=int(near.ne(0).sum()),
+            largest_gap=float(near.max()),
+            mean_gap=float(near.mean()),
+            clipped=int(((ratio < bounds[0]) | (ratio > bounds[1])).sum()),
+            bounds=list(bounds),
+            random=any(_is_random(module) for root in self._names.roots for module in root.modules()),
+        )
+        self._notes.once(told, "")
 
 
 def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float, float]]]:

@@ -7,10 +7,9 @@ that went through ``model.to(bfloat16)`` does, also after ``float()``.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,6 +21,7 @@ from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.trace.records.silent import RotaryTable
 
 SHORTEST, LONGEST = 4, 1024
 """Lengths of tables; half the size of an attention head."""
@@ -42,7 +42,7 @@ _Held = tuple[ref[nn.Module], str, torch.dtype]
 class _Table:
     name: str
     buffer: Tensor
-    values: dict[str, Any]
+    told: RotaryTable
     memory: int
 
 
@@ -81,8 +81,8 @@ class RotaryTables:
         for table in waiting:
             if self._looked and table.memory not in self._read:
                 continue
-            values = {**table.values, "read": True if self._looked else None}
-            self.notes.once("rotary-table", table.name, table.name.rpartition(".")[0], values)
+            told = replace(table.told, read=True if self._looked else None)
+            self.notes.once(told, table.name, table.name.rpartition(".")[0])
         self._read.clear()
         self._looked = False
 
@@ -127,17 +127,17 @@ def _rounded(name: str, buffer: Tensor, position: int) -> _Table | None:
     deviation, error = _off(values)
     if deviation < EXACT:
         return None
-    told = {
-        "name": name,
-        "dtype": dtype_name(buffer),
-        "rounded_to": str(rounded_to).removeprefix("torch."),
-        "length": len(values),
-        "first": values[0],
-        "last": values[-1],
-        "deviation": deviation,
-        "angle_error": error * position,
-        "position": position,
-    }
+    told = RotaryTable(
+        name=name,
+        dtype=dtype_name(buffer),
+        rounded_to=str(rounded_to).removeprefix("torch."),
+        length=len(values),
+        first=values[0],
+        last=values[-1],
+        deviation=deviation,
+        angle_error=error * position,
+        position=position,
+    )
     return _Table(name, buffer, told, _memory(buffer))
 
 

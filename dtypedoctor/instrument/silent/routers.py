@@ -24,6 +24,7 @@ from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
 from dtypedoctor.interruptions import contained
+from dtypedoctor.trace.records.silent import RouterChoice
 
 HALF = (torch.float16, torch.bfloat16)
 MAX_BETWEEN = 24
@@ -64,7 +65,7 @@ class RouterFlips:
     notes: Notes
     whereabouts: Whereabouts
     _recent: deque[_Product] = field(default_factory=lambda: deque(maxlen=2))
-    _judged: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _judged: dict[int, tuple[RouterChoice, str | None]] = field(default_factory=dict)
     """What is to be told of a selection once its indices are used, by their number."""
     _dropped: bool = False
     """Whether a product was given up because too much would have been kept for it."""
@@ -96,9 +97,8 @@ class RouterFlips:
     def _tell_of_used(self, numbers: Sequence[int]) -> None:
         """Tells of selections that have been judged, and whose result is used now."""
         for number in self._judged.keys() & set(numbers):
-            values = self._judged.pop(number)
-            key = (values["fqn"], values["scores_source"], values["source"])
-            self.notes.once("router", key, values["fqn"], values)
+            choice, fqn = self._judged.pop(number)
+            self.notes.once(choice, (fqn, choice.scores_source, choice.source), fqn)
 
     def _follow(self, seen: Seen, product: _Product, numbers: Sequence[int]) -> None:
         others = [t for t, number in zip(seen.operands, numbers, strict=True) if number not in product.derived]
@@ -130,19 +130,19 @@ class RouterFlips:
         flipped = (chosen.sort(-1).values != exact.sort(-1).values).any(-1)
         source = self.whereabouts.here(sys._getframe(), "cpu").source
         fqn = product.place.fqn if product.place.root != OUTSIDE else None
-        self._judged[seen.number(chosen)] = {
-            "fqn": fqn,
-            "op": seen.name,
-            "source": source,
-            "scores_op": product.seen.name,
-            "scores_source": product.place.source,
-            "dtype": dtype_name(product.seen.results[0]),
-            "experts": scores.shape[-1],
-            "chosen": chosen.shape[-1],
-            "tokens": flipped.numel(),
-            "flipped": int(flipped.sum()),
-            "tied": _ties(scores, chosen.shape[-1]),
-        }
+        choice = RouterChoice(
+            op=seen.name,
+            source=source,
+            scores_op=product.seen.name,
+            scores_source=product.place.source,
+            dtype=dtype_name(product.seen.results[0]),
+            experts=scores.shape[-1],
+            chosen=chosen.shape[-1],
+            tokens=flipped.numel(),
+            flipped=int(flipped.sum()),
+            tied=_ties(scores, chosen.shape[-1]),
+        )
+        self._judged[seen.number(chosen)] = choice, fqn
 
 
 def _may_be_scores(seen: Seen) -> bool:

@@ -18,6 +18,7 @@ from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.trace.records.silent import Twins
 
 ROWS = 64
 """Distributions of a call that are kept for comparison."""
@@ -94,18 +95,18 @@ class TwinCheck:
         gap = (ours - theirs).abs()[ours > LIKELY]
         if not gap.numel():
             return
-        values = {
-            "trainer": self._number(trainer),
-            "generator": self._number(generator),
-            "trainer_dtype": dtype_name(next(trainer.parameters())),
-            "generator_dtype": dtype_name(next(generator.parameters())),
-            "rows": rows.shape[0],
-            "choices": rows.shape[-1],
-            "largest_gap": float(gap.max()),
-            "mean_gap": float(gap.mean()),
-            "dropout": any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in trainer.modules()),
-        }
-        self._notes.once("twins", (values["trainer"], values["generator"]), None, values)
+        compared = Twins(
+            trainer=self._number(trainer),
+            generator=self._number(generator),
+            trainer_dtype=dtype_name(next(trainer.parameters())),
+            generator_dtype=dtype_name(next(generator.parameters())),
+            rows=rows.shape[0],
+            choices=rows.shape[-1],
+            largest_gap=float(gap.max()),
+            mean_gap=float(gap.mean()),
+            dropout=any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in trainer.modules()),
+        )
+        self._notes.once(compared, (compared.trainer, compared.generator))
 
     def _number(self, module: nn.Module) -> int | None:
         place = self._names.find(module)

@@ -20,6 +20,7 @@ from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import contained
+from dtypedoctor.trace.records.silent import StalledParameter, Updates
 
 HALF = (torch.float16, torch.bfloat16)
 SAMPLED = 4096
@@ -116,26 +117,21 @@ class UpdateCheck:
         if not stalled:
             return
         stalled.sort(key=lambda pair: -pair[1].lost / pair[1].wanted)
-        values = {
-            "optimizer": type(optimizer).__name__,
-            "lr": float(optimizer.param_groups[0].get("lr", 0.0)),
-            "checks": self._steps[id(optimizer)],
-            "first_step": self._first[id(optimizer)],
-            "wanted": sum(t.wanted for t in totals.values()),
-            "lost": sum(t.lost for t in totals.values()),
-            "parameters": {
-                name: {
-                    "wanted": t.wanted,
-                    "lost": t.lost,
-                    "dtype": t.dtype,
-                    "elements": t.elements,
-                    "absmax": t.absmax,
-                    "update": t.update,
-                }
+        told = Updates(
+            optimizer=type(optimizer).__name__,
+            lr=float(optimizer.param_groups[0].get("lr", 0.0)),
+            checks=self._steps[id(optimizer)],
+            first_step=self._first[id(optimizer)],
+            wanted=sum(t.wanted for t in totals.values()),
+            lost=sum(t.lost for t in totals.values()),
+            parameters={
+                name: StalledParameter(
+                    wanted=t.wanted, lost=t.lost, dtype=t.dtype, elements=t.elements, absmax=t.absmax, update=t.update
+                )
                 for name, t in stalled[:MOST_TOLD]
             },
-        }
-        self._notes.write("updates", None, values)
+        )
+        self._notes.write(told)
 
     def _taken(self, optimizer: Optimizer) -> list[_Sample]:
         samples: list[_Sample] = []

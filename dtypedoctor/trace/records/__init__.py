@@ -12,23 +12,67 @@ from typing import Any
 from dtypedoctor.trace.decode import decode
 from dtypedoctor.trace.events import Observation, Observed
 from dtypedoctor.trace.records.autocast import AutocastRegion, CustomFunction, OpenRegions
+from dtypedoctor.trace.records.compiling import (
+    CompileCounts,
+    EagerCall,
+    GraphBreak,
+    Recompiled,
+    RecompileLimit,
+    StreamLaunches,
+)
+from dtypedoctor.trace.records.loading import Pretrained, RoundedAndTrained, StateLoaded
 from dtypedoctor.trace.records.models import ModelConfig, ProcessGroup, ShardCall, ShardUnit
 from dtypedoctor.trace.records.packed import PackedBits, PackedWeight
+from dtypedoctor.trace.records.silent import (
+    Absorbed,
+    FirstRatio,
+    FloatToInt,
+    GradientZeros,
+    RotaryTable,
+    RoundedPositions,
+    RouterChoice,
+    ScaledBackward,
+    StaleCopy,
+    Twins,
+    Unpatched,
+    Updates,
+)
 
 __all__ = ["RECORDS", "from_disk", "to_disk"]
 
 RECORDS: dict[str, type[Any]] = {
     record.KIND: record
     for record in (
+        Absorbed,
         AutocastRegion,
+        CompileCounts,
         CustomFunction,
+        EagerCall,
+        FirstRatio,
+        FloatToInt,
+        GradientZeros,
+        GraphBreak,
         ModelConfig,
         OpenRegions,
         PackedBits,
         PackedWeight,
+        Pretrained,
         ProcessGroup,
+        RecompileLimit,
+        Recompiled,
+        RotaryTable,
+        RoundedAndTrained,
+        RoundedPositions,
+        RouterChoice,
+        ScaledBackward,
         ShardCall,
         ShardUnit,
+        StaleCopy,
+        StateLoaded,
+        StreamLaunches,
+        Twins,
+        Unpatched,
+        Updates,
     )
 }
 """Every record by its kind."""

@@ -1,0 +1,371 @@
+"""What the silent checks see where nothing raises and everything is finite. An observation's ``fqn`` is the module that it is about."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+__all__ = [
+    "Absorbed",
+    "FirstRatio",
+    "FloatToInt",
+    "GradientZeros",
+    "Overflowed",
+    "RotaryTable",
+    "RoundedPositions",
+    "RouterChoice",
+    "ScaledBackward",
+    "ScaledGradient",
+    "StaleCopy",
+    "StalledParameter",
+    "Twins",
+    "Unpatched",
+    "Updates",
+    "Zeros",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overflowed:
+    """An op whose finite operands made inf or NaN in a narrow dtype, and finite values in float32.
+
+    Attributes:
+        fqn: module that it ran in; None outside of modules.
+        dtype: of its result.
+        operands: largest magnitudes of its operands.
+        float32: largest magnitude of the result in float32.
+        bad: elements of the result that are not finite.
+        squares: whether it multiplied a tensor with itself.
+        negative: whether all it made was ``-inf``, as masks do.
+    """
+
+    op: str
+    fqn: str | None
+    source: str | None
+    dtype: str
+    operands: list[float]
+    float32: float
+    bad: int
+    elements: int
+    squares: bool
+    negative: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absorbed:
+    """An overflow that ends in finite values.
+
+    Attributes:
+        op, source: the op that ended it.
+        scalars: its numbers, as text.
+        relative_error: largest difference of its result from the float32 one, over the largest magnitude of the latter.
+        rescued: elements that were not finite in its operands.
+        elements: of its result.
+        bounds: largest magnitudes of its other operands.
+        by_mask: whether a test for finiteness came between.
+        through: the ops from the overflow to that op, this included.
+        born: the op that overflowed.
+    """
+
+    KIND: ClassVar[str] = "absorbed"
+
+    op: str
+    source: str | None
+    scalars: list[str]
+    relative_error: float
+    rescued: int
+    elements: int
+    bounds: list[float] = field(default_factory=list)
+    by_mask: bool
+    through: list[str]
+    born: Overflowed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleCopy:
+    """A layer that computes with an old copy of its weight, which autocast keeps.
+
+    Attributes:
+        weight: name of the weight.
+        dtype: of the copy.
+        relative_error: largest difference of the layer's result from one without the cache, over the largest magnitude of the latter.
+        region: ``file:line`` that opened the outermost region.
+        calls: outermost calls in the region so far.
+    """
+
+    KIND: ClassVar[str] = "autocast-cache"
+
+    weight: str
+    dtype: str
+    relative_error: float
+    region: str | None
+    calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterChoice:
+    """A selection among half-precision scores that something is looked up with in the same call.
+
+    Attributes:
+        op, source: of the selection.
+        scores_op, scores_source, dtype: of the product that the scores are.
+        experts: how many there are to choose from.
+        chosen: experts per token.
+        tokens: how many chose.
+        flipped: tokens whose set of experts differs from float32's.
+        tied: tokens with equal scores on both sides of the border.
+    """
+
+    KIND: ClassVar[str] = "router"
+
+    op: str
+    source: str | None
+    scores_op: str
+    scores_source: str | None
+    dtype: str
+    experts: int
+    chosen: int
+    tokens: int
+    flipped: int
+    tied: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpatched:
+    """A class whose kept original is what still runs; the observation's ``fqn`` is the first module of that class.
+
+    Attributes:
+        class_: name of the class.
+        attribute: name of the backup.
+        method: name of what was to be replaced.
+        source: ``file:line`` of the function that runs.
+    """
+
+    KIND: ClassVar[str] = "unpatched"
+
+    class_: str
+    attribute: str
+    method: str
+    source: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twins:
+    """A trained model that was asked what its half-precision twin was asked.
+
+    Attributes:
+        trainer, generator: numbers of the outermost modules, where known.
+        rows: distributions compared.
+        choices: length of each.
+        largest_gap: largest difference of a log-probability among those above 0.1 %.
+        mean_gap: mean magnitude of these differences.
+        dropout: whether the trained one drops elements at random, which makes a gap of its own.
+    """
+
+    KIND: ClassVar[str] = "twins"
+
+    trainer: int | None
+    generator: int | None
+    trainer_dtype: str
+    generator_dtype: str
+    rows: int
+    choices: int
+    largest_gap: float
+    mean_gap: float
+    dropout: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstRatio:
+    """The first clipped ratio whose backward pass begins.
+
+    Attributes:
+        elements: of the ratio.
+        off: those that are not 1.
+        largest_gap, mean_gap: of the log-ratio's magnitude, over the elements near 1.
+        clipped: elements beyond the bounds.
+        bounds: of the clipping, lower and upper.
+        random: whether a module that is training drops elements, or normalizes by its batch.
+    """
+
+    KIND: ClassVar[str] = "first-ratio"
+
+    elements: int
+    off: int
+    largest_gap: float
+    mean_gap: float
+    clipped: int
+    bounds: list[float]
+    random: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatToInt:
+    """A lossy cast of activations to integers that are used as numbers and never as indices.
+
+    Attributes:
+        op, source: of the cast.
+        from_, to: dtypes.
+        relative_error: of the integers, in the Euclidean norm.
+        elements: how many were cast.
+        used_by, used_at: the op that made a number of it, and its line.
+    """
+
+    KIND: ClassVar[str] = "float-to-int"
+
+    op: str
+    source: str | None
+    from_: str
+    to: str
+    relative_error: float
+    elements: int
+    used_by: str = ""
+    used_at: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryTable:
+    """A table of rotary frequencies that is rounded, and read.
+
+    Attributes:
+        name: of the buffer.
+        dtype: it has.
+        rounded_to: it equals its own rounding to this dtype.
+        length: values in it.
+        first, last: of them.
+        deviation: largest relative deviation from the geometric progression through its values.
+        angle_error: what that amounts to at ``position``, in radians.
+        position: the last one that the model has, where that is known; 4096 in older traces.
+        read: whether an operator was seen to read it; None where none was looked at.
+    """
+
+    KIND: ClassVar[str] = "rotary-table"
+
+    name: str
+    dtype: str
+    rounded_to: str
+    length: int
+    first: float
+    last: float
+    deviation: float
+    angle_error: float
+    position: int = 4096
+    read: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedPositions:
+    """Positions that were rounded together and then used.
+
+    Attributes:
+        op, source, dtype: of what rounded.
+        length: positions.
+        distinct: of them that are left.
+        largest_error: in positions.
+        used_by, used_at: the first arithmetic with them, and its line.
+    """
+
+    KIND: ClassVar[str] = "rounded-positions"
+
+    op: str
+    source: str | None
+    dtype: str
+    length: int
+    distinct: int
+    largest_error: float
+    used_by: str = ""
+    used_at: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zeros:
+    """Elements of one gradient, and those of them that are zero."""
+
+    zeros: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientZeros:
+    """Gradients that are zero for the most part before an optimizer step where float16 is at work, by parameter."""
+
+    KIND: ClassVar[str] = "gradient-zeros"
+
+    parameters: Mapping[str, Zeros]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledGradient:
+    """One gradient, of the loss and of the multiplied loss.
+
+    Attributes:
+        elements: of the gradient.
+        zeros: as the program computes it.
+        zeros_scaled: of the gradient of the multiplied loss, those counted in that overflowed.
+        largest: largest magnitude of what came back, divided by the scale.
+    """
+
+    elements: int
+    zeros: int
+    zeros_scaled: int
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledBackward:
+    """A backward pass that was made twice, of the loss and of the loss multiplied by ``scale``.
+
+    Attributes:
+        parameters: those that have a gradient in both passes, by name.
+        error: why that failed, where it did; then there are no parameters.
+    """
+
+    KIND: ClassVar[str] = "scaled-backward"
+
+    scale: float
+    parameters: Mapping[str, ScaledGradient] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalledParameter:
+    """A parameter that loses most of its updates, over all steps that were checked.
+
+    Attributes:
+        wanted: elements that move in float32.
+        lost: those of them that did not move.
+        dtype: of the parameter.
+        absmax: largest weight of the elements that were compared.
+        update: largest float32 update of these.
+        elements: compared in a step; None in older traces.
+    """
+
+    wanted: int
+    lost: int
+    dtype: str
+    absmax: float
+    update: float
+    elements: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """An optimizer's steps on parameters that lose most of their updates, beside the same on float32 copies.
+
+    Attributes:
+        optimizer: its class.
+        lr: its learning rate.
+        checks: steps checked so far.
+        first_step: the first of them.
+        wanted, lost: sums over all parameters.
+        parameters: the worst of those that have lost at least half, by name.
+    """
+
+    KIND: ClassVar[str] = "updates"
+
+    optimizer: str
+    lr: float
+    checks: int
+    first_step: int
+    wanted: int
+    lost: int
+    parameters: Mapping[str, StalledParameter]
