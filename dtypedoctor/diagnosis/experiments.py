@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, fields
 
-from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.values import AttentionReplayed
 
 __all__ = ["AttentionExperiment", "attention_experiment"]
 
@@ -55,8 +55,10 @@ class AttentionExperiment:
 
 def attention_experiment(trace: Trace, op: Op) -> AttentionExperiment | None:
     """The experiment on the attention that ``op`` is the product of queries and keys of, or the softmax; None without one."""
-    for seen in observed(trace, "attention-replay"):
-        values = seen.values
-        if op.n in (values["scores"], values["softmax"]):
-            return AttentionExperiment(**{field.name: values[field.name] for field in fields(AttentionExperiment)})
+    for seen in trace.observed(AttentionReplayed):
+        what = seen.what
+        if op.n in (what.scores, what.softmax):
+            return AttentionExperiment(
+                **{field.name: getattr(what, field.name) for field in fields(AttentionExperiment)}
+            )
     return None

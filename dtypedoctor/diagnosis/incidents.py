@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dtypedoctor.diagnosis.reached import Reached, reached
-from dtypedoctor.trace.events import Observation, Raised, Sample, ScalerState, Site
+from dtypedoctor.trace.events import Observed, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.values import NonfiniteReached
 
 __all__ = ["Incident", "incidents"]
 
@@ -92,7 +93,7 @@ class Incident:
         return "reached" if self.reached is not None else "raised"
 
     @property
-    def _record(self) -> Sample | Raised | Observation:
+    def _record(self) -> Sample | Raised | Observed[NonfiniteReached]:
         found = self.sample or self.raised or (self.reached.seen if self.reached is not None else None)
         assert found is not None  # one of the three is always given
         return found

@@ -8,14 +8,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.births import ancestry, has_nan
-from dtypedoctor.diagnosis.observations import observed
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
-from dtypedoctor.trace.events import Observation, Op, ScalerState
+from dtypedoctor.trace.events import Observed, Op, ScalerState
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.values import NonfiniteReached
 
 __all__ = ["Reached", "behind", "links", "reached"]
 
-KIND = "nonfinite-reached"
 ENDS = {
     "item": "is read as a number",
     "guard": "is tested for",
@@ -33,36 +32,35 @@ LEAVING = frozenset({"numbers", "saved"})
 class Reached:
     """A value that got somewhere. ``seen`` is what the sentinel saw of it."""
 
-    seen: Observation
+    seen: Observed[NonfiniteReached]
 
     @property
     def got(self) -> str:
         """Where it got to, in words."""
         where = f" at {self.source}" if self.source else ""
-        return f"{ENDS[self.seen.values['what']]}{where}"
+        return f"{ENDS[self.seen.what.what]}{where}"
 
     @property
     def source(self) -> str | None:
         """The line that reads it."""
-        source: str | None = self.seen.values["source"]
-        return source
+        return self.seen.what.source
 
 
 def reached(trace: Trace) -> Iterator[Reached]:
     """The values that got to an end that counts, in order."""
-    found = [seen for seen in observed(trace, KIND) if seen.values["what"] in ENDS]
+    found = [seen for seen in trace.observed(NonfiniteReached) if seen.what.what in ENDS]
     graph = graph_of(trace)
     skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
     trained = _finite_losses(trace)
-    tested = {seen.values["id"] for seen in found if seen.values["what"] == "guard"}
+    tested = {seen.what.id for seen in found if seen.what.what == "guard"}
     for seen in found:
-        if seen.values["what"] in LEAVING and seen.values["id"] in tested:
+        if seen.what.what in LEAVING and seen.what.id in tested:
             continue
-        if seen.values["what"] == "guard" and any(n > seen.n for n in trained):
+        if seen.what.what == "guard" and any(n > seen.n for n in trained):
             continue  # tested, and left out: the training has gone on from losses that are finite
         last = behind(graph, seen)
         if last is None:
-            counts = seen.values["what"] == "item" and seen.values["value"] == "nan" and seen.step not in skipped
+            counts = seen.what.what == "item" and seen.what.value == "nan" and seen.step not in skipped
         else:
             counts = _counts(graph, seen, last, skipped)
         if counts:
@@ -75,23 +73,23 @@ def _finite_losses(trace: Trace) -> list[int]:
     return [s.n for s in trace.samples if s.finite and s.site in sites and sites[s.site].kind == "loss"]
 
 
-def behind(graph: OpGraph, seen: Observation) -> Op | None:
+def behind(graph: OpGraph, seen: Observed[NonfiniteReached]) -> Op | None:
     """The op that made what was seen; None where it is not known."""
-    return graph.producer_of(seen.values["id"])
+    return graph.producer_of(seen.what.id)
 
 
-def links(trace: Trace, numbers: Collection[int], call: int) -> Iterator[Observation]:
+def links(trace: Trace, numbers: Collection[int], call: int) -> Iterator[Observed[NonfiniteReached]]:
     """What the sentinel has seen of the losses and gradients with these numbers of samples, and of what went into a module call."""
-    for seen in observed(trace, KIND):
-        what = seen.values["what"]
-        if (what in ("loss", "gradient") and seen.values["sample"] in numbers) or (
-            what == "call" and seen.call == call and seen.values["value"] != "-inf" and seen.n < min(numbers)
+    for seen in trace.observed(NonfiniteReached):
+        what = seen.what.what
+        if (what in ("loss", "gradient") and seen.what.sample in numbers) or (
+            what == "call" and seen.call == call and seen.what.value != "-inf" and seen.n < min(numbers)
         ):
             yield seen
 
 
-def _counts(graph: OpGraph, seen: Observation, last: Op, skipped: Collection[int]) -> bool:
-    what, value = seen.values["what"], seen.values["value"]
+def _counts(graph: OpGraph, seen: Observed[NonfiniteReached], last: Op, skipped: Collection[int]) -> bool:
+    what, value = seen.what.what, seen.what.value
     found = ancestry(graph, last)
     if not found.computed and not found.nan_makers:
         given = any(has_nan(tensor) for _, tensor in found.given)

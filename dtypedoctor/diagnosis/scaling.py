@@ -1,13 +1,13 @@
 """Gradient scalers: gradients that they cannot unscale, optimizers without gradients, a scale that never fits."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line
-from dtypedoctor.trace.events import Observation, Raised, ScalerState
+from dtypedoctor.trace.events import Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.values import Unscaled
 
 __all__ = ["detect_exhausted_scale", "detect_scaling"]
 
@@ -21,18 +21,21 @@ STUCK = 5
 HOPELESS = 20
 """Steps skipped one after another after which halving has gone from 65536 to less than 1."""
 
+UNKNOWN = Unscaled(scale=1.0, params={}, gradients={}, names={})
+"""Stands for an optimizer of which nothing was told."""
+
 
 def detect_scaling(trace: Trace) -> Iterator[Finding]:
     """What goes wrong between a gradient scaler and the parameters that it serves."""
     raised = trace.last(Raised)
     message = raised.message if raised is not None else ""
-    seen = [o for o in trace.all(Observation) if o.kind == "unscale"]
+    seen = [seen.what for seen in trace.observed(Unscaled)]
     if raised is not None and FLOAT16_GRADIENTS in message:
         yield _float16_gradients(trace, raised, seen)
     if raised is not None and NOTHING_CHECKED in message:
         yield _nothing_checked(trace, raised, seen)
     refused = raised if raised is not None and BFLOAT16_KERNEL in message and "BFloat16" in message else None
-    hostile = next((o for o in seen if o.values.get("gradients", {}).get("bfloat16")), None)
+    hostile = next((one for one in seen if one.gradients.get("bfloat16")), None)
     if refused is not None or hostile is not None:
         yield _bfloat16_gradients(trace, refused, hostile)
 
@@ -43,10 +46,9 @@ def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
     yield from _exhausted(trace, raised if raised is not None and AT_MINIMUM in raised.message else None)
 
 
-def _float16_gradients(trace: Trace, raised: Raised, seen: list[Observation]) -> Finding:
-    values: dict[str, Any] = dict(seen[-1].values) if seen else {}
-    names = list(values.get("names", {}).get("float16", ()))
-    params = dict(values.get("params", {}))
+def _float16_gradients(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Finding:
+    last = seen[-1] if seen else UNKNOWN
+    names, params = last.names.get("float16", []), last.params
     owners = list(dict.fromkeys(module_of(name) for name in names))
     few = bool(owners) and params.get("float16", 0) < sum(params.values())
     said = Statement(
@@ -74,11 +76,10 @@ def _float16_gradients(trace: Trace, raised: Raised, seen: list[Observation]) ->
     )
 
 
-def _nothing_checked(trace: Trace, raised: Raised, seen: list[Observation]) -> Finding:
-    values: dict[str, Any] = dict(seen[-1].values) if seen else {}
-    params = dict(values.get("params", {}))
+def _nothing_checked(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Finding:
+    last = seen[-1] if seen else UNKNOWN
+    params, strangers, frozen = last.params, last.strangers, last.frozen
     count = sum(params.values())
-    strangers, frozen = int(values.get("strangers", 0)), int(values.get("frozen", 0))
     if strangers:
         why = (
             f"{strangers} of its {count} parameters belong to no module that was called: the optimizer was made before the "
@@ -94,7 +95,7 @@ def _nothing_checked(trace: Trace, raised: Raised, seen: list[Observation]) -> F
         summary="The scaler steps an optimizer none of whose parameters has a gradient.",
         cause=f"The scaler looks for inf in the gradients of the optimizer's parameters and found no gradient at all. {why}",
         evidence=(
-            *((f"{values.get('optimizer')} holds {_counted(params)} parameters; gradients: 0.",) if params else ()),
+            *((f"{last.optimizer} holds {_counted(params)} parameters; gradients: 0.",) if params else ()),
             *((f"{strangers} of them are in no module that was called.",) if strangers else ()),
             *((f"{frozen} of them do not require a gradient.",) if frozen else ()),
             *how_the_run_ended(trace),
@@ -103,9 +104,9 @@ def _nothing_checked(trace: Trace, raised: Raised, seen: list[Observation]) -> F
     return located(said, phase="optimizer", step=raised.step, source=raising_line(raised))
 
 
-def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Observation | None) -> Finding:
-    values: dict[str, Any] = dict(seen.values) if seen is not None else {}
-    names = list(values.get("names", {}).get("bfloat16", ()))
+def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Unscaled | None) -> Finding:
+    served = seen if seen is not None else UNKNOWN
+    names = served.names.get("bfloat16", [])
     said = Statement(
         id="scaler-bfloat16",
         severity=Severity.ERROR if refused is not None else Severity.WARNING,
@@ -116,7 +117,7 @@ def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Observation 
             "nothing. On CUDA the scaler has no kernel for them and raises; on a CPU it goes along."
         ),
         evidence=(
-            *((f"The optimizer holds {_counted(values['params'])} parameters: {listed(names)}.",) if names else ()),
+            *((f"The optimizer holds {_counted(served.params)} parameters: {listed(names)}.",) if names else ()),
             *(how_the_run_ended(trace) if refused is not None else ()),
         ),
     )
@@ -176,5 +177,5 @@ def _forward_is_not_finite(trace: Trace, step: int | None) -> bool:
     return any(trace.sites[s.site].kind in ("output", "loss") for s in bad if s.site in trace.sites)
 
 
-def _counted(params: dict[str, int]) -> str:
+def _counted(params: Mapping[str, int]) -> str:
     return " and ".join(f"{number} {dtype}" for dtype, number in sorted(params.items(), key=lambda item: -item[1]))

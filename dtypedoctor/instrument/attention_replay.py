@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dtypedoctor._torch_private import tree_map, without_autocast
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.schema import Arguments, tensors_of
 from dtypedoctor.instrument.statistics import is_spread, measurable, measure
 from dtypedoctor.interruptions import contained
-from dtypedoctor.trace.events import Observation, TensorNote
+from dtypedoctor.trace.events import TensorNote
+from dtypedoctor.trace.records.values import AttentionReplayed
 from dtypedoctor.trace.writer import TraceWriter
 
 __all__ = ["AttentionReplay", "Ran"]
@@ -65,12 +67,7 @@ class _Scores:
 
 
 class AttentionReplay:
-    """Writes an :class:`Observation` of kind ``attention-replay`` where the softmax of attention scores made NaN.
-
-    Values: ``scores`` and ``softmax`` (numbers of these ops), ``scale`` (by which the program multiplied the scores),
-    ``nan_rows`` (rows of the softmax that are NaN), ``unattended`` (those of them in which the mask leaves nothing),
-    ``exact_finite`` (whether the same with scores in float32 is finite), ``unmasked_finite`` (that without the mask),
-    ``sdpa_finite`` and ``sdpa_absmax`` (of ``scaled_dot_product_attention`` on the same operands).
+    """Writes an :class:`AttentionReplayed` where the softmax of attention scores made NaN.
 
     Args:
         writer: where the observations go.
@@ -113,13 +110,7 @@ class AttentionReplay:
         if found is None:
             return
         self._replays += 1
-        position = self._position
-        self._writer.write(
-            Observation(
-                n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
-                kind="attention-replay", fqn=None, values={"scores": scores.product.n, "softmax": softmax.n, **found},
-            )
-        )  # fmt: skip
+        observe(self._writer, self._position, found)
 
 
 def _is_of_activations(ran: Ran) -> bool:
@@ -138,7 +129,7 @@ def _follow(scores: _Scores, ran: Ran) -> bool:
     return scores.length < MAX_BETWEEN
 
 
-def _experiment(scores: _Scores, softmax: Ran, value: Tensor) -> dict[str, Any] | None:
+def _experiment(scores: _Scores, softmax: Ran, value: Tensor) -> AttentionReplayed | None:
     """What is to be told; None where the program does something else to its scores than scaling and masking them."""
     query, key = tensors_of(scores.product.arguments)
     exact = query.float() @ key.float()
@@ -152,15 +143,17 @@ def _experiment(scores: _Scores, softmax: Ran, value: Tensor) -> dict[str, Any] 
         query, key.transpose(-1, -2), value, attn_mask=zero.reshape(exact.shape).to(query.dtype), scale=scale
     )
     (extent,) = measure([fused])
-    return {
-        "scale": scale,
-        "nan_rows": int(wrong.sum()),
-        "unattended": int((wrong & (zero <= least).all(-1)).sum()),
-        "exact_finite": _is_finite(_until_softmax(scores, softmax, exact).softmax(-1)),
-        "unmasked_finite": _is_finite((exact * scale).softmax(-1)),
-        "sdpa_finite": extent.finite,
-        "sdpa_absmax": extent.absmax,
-    }
+    return AttentionReplayed(
+        scores=scores.product.n,
+        softmax=softmax.n,
+        scale=scale,
+        nan_rows=int(wrong.sum()),
+        unattended=int((wrong & (zero <= least).all(-1)).sum()),
+        exact_finite=_is_finite(_until_softmax(scores, softmax, exact).softmax(-1)),
+        unmasked_finite=_is_finite((exact * scale).softmax(-1)),
+        sdpa_finite=extent.finite,
+        sdpa_absmax=extent.absmax,
+    )
 
 
 def _until_softmax(scores: _Scores, softmax: Ran, start: Tensor) -> Tensor:

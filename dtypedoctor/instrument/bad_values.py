@@ -2,7 +2,7 @@
 
 An inf or NaN is no failure as such: masks are ``-inf``, a running minimum starts at ``inf``, a ``where`` drops what was computed for rows
 that are not there. So each operator that makes, uses or replaces such a value is recorded as an :class:`Op`, and each moment at which one
-gets somewhere as an :class:`Observation` of kind ``nonfinite-reached``; what follows from both is for the diagnosis to say.
+gets somewhere as a :class:`NonfiniteReached`; what follows from both is for the diagnosis to say.
 """
 
 import sys
@@ -20,12 +20,14 @@ from dtypedoctor._torch_private import memory_key
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.replay import replay_wider
 from dtypedoctor.instrument.schema import Arguments, has_out, is_inplace, scalars, tensors_of
 from dtypedoctor.instrument.statistics import Extent, measurable, measure, real_of
 from dtypedoctor.instrument.whereabouts import OUTSIDE
-from dtypedoctor.trace.events import Observation, Op, TensorNote
+from dtypedoctor.trace.events import Op, TensorNote
+from dtypedoctor.trace.records.values import NonfiniteReached
 from dtypedoctor.trace.writer import TraceWriter
 
 EACH = 3
@@ -211,19 +213,21 @@ class BadValues:
             line = line_of(sys._getframe(3))
             self.reached(way, bad, None if line is None else line.source)
 
-    def reached(self, what: str, bad: Bad | None, source: str | None = None, **more: Any) -> None:
+    def reached(self, what: str, bad: Bad | None, source: str | None = None, *, value: str | None = None,
+                sample: int | None = None) -> None:  # fmt: skip
         """Something that is not finite has got somewhere; recorded a few times for each place."""
         key = (what, source, bad.id if bad is not None and what in ("alive", "unused") else 0)
         self._seen[key] += 1
         if self._seen[key] > EACH and what not in ("loss", "gradient"):
             return
-        values = {"what": what, "id": bad.id if bad is not None else 0, "source": source}
-        values |= {"value": bad.kind} if bad is not None else {}
-        position = self._position
-        self._writer.write(
-            Observation(n=self._writer.next_n(), step=position.step, call=position.call, phase=position.phase,
-                        kind="nonfinite-reached", values=values | more)
-        )  # fmt: skip
+        found = NonfiniteReached(
+            what=what,
+            id=bad.id if bad is not None else 0,
+            source=source,
+            value=bad.kind if bad is not None and value is None else value,
+            sample=sample,
+        )
+        observe(self._writer, self._position, found)
 
     def finish(self) -> None:
         """The program has ended: tells of everything that is not finite, there or gone, and that nothing was computed from."""

@@ -1,6 +1,7 @@
 """What a gradient scaler finds when it is about to unscale: which parameters, in which dtypes, with or without a gradient."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,8 @@ from dtypedoctor._torch_private import scale_where_it_lies
 from dtypedoctor.instrument.arrivals import Arrivals
 from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.trace.events import Observation, ScalerState
+from dtypedoctor.trace.events import Observed, ScalerState
+from dtypedoctor.trace.records.values import Unscaled
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_NAMES = 8
@@ -48,48 +50,35 @@ class ScalerLog:
 
 
 class UnscaleLog:
-    """Writes an observation of kind ``unscale`` for each optimizer, again whenever one of its values but the scale changes.
-
-    Values: ``scale``; ``params``, ``gradients``: number of parameters and of gradients per dtype; ``names``: some trainable
-    parameters per half-precision dtype; ``frozen``: parameters that do not require a gradient; ``strangers``: parameters that
-    belong to no module that was called; ``optimizer``: its class.
-    """
+    """Writes an :class:`Unscaled` for each optimizer, again whenever one of its fields but the scale changes."""
 
     def __init__(self, writer: TraceWriter, position: Position, names: Names, arrivals: Arrivals) -> None:
         self._writer = writer
         self._position = position
         self._names = names
         self._arrivals = arrivals
-        self._last: dict[int, dict[str, Any]] = {}
+        self._last: dict[int, Unscaled] = {}
 
     def tell(self, scaler: Any, optimizer: Optimizer) -> None:
         """``scaler`` is about to unscale the gradients of ``optimizer``."""
         if not scaler.is_enabled():
             return
         inner = getattr(optimizer, "optimizer", optimizer)
-        values = self._describe(inner)
-        if self._last.get(id(inner)) == values:
+        described = self._describe(inner)
+        if self._last.get(id(inner)) == described:
             return
-        self._last[id(inner)] = values
+        self._last[id(inner)] = described
         position = self._position
         n, step, call = self._writer.next_n(), position.step, position.call
 
         def write(scale: float) -> None:
-            self._writer.write(
-                Observation(
-                    n=n,
-                    step=step,
-                    call=call,
-                    phase="optimizer",
-                    kind="unscale",
-                    fqn=None,
-                    values={"scale": scale, **values},
-                )
-            )
+            what = replace(described, scale=scale)
+            self._writer.write(Observed(n=n, step=step, call=call, phase="optimizer", what=what))
 
         self._arrivals.ask(scale_of(scaler), write)
 
-    def _describe(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _describe(self, optimizer: Optimizer) -> Unscaled:
+        """All but the scale, which is still on its way."""
         known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}
         params: Counter[str] = Counter()
         gradients: Counter[str] = Counter()
@@ -104,11 +93,12 @@ class UnscaleLog:
                 gradients[dtype_name(parameter.grad)] += 1
             if dtype in ("float16", "bfloat16") and parameter.requires_grad and id(parameter) in known:
                 names.setdefault(dtype, []).append(known[id(parameter)])
-        return {
-            "params": dict(params),
-            "gradients": dict(gradients),
-            "names": {dtype: found[:MAX_NAMES] for dtype, found in names.items()},
-            "frozen": frozen,
-            "strangers": strangers,
-            "optimizer": type(optimizer).__name__,
-        }
+        return Unscaled(
+            scale=0.0,
+            params=dict(params),
+            gradients=dict(gradients),
+            names={dtype: found[:MAX_NAMES] for dtype, found in names.items()},
+            frozen=frozen,
+            strangers=strangers,
+            optimizer=type(optimizer).__name__,
+        )

@@ -50,16 +50,7 @@ class _Shadow:
 
 @dataclass(slots=True)
 class AbsorbedOverflows:
-    """Writes an :class:`Observation` of kind ``absorbed`` for each overflow that ends in finite values.
-
-    ``fqn`` is the module of the op that ended it. Values: ``op``, ``source`` (of that op), ``scalars`` (its numbers),
-    ``relative_error`` (largest difference of its result from the float32 one, over the largest magnitude of the latter),
-    ``rescued`` (elements that were not finite in its operands), ``elements`` (of its result), ``bounds`` (largest magnitudes of its
-    other operands), ``by_mask`` (whether a test for finiteness came between), ``through`` (ops from the overflow to that op, this included), and ``born``: ``op``, ``fqn``
-    (None outside of modules), ``source``, ``dtype``, ``operands`` (largest magnitudes), ``float32`` (largest magnitude of
-    the result in float32), ``bad``, ``elements``, ``squares`` (whether it multiplied a tensor with itself), ``negative``
-    (whether all it made was ``-inf``, as masks do).
-    """
+    """Writes an :class:`Absorbed` for each overflow that ends in finite values."""
 
     notes: Notes
     whereabouts: Whereabouts

@@ -43,12 +43,7 @@ class _Root:
 
 
 class CacheCheck:
-    """Writes an :class:`Observation` of kind ``autocast-cache`` for a layer that computes with an old copy of its weight.
-
-    ``fqn`` is the layer. Values: ``weight`` (name), ``dtype`` (of the copy), ``relative_error`` (largest difference of its
-    result from one without the cache, over the largest magnitude of the latter), ``region`` (``file:line`` that opened the
-    outermost region) and ``calls`` (outermost calls in the region so far).
-    """
+    """Writes a :class:`StaleCopy` for a layer that computes with an old copy of its weight."""
 
     def __init__(self, notes: Notes, names: Names, position: Position, autocast: AutocastLog, guard: Guard) -> None:
         self._notes = notes

@@ -41,11 +41,7 @@ class _Cast:
 
 @dataclass(slots=True)
 class IntegerCasts:
-    """Writes an :class:`Observation` of kind ``float-to-int`` for each lossy cast that is used as a number and never as an index.
-
-    ``fqn`` is the module that casts. Values: ``op``, ``source``, ``from`` and ``to`` (dtypes), ``relative_error`` (of the
-    integers, in the Euclidean norm), ``elements``, ``used_by`` and ``used_at`` (the op that made a number of it, its line).
-    """
+    """Writes a :class:`FloatToInt` for each lossy cast that is used as a number and never as an index."""
 
     notes: Notes
     whereabouts: Whereabouts

@@ -51,13 +51,7 @@ class _Rounded:
 class LoadingCheck:
     """Follows ``load_state_dict`` and transformers' ``from_pretrained`` while started.
 
-    * ``state-loaded``: ``casts`` (elements by ``FROM->TO``), ``became_inf`` and ``became_zero`` (elements that were finite, or
-      not zero, before a cast to a smaller range), ``elements`` (that were cast to a smaller range) and ``names`` (a few of
-      these tensors).
-    * ``rounded-and-trained``: parameters that lost bits when a state was loaded into them are in the groups of an optimizer that is
-      about to step. ``casts`` (elements by ``FROM->TO``), ``rounded`` (elements whose value the cast changed), ``elements``,
-      ``parameters`` (how many), ``names`` (a few) and ``mean_change`` (of these values, relative).
-    * ``pretrained``: ``model`` (class), ``stored`` and ``loaded`` (elements by dtype), ``requested`` (dtype asked for or None).
+    It writes a :class:`StateLoaded`, a :class:`Pretrained`, and a :class:`RoundedAndTrained` before the first step on such parameters.
     """
 
     def __init__(self, notes: Notes, position: Position, guard: Guard, originals: Originals) -> None:

@@ -21,11 +21,7 @@ BACKUP = "orig"
 
 
 class PatchCheck:
-    """Writes an :class:`Observation` of kind ``unpatched`` for each class whose kept original is what still runs.
-
-    ``fqn`` is the first module of that class. Values: ``class``, ``attribute`` (the backup's name), ``method`` and ``source``
-    (``file:line`` of the function that runs).
-    """
+    """Writes an :class:`Unpatched` for each class whose kept original is what still runs."""
 
     def __init__(self, notes: Notes, names: Names) -> None:
         self._notes = notes

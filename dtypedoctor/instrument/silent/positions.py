@@ -32,12 +32,7 @@ _ARITHMETIC = frozenset({"mul", "div", "mm", "bmm", "addmm", "baddbmm", "sin", "
 
 @dataclass(slots=True)
 class PositionCheck:
-    """Writes an :class:`Observation` of kind ``rounded-positions`` for positions that were rounded together and then used.
-
-    ``fqn`` is the module that rounds. Values: ``op`` and ``source`` (of what rounded), ``dtype``, ``length`` (positions),
-    ``distinct`` (of them that are left), ``largest_error`` (in positions), ``used_by`` and ``used_at`` (the first
-    arithmetic with them, its line).
-    """
+    """Writes a :class:`RoundedPositions` for positions that were rounded together and then used."""
 
     notes: Notes
     whereabouts: Whereabouts

@@ -27,12 +27,7 @@ _AT_RANDOM = ("p", "dropout", "attention_dropout")
 
 
 class RatioCheck:
-    """Writes an :class:`Observation` of kind ``first-ratio`` for the first clipped ratio whose backward pass begins.
-
-    Values: ``elements``, ``off`` (those whose ratio is not 1), ``largest_gap`` and ``mean_gap`` (of the log-ratio's magnitude, over
-    the elements near 1), ``clipped`` (elements beyond the bounds), ``bounds`` and ``random`` (whether a module that is training drops
-    elements, or normalizes by its batch).
-    """
+    """Writes a :class:`FirstRatio` for the first clipped ratio whose backward pass begins."""
 
     def __init__(self, notes: Notes, names: Names, position: Position) -> None:
         self._notes = notes

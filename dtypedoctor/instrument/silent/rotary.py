@@ -48,13 +48,7 @@ class _Table:
 
 @dataclass(slots=True)
 class RotaryTables:
-    """Writes an :class:`Observation` of kind ``rotary-table`` for each rounded table that is read.
-
-    ``fqn`` is the module that holds it. Values: ``name`` (of the buffer), ``dtype`` (it has), ``rounded_to`` (it equals its
-    own rounding to), ``length``, ``first`` and ``last`` (values), ``deviation`` (largest relative deviation from the
-    geometric progression through its values), ``angle_error`` (what that amounts to at ``position``, in radians), ``position``
-    (:data:`POSITION`, or the last one of a model whose configuration has fewer) and ``read`` (whether an operator was seen to read it; None where none was looked at).
-    """
+    """Writes a :class:`RotaryTable` for each rounded table that is read."""
 
     notes: Notes
     names: Names

@@ -53,14 +53,8 @@ class _Product:
 
 @dataclass(slots=True)
 class RouterFlips:
-    """Writes an :class:`Observation` of kind ``router`` for each selection among half-precision scores that something is looked up
-    with in the same call. Who only wants the largest scores, to cut off the others, chooses nobody.
-
-    ``fqn`` is the module that computes the scores. Values: ``op`` and ``source`` of the selection, ``scores_op`` and
-    ``scores_source`` of the product, ``dtype`` (of the product), ``experts``, ``chosen`` (experts per token), ``tokens``,
-    ``flipped`` (tokens whose set of experts differs from float32's) and ``tied`` (tokens with equal scores on both sides of
-    the border).
-    """
+    """Writes a :class:`RouterChoice` for each selection among half-precision scores that something is looked up
+    with in the same call. Who only wants the largest scores, to cut off the others, chooses nobody."""
 
     notes: Notes
     whereabouts: Whereabouts

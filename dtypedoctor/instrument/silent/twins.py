@@ -41,13 +41,7 @@ class _Answer:
 
 
 class TwinCheck:
-    """Writes an :class:`Observation` of kind ``twins`` when a trained model is asked what its half-precision twin was asked.
-
-    Values: ``trainer`` and ``generator`` (numbers of the outermost modules), ``trainer_dtype`` and ``generator_dtype``,
-    ``rows`` (distributions compared), ``choices`` (length of each), ``largest_gap`` (largest difference of a
-    log-probability among those above 0.1 %), ``mean_gap`` (mean magnitude of these differences) and ``dropout`` (whether the
-    trained one drops elements at random, which makes a gap of its own).
-    """
+    """Writes a :class:`Twins` when a trained model is asked what its half-precision twin was asked."""
 
     def __init__(self, notes: Notes, names: Names, position: Position) -> None:
         self._notes = notes

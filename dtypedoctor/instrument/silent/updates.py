@@ -65,13 +65,7 @@ class _Sample:
 
 
 class UpdateCheck:
-    """Writes an :class:`Observation` of kind ``updates`` after each checked step in which parameters lose most of their updates.
-
-    Values: ``optimizer`` (class), ``lr``, ``checks`` (steps checked so far), ``first_step`` (the first of them) and
-    ``parameters``: for the worst of those that have lost at least half, over all checks, ``wanted`` (elements that move in
-    float32), ``lost`` (those of them that did not move), ``dtype``, ``elements`` (compared in a step), ``absmax`` (largest weight) and ``update`` (largest
-    float32 update) of the elements that were compared. ``wanted`` and ``lost`` are the sums over all parameters.
-    """
+    """Writes an :class:`Updates` after each checked step in which parameters lose most of their updates."""
 
     def __init__(self, notes: Notes, names: Names, position: Position) -> None:
         self._notes = notes

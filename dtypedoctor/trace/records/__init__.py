@@ -37,6 +37,7 @@ from dtypedoctor.trace.records.silent import (
     Unpatched,
     Updates,
 )
+from dtypedoctor.trace.records.values import AttentionReplayed, NonfiniteReached, Unscaled
 
 __all__ = ["RECORDS", "from_disk", "to_disk"]
 
@@ -44,6 +45,9 @@ RECORDS: dict[str, type[Any]] = {
     record.KIND: record
     for record in (
         Absorbed,
+        AttentionReplayed,
+        NonfiniteReached,
+        Unscaled,
         AutocastRegion,
         CompileCounts,
         CustomFunction,
