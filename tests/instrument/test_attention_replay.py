@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from observed import observed
 from torch import Tensor, nn
 from watched import watched
 
@@ -40,7 +41,7 @@ def experiments(directory: Path, model: nn.Module, *inputs: Tensor) -> list[Obse
     """What the op trace's experiments on attention say of one call."""
     trace = watched(directory, lambda _: model(*inputs), WINDOW)
     assert not trace.all(NotWatched)
-    found = [o for o in trace.all(Observation) if o.kind == "attention-replay"]
+    found = observed(trace, "attention-replay")
     names = {op.n: op.op for op in trace.all(Op)}
     for one in found:
         assert names[one.values["scores"]] == "aten.bmm.default"

@@ -7,13 +7,14 @@ from typing import Any, Self
 
 import pytest
 import torch
+from observed import observed
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.instrument.statistics import local_part, measurable
-from dtypedoctor.trace.events import NotWatched, Observation, Op
+from dtypedoctor.trace.events import NotWatched, Op
 from dtypedoctor.trace.reader import Trace, read_trace
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -70,7 +71,7 @@ def test_what_goes_in_and_what_comes_back_is_measured(tmp_path: Path) -> None:
         ("sent", "broadcast", "0:0", 5.0, 0),
         ("received", "broadcast", "0:0", 5.0, 0),
     ]
-    (told,) = [o for o in watched.trace.all(Observation) if o.kind == "process-group"]
+    (told,) = observed(watched.trace, "process-group")
     assert told.values == {"name": "0", "ranks": [0], "backend": "gloo"}
 
 
@@ -185,7 +186,7 @@ def test_a_collective_is_neither_traced_nor_repeated(tmp_path: Path) -> None:
     with Watched(tmp_path) as watched:
         Reducing()(torch.ones(4, dtype=torch.float16))
     assert [kind for kind, *_ in watched.seen()] == ["sent", "received"]
-    assert not [o for o in watched.trace.all(Observation) if o.kind == "absorbed"]
+    assert not observed(watched.trace, "absorbed")
     assert not watched.trace.all(Op)
 
 

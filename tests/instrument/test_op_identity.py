@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from observed import observed
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from watched import watched
@@ -12,7 +13,7 @@ from watched import watched
 from dtypedoctor.instrument.identity import TensorIds
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.origins import MAX_DEPTH, tensors_held
-from dtypedoctor.trace.events import Observation, Op, Replay
+from dtypedoctor.trace.events import Op, Replay
 from dtypedoctor.trace.reader import Trace
 
 FORWARD = OpWindow(call=1, step=0, until="next-call")
@@ -21,7 +22,7 @@ BACKWARD = OpWindow(call=1, step=0, until="backward")
 
 def seen(trace: Trace, kind: str) -> list[dict[str, Any]]:
     """Values of the observations of one kind."""
-    return [dict(o.values) for o in trace.all(Observation) if o.kind == kind]
+    return [dict(o.values) for o in observed(trace, kind)]
 
 
 def test_the_same_elements_are_one_tensor_in_whatever_wrapper() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from observed import observed
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from watched import watched
@@ -33,7 +34,7 @@ def seen(directory: Path, kind: str, function: Callable[..., Any], *args: Any) -
     """What is observed of one kind while a module does ``function`` once."""
     trace = watched(directory, lambda _: Apply(function)(*args))
     assert not trace.all(NotWatched)
-    return [o for o in trace.all(Observation) if o.kind == kind]
+    return observed(trace, kind)
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -245,7 +246,7 @@ def test_a_program_with_a_mode_of_its_own_is_not_looked_at(tmp_path: Path) -> No
             Apply(rms_norm)(torch.full((2, 4), 300.0).half())
 
     trace = watched(tmp_path, work)
-    assert not [o for o in trace.all(Observation) if o.kind == "absorbed"]
+    assert not observed(trace, "absorbed")
 
 
 def test_a_module_that_raises_closes_the_look(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument import sentinel
 from dtypedoctor.instrument.sentinel import Sentinel
 from dtypedoctor.instrument.session import Instruments
-from dtypedoctor.trace.events import Coverage, NotWatched, Observation, Op
+from dtypedoctor.trace.events import Coverage, NotWatched, Op
+from dtypedoctor.trace.records.values import NonfiniteReached
 
 
 class Counting(TorchDispatchMode):
@@ -206,7 +207,7 @@ def test_a_program_that_is_nan_for_ever_leaves_few_records(tmp_path: Path) -> No
 
     trace = watched(tmp_path, work)
     assert len(trace.all(Op)) < 60
-    assert len([o for o in trace.all(Observation) if o.values["what"] == "item"]) <= 3
+    assert len([o for o in trace.observed(NonfiniteReached) if o.what.what == "item"]) <= 3
     assert [(f.id, f.op) for f in diagnose(trace)] == [("domain-error", "aten.log.default")]
 
 

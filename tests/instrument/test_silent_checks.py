@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from observed import observed as on_disk
 from torch import Tensor, nn
 from watched import watched
 
@@ -22,7 +23,7 @@ def observed(
     directory: Path, kind: str, work: Callable[[Any], Any], window: OpWindow | None = None
 ) -> list[Observation]:
     """The observations of one kind."""
-    return [o for o in watched(directory, work, window).all(Observation) if o.kind == kind]
+    return on_disk(watched(directory, work, window), kind)
 
 
 def trained(dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer], steps: int = 3) -> Callable[[Any], None]:
@@ -456,7 +457,7 @@ def test_a_compiled_call_is_made_again_in_eager_mode(tmp_path: Path) -> None:
     a, b = torch.tensor([1 + 2**-7]).bfloat16(), torch.tensor([1 - 2**-7]).bfloat16()
     window = OpWindow(call=1, step=0, until="next-call", eager=True)
     trace = watched(tmp_path, lambda _: net(a, b), window)
-    (one,) = [o for o in trace.all(Observation) if o.kind == "eager-replay"]
+    (one,) = on_disk(trace, "eager-replay")
     assert (one.values["finite"], one.values["eager_finite"]) == (False, True)
     assert not trace.all(Op)
 

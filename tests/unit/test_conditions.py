@@ -63,7 +63,7 @@ def seen(kind: str, **values: Any) -> Observation:
 
 
 REGION = seen("autocast-region", device="cpu", wanted="float16", enabled=True, source=None)
-GRAPHS = seen("compile", unique_graphs=2)
+GRAPHS = seen("compile", breaks=1, unique_graphs=2, frames=2, frames_compiled=2, recompiles=0, limit_hits=0)
 SCALER = ScalerState(n=9000, step=1, scale=65536.0, found_inf=True, skipped=True)
 
 
@@ -77,7 +77,7 @@ SCALER = ScalerState(n=9000, step=1, scale=65536.0, found_inf=True, skipped=True
         (replace(FOUND, id="nonfinite-input"), REGION, ()),
         (replace(FOUND, id="stale-dequant-buffer"), REGION, ()),
         (FOUND, GRAPHS, ("compile-off",)),
-        (FOUND, replace(GRAPHS, values={"unique_graphs": 0}), ()),
+        (FOUND, replace(GRAPHS, values=GRAPHS.values | {"unique_graphs": 0}), ()),
         (replace(FOUND, id="compile-graph-break"), GRAPHS, ()),
         (replace(FOUND, id="backward-overflow"), SCALER, ("loss-scale-one",)),
         (FOUND, SCALER, ()),

@@ -14,7 +14,8 @@ from dtypedoctor.diagnosis.mismatch.kinds import is_dequantisation
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of, dtype_named
 from dtypedoctor.diagnosis.registry import by_family
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH
-from dtypedoctor.trace.events import Flow, Observation, Replay
+from dtypedoctor.trace.events import Flow, Observed, Replay
+from dtypedoctor.trace.records.models import ModelConfig
 
 
 def test_every_finding_of_the_family_has_an_example() -> None:
@@ -60,8 +61,8 @@ def test_the_other_side_of_a_mismatch_has_a_chain_too() -> None:
 def test_a_keep_list_that_left_the_norm_in_float32_is_named() -> None:
     """Matched by substring, as such lists are."""
     trace = norm(casts_back=False)
-    config = Observation(n=0, step=1, call=1, phase="forward", kind="model-config", fqn="",
-                         values={"root": 0, "dtype": HALF, "keep_in_fp32": ["orm"]})  # fmt: skip
+    what = ModelConfig(root=0, dtype=HALF, keep_in_fp32=["orm"])
+    config = Observed(n=0, step=1, call=1, phase="forward", fqn="", what=what)
     (finding,) = detect_mismatch(replace(trace, records=(config, *trace.records)))
     assert "'orm'" in finding.cause
 

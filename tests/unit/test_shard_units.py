@@ -54,7 +54,7 @@ def test_a_mixed_unit_is_found_when_it_is_made() -> None:
 def test_a_refusal_is_told_with_the_units_name_and_the_call_that_made_it() -> None:
     """The name is known once the unit has been called."""
     full = {dtype: [f"layers.3.{name}" for name in names] for dtype, names in MIXED.items()}
-    called = unit("shard-unit", "layers.3", dtypes=full, trainable=full)
+    called = unit("shard-unit", "layers.3", root=0, dtypes=full, trainable=full)
     (finding,) = found(made(UNIFORM), made(MIXED), called, refused(["", "layers.3"]))
     assert (finding.fqn, finding.phase, finding.step) == ("layers.3", "forward", 1)
     assert finding.source == "train.py:9"
@@ -72,7 +72,7 @@ def test_a_refusal_without_any_note_names_the_module_that_raised() -> None:
         (made(UNIFORM),),
         (made(MIXED, trainable={"bfloat16": ["0.weight", "0.bias"]}),),
         (made(MIXED, api="FullyShardedDataParallel"),),
-        (made(MIXED), unit("shard-unit", "layers.3", dtypes=UNIFORM, trainable=UNIFORM)),
+        (made(MIXED), unit("shard-unit", "layers.3", root=0, dtypes=UNIFORM, trainable=UNIFORM)),
     ],
     ids=["one dtype", "the odd one is frozen", "FSDP1 has not refused it", "cast before the first forward"],
 )

@@ -23,7 +23,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.scenario.request import Window
-from dtypedoctor.trace.events import Correction, Metric, Observation, ScalerState
+from dtypedoctor.trace.events import Correction, Metric, Observed, ScalerState
 
 
 def only(trace: TraceBuilder) -> Finding:
@@ -52,7 +52,7 @@ def test_a_few_weights_that_stall_do_not_speak_before_a_router_that_flips() -> N
     """Where most of what is trained stands still, that comes first."""
     for moving, order in ((0, ["update-stall", "router-flip"]), (640, ["router-flip", "update-stall"])):
         trace = updates(moving=moving)
-        for record in router(18).build().all(Observation):
+        for record in router(18).build().all(Observed):
             trace.add(record)
         assert [finding.id for finding in diagnose(trace.build())] == order
 
@@ -81,10 +81,10 @@ def test_a_clamp_at_the_edge_of_the_range_is_a_rescue_whatever_it_returns(
 def test_a_line_that_cuts_off_activations_is_one_finding_for_all_its_modules() -> None:
     """The first module has the finding, the others are named in it."""
     trace = cast()
-    (first,) = trace.build().all(Observation)
-    trace.add(replace(first, n=trace.n(), values={**first.values, "fqn": "layers.7"}))
+    (first,) = trace.build().all(Observed)
+    trace.add(replace(first, n=trace.n(), fqn="layers.7"))
     found = only(trace)
-    assert found.fqn == first.values["fqn"]
+    assert found.fqn == first.fqn
     assert "The same line does so in layers.7." in found.evidence
 
 

@@ -16,7 +16,7 @@ from dtypedoctor.trace.events import (
     Header,
     Metric,
     NotWatched,
-    Observation,
+    Observed,
     Op,
     ParameterNote,
     Raised,
@@ -28,15 +28,36 @@ from dtypedoctor.trace.events import (
     Stage,
     TensorNote,
 )
+from dtypedoctor.trace.records.autocast import CustomFunction
+from dtypedoctor.trace.records.models import ModelConfig
+from dtypedoctor.trace.records.silent import RouterChoice
 from dtypedoctor.trace.seal import open_lines
 from dtypedoctor.trace.writer import EVENTS, TraceWriter
 
 MODULES = ("", "model", "model.embed", "model.layers.0.mlp", "model.layers.0.attn", "model.norm", "head")
-OBSERVED: dict[str, dict[str, Any]] = {
-    "model-config": {"root": 0, "dtype": "float16", "keep_in_fp32": []},
-    "router": {"flipped": 0, "tokens": 16},
-    "custom-function": {"of": 0},
-}
+OBSERVED: tuple[Any, ...] = (
+    ModelConfig(root=0, dtype="float16", keep_in_fp32=[]),
+    RouterChoice(
+        op="aten.topk.default",
+        source=None,
+        scores_op="aten.mm.default",
+        scores_source=None,
+        dtype="float16",
+        experts=8,
+        chosen=2,
+        tokens=16,
+        flipped=0,
+        tied=0,
+    ),
+    CustomFunction(
+        function="Scale",
+        decorated=False,
+        fwd_used_autocast=None,
+        ctx_dtype=None,
+        forward_autocast=None,
+        forward_source=None,
+    ),
+)
 JUNK: tuple[Any, ...] = (
     None, True, "", "x", "float16", "bfloat16", -1, 0, 2**31, 2**63, 2**64, 10**400, 1.5, -0.0, 1e308, [], [[]], {}, {"a": []},
     [1, "a"], [None], {"values": 1},
@@ -92,8 +113,8 @@ def _facts() -> Iterator[Any]:
         yield Flow(n=0, step=1, call=1, phase="forward", root=0, fqn=fqn, cls="Linear", inputs=["float16"], outputs=["float16"],
                    weights=["float16"])  # fmt: skip
     yield NotWatched(what="the inside of 1 compiled graph(s)", why="compiled code runs no module hooks")
-    for kind, values in OBSERVED.items():
-        yield Observation(n=1, step=1, call=1, phase="forward", kind=kind, fqn="head", values=values)
+    for what in OBSERVED:
+        yield Observed(n=1, step=1, call=1, phase="forward", fqn="head", what=what)
 
 
 def _places() -> Iterator[tuple[str, str, str]]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from dtypedoctor.trace.events import End, Header, Observation, Op, Sample, Site, TensorNote
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trace.records import from_disk
+from dtypedoctor.trace.records import RECORDS, from_disk
 
 
 class TraceBuilder:
@@ -56,8 +56,10 @@ class TraceBuilder:
         return record
 
     def add(self, *records: Any) -> "TraceBuilder":
-        """Raw observations become typed ones, as they do when a trace is read."""
-        self._records += (from_disk(r) if isinstance(r, Observation) else r for r in records)
+        """Raw observations become typed ones, as they do when a trace is read; one of a known kind that lacks a field is a mistake."""
+        typed = [from_disk(record) if isinstance(record, Observation) else record for record in records]
+        assert not [r for r in typed if isinstance(r, Observation) and r.kind in RECORDS]
+        self._records += typed
         return self
 
     def build(self, *, outcome: str = "completed") -> Trace:
