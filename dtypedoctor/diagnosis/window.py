@@ -51,8 +51,8 @@ def doubt_in_words(trace: Trace) -> str:
     if window is None:
         return ""
     if window.scaled:
-        zeros = next(o for o in trace.all(Observation) if o.kind == "gradient-zeros")
-        names = list(zeros.values["parameters"])
+        zeros = trace.observed(GradientZeros)[0]
+        names = list(zeros.what.parameters)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
             f"most of the float16 gradient of {names[0]}{more} is zero in {trace.moment(zeros.step)} and there is no loss scaler; only a "

@@ -13,7 +13,8 @@ class NonfiniteReached:
 
     Attributes:
         what: where it got: ``call``, ``item`` (a number in Python), ``guard`` (a test for finiteness), ``loss``, ``gradient``,
-            ``alive`` (to the end of the program), ``unused`` (nowhere).
+            ``numbers`` (out of torch), ``saved`` (into a file or to another
+            process), ``alive`` (to the end of the program), ``unused`` (nowhere).
         id: of the tensor, as in :class:`~dtypedoctor.trace.events.TensorNote`; 0 where that is not known.
         source: ``file.py:line`` that reads or uses it.
         value: ``nan``, ``inf`` or ``-inf``, where known.
