@@ -6,15 +6,13 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from dtypedoctor._torch_private import set_grad_enabled
+from dtypedoctor._torch_private import DisableTorchFunction, function_mode_is_on, set_grad_enabled
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import FAILED_THERE, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 
-DisableTorchFunction = torch._C.DisableTorchFunction
-function_mode_is_on = torch._C._is_torch_function_mode_enabled
 grad_is_enabled = torch.is_grad_enabled
 
 MAX_TOLD = 50

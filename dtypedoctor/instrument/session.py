@@ -153,7 +153,7 @@ class Instruments:
 
     def _note_child(self) -> None:
         """A module or a backward pass runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""
-        loader = sys.modules.get("torch.utils.data._utils.worker")
+        loader = sys.modules.get("torch.utils.data")
         if loader is None or loader.get_worker_info() is None:
             self._children[0] = 1
 
