@@ -11,12 +11,12 @@ A plug-in that cannot be used is left out and named: :func:`left_out`.
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
-    from dtypedoctor.report.model import Report
+    from dtypedoctor.report.document import Document
 
 __all__ = ["SWITCH", "Correction", "Format", "LeftOut", "Model", "Workload", "give_up", "known", "left_out", "own_code",
            "registered", "resolve"]  # fmt: skip
@@ -31,13 +31,15 @@ class Format:
 
     Attributes:
         name: what stands after ``--format``.
-        render: the document of one report, which is redacted before.
-        merge: one document of several reports; None where the format has none. Only then ``run --format`` offers it.
+        suffix: of a file in this format, with its dot.
+        render: the text of a document. The document is redacted before, but its texts may hold anything, markup included.
+        shows_runs: whether it shows the map of magnitudes and the dtype flow, for which the traces of the runs are read.
     """
 
     name: str
-    render: Callable[["Report"], str]
-    merge: Callable[[Sequence["Report"]], str] | None = None
+    suffix: str
+    render: Callable[["Document"], str]
+    shows_runs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,7 @@ class LeftOut:
 Registered = TypeVar("Registered")
 
 _OWN: Mapping[str, tuple[str, ...]] = {
-    "dtypedoctor.formats": ("dtypedoctor.report.renderers:FORMATS",),
+    "dtypedoctor.formats": ("dtypedoctor.report.formats:FORMATS",),
     "dtypedoctor.models": ("dtypedoctor.models:MODELS",),
     "dtypedoctor.workloads": ("dtypedoctor.workloads:WORKLOADS",),
     "dtypedoctor.corrections": ("dtypedoctor.corrections:CORRECTIONS",),

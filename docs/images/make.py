@@ -20,7 +20,8 @@ from selenium.webdriver.chrome.service import Service
 
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.files import read_report
-from dtypedoctor.report.terminal import render_terminal
+from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_terminal import print_document
 
 HERE = Path(__file__).parent
 COLUMNS = 100
@@ -34,7 +35,9 @@ def terminal(run: Path) -> str:
     """The report at a prompt of :data:`COLUMNS` columns as SVG that loads nothing."""
     written = io.StringIO()
     report = redact(read_report(run))
-    render_terminal(report, Console(file=written, width=COLUMNS, force_terminal=True, color_system="standard"))
+    print_document(
+        run_document(report), Console(file=written, width=COLUMNS, force_terminal=True, color_system="standard")
+    )
     shown = re.split(r"\n[^\n]*Before and after", written.getvalue())[0].rstrip()
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text.from_ansi(shown))

@@ -1,6 +1,5 @@
 """``dtypedoctor bisect``: the smallest culprit, by intervention."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -65,9 +64,9 @@ def bisect(
     """
     from dtypedoctor.cli.bisect_case import Options, new_case, resumed_case
     from dtypedoctor.cli.bisecting import bisect_case
-    from dtypedoctor.cli.console import console_for
     from dtypedoctor.cli.endings import exit_code
-    from dtypedoctor.report.bisection_terminal import render_bisection
+    from dtypedoctor.cli.formats import TERMINAL, show
+    from dtypedoctor.report.run_document import bisection_document
 
     options = Options(
         scenario=scenario,
@@ -82,5 +81,5 @@ def bisect(
     )
     case = resumed_case(resume, options) if resume is not None else new_case(options)
     report = bisect_case(case, jobs)
-    render_bisection(report, console_for(sys.stdout))
+    show(bisection_document(report), TERMINAL)
     return exit_code(report)

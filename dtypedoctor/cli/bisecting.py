@@ -14,7 +14,7 @@ from dtypedoctor.cli.narrowing import Narrowing
 from dtypedoctor.cli.treating import kept
 from dtypedoctor.errors import UsageError
 from dtypedoctor.redaction.redact import without_process_secrets
-from dtypedoctor.report.bisection_build import bisection_report
+from dtypedoctor.report.build import bisection_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.gpus import gpu_environment, visible_gpus

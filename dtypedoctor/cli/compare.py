@@ -2,22 +2,14 @@
 
 import shlex
 import sys
-from enum import StrEnum
 from math import isfinite
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dtypedoctor.cli.formats import TERMINAL, FormatOption, show
 from dtypedoctor.errors import ExitCode, UsageError
-
-
-class Format(StrEnum):
-    """The formats of ``dtypedoctor.report.compare_formats``, named here so that ``--help`` need not import them."""
-
-    TERMINAL = "terminal"
-    MD = "md"
-    JSON = "json"
 
 
 def register(app: typer.Typer) -> None:
@@ -38,16 +30,15 @@ def compare(
             show_default="what rounding does: dtype, length of sums, steps",
         ),
     ] = None,
-    format: Annotated[Format, typer.Option("--format", "-f", help="What to print.")] = Format.TERMINAL,
+    format: FormatOption = TERMINAL,
 ) -> int:
     """Compare two runs of the same model, module by module and step by step.
 
     They may differ in dtype, device, library versions or attention implementation; what differs is listed. Exits 0 if they
     are equal within the tolerance, 10 if they diverge or if one lacks what the other has measured.
     """
-    from dtypedoctor.cli.console import console_for
-    from dtypedoctor.cli.standard_streams import write_document
-    from dtypedoctor.report.compare_formats import COMPARISON_RENDERERS, render_comparison
+    from dtypedoctor.redaction.redact import redact
+    from dtypedoctor.report.comparison_document import comparison_document
     from dtypedoctor.runner.saved import open_run
     from dtypedoctor.trials.compare import compare_runs
     from dtypedoctor.trials.comparison import Verdict
@@ -55,10 +46,8 @@ def compare(
     if tolerance is not None and not (isfinite(tolerance) and tolerance >= 0):
         raise UsageError(f"--tolerance {tolerance}: not a relative error", "Give a number from 0, such as 0.01.")
     found = compare_runs(open_run(run_a), open_run(run_b), tolerance)
-    if format is Format.TERMINAL:
-        render_comparison(found, console_for(sys.stdout))
+    show(comparison_document(found if format == TERMINAL else redact(found)), format)
+    if format == TERMINAL:
         again = shlex.join(["dtypedoctor", "compare", str(run_a), str(run_b), "--format", "md"])
         print(f"\nNext: {again}", file=sys.stderr)
-    else:
-        write_document(COMPARISON_RENDERERS[format.value](found))
     return int(ExitCode.OK if found.verdict is Verdict.EQUAL else ExitCode.FINDINGS)

@@ -1,18 +1,10 @@
 """``dtypedoctor env``: what the runs of this machine run on."""
 
 import sys
-from enum import StrEnum
-from typing import Annotated
 
 import typer
 
-
-class Format(StrEnum):
-    """The formats of ``dtypedoctor.report.environment_formats``, named here so that ``--help`` need not import them."""
-
-    TERMINAL = "terminal"
-    MD = "md"
-    JSON = "json"
+from dtypedoctor.cli.formats import TERMINAL, FormatOption, show
 
 
 def register(app: typer.Typer) -> None:
@@ -21,20 +13,18 @@ def register(app: typer.Typer) -> None:
 
 
 def env(
-    format: Annotated[Format, typer.Option("--format", "-f", help="What to print.")] = Format.TERMINAL,
+    format: FormatOption = TERMINAL,
 ) -> None:
     """Print versions, devices, driver and the environment variables that matter, for a ticket.
 
     It is the table that every report carries, and what `torch.utils.collect_env` adds. Nothing private is in it.
     """
-    from dtypedoctor.cli.console import console_for
-    from dtypedoctor.cli.standard_streams import write_document
-    from dtypedoctor.report.environment_formats import ENVIRONMENT_RENDERERS, render_environment
+    from dtypedoctor.redaction.redact import redact
+    from dtypedoctor.report.environment import environment_document
     from dtypedoctor.runner.survey import survey
 
-    found = survey()
-    if format is Format.TERMINAL:
-        render_environment(found, console_for(sys.stdout))
+    show(
+        environment_document(redact(survey())), format
+    )  # it is read to be passed on, so nothing private is in it at the prompt either
+    if format == TERMINAL:
         print("\nNext: dtypedoctor run gemma4_grpo_fp16", file=sys.stderr)
-    else:
-        write_document(ENVIRONMENT_RENDERERS[format.value](found))

@@ -71,7 +71,8 @@ def execute(
     from dtypedoctor.cli.console import console_for
     from dtypedoctor.cli.endings import exit_code
     from dtypedoctor.cli.treating import treat_script
-    from dtypedoctor.report.terminal import render_terminal
+    from dtypedoctor.report.run_document import run_document
+    from dtypedoctor.report.to_terminal import print_document
     from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
     from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
     from dtypedoctor.trace.ranks import member, rank_directory
@@ -100,7 +101,7 @@ def execute(
     if here is not None:
         out = rank_directory(out if out is not None else job_directory(scenario.name), here.rank)
     report, status = treat_script(scenario, new_directory(out, scenario.name), plan)
-    render_terminal(report, console_for(sys.stderr))
+    print_document(run_document(report), console_for(sys.stderr))
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)
 

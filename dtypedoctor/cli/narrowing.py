@@ -9,8 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from dtypedoctor.cli.region import Region
-from dtypedoctor.report.numbers import counted, duration, number
-from dtypedoctor.report.text import one_line
+from dtypedoctor.report.text import counted, duration, number, one_line
 from dtypedoctor.trials.bisection.forest import Forest
 from dtypedoctor.trials.bisection.progress import Branch, Progress
 from dtypedoctor.trials.bisection.questions import Measured

@@ -1,31 +1,12 @@
 """``dtypedoctor report``: a finished run's report, in any format."""
 
 import gc
-import os
-import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.standard_streams import write_document
-from dtypedoctor.errors import UsageError
-
-if TYPE_CHECKING:
-    from dtypedoctor.report.matrix import MatrixRow
-    from dtypedoctor.report.model import Report
-
-
-class Format(StrEnum):
-    """The formats that come with dtypedoctor, named here so that ``--help`` need not import them all."""
-
-    TERMINAL = "terminal"
-    MD = "md"
-    HTML = "html"
-    JSON = "json"
-    JUNIT = "junit"
-    GITHUB = "github"
+from dtypedoctor.cli.formats import TERMINAL, FormatOption, show, shows_runs
 
 
 def register(app: typer.Typer) -> None:
@@ -43,53 +24,23 @@ def report(
             metavar="RUN",
         ),
     ],
-    format: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "-f",
-            metavar=f"[{'|'.join(Format)}]",
-            autocompletion=lambda: list(Format),
-            help="What to print: one of these, or the name of a plug-in's format.",
-        ),
-    ] = Format.TERMINAL,
+    format: FormatOption = TERMINAL,
 ) -> None:
     """Print the report of a finished run."""
-    from dtypedoctor.cli.console import console_for
-    from dtypedoctor.report.files import read_matrix
-    from dtypedoctor.report.gallery import with_pictures
-    from dtypedoctor.report.renderers import renderer_of
-    from dtypedoctor.report.saved import report_of
-    from dtypedoctor.report.terminal import render_terminal
+    from dtypedoctor.cli.many import matrix_exit
+    from dtypedoctor.redaction.redact import redact
+    from dtypedoctor.report.files import read_matrix, report_of, with_pictures
+    from dtypedoctor.report.matrix import matrix_document
+    from dtypedoctor.report.run_document import run_document
 
     gc.disable()  # the process ends with the report, and looking for garbage in a long trace takes a fifth of the time
     several = read_matrix(run)
     if several is not None:
-        _print_matrix(several, format)
+        rows, reports = several
+        shown = reports if format == TERMINAL else list(map(redact, reports))
+        show(matrix_document(rows, shown, exit_code=matrix_exit(rows)), format)
         return
     found = report_of(run)
-    if format == Format.TERMINAL:
-        render_terminal(found, console_for(sys.stdout))
-        return
-    if format == Format.HTML:
+    if shows_runs(format):
         found = with_pictures(found, run if run.is_dir() else run.parent)
-    _write(renderer_of(format)(found))
-
-
-def _print_matrix(several: "tuple[list[MatrixRow], list[Report]]", format: str) -> None:
-    """Several scenarios as one table or one document."""
-    from dtypedoctor.cli.console import console_for
-    from dtypedoctor.report.matrix_table import render_matrix
-    from dtypedoctor.report.renderers import merger_of
-
-    rows, reports = several
-    if format == Format.TERMINAL:
-        render_matrix(rows, console_for(sys.stdout))
-    else:
-        _write(merger_of(format)(reports))
-
-
-def _write(text: str) -> None:
-    trouble = write_document(text)
-    if trouble is not None:
-        raise UsageError(f"cannot write the report: {os.strerror(trouble.errno or 0)}") from trouble
+    show(run_document(found if format == TERMINAL else redact(found)), format)

@@ -1,18 +1,112 @@
-"""Distils a picture from a trace."""
+"""Distils a picture from a trace: magnitudes, dtypes and why they change, and the op trace in words."""
 
 import math
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from dtypedoctor.report.dtype_flow import why_it_changes
-from dtypedoctor.report.ops import op_lines
-from dtypedoctor.report.picture import FlowLine, ModulePicture, Picture, Series, TensorLine
-from dtypedoctor.report.text import one_line
-from dtypedoctor.trace.events import Correction, Flow, Raised, Root, Sample, Site
+from dtypedoctor.dtypes import DTYPES, short_name
+from dtypedoctor.report.picture import FlowLine, ModulePicture, OpLine, Picture, Series, TensorLine
+from dtypedoctor.report.text import number, one_line
+from dtypedoctor.trace.events import Correction, Flow, Op, Raised, Replay, Root, Sample, Site, TensorNote
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["MOST_COLUMNS", "distil"]
+__all__ = ["MOST_COLUMNS", "MOST_OPS", "distil", "op_lines", "why_it_changes"]
+
+
+def why_it_changes(flow: Flow) -> str:
+    """What makes ``flow``'s floating-point outputs differ in dtype from its inputs; empty where they do not differ.
+
+    Torch's rules are asked in their order of precedence: autocast decides first, then type promotion among operands
+    (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc), then an explicit cast.
+    """
+    entering, leaving, weights = _floating(flow.inputs), _floating(flow.outputs), _floating(flow.weights)
+    if not leaving or leaving <= entering:
+        return ""
+    if leaving == {flow.autocast}:
+        return f"autocast runs it in {flow.autocast}"
+    if not entering:  # an embedding; a container that is given token ids only hands on what is inside it
+        return "it looks up values in the dtype of its weights" if leaving <= weights else ""
+    promoted = _promoted(entering | weights)
+    if leaving == {promoted} and promoted != _promoted(entering):
+        return f"its {', '.join(sorted(weights))} weights promote the result to {promoted}"
+    if leaving == {promoted}:
+        return f"inputs of {' and '.join(sorted(entering))} are promoted to {promoted}"
+    if leaving <= weights:
+        return "it casts to the dtype of its weights"
+    return "a cast inside it"
+
+
+def _floating(dtypes: Iterable[str]) -> frozenset[str]:
+    return frozenset(dtype for dtype in dtypes if dtype in DTYPES)
+
+
+def _promoted(dtypes: frozenset[str]) -> str:
+    widest = max(dtypes, key=lambda name: DTYPES[name].bits)
+    same_width = {dtype for dtype in dtypes if DTYPES[dtype].bits == DTYPES[widest].bits}
+    return widest if len(same_width) == 1 else "float32"  # float16 and bfloat16 meet in float32
+
+
+MOST_OPS = 800
+"""Ops of one picture; beyond, those nearest to the first that goes wrong are kept."""
+
+
+def op_lines(trace: Trace) -> tuple[OpLine, ...]:
+    """The traced ops in execution order."""
+    ops = trace.all(Op)
+    replays: dict[int, list[Replay]] = {}
+    for replay in trace.all(Replay):
+        replays.setdefault(replay.of, []).append(replay)
+    wrong = next((i for i, op in enumerate(ops) if _born(op) or op.error), len(ops))
+    start = max(0, min(wrong - MOST_OPS // 2, len(ops) - MOST_OPS))
+    return tuple(_line(op, replays.get(op.n, ())) for op in ops[start : start + MOST_OPS])
+
+
+def _line(op: Op, replays: Iterable[Replay]) -> OpLine:
+    return OpLine(
+        fqn=one_line(op.fqn),
+        phase=op.phase,
+        step=op.step,
+        op=one_line(op.op, 80),
+        inputs=tuple(map(_tensor, op.inputs)),
+        outputs=tuple(map(_tensor, op.outputs)),
+        source=one_line(op.source, 120) if op.source else None,
+        notes=tuple(_notes(op, replays)),
+        born=_born(op),
+    )
+
+
+def _born(op: Op) -> bool:
+    if not op.inputs or any("inf" in scalar for scalar in op.scalars):
+        return False  # a mask is filled with -inf on purpose
+    return all(t.finite for t in op.inputs) and not all(t.finite for t in op.outputs)
+
+
+def _notes(op: Op, replays: Iterable[Replay]) -> list[str]:
+    notes = [f"raised: {one_line(op.error, 300)}"] if op.error else []
+    if op.inplace or op.out_variant:
+        notes.append("in place" if op.inplace else "out= variant")
+    if op.function:
+        notes.append(f"inside {one_line(op.function, 80)}")
+    if op.autocast:
+        notes.append(f"autocast {op.autocast}")
+    for replay in replays:
+        outcome = f"finite, absmax {number(replay.absmax)}" if replay.finite else "not finite either"
+        notes.append(f"again in {replay.how}: {outcome}")
+    return notes
+
+
+def _tensor(note: TensorNote) -> str:
+    shape = "×".join(map(str, note.shape)) or "scalar"
+    parts = [short_name(note.dtype), shape]
+    if note.absmax is not None:
+        parts.append(f"absmax {number(note.absmax)}")
+    inf = note.num_posinf + note.num_neginf
+    parts += [f"{inf} inf"] if inf else []
+    parts += [f"{note.num_nan} NaN"] if note.num_nan else []
+    parts += [one_line(note.name, 100)] if note.name else []
+    return " ".join(parts)
+
 
 MOST_COLUMNS = 200
 """A longer run is shown with several steps to a column, each column at its worst."""
@@ -45,14 +139,14 @@ def distil(trace: Trace, label: str, *, ops_from: Trace | None = None) -> Pictur
     for flow in trace.all(Flow):
         modules.add_flow(flow)
     peaks = _measure(trace, columns, modules)
-    for number, peak in peaks.items():
-        modules.add_tensor(trace.sites[number], peak)
+    for site, peak in peaks.items():
+        modules.add_tensor(trace.sites[site], peak)
     return Picture(
         label=label,
         columns=columns.labels(),
         modules=tuple(module.freeze(key) for key, module in modules.found.items()),
         ops=op_lines(ops_from if ops_from is not None else trace),
-        notes=tuple(_notes(trace)),
+        notes=tuple(_events(trace)),
     )
 
 
@@ -161,12 +255,12 @@ class _Modules:
 def _measure(trace: Trace, columns: _Columns, modules: _Modules) -> dict[int, _Peak]:
     """Fills the heat map and returns the peak of every site that is part of it."""
     cells: dict[int, tuple[_Cells, _Peak]] = {}
-    for number, site in trace.sites.items():
+    for key, site in trace.sites.items():
         place = modules.of_site(site)
         if place is not None:
             module, lane = place
             empty = array("d", [math.nan]) * columns.count
-            cells[number] = (module.series.setdefault((lane, site.dtype), _Cells(empty)), _Peak())
+            cells[key] = (module.series.setdefault((lane, site.dtype), _Cells(empty)), _Peak())
     first, width = columns.first, columns.width
     for sample in trace.samples:  # hundreds of thousands: kept flat
         found = cells.get(sample.site)
@@ -182,10 +276,10 @@ def _measure(trace: Trace, columns: _Columns, modules: _Modules) -> dict[int, _P
             row.nonfinite[column] = (nan + sample.num_nan, inf + sample.num_inf)
             peak.num_nan += sample.num_nan
             peak.num_inf += sample.num_inf
-    return {number: peak for number, (_, peak) in cells.items()}
+    return {key: peak for key, (_, peak) in cells.items()}
 
 
-def _notes(trace: Trace) -> Iterator[str]:
+def _events(trace: Trace) -> Iterator[str]:
     for raised in trace.all(Raised):
         place = f"{trace.moment(raised.step)}, {raised.phase}" + (
             f", in {raised.modules[-1]}" if raised.modules else ""

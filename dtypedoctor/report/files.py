@@ -1,15 +1,33 @@
-"""Reports on disk."""
+"""Reports on disk, also of a run of which nobody lived to write one."""
 
 import json
+import shlex
+import sys
+from dataclasses import replace
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import inside, read_file, read_head, reason
-from dtypedoctor.redaction.redact import redact
-from dtypedoctor.report.markdown import render_markdown
+from dtypedoctor.redaction.redact import redact, without_process_secrets
+from dtypedoctor.report.build import build_report
+from dtypedoctor.report.distil import distil
 from dtypedoctor.report.matrix import MatrixRow, read_matrix_json, refused_report
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.model import Outcome, Report
+from dtypedoctor.report.picture import Picture
+from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import from_json, render_json
+from dtypedoctor.report.to_markdown import render_markdown
+from dtypedoctor.runner.saved import BEFORE, SavedRun, open_run
+from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+from dtypedoctor.trace.ranks import leading_directory
+from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.writer import EVENTS
+from dtypedoctor.trials.job import is_job, open_job
+from dtypedoctor.trials.treatment import examine
+
+__all__ = ["report_of", "with_pictures"]
 
 REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
@@ -24,7 +42,7 @@ def write_report(directory: Path, report: Report) -> None:
     """
     public = redact(report)
     _replace(directory / REPORT_JSON, render_json(public))
-    _replace(directory / REPORT_MD, render_markdown(public))
+    _replace(directory / REPORT_MD, render_markdown(run_document(public)))
 
 
 def read_report(place: Path) -> Report:
@@ -81,3 +99,78 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     temporary.replace(path)
+
+
+CLOSER, REFERENCE = "closer", "reference"
+
+
+def with_pictures(report: Report, directory: Path) -> Report:
+    """``report`` with a picture of the run before, of the first remedy that fixes, and of the reference.
+
+    Args:
+        report: the report of the run in ``directory``.
+        directory: holds one trace directory per run: ``before``, ``closer`` (the same failure with the op trace on),
+            ``remedy-ID`` and ``reference``. A run that left no trace is passed over.
+    """
+    cures = [trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED]
+    wanted = {BEFORE: BEFORE, **{f"remedy-{remedy}": remedy for remedy in cures[:1]}, REFERENCE: REFERENCE}
+    pictures = (_picture(directory, name, label) for name, label in wanted.items())
+    return replace(report, pictures=tuple(picture for picture in pictures if picture is not None))
+
+
+def _picture(directory: Path, name: str, label: str) -> Picture | None:
+    trace = _trace(directory, name)
+    if trace is None:
+        return None
+    return distil(trace, label, ops_from=_trace(directory, CLOSER) if name == BEFORE else None)
+
+
+def _trace(directory: Path, name: str) -> Trace | None:
+    try:
+        return read_trace(leading_directory(inside(directory, name)))
+    except (UsageError, OSError):  # a run that was not tried, or whose trace was deleted to save space
+        return None
+
+
+def report_of(place: Path) -> Report:
+    """The report in ``place``; where there is none but a trace, what the trace says.
+
+    A doctor that is ended together with the run that it watches (by the out-of-memory killer, say, or because the program
+    watches itself) leaves a trace and no report.
+
+    Raises:
+        UsageError: there is neither, or it cannot be read.
+        EmptyTraceError: there is a trace that holds nothing.
+    """
+    try:
+        return read_report(place)
+    except UsageError:
+        if (place / REPORT_JSON).exists():
+            raise
+        if is_job(place):
+            return _examined(open_job(place), place)
+        if not any((part / EVENTS).is_file() for part in (place, place / BEFORE)):
+            raise
+    return _examined(open_run(place), place)
+
+
+def _examined(saved: SavedRun, place: Path) -> Report:
+    return build_report(
+        examine(_scenario(saved, place), saved.run),
+        command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
+        files={"before": BEFORE} if (place / BEFORE).is_dir() else {},
+        next_command=f"dtypedoctor report {shlex.quote(str(place))} --format md",
+    )
+
+
+def _scenario(saved: SavedRun, place: Path) -> Scenario:
+    """What was run, or what stands for a program of which nothing is known."""
+    try:
+        return Scenario.model_validate(saved.request["scenario"])
+    except (KeyError, ValidationError):
+        return Scenario(
+            name="a-run-without-a-report",
+            summary="A program that was watched and did not come to its end.",
+            deterministic=False,
+            steps=[ScenarioStep(workload=Script(kind="script", path=str(place)))],
+        )

@@ -1,22 +1,18 @@
-"""What is said of a model that has not run: the census of its dtypes, and the static findings."""
+"""The document about a model that has not run: the census of its dtypes, and the static findings."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.padding import Padding
-from rich.text import Text
-
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.static.subject import Subject
-from dtypedoctor.report.text import one_line, paragraphs
+from dtypedoctor.report.document import Block, Check, Document, Heading, Items, Outcome, Paragraph, Section, Table
 from dtypedoctor.report.to_json import plain
 
+__all__ = ["Inspection", "census", "inspection_document"]
+
 SCHEMA = 1
-_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold blue"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +29,7 @@ class Inspection:
 
 
 def census(subject: Subject) -> dict[str, Any]:
-    """Tensors and elements per dtype, quantisation states per dtype, and the dtypes that the config names."""
+    """Tensors and elements per dtype, quantization states per dtype, and the dtypes that the config names."""
     tensors = Counter(tensor.dtype for tensor in subject.tensors)
     elements: Counter[str] = Counter()
     for tensor in subject.tensors:
@@ -50,42 +46,46 @@ def census(subject: Subject) -> dict[str, Any]:
     }
 
 
-def render_inspection_json(inspection: Inspection) -> str:
-    """The inspection as JSON: ``schema``, ``model``, ``status``, ``census``, ``findings``, ``coverage``."""
-    document = {
-        "schema": SCHEMA,
-        "model": inspection.subject.name,
-        "status": "findings" if inspection.troubled else "healthy",
-        "census": census(inspection.subject),
-        "findings": plain(inspection.findings),
-        "coverage": list(inspection.subject.gaps),
-    }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+def inspection_document(inspection: Inspection) -> Document:
+    """The census, each finding, and what was not inspected."""
+    findings, gaps = inspection.findings, inspection.subject.gaps
+    sections = [Section("Dtypes", tuple(_census(inspection.subject)), anchor="dtypes")]
+    sections += [_finding(position, finding) for position, finding in enumerate(findings)]
+    if gaps:
+        sections.append(Section("Not inspected", (Items(gaps),), anchor="gaps"))
+    return Document(
+        name=inspection.subject.name,
+        headline=inspection.subject.name,
+        status=_verdict(inspection),
+        good=not inspection.troubled,
+        sections=tuple(sections),
+        checks=tuple(map(_check, findings)),
+        next_command=f"dtypedoctor explain {findings[0].id if findings else 'FINDING_ID'}",
+        data=lambda: _data(inspection),
+    )
 
 
-def render_inspection(inspection: Inspection, console: Console) -> None:
-    """Prints the inspection for a person."""
-    _print(console, inspection.subject.name, "bold")
-    for line in _census_lines(inspection.subject):
-        _print(console, line, indent=2)
-    for finding in inspection.findings:
-        console.print()
-        _print(console, f"{finding.severity.value.upper()} {finding.id}", _STYLES[finding.severity])
-        for text in (finding.summary, finding.cause, *(f"- {line}" for line in finding.evidence)):
-            _print(console, text, indent=2)
-    console.print()
-    if not inspection.findings:
-        _print(console, "Nothing found.", "bold green")
-    for gap in inspection.subject.gaps:
-        _print(console, f"not looked at: {gap}")
-    _print(console, f"Next: dtypedoctor explain {inspection.findings[0].id if inspection.findings else 'FINDING_ID'}")
+def _verdict(inspection: Inspection) -> str:
+    if inspection.troubled:
+        return "FOUND"
+    return "NOTED" if inspection.findings else "NOTHING FOUND"
 
 
-def _census_lines(subject: Subject) -> Iterator[str]:
+def _census(subject: Subject) -> Iterator[Table | Items]:
     counted = census(subject)
     where = "in memory" if subject.loaded else "stored"
-    for dtype, numbers in counted["tensors"].items():
-        yield f"{dtype:<14} {numbers['tensors']:>6} tensors {numbers['elements']:>16,} elements  {where}"
+    rows = tuple(
+        (dtype, f"{numbers['tensors']:,}", f"{numbers['elements']:,}", where)
+        for dtype, numbers in counted["tensors"].items()
+    )
+    if rows:
+        yield Table(("dtype", "tensors", "elements", ""), rows)
+    lines = tuple(_dtypes_besides(subject, counted))
+    if lines:
+        yield Items(lines)
+
+
+def _dtypes_besides(subject: Subject, counted: dict[str, Any]) -> Iterator[str]:
     for state in counted["quant_states"]:
         nested = ", nested statistics" if state["nested"] else ""
         yield f"{state['weights']} {state['kind']} weights, quant_state.dtype {state['dtype']}{nested}"
@@ -95,6 +95,29 @@ def _census_lines(subject: Subject) -> Iterator[str]:
         yield f"loaded as {counted['load_dtype']}"
 
 
-def _print(console: Console, text: str, style: str = "", indent: int = 0) -> None:
-    line = Text(paragraphs(text) if "\n" in text else one_line(text, 2000), style=style, overflow="fold")
-    console.print(Padding(line, (0, 0, 0, indent), expand=False), highlight=False)
+def _finding(position: int, finding: Finding) -> Section:
+    blocks: list[Block] = [Paragraph(finding.summary), Heading("cause"), Paragraph(finding.cause)]
+    if finding.evidence:
+        blocks += [Heading("evidence"), Items(finding.evidence)]
+    return Section(f"{finding.severity.value.upper()} {finding.id}", tuple(blocks), anchor=f"finding-{position + 1}")
+
+
+def _check(finding: Finding) -> Check:
+    return Check(
+        name=f"finding {finding.id}",
+        outcome=Outcome.PASSED if finding.severity is Severity.INFO else Outcome.FAILED,
+        kind=finding.id,
+        message=finding.summary,
+        text=finding.cause,
+    )
+
+
+def _data(inspection: Inspection) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "model": inspection.subject.name,
+        "status": "findings" if inspection.troubled else "healthy",
+        "census": census(inspection.subject),
+        "findings": plain(inspection.findings),
+        "coverage": list(inspection.subject.gaps),
+    }

@@ -1,15 +1,33 @@
 """Several reports as one matrix: what each scenario showed, what cured it, and whether it is as the scenario says."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from dtypedoctor.diagnosis.finding import Confidence
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json
+from dtypedoctor.report.before_after import compare, side_by_side
+from dtypedoctor.report.document import (
+    Block,
+    Document,
+    Facts,
+    Fold,
+    Line,
+    Look,
+    Paragraph,
+    Section,
+    Table,
+    Words,
+    named,
+)
 from dtypedoctor.report.model import Outcome, Report, Status
+from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.run_facts import ended_with, place
+from dtypedoctor.report.text import ABSENT, duration, number
 
 SCHEMA = 1
 
@@ -112,14 +130,7 @@ def in_one_line(row: MatrixRow) -> str:
 
 def render_matrix_json(rows: Sequence[MatrixRow], *, exit_code: int) -> str:
     """``matrix.json``: the rows, whether all are as expected, and the exit code of the whole command."""
-    document = {
-        "schema": SCHEMA,
-        "as_expected": all(row.as_expected for row in rows),
-        "exit": exit_code,
-        "seconds": sum(row.seconds for row in rows),
-        "rows": [asdict(row) for row in rows],
-    }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+    return json.dumps(_data(rows, exit_code), indent=2, allow_nan=False) + "\n"
 
 
 def read_matrix_json(text: str) -> list[MatrixRow]:
@@ -143,3 +154,86 @@ def _as_expected(report: Report) -> bool:
 
 def _remedies(report: Report, outcome: Outcome) -> tuple[str, ...]:
     return tuple(trial.remedy for trial in report.trials if trial.outcome is outcome)
+
+
+def matrix_document(rows: Sequence[MatrixRow], reports: Sequence[Report], *, exit_code: int) -> Document:
+    """All scenarios in a table, then each of which there is something to say: those that are not as expected first.
+
+    Args:
+        rows: one a scenario.
+        reports: those of the scenarios, in the same order.
+        exit_code: of the whole command.
+    """
+    met = sum(row.as_expected for row in rows)
+    seconds = duration(sum(row.seconds for row in rows))
+    attention = sorted(zip(rows, reports, strict=True), key=lambda pair: pair[0].as_expected)
+    notes = [Paragraph(_UNSAFE, Look.DIM)] if any(row.unsafe for row in rows) else []
+    return Document(
+        name="scenarios",
+        headline=f"{met} of {len(rows)} scenarios are as they say, in {seconds}.",
+        good=met == len(rows),
+        sections=(
+            Section("", (Table(_HEADER, tuple(map(_cells, rows))), *notes)),
+            *(_details(row, report) for row, report in attention if row.finding is not None or not row.as_expected),
+        ),
+        parts=tuple(map(run_document, reports)),
+        data=lambda: _data(rows, exit_code),
+    )
+
+
+_HEADER = ("scenario", "before", "finding", "after", "as it says")
+_UNSAFE = "* unsafe: it casts what disagrees without a word, so it may hide a failure instead of curing it."
+
+
+def _cells(row: MatrixRow) -> tuple[Line, ...]:
+    found = f"{row.finding}, {'proven' if row.proven else row.confidence}" if row.finding else "none"
+    after = ("cured" if row.cured_by else "not cured") if row.finding else ABSENT
+    expected = Words("yes", Look.GOOD) if row.as_expected else Words("NO", Look.BAD)
+    return (named(row.scenario), _before(row), found, after, expected)
+
+
+def _before(row: MatrixRow) -> str:
+    if row.status == "refused":
+        return "refused"
+    if row.before != "completed":
+        return row.before.split(":")[0]
+    if row.finding is not None and row.output_error is not None:
+        return f"completes, output error {number(row.output_error)}"
+    return "completes"
+
+
+def _details(row: MatrixRow, report: Report) -> Section:
+    blocks: list[Block] = [Paragraph(row.cause)]
+    facts = tuple(_facts(row, report))
+    if facts:
+        blocks.append(Facts(facts))
+    runs = compare(report)
+    if runs.main:
+        blocks.append(Fold("Before and after", side_by_side(runs.rows, runs.main), brief=""))
+    return Section(row.scenario, tuple(blocks), anchor=f"scenario-{row.scenario}")
+
+
+def _facts(row: MatrixRow, report: Report) -> Iterator[tuple[str, Line]]:
+    if error := ended_with(report):
+        yield "error", named(error)
+    if report.findings:
+        yield from (
+            (label, named(value)) for label, value in place(report.findings[0]) if label in ("module", "source")
+        )
+    for title, remedies in (
+        ("cured by", row.cured_by),
+        ("not cured by", row.not_cured_by),
+        ("not tried", row.not_tried),
+    ):
+        if remedies:
+            yield title, ", ".join(f"{name}*" if name in row.unsafe else name for name in remedies)
+
+
+def _data(rows: Sequence[MatrixRow], exit_code: int) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "as_expected": all(row.as_expected for row in rows),
+        "exit": exit_code,
+        "seconds": sum(row.seconds for row in rows),
+        "rows": [asdict(row) for row in rows],
+    }

@@ -1,14 +1,23 @@
-"""The dtype-and-magnitude strip of the modules around the origin, as lines that every format lays out."""
+"""The modules around the origin of a failure in execution order, with dtype and magnitude: found in a trace, and put into words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtypedoctor.dtypes import short_name
-from dtypedoctor.report.model import StripRow
-from dtypedoctor.report.numbers import ABSENT, count, number
-from dtypedoctor.report.scale import fill, limit
+from dtypedoctor.analysis import analysis_of
+from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.modules import class_of, same_call
+from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.dtypes import headroom, short_name
+from dtypedoctor.report.document import Bar, Line, Look, Paragraph, Section, Table, Words, named
+from dtypedoctor.report.model import Report, StripRow
+from dtypedoctor.report.text import ABSENT, count, fill, limit, number
+from dtypedoctor.trace.events import Op, Sample, Site
+from dtypedoctor.trace.reader import Trace
 
-__all__ = ["StripLine", "scale_caption", "shared_prefix", "strip_lines", "strip_title"]
+__all__ = ["StripLine", "origin_strip", "scale_caption", "shared_prefix", "strip_lines", "strip_part", "strip_title"]
+
+BEFORE, AFTER = 6, 4
+"""How many modules are shown before and after the first one that is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +36,6 @@ class StripLine:
     fill: float | None
     note: str
     is_origin: bool
-
-    def bar(self, width: int) -> str:
-        """A bar of ``width`` characters, filled up to absmax."""
-        full = round((self.fill or 0.0) * width)
-        return "█" * full + "░" * (width - full)
 
 
 def strip_lines(rows: Sequence[StripRow]) -> list[StripLine]:
@@ -90,3 +94,101 @@ def _note(row: StripRow) -> str:
     if row.num_nan:
         notes.append(f"{count(row.num_nan)} NaN")
     return ", ".join(notes) or ("" if row.absmax is not None else ABSENT)
+
+
+def strip_part(report: Report) -> Section:
+    """The strip, which needs no trace."""
+    lines = strip_lines(report.strip)
+    title = f"{strip_title(report.strip)}, in execution order"
+    if not lines:
+        return Section(title, ())
+    table = Table(("", "module", "dtype", "absmax", "of its range", ""), tuple(map(_line_cells, lines)))
+    return Section(title, (table, Paragraph(scale_caption(report.strip), Look.DIM)), "strip", "Magnitudes")
+
+
+def _line_cells(line: StripLine) -> tuple[Line, ...]:
+    look = Look.BAD if line.is_origin else Look.PLAIN
+    mark = Words("▶" if line.is_origin else "", look)
+    bar = Bar(line.fill, bad=bool(line.note))
+    return (mark, named(line.name), line.dtype, line.absmax, bar, Words(line.note, look))
+
+
+def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:
+    """The modules that returned just before and after the failure; empty where all is finite.
+
+    The failure is the first non-finite value: where dtypes disagree, magnitudes mean nothing, and there is no strip. An
+    origin that is not itself among the modules shown (the op lies between two children of it) has a row of its own before
+    the first bad one.
+    """
+    first = analysis_of(trace).first_nonfinite
+    if first is None:
+        return ()
+    if finding is not None and not _knows_origin(finding):
+        finding = None
+    anchor = first[0]
+    around = _distinct(same_call(trace, anchor), anchor)
+    place = next(i for i, (s, _) in enumerate(around) if s is anchor)
+    shown = around[max(0, place - BEFORE) : place + AFTER + 1]
+    rows = [_row(s, site, finding) for s, site in shown]
+    if finding is not None and finding.fqn and not any(row.is_origin for row in rows):
+        at = next(i for i, (s, _) in enumerate(shown) if s is anchor)
+        rows.insert(at, _origin_row(trace, finding))
+    return tuple(rows)
+
+
+def _knows_origin(finding: Finding) -> bool:
+    """Whether the finding says where the value comes from; not one about something else, nor where it was only seen first."""
+    return spec_of(finding.id).nonfinite and not (finding.op is None and finding.confidence is Confidence.POSSIBLE)
+
+
+def _distinct(found: list[tuple[Sample, Site]], keep: Sample) -> list[tuple[Sample, Site]]:
+    """Leaves out containers that return what their last child has returned, unless it is the one to keep."""
+    kept: list[tuple[Sample, Site]] = []
+    for s, site in found:
+        last = kept[-1] if kept else None
+        if last and s is not keep and last[1].fqn.startswith(site.fqn) and _same(last, (s, site)):
+            continue
+        kept.append((s, site))
+    return kept
+
+
+def _same(one: tuple[Sample, Site], other: tuple[Sample, Site]) -> bool:
+    return (one[0].absmax, one[0].num_nan, one[0].num_inf, one[1].dtype, one[1].shape) == (
+        other[0].absmax, other[0].num_nan, other[0].num_inf, other[1].dtype, other[1].shape)  # fmt: skip
+
+
+def _row(sample: Sample, site: Site, finding: Finding | None) -> StripRow:
+    return StripRow(
+        fqn=site.fqn,
+        cls=site.cls,
+        dtype=site.dtype,
+        absmax=sample.absmax,
+        num_nan=sample.num_nan,
+        num_inf=sample.num_inf,
+        headroom=headroom(sample.absmax, site.dtype),
+        is_origin=finding is not None and site.fqn == finding.fqn,
+    )
+
+
+def _origin_row(trace: Trace, finding: Finding) -> StripRow:
+    """The origin as its op left it, where the op was traced."""
+    fqn = finding.fqn or ""
+    made = [
+        t
+        for op in trace.all(Op)
+        if op.fqn == fqn and op.op == finding.op and op.step == finding.step
+        for t in op.outputs
+    ]
+    result = next((tensor for tensor in made if not tensor.finite), made[-1] if made else None)
+    absmax = result.absmax if result else None
+    dtype = (result.dtype if result else None) or finding.dtype or ""
+    return StripRow(
+        fqn=fqn,
+        cls=class_of(trace, fqn),
+        dtype=dtype,
+        absmax=absmax,
+        num_nan=result.num_nan if result else 0,
+        num_inf=result.num_posinf + result.num_neginf if result else 0,
+        headroom=headroom(absmax, dtype) if absmax is not None else None,
+        is_origin=True,
+    )

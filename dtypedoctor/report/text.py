@@ -1,8 +1,28 @@
-"""Makes names and messages that come from elsewhere safe to show: nothing invisible, nothing that reorders, nothing endless."""
+"""Names, messages and numbers made fit to show: nothing invisible, nothing that reorders, nothing endless."""
 
+import math
 import re
+from collections.abc import Sequence
 
-__all__ = ["ascii_only", "fold", "one_line", "paragraphs"]
+from dtypedoctor.dtypes import DTYPES
+
+__all__ = [
+    "ABSENT",
+    "ascii_only",
+    "count",
+    "counted",
+    "duration",
+    "fill",
+    "fold",
+    "limit",
+    "memory",
+    "number",
+    "one_line",
+    "paragraphs",
+    "ratio",
+    "series",
+    "span",
+]
 
 NAME_LIMIT = 200
 TEXT_LIMIT = 2000
@@ -11,6 +31,8 @@ _ASCII = str.maketrans({
     "→": "->", "←": "<-", "×": "x", "…": "...", "–": "-", "—": "-", "≤": "<=", "≥": ">=", "±": "+/-", "≈": "~", "·": "*",
     "“": '"', "”": '"', "‘": "'", "’": "'", "µ": "u", "−": "-", "∞": "inf", "█": "#", "░": ".", "▶": ">", "✔": "+", "✘": "x",
 })  # fmt: skip
+_PIECES = re.compile(r"(?:[^\s-]|-(?![^\W\d_]))*-(?=[^\W\d_])|(?:[^\s-]|-(?![^\W\d_]))+|\s+")
+"""What stays on one line. A hyphen before a digit is a sign."""
 
 
 def one_line(text: str, limit: int = NAME_LIMIT) -> str:
@@ -34,9 +56,9 @@ def paragraphs(text: str, limit: int = TEXT_LIMIT) -> str:
 
 
 def fold(text: str, width: int) -> str:
-    """``text`` broken into lines of at most ``width`` characters at spaces and after hyphens (longer words stay whole)."""
+    """``text`` broken into lines of at most ``width`` characters at spaces and after hyphens inside names (longer words stay whole)."""
     lines = [""]
-    for piece in re.findall(r"[^\s-]*-|[^\s-]+|\s+", text):
+    for piece in _PIECES.findall(text):
         if lines[-1].strip() and len(lines[-1]) + len(piece.rstrip()) > width:
             lines.append("")
         lines[-1] += piece if lines[-1] else piece.lstrip()
@@ -56,3 +78,87 @@ def _escape(line: str) -> str:
 
 def _code(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
+
+
+ABSENT = "–"
+"""Stands for a number that is missing or not finite."""
+
+
+def number(value: float | None) -> str:
+    """Four significant digits; all of them where the whole number before the point is longer (65504)."""
+    if value is None or not math.isfinite(value):
+        return ABSENT
+    return f"{value:.0f}" if 10_000 <= abs(value) < 1_000_000 else f"{value:.4g}"
+
+
+def count(value: int | None) -> str:
+    """A whole number with thousands separated."""
+    return ABSENT if value is None else f"{value:,}"
+
+
+def counted(amount: int, one: str, several: str = "") -> str:
+    """A number of things: ``1 step``, ``1,024 steps``; ``several`` where the plural is not made by an s."""
+    return f"{amount:,} {one if amount == 1 else several or one + 's'}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds, or milliseconds below one second."""
+    if seconds is None:
+        return ABSENT
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def memory(size: int | None) -> str:
+    """Bytes in the binary unit that leaves one to four digits."""
+    if size is None:
+        return ABSENT
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def ratio(value: float | None) -> str:
+    """A factor, e.g. ``1.05×``."""
+    return ABSENT if value is None else f"{value:.3g}×"
+
+
+def span(values: Sequence[float | None]) -> str:
+    """The first and the last of a series, e.g. ``2.772 → 2.41``."""
+    if not values:
+        return ABSENT
+    return " → ".join(_short(value) for value in (values[:1] if len(values) == 1 else (values[0], values[-1])))
+
+
+def series(values: Sequence[float | None], limit: int = 12) -> str:
+    """The values one after the other; beyond ``limit`` of them the middle is left out."""
+    if len(values) <= limit:
+        return " ".join(map(number, values)) or ABSENT
+    head, tail = values[: limit - limit // 3], values[-(limit // 3) :]
+    return f"{' '.join(map(number, head))} … {' '.join(map(number, tail))} ({len(values)} steps)"
+
+
+def _short(value: float | None) -> str:
+    return ABSENT if value is None or not math.isfinite(value) else f"{value:.3g}"
+
+
+def fill(absmax: float | None, dtype: str) -> float | None:
+    """The place of ``absmax`` between the smallest normal value of ``dtype`` (0.0) and its largest (1.0), logarithmically.
+
+    Returns None for dtypes without such a scale and where nothing was measured; zero and everything below the smallest
+    normal value stand at 0.0.
+    """
+    known = DTYPES.get(dtype)
+    if known is None or absmax is None:
+        return None
+    if absmax <= known.tiny:
+        return 0.0
+    return min(1.0, (math.log2(absmax) - math.log2(known.tiny)) / (math.log2(known.max) - math.log2(known.tiny)))
+
+
+def limit(dtype: str) -> float | None:
+    """The largest finite value of ``dtype``, or None if it is not a floating-point dtype."""
+    known = DTYPES.get(dtype)
+    return known.max if known else None

@@ -1,8 +1,10 @@
-"""``report.json``: the contract that scripts lean on, written and read."""
+"""``report.json``: the contract that scripts lean on, written, read and described by a JSON Schema."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from importlib import resources
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -10,9 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 from dtypedoctor import unpatched
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json
+from dtypedoctor.report.document import Document
 from dtypedoctor.report.model import SCHEMA, Report, Trial
 
-__all__ = ["from_json", "plain", "render_json"]
+__all__ = ["from_json", "json_schema", "plain", "render_data", "render_json", "report_data"]
 
 _HINT = "Give the report.json that dtypedoctor wrote, or run the scenario again."
 
@@ -23,7 +26,7 @@ def render_json(report: Report) -> str:
     NaN and inf, which JSON cannot hold, become null. Every trial carries ``steps_completed``, ``loss`` and ``grad_norm``
     of its run beside ``run`` itself, so that a script need not care whether the run exists.
     """
-    return unpatched.to_json(_document(report), indented=True) + "\n"
+    return _written(report_data(report))
 
 
 def from_json(text: str) -> Report:
@@ -47,11 +50,21 @@ def from_json(text: str) -> Report:
         raise UsageError(f"not a report: {_first_problem(error)}", _HINT) from error
 
 
-def _document(report: Report) -> dict[str, Any]:
+def report_data(report: Report) -> dict[str, Any]:
+    """What ``report.json`` holds."""
     document = {"schema": SCHEMA, **plain(replace(report, pictures=()))}
     del document["pictures"]  # the traces themselves lie beside the report
     document["trials"] = [_trial(trial) for trial in report.trials]
     return document
+
+
+def render_data(document: Document) -> str:
+    """What programs read of a document, as JSON text like that of :func:`render_json`."""
+    return _written(document.data())
+
+
+def _written(data: Mapping[str, Any]) -> str:
+    return unpatched.to_json(data, indented=True) + "\n"
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
@@ -86,3 +99,11 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
     place = ".".join(map(str, problem["loc"])) or "the document"
     return f"{place}: {problem['msg']}"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) that every ``report.json`` of this version meets."""
+    schema: dict[str, Any] = json.loads(
+        resources.files("dtypedoctor.report").joinpath("schema.json").read_text("utf-8")
+    )
+    return schema

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from dtypedoctor.report.numbers import counted
+from dtypedoctor.report.text import counted
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.trials.remedies import remedies
 

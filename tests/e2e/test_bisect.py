@@ -17,9 +17,10 @@ import pytest
 from command import Finished, dtypedoctor, report_of
 
 from dtypedoctor.cli import main as command_line
-from dtypedoctor.report.contract import json_schema
 from dtypedoctor.report.files import read_report
-from dtypedoctor.report.renderers import RENDERERS
+from dtypedoctor.report.formats import format_named
+from dtypedoctor.report.run_document import public_run
+from dtypedoctor.report.to_json import json_schema
 
 MLP = "base_model.model.model.layers.0.mlp::self"
 HERE = Path(__file__).parent
@@ -140,12 +141,12 @@ def test_every_format_tells_the_answer(gemma: tuple[Finished, Path]) -> None:
     jsonschema.validate(report_of(gemma[1]), json_schema())
     report = read_report(gemma[1])
     for name in ("md", "html"):
-        text = RENDERERS[name](report)
+        text = format_named(name).render(public_run(report))
         assert MLP in text
         assert "gemma4-mlp-float32-product" in text
         assert "compiled (inductor)" in text
         assert "repro.py" in text
-    assert dtypedoctor("report", gemma[1]).out.count("Verdicts, one mode a row") == 1
+    assert dtypedoctor("report", gemma[1]).out.count("verdicts, one mode a row") == 1
 
 
 def test_the_reproduction_of_gemma4_fails_as_it_says(gemma: tuple[Finished, Path], tmp_path: Path) -> None:

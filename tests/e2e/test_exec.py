@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from command import Finished, dtypedoctor, report_of
 
-from dtypedoctor.report.files import read_report
-from dtypedoctor.report.gallery import with_pictures
-from dtypedoctor.report.renderers import RENDERERS
+from dtypedoctor.report.files import read_report, with_pictures
+from dtypedoctor.report.formats import FORMATS, format_named
+from dtypedoctor.report.run_document import public_run
 
 OVERFLOWING = """
     import torch
@@ -115,7 +115,7 @@ def test_an_overflow_is_found_at_its_module_and_op_by_a_second_look(overflowed: 
 def test_no_folder_of_the_user_is_in_what_is_made_to_be_shown(overflowed: Overflowed) -> None:
     """The script was given as an absolute path, and the traces hold more of them; the reports name files only."""
     report = with_pictures(read_report(overflowed.out), overflowed.out)
-    texts = {style: render(report) for style, render in RENDERERS.items()}
+    texts = {style: format_named(style).render(public_run(report)) for style in (one.name for one in FORMATS)}
     texts |= {name: (overflowed.out / name).read_text() for name in ("report.json", "report.md")}
     for style, text in texts.items():
         assert str(overflowed.path.parent) not in text, style

@@ -84,5 +84,12 @@ def test_bash_completes_verbs_and_formats(tmp_path: Path) -> None:
         return done.stdout.split()
 
     assert completions("dtypedoctor", "comp") == ["compare"]
-    assert completions("dtypedoctor", "compare", "a", "b", "--format", "") == ["terminal", "md", "json"]
+    assert completions("dtypedoctor", "compare", "a", "b", "--format", "") == [
+        "terminal",
+        "md",
+        "html",
+        "json",
+        "junit",
+        "github",
+    ]
     assert "--tolerance" in completions("dtypedoctor", "compare", "--t")

@@ -16,11 +16,11 @@ from rich.console import Console
 from snapshot import check_against_snapshot, entry, forget_others, read_snapshot
 
 from dtypedoctor.redaction.redact import redact
-from dtypedoctor.report.contract import json_schema
-from dtypedoctor.report.files import read_report
-from dtypedoctor.report.gallery import with_pictures
-from dtypedoctor.report.renderers import RENDERERS
-from dtypedoctor.report.terminal import render_terminal
+from dtypedoctor.report.files import read_report, with_pictures
+from dtypedoctor.report.formats import FORMATS, format_named
+from dtypedoctor.report.run_document import public_run, run_document
+from dtypedoctor.report.to_json import json_schema
+from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
 
@@ -178,9 +178,12 @@ def test_the_report_of_a_scenario_renders_in_every_format(name: str, everything:
     jsonschema.validate(report_of(directory), json_schema())
     report = read_report(directory)
     drawn = with_pictures(report, directory)
-    written = {style: render(drawn if style == "html" else report) for style, render in RENDERERS.items()}
+    written = {
+        style: format_named(style).render(public_run(drawn if style == "html" else report))
+        for style in (one.name for one in FORMATS)
+    }
     console = Console(file=io.StringIO(), width=80)
-    render_terminal(redact(report), console)
+    print_document(run_document(redact(report)), console)
     written["terminal"] = console.file.getvalue()  # type: ignore[attr-defined]
     for style, text in written.items():
         words = html.unescape(text) if style in ("html", "junit") else text

@@ -14,7 +14,7 @@ from torch.optim import optimizer as optimizer_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtypedoctor.models.tokenizer import VOCABULARY_SIZE
-from dtypedoctor.report.contract import json_schema
+from dtypedoctor.report.to_json import json_schema
 from dtypedoctor.trace.reader import Trace, read_trace
 
 OWN_CODE = f"{os.sep}dtypedoctor{os.sep}"

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 import dtypedoctor
-from dtypedoctor.report.files import read_report
-from dtypedoctor.report.gallery import with_pictures
-from dtypedoctor.report.renderers import RENDERERS
+from dtypedoctor.report.files import read_report, with_pictures
+from dtypedoctor.report.formats import FORMATS, format_named
+from dtypedoctor.report.run_document import public_run
 
 Way = Callable[[nn.Module, str, Path], None]
 
@@ -65,7 +65,7 @@ def everything_public(directory: Path) -> dict[str, str]:
     """The files that are attached to tickets, and every format that ``dtypedoctor report`` prints."""
     report = with_pictures(read_report(directory), directory)
     files = {path.name: path.read_text(encoding="utf-8") for path in directory.glob("report.*")}
-    return files | {name: render(report) for name, render in RENDERERS.items()}
+    return files | {style: format_named(style).render(public_run(report)) for style in (one.name for one in FORMATS)}
 
 
 @pytest.fixture

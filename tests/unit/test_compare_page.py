@@ -12,8 +12,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from traces import TraceBuilder
 
-from dtypedoctor.report.compare_formats import COMPARISON_RENDERERS, render_comparison
-from dtypedoctor.report.compare_words import headline, reasons
+from dtypedoctor.redaction.redact import redact
+from dtypedoctor.report.comparison_document import comparison_document, headline, reasons
+from dtypedoctor.report.formats import FORMATS, format_named
+from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.trace.events import Environment, Header, Metric, ProbeLogProbs, Raised
 from dtypedoctor.trials.comparison import TraceComparison
 
@@ -21,8 +23,13 @@ from dtypedoctor.trials.comparison import TraceComparison
 def shown(found: TraceComparison, width: int = 80) -> str:
     """What a console of this width receives."""
     stream = io.StringIO()
-    render_comparison(found, Console(file=stream, width=width, legacy_windows=False))
+    print_document(comparison_document(found), Console(file=stream, width=width, legacy_windows=False))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+def written(format: str, found: TraceComparison) -> str:
+    """The comparison in a format, as the command line writes it."""
+    return format_named(format).render(comparison_document(redact(found)))
 
 
 def overflow() -> TraceComparison:
@@ -53,7 +60,7 @@ def test_eighty_columns_show_what_is_expected() -> None:
 
 def test_the_markdown_form_is_what_is_expected() -> None:
     """Tables and lists that GitHub renders."""
-    assert_golden("compare.md", COMPARISON_RENDERERS["md"](overflow()))
+    assert_golden("compare.md", written("md", overflow()))
 
 
 def test_equal_runs_are_called_equal_without_reasons_against_it() -> None:
@@ -142,7 +149,7 @@ def test_no_line_is_wider_than_the_terminal(found: TraceComparison, width: int) 
 
 def test_hostile_names_do_not_break_a_markdown_table() -> None:
     """Every row of a table has as many cells as its head, and no tag or mention is left."""
-    text = COMPARISON_RENDERERS["md"](hostile())
+    text = written("md", hostile())
     assert "<script" not in text
     cells = 0
     for line in text.splitlines():
@@ -153,7 +160,7 @@ def test_hostile_names_do_not_break_a_markdown_table() -> None:
 
 def test_the_json_form_is_strict_and_says_what_was_found() -> None:
     """Verdict, first divergence, each module and each step; no NaN, nothing but ASCII."""
-    text = COMPARISON_RENDERERS["json"](overflow())
+    text = written("json", overflow())
     document = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} in the document"))
     assert text.isascii()
     assert (document["schema"], document["kind"], document["verdict"]) == (1, "comparison", "diverged")
@@ -164,7 +171,7 @@ def test_the_json_form_is_strict_and_says_what_was_found() -> None:
     assert document["settings"] == [{"name": "steps.0.model.dtype", "a": "float16", "b": "bfloat16"}]
 
 
-@pytest.mark.parametrize("format", list(COMPARISON_RENDERERS))
+@pytest.mark.parametrize("format", [one.name for one in FORMATS])
 def test_nothing_private_leaves_in_a_form_that_is_attached_to_tickets(format: str) -> None:
     """Home directories and tokens are replaced in labels, settings and the way a run ended."""
     secret = "hf_" + "A1b2C3d4" * 4
@@ -172,7 +179,7 @@ def test_nothing_private_leaves_in_a_form_that_is_attached_to_tickets(format: st
         n=9, step=1, call=1, phase="forward", type="OSError", message=f"/home/alice/x {secret}", frames=[], modules=[]
     )
     run = saved(three_modules().add(raised).build(), label="/home/alice/runs/before", steps=[{"token": secret}])
-    text = COMPARISON_RENDERERS[format](compared(run, three_modules().build()))
+    text = written(format, compared(run, three_modules().build()))
     assert "alice" not in text
     assert secret not in text
 
@@ -184,7 +191,7 @@ def test_the_markdown_form_of_a_large_comparison_fits_into_a_comment() -> None:
         name = f"model.layers.{number}." + "block." * 40
         a.sample(name + "x", 1.0, dtype=f"d{number}").sample(name + "a", 1.0)
         b.sample(name + "x", 2.0, dtype=f"e{number}").sample(name + "b", 1.0, phase=f"p{number}")
-    assert len(COMPARISON_RENDERERS["md"](compared(a.build(), b.build())).encode()) < 65_536
+    assert len(written("md", compared(a.build(), b.build())).encode()) < 65_536
 
 
 def test_missing_modules_are_named_up_to_a_few_and_then_counted() -> None:
@@ -197,4 +204,4 @@ def test_missing_modules_are_named_up_to_a_few_and_then_counted() -> None:
         "only in A: 9 modules or parameters, all after the last measurement that both runs have: extra.0, extra.1, extra.2, extra.3, and 5 more"
         in shown(found, 200)
     )
-    assert len(json.loads(COMPARISON_RENDERERS["json"](found))["missing"]) == 9
+    assert len(json.loads(written("json", found))["missing"]) == 9

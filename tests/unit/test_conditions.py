@@ -11,9 +11,10 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.tie_breakers import TIE_BREAKERS, with_tie_breakers
-from dtypedoctor.report.first_screen import first_screen
+from dtypedoctor.report.document import plain_text
+from dtypedoctor.report.fixes import cured_sentence, cures, remedy_lines
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.remedy_lines import cured_sentence, cures, remedy_lines
+from dtypedoctor.report.run_facts import summary_facts
 from dtypedoctor.scenario.model import ConditionName, Scenario
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
 from dtypedoctor.trials.conditions import diagnostic, weighed, without_effect
@@ -196,11 +197,11 @@ def test_a_run_that_passes_under_another_condition_is_not_called_a_cure() -> Non
     report = Report(
         name="case", status=Status.FINDINGS, headline="", findings=(FOUND,), trials=(trial(Bearing.NEEDED), untried)
     )
-    facts = [(fact.label, fact.code, fact.text) for fact in first_screen(report)]
-    assert ("under", "autocast-off", "it passes; a diagnosis, no cure") in facts
-    assert [(label, code) for label, code, _ in facts if label in ("cured by", "proposed, not tried")] == [
-        ("proposed, not tried", "bfloat16")
-    ]
+    facts = [(label, plain_text(line)) for label, line in summary_facts(report)]
+    assert ("under", "autocast-off: it passes; a diagnosis, no cure") in facts
+    ((label, told),) = [fact for fact in facts if fact[0] in ("cured by", "proposed, not tried")]
+    assert label == "proposed, not tried"
+    assert told.startswith("bfloat16")
     assert cures(report) == []
     assert cured_sentence(report.trials) == ""
     line, _ = remedy_lines(report)

@@ -1,32 +1,27 @@
-"""The command line names the formats that there are, although it imports no renderer to do so."""
-
-from collections.abc import Iterable
-from enum import StrEnum
+"""The formats by name: the command line names those that there are, although it imports no renderer to do so."""
 
 import pytest
 
-from dtypedoctor.cli import compare, env, report, run
-from dtypedoctor.report.compare_formats import COMPARISON_RENDERERS
-from dtypedoctor.report.environment_formats import ENVIRONMENT_RENDERERS
-from dtypedoctor.report.renderers import MERGED, RENDERERS
-
-VERBS = {
-    "compare": (compare.Format, COMPARISON_RENDERERS),
-    "env": (env.Format, ENVIRONMENT_RENDERERS),
-    "report": (report.Format, RENDERERS),
-    "run": (run.Format, MERGED),
-}
+from dtypedoctor.cli.formats import FormatOption
+from dtypedoctor.errors import UsageError
+from dtypedoctor.report.formats import FORMATS, format_named
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_offers_the_terminal_and_every_renderer(verb: str) -> None:
-    """A renderer that is listed and cannot be asked for would be found by nobody."""
-    offered: type[StrEnum]
-    renderers: Iterable[str]
-    offered, renderers = VERBS[verb]
-    assert [style.value for style in offered] == ["terminal", *renderers]
+def test_help_names_every_format() -> None:
+    """A format that is registered and not named would be found by nobody."""
+    (option,) = FormatOption.__metadata__  # type: ignore[attr-defined]
+    assert option.metavar == f"[terminal|{'|'.join(one.name for one in FORMATS)}]"
 
 
-def test_what_several_reports_can_be_one_report_can_be_too() -> None:
-    """A merged format is one of the formats."""
-    assert set(MERGED) <= set(RENDERERS)
+@pytest.mark.parametrize("name", [one.name for one in FORMATS])
+def test_a_format_is_registered_under_its_own_name(name: str) -> None:
+    """And says what its files end in."""
+    found = format_named(name)
+    assert found.name == name
+    assert found.suffix.startswith(".")
+
+
+def test_an_unknown_format_is_refused_with_those_that_are_known() -> None:
+    """Before anything has run."""
+    with pytest.raises(UsageError, match="there is no format 'yaml'"):
+        format_named("yaml")

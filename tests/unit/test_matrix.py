@@ -8,8 +8,16 @@ import pytest
 from report_builders import healthy, overflow
 from rich.console import Console
 
-from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_row, render_matrix_json, row_of
-from dtypedoctor.report.matrix_table import render_matrix
+from dtypedoctor.report.matrix import (
+    MatrixRow,
+    in_one_line,
+    matrix_document,
+    refused_report,
+    refused_row,
+    render_matrix_json,
+    row_of,
+)
+from dtypedoctor.report.to_terminal import print_document
 
 
 def rows() -> list[MatrixRow]:
@@ -26,7 +34,9 @@ def printed(width: int = 100, encoding: str = "utf-8") -> str:
     """The matrix as it stands on a console."""
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
-    render_matrix(rows(), Console(file=file, width=width, no_color=True, legacy_windows=False))
+    reports = [overflow(), healthy(), refused_report("needs_cuda", "there is no CUDA device")]
+    document = matrix_document(rows(), reports, exit_code=2)
+    print_document(document, Console(file=file, width=width, no_color=True, legacy_windows=False))
     file.flush()
     return raw.getvalue().decode(encoding)
 
@@ -68,7 +78,7 @@ def test_the_table_names_findings_causes_and_remedies(width: int) -> None:
     text = printed(width)
     assert max(map(len, text.splitlines())) <= width
     assert "gemma4_grpo_bf16" in text
-    assert "cured by: " in text
+    assert "cured by " in text
     assert "2 of 3 scenarios are as they say, in 15.5 s." in text
     assert "refused" in text
     assert "needs a CUDA device" in text

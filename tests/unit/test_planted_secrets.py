@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,17 @@ from rich.console import Console
 from test_saved_runs import left
 
 from dtypedoctor.redaction.process import Literals
-from dtypedoctor.redaction.redact import without_process_secrets
+from dtypedoctor.redaction.redact import redact, without_process_secrets
 from dtypedoctor.redaction.request_file import PRIVATE_REQUEST, forget_request, read_request, write_request_file
 from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
-from dtypedoctor.report.compare_formats import COMPARISON_RENDERERS, render_comparison
-from dtypedoctor.report.environment_formats import ENVIRONMENT_RENDERERS
-from dtypedoctor.report.gallery import with_pictures
-from dtypedoctor.report.renderers import MERGED, RENDERERS
-from dtypedoctor.report.saved import report_of
-from dtypedoctor.report.terminal import render_terminal
+from dtypedoctor.report.comparison_document import comparison_document
+from dtypedoctor.report.document import Document
+from dtypedoctor.report.environment import environment_document
+from dtypedoctor.report.files import report_of, with_pictures
+from dtypedoctor.report.formats import FORMATS, format_named
+from dtypedoctor.report.matrix import matrix_document, row_of
+from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.runner.saved import open_run
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trials.compare import compare_runs
@@ -116,19 +119,26 @@ def test_the_files_of_a_run_hold_no_secret(place: Path) -> None:
     assert read_trace(place / "one").damage == ()
 
 
+def drawn(document: Document) -> Iterator[tuple[str, str]]:
+    """The document in every format."""
+    stream = io.StringIO()
+    print_document(document, Console(file=stream, width=200))
+    yield "terminal", stream.getvalue()
+    yield from ((style, format_named(style).render(document)) for style in (one.name for one in FORMATS))
+
+
 def test_a_run_that_is_rendered_elsewhere_shows_no_secret(place: Path) -> None:
     """This process has none of the secrets in its environment."""
-    report = with_pictures(report_of(place / "one"), place)
-    stream = io.StringIO()
-    render_terminal(report, Console(file=stream, width=200))
-    shown = {name: render(report) for name, render in RENDERERS.items()} | {"terminal": stream.getvalue()}
-    shown |= {f"merged {name}": render([report]) for name, render in MERGED.items()}
-    compared = compare_runs(open_run(place / "one"), open_run(place / "two"), None)
-    shown |= {f"compare {name}": render(compared) for name, render in COMPARISON_RENDERERS.items()}
-    stream = io.StringIO()
-    render_comparison(compared, Console(file=stream, width=200))
-    shown["compare terminal"] = stream.getvalue()
-    shown |= {f"env {name}": render(report.environment) for name, render in ENVIRONMENT_RENDERERS.items()}
+    report = redact(with_pictures(report_of(place / "one"), place))
+    row = row_of(report, exit_code=10, seconds=1.0, path="one/report.json")
+    compared = redact(compare_runs(open_run(place / "one"), open_run(place / "two"), None))
+    documents = {
+        "run": run_document(report),
+        "matrix": matrix_document([row], [report], exit_code=10),
+        "comparison": comparison_document(compared),
+        "environment": environment_document(report.environment),
+    }
+    shown = {f"{kind} {style}": text for kind, document in documents.items() for style, text in drawn(document)}
     assert {name: found for name, text in shown.items() if (found := leaked(text))} == {}
 
 

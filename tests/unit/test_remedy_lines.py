@@ -4,12 +4,14 @@ from dataclasses import replace
 
 from report_builders import hostile, mismatch, overflow
 
-from dtypedoctor.report.comparison import compare
-from dtypedoctor.report.facts import ended_with, environment_rows
-from dtypedoctor.report.first_screen import first_screen
-from dtypedoctor.report.markdown import render_markdown
+from dtypedoctor.report.before_after import compare
+from dtypedoctor.report.document import parts_of, plain_text
+from dtypedoctor.report.environment import environment_rows
+from dtypedoctor.report.fixes import cured_sentence, cures, legend, remedy_lines, which_one
 from dtypedoctor.report.model import Outcome, Report, Trial
-from dtypedoctor.report.remedy_lines import cured_sentence, cures, legend, remedy_lines, which_one
+from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.run_facts import ended_with, summary_facts
+from dtypedoctor.report.to_markdown import render_markdown
 from dtypedoctor.trials.remedies import remedies
 
 
@@ -77,7 +79,7 @@ def test_what_corrections_changed_is_told_only_where_they_changed_something() ->
 
 def test_the_first_table_of_a_ticket_holds_the_error_and_each_cure() -> None:
     """What failed and what helps can be read without scrolling."""
-    first = render_markdown(overflow()).split("###")[0]
+    first = render_markdown(run_document(overflow())).split("###")[0]
     assert "| **error** | `RuntimeError in step 2` |" in first
     assert "| **cured by** | `gemma4-mlp-float32-product`: Multiplies in float32" in first
     assert "| **or by** | `bfloat16`: Runs the model in bfloat16 (8 of 8 steps, 1 before) |" in first
@@ -112,9 +114,11 @@ def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
     refused, failed = report.trials[2], replace(report.trials[0], outcome=Outcome.NOT_FIXED)
 
     def told(*trials: Trial) -> list[tuple[str, str]]:
-        facts = first_screen(replace(report, trials=trials, findings=(replace(report.findings[0], remedies=()),)))
+        facts = summary_facts(replace(report, trials=trials, findings=(replace(report.findings[0], remedies=()),)))
         return [
-            (fact.label, fact.code or fact.text) for fact in facts if fact.label in ("cured by", "proposed, not tried")
+            (label, plain_text(parts_of(line)[0]))
+            for label, line in facts
+            if label in ("cured by", "proposed, not tried")
         ]
 
     assert told(refused) == [("proposed, not tried", refused.remedy)]
@@ -127,8 +131,8 @@ def test_of_several_cures_the_report_says_when_to_prefer_which() -> None:
     report = overflow()
     assert [remedy for remedy, _ in which_one(report)] == ["gemma4-mlp-float32-product", "bfloat16"]
     assert which_one(replace(report, trials=report.trials[1:])) == []
-    page = render_markdown(report)
-    assert "**Which one.** Prefer\n\n- `gemma4-mlp-float32-product` if the run has to stay in float16" in page
+    page = render_markdown(run_document(report))
+    assert "**Which one: prefer**\n\n- `gemma4-mlp-float32-product` if the run has to stay in float16" in page
 
 
 def test_every_remedy_that_keeps_the_meaning_of_the_run_has_a_preference() -> None:

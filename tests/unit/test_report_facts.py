@@ -6,11 +6,20 @@ import pytest
 from report_builders import mismatch, overflow
 
 from dtypedoctor.diagnosis.finding import Confidence, Link
-from dtypedoctor.report.facts import chains, observer_sentence, place, proven_means, title, watched_and_not
-from dtypedoctor.report.first_screen import first_screen
-from dtypedoctor.report.markdown import render_markdown
+from dtypedoctor.report.document import plain_text
 from dtypedoctor.report.model import Observer
-from dtypedoctor.report.what_ran import what_ran
+from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.run_facts import (
+    chains,
+    observer_sentence,
+    place,
+    proven_means,
+    summary_facts,
+    title,
+    watched_and_not,
+    what_ran,
+)
+from dtypedoctor.report.to_markdown import render_markdown
 
 BACK = "where the dtype came from, back from the failing op"
 SCENARIO = {
@@ -38,7 +47,7 @@ def test_what_ran_is_told_in_a_line_and_the_summary_with_the_scenario() -> None:
     assert what_ran(
         replace(report, scenario={**SCENARIO, "steps": TRAINING, "distributed": {"processes": 2}})
     ).endswith("on cpu, in 2 processes")
-    page = render_markdown(report)
+    page = render_markdown(run_document(report))
     assert what_ran(report) in page.split("###")[0]
     assert "It fails." not in page.split("### Reproduce")[0]
 
@@ -113,9 +122,9 @@ def test_a_root_cause_that_is_no_operation_is_told_with_where_it_surfaces() -> N
     surface = mismatch().findings[0]
     root = replace(surface, id="autocast-contradicts-model", fqn=None, op=None, source=None)
     report = replace(mismatch(), findings=(root, replace(surface, consequence_of=root.id)))
-    told = {fact.label: fact.code for fact in first_screen(report)}
+    told = {label: plain_text(line) for label, line in summary_facts(report)}
     assert told["surfaces at"] == "aten.mul.Tensor, model.layers.3.input_layernorm, modeling_llama.py:67"
-    assert "surfaces at" not in {fact.label for fact in first_screen(mismatch())}
+    assert "surfaces at" not in dict(summary_facts(mismatch()))
 
 
 def test_what_is_proven_is_said_of_the_finding_that_is() -> None:

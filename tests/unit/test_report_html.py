@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from planting import rich_report
 from report_builders import EVIL, everything, healthy, hostile, mismatch, overflow
 
-from dtypedoctor.report.charts import line_chart
-from dtypedoctor.report.elements import Html, el, table, text
-from dtypedoctor.report.html import render_html
+from dtypedoctor.report.html_parts import Html, el, line_chart, table, text
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.renderers import RENDERERS
+from dtypedoctor.report.run_document import public_run, run_document
+from dtypedoctor.report.to_html import render_html
 
 VOID = {"meta"}
 NAMES = ["healthy", "overflow", "mismatch", "worker-died", "hostile"]
@@ -55,7 +54,7 @@ class Page(HTMLParser):
 @pytest.mark.parametrize("report", everything(), ids=NAMES)
 def test_a_page_is_well_formed_and_asks_nobody_for_anything(report: Report) -> None:
     """Every element is closed, ids are unique, and nothing is loaded: links are all there is to other places."""
-    page = Page(render_html(report))
+    page = Page(render_html(run_document(report)))
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     for tag, attributes in page.elements:
@@ -69,7 +68,7 @@ def test_a_page_is_well_formed_and_asks_nobody_for_anything(report: Report) -> N
 @pytest.mark.parametrize("report", everything(), ids=NAMES)
 def test_only_our_own_script_and_style_may_run(report: Report) -> None:
     """The policy names them by their hashes and forbids everything else."""
-    page = Page(render_html(report))
+    page = Page(render_html(run_document(report)))
     (policy,) = [a["content"] for tag, a in page.elements if tag == "meta" and "http-equiv" in a]
     (style,), (_, script) = page.raw["style"], page.raw["script"]
     for kind, content in (("style", style), ("script", script)):
@@ -81,17 +80,17 @@ def test_only_our_own_script_and_style_may_run(report: Report) -> None:
 
 def test_hostile_texts_are_shown_and_not_run() -> None:
     """The script tag of a module name is a text on the page; no element of it exists."""
-    page = Page(render_html(hostile()))
+    page = Page(render_html(run_document(hostile())))
     assert [tag for tag, _ in page.elements].count("script") == 2
     assert "<script>alert(1)</script>" in " ".join(page.texts)
-    source = render_html(hostile())
+    source = render_html(run_document(hostile()))
     assert "\x1b" not in source
     assert "\u202e" not in source
 
 
 def test_the_page_says_what_failed_and_what_cures() -> None:
     """Headline, finding, place, cause, evidence, table and command are there without any script."""
-    shown = " ".join(" ".join(Page(render_html(overflow())).texts).split())
+    shown = " ".join(" ".join(Page(render_html(run_document(overflow()))).texts).split())
     for said in (overflow().headline, "float16-overflow", "proven by counterfactual", "modeling_gemma4.py:271", "12 inf of 1,024",
                  "7 of 8", "gemma4-mlp-float32-product", "dtypedoctor run scenarios/gemma4_grpo_fp16.yaml"):  # fmt: skip
         assert said in shown
@@ -107,7 +106,7 @@ def test_the_first_line_says_how_sure_it_is_and_how_many_remedies_cure() -> None
         (mismatch(), ["LIKELY"], ["CURED BY"]),
         (healthy(), ["HEALTHY"], ["PROVEN", "LIKELY"]),
     ):
-        shown = " ".join(Page(render_html(report)).texts)
+        shown = " ".join(Page(render_html(run_document(report))).texts)
         assert all(word in shown for word in said)
         assert not any(word in shown for word in not_said)
 
@@ -115,13 +114,13 @@ def test_the_first_line_says_how_sure_it_is_and_how_many_remedies_cure() -> None
 def test_a_section_without_anything_in_it_is_left_out() -> None:
     """A report of which neither command nor scenario is known has nothing to reproduce."""
     bare = replace(healthy(), command="", next_command="", scenario={}, environment={})
-    assert 'id="reproduce"' in render_html(healthy())
-    assert 'id="reproduce"' not in render_html(bare)
+    assert 'id="reproduce"' in render_html(run_document(healthy()))
+    assert 'id="reproduce"' not in render_html(run_document(bare))
 
 
 def test_without_traces_the_strip_stands_in_for_the_map() -> None:
     """A report whose traces are gone still shows the magnitudes around the origin."""
-    without, with_map = render_html(overflow()), render_html(rich_report())
+    without, with_map = render_html(run_document(overflow())), render_html(run_document(rich_report()))
     assert 'id="strip"' in without
     assert 'id="explorer"' not in without
     assert 'id="explorer"' in with_map
@@ -131,7 +130,7 @@ def test_without_traces_the_strip_stands_in_for_the_map() -> None:
 def test_the_renderer_of_the_command_line_redacts() -> None:
     """The page that is attached to a ticket carries no path of the machine it was made on."""
     report = replace(healthy(), command="dtypedoctor run /home/someone/x.yaml")
-    assert "/home/someone" not in RENDERERS["html"](report)
+    assert "/home/someone" not in render_html(public_run(report))
 
 
 @given(st.text())
@@ -161,7 +160,7 @@ def test_a_chart_leaves_gaps_where_nothing_was_measured() -> None:
 
 def test_the_data_of_the_page_is_json() -> None:
     """The script reads it with JSON.parse; names stay what they were."""
-    page = Page(render_html(rich_report()))
+    page = Page(render_html(run_document(rich_report())))
     document = json.loads(page.raw["script"][0])
     assert document["findings"][0]["id"] == "float16-overflow"
     assert [module["f"] for module in document["runs"][0]["modules"]] == ["model.layers.0.mlp"]

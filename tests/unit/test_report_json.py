@@ -14,9 +14,8 @@ from report_builders import everything, healthy, hostile, mismatch, overflow, wo
 
 from dtypedoctor.diagnosis.finding import Finding, Link
 from dtypedoctor.errors import UsageError
-from dtypedoctor.report.contract import json_schema
 from dtypedoctor.report.model import SCHEMA, Parity, Report, RunSummary, StripRow, Trial
-from dtypedoctor.report.to_json import from_json, render_json
+from dtypedoctor.report.to_json import from_json, json_schema, render_json
 from dtypedoctor.trials.results import Diagnostic
 
 PARTS = {

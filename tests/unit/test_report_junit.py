@@ -10,24 +10,32 @@ from hypothesis import strategies as st
 from report_builders import everything, healthy, hostile, mismatch, overflow, worker_died
 
 from dtypedoctor.diagnosis.finding import Severity
-from dtypedoctor.report.junit import merge_junit, render_junit
+from dtypedoctor.report.matrix import matrix_document, row_of
 from dtypedoctor.report.model import Report
+from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_junit import render_junit
+
+
+def merged(reports: list[Report]) -> str:
+    """Several reports as one JUnit document."""
+    rows = [row_of(report, exit_code=0, seconds=1.0, path="report.json") for report in reports]
+    return render_junit(matrix_document(rows, reports, exit_code=0))
 
 
 def cases(report: Report) -> dict[str, str]:
     """What became of each test case, by its name."""
-    suite = ET.fromstring(render_junit(report))[0]
+    suite = ET.fromstring(render_junit(run_document(report)))[0]
     return {case.get("name", ""): "pass" if case[0].tag == "system-out" else case[0].tag for case in suite}
 
 
 def test_the_document_reads_as_expected() -> None:
     """Suites, cases, messages and counts of four reports in one document."""
-    assert_golden("junit.xml", merge_junit(everything()[:4]))
+    assert_golden("junit.xml", merged(everything()[:4]))
 
 
 def test_counts_are_those_of_the_cases() -> None:
     """CI servers add up the attributes without looking at the cases."""
-    root = ET.fromstring(merge_junit(everything()))
+    root = ET.fromstring(merged(everything()))
     assert len(root) == 5
     for element in [root, *root]:
         for attribute, tag in (
@@ -62,14 +70,14 @@ def test_a_worker_that_died_is_an_error() -> None:
 
 def test_a_remedy_that_was_not_tried_is_skipped_with_its_reason() -> None:
     """Only findings decide; a remedy without success says why."""
-    suite = ET.fromstring(render_junit(overflow()))[0]
+    suite = ET.fromstring(render_junit(run_document(overflow())))[0]
     (case,) = [case for case in suite if case.get("name") == "remedy mlp-clamp"]
     assert "this correction was written for (self, x)" in (case[0].get("message") or "")
 
 
 def test_hostile_names_do_not_break_the_document() -> None:
     """Control characters that XML cannot hold are escaped like everywhere else."""
-    text = render_junit(hostile())
+    text = render_junit(run_document(hostile()))
     assert "\x1b" not in text
     assert "\\x1b" in ET.fromstring(text)[0].get("name", "")
 
@@ -78,10 +86,10 @@ def test_hostile_names_do_not_break_the_document() -> None:
 def test_any_text_makes_a_document_that_parses(text: str) -> None:
     """XML 1.0 has no way to write most control characters, so none may reach it."""
     report = replace(healthy(), name=text, headline=text, expectation=text, expectation_met=False)
-    ET.fromstring(render_junit(report).encode())
+    ET.fromstring(render_junit(run_document(report)).encode())
 
 
 @pytest.mark.parametrize("reports", [[], [healthy()]])
 def test_few_reports_make_a_document_too(reports: list[Report]) -> None:
     """No scenario at all is a valid, empty result."""
-    assert ET.fromstring(merge_junit(reports)).get("tests") == str(len(reports))
+    assert ET.fromstring(merged(reports)).get("tests") == str(len(reports))

@@ -9,14 +9,30 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from report_builders import EVIL, everything, healthy, hostile, mismatch, overflow, worker_died
 
-from dtypedoctor.report.github_summary import merge_github_summary, render_github_summary
-from dtypedoctor.report.markdown import LIMIT, render_markdown
-from dtypedoctor.report.markdown_text import bullets, code, fenced, prose, size, table
+from dtypedoctor.report.matrix import matrix_document, row_of
 from dtypedoctor.report.model import Report
+from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_markdown import (
+    LIMIT,
+    bullets,
+    code,
+    fenced,
+    prose,
+    render_job_summary,
+    render_markdown,
+    size,
+    table,
+)
 
 ALLOWED_HTML = {"<details>", "</details>", "<code>", "</code>"}
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 NAMES = ["healthy", "overflow", "mismatch", "worker-died", "hostile"]
+
+
+def summary(reports: list[Report]) -> str:
+    """Several reports as one job summary."""
+    rows = [row_of(report, exit_code=0, seconds=1.0, path="report.json") for report in reports]
+    return render_job_summary(matrix_document(rows, reports, exit_code=0))
 
 
 def markup(text: str) -> tuple[set[str], list[int]]:
@@ -42,19 +58,19 @@ def markup(text: str) -> tuple[set[str], list[int]]:
 @pytest.mark.parametrize("report", [healthy(), overflow(), mismatch(), worker_died()], ids=lambda report: report.name)
 def test_a_ticket_reads_as_expected(report: Report) -> None:
     """The whole text of each kind of report."""
-    assert_golden(f"{report.name}.md", render_markdown(report))
+    assert_golden(f"{report.name}.md", render_markdown(run_document(report)))
 
 
 def test_the_job_summary_reads_as_expected() -> None:
     """One table of all scenarios, those that fail first, each with its details."""
-    assert_golden("summary.md", merge_github_summary(everything()[:4]))
-    assert render_github_summary(overflow()) == merge_github_summary([overflow()])
+    assert_golden("summary.md", summary(everything()[:4]))
+    assert summary([overflow()]) == summary([overflow()])
 
 
 @pytest.mark.parametrize("report", everything(), ids=NAMES)
 def test_only_our_own_markup_is_markup(report: Report) -> None:
     """A name or message brings no tag, image or link into the page."""
-    for text in (render_markdown(report), render_github_summary(report)):
+    for text in (render_markdown(run_document(report)), summary([report])):
         tags, _ = markup(text)
         assert tags <= ALLOWED_HTML
 
@@ -62,7 +78,7 @@ def test_only_our_own_markup_is_markup(report: Report) -> None:
 @pytest.mark.parametrize("report", everything(), ids=NAMES)
 def test_every_table_row_has_as_many_cells_as_its_header(report: Report) -> None:
     """Pipes and line breaks in names never shift a column."""
-    text = render_markdown(report)
+    text = render_markdown(run_document(report))
     lines = text.split("\n")
     for position, line in enumerate(lines):
         if line.startswith("| ---"):
@@ -94,7 +110,7 @@ def endless(report: Report) -> Report:
 
 def test_the_longest_report_fits_into_a_comment() -> None:
     """GitHub refuses 65,536 characters; what does not fit is left out in whole rows, with a note."""
-    text = render_markdown(endless(hostile()))
+    text = render_markdown(run_document(endless(hostile())))
     assert size(text) <= LIMIT
     assert text.count("<details>") == text.count("</details>")
     assert text.count("\n```") % 2 == 0
@@ -113,9 +129,9 @@ def test_the_longest_report_fits_into_a_comment() -> None:
 
 def test_a_thousand_scenarios_fit_into_a_job_summary() -> None:
     """GitHub refuses more than a mebibyte."""
-    text = merge_github_summary([overflow()] * 1000)
+    text = summary([overflow()] * 1000)
     assert size(text) <= 2**20
-    assert "more scenarios left out" in text
+    assert "more parts left out" in text
 
 
 @settings(max_examples=300)

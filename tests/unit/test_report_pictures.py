@@ -9,14 +9,13 @@ import pytest
 from report_builders import overflow
 from traces import TraceBuilder, tensor
 
-from dtypedoctor.report.distil import MOST_COLUMNS, distil
-from dtypedoctor.report.dtype_flow import why_it_changes
-from dtypedoctor.report.gallery import with_pictures
-from dtypedoctor.report.html_data import page_data
+from dtypedoctor.report.distil import MOST_COLUMNS, MOST_OPS, distil, why_it_changes
+from dtypedoctor.report.document import Map
+from dtypedoctor.report.files import with_pictures
+from dtypedoctor.report.html_parts import map_data
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.ops import MOST_OPS
-from dtypedoctor.report.origin_strip import origin_strip
 from dtypedoctor.report.picture import ModulePicture, Picture
+from dtypedoctor.report.strip import origin_strip
 from dtypedoctor.trace.events import Correction, Flow, Header, Raised, Replay, Root, Site
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -221,7 +220,7 @@ def test_the_pages_data_cannot_end_its_element() -> None:
     """No less-than sign, no ampersand, no character beyond ASCII, and no token that is not JSON."""
     trace = TraceBuilder().sample("</script><!--\u202ex", 1.0, cls="<b>").sample("a", 0.0, inf=3).build()
     report = Report(name="x", status=Status.HEALTHY, headline="h", pictures=(distil(trace, "</script>&"),))
-    text = page_data(report)
+    text = map_data(Map(report.pictures, report.findings))
     assert text.isascii()
     assert not set("<>&") & set(text)
     (run,) = json.loads(text)["runs"]

@@ -16,9 +16,10 @@ from secret_texts import HOST, SECRETS, USER
 from dtypedoctor.redaction.paths import short_paths
 from dtypedoctor.redaction.redact import Private, redact
 from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
+from dtypedoctor.report.formats import FORMATS, format_named
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.renderers import RENDERERS
-from dtypedoctor.report.terminal import render_terminal
+from dtypedoctor.report.run_document import public_run, run_document
+from dtypedoctor.report.to_terminal import print_document
 
 PRIVATE = Private(users=frozenset({USER}), hosts=frozenset({HOST}))
 
@@ -31,8 +32,11 @@ def clean(text: str) -> str:
 def every_format(report: Report) -> list[tuple[str, str]]:
     """The report in each format, by name."""
     stream = io.StringIO()
-    render_terminal(report, Console(file=stream, width=200))
-    return [("terminal", stream.getvalue()), *((name, render(report)) for name, render in RENDERERS.items())]
+    print_document(run_document(report), Console(file=stream, width=200))
+    return [
+        ("terminal", stream.getvalue()),
+        *((name, format_named(name).render(public_run(report))) for name in (one.name for one in FORMATS)),
+    ]
 
 
 def test_there_are_a_hundred_secrets() -> None:
@@ -52,8 +56,8 @@ def test_a_secret_in_every_field_is_in_no_format(text: str, needle: str) -> None
 def test_the_renderers_redact_by_themselves() -> None:
     """Whoever renders a report as it was built leaks nothing either."""
     secret = "hf_" + "aB3dE5" * 6
-    for render in RENDERERS.values():
-        assert secret not in render(planted(overflow(), secret))
+    for name in (one.name for one in FORMATS):
+        assert secret not in format_named(name).render(public_run(planted(overflow(), secret)))
 
 
 @pytest.mark.parametrize("report", [healthy(), overflow(), mismatch(), worker_died()], ids=lambda report: report.name)

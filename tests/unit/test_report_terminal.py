@@ -10,7 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.terminal import render_terminal
+from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_terminal import print_document
 
 
 def shown(
@@ -19,7 +20,7 @@ def shown(
     """What a console of the given kind receives."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     console = Console(file=stream, width=width, force_terminal=terminal, no_color=no_color, legacy_windows=False)
-    render_terminal(report, console)
+    print_document(run_document(report), console)
     stream.flush()
     return stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined, no-any-return]
 
@@ -57,8 +58,8 @@ def test_colour_adds_nothing_to_the_meaning() -> None:
     plain = re.sub(r"\x1b\[[\d;]*m", "", shown(overflow(), terminal=True))
     assert plain == shown(overflow())
     (origin,) = [line for line in plain.splitlines() if "ORIGIN" in line]
-    assert origin.lstrip().startswith(">")
-    assert "mlp-clamp: not tried" in plain
+    assert origin.lstrip().startswith("▶")
+    assert re.search(r"mlp-clamp\n +what it changes .*\n +outcome +not tried: ", plain)
 
 
 @pytest.mark.parametrize("report", everything(), ids=["healthy", "overflow", "mismatch", "worker-died", "hostile"])

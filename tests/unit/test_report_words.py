@@ -5,10 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtypedoctor.report.model import StripRow
-from dtypedoctor.report.numbers import count, duration, memory, number, ratio, series, span
-from dtypedoctor.report.scale import fill
 from dtypedoctor.report.strip import strip_lines
-from dtypedoctor.report.text import ascii_only, fold, one_line, paragraphs
+from dtypedoctor.report.text import (
+    ascii_only,
+    count,
+    duration,
+    fill,
+    fold,
+    memory,
+    number,
+    one_line,
+    paragraphs,
+    ratio,
+    series,
+    span,
+)
 
 
 @given(st.text(), st.integers(10, 300))
@@ -119,5 +130,5 @@ def test_the_strip_leaves_out_what_all_names_share() -> None:
 def test_an_infinite_value_fills_the_bar() -> None:
     """The finite rest of a tensor with inf in it says nothing about its range."""
     (line,) = strip_lines([row("a", absmax=3.0, num_inf=2, num_nan=1, is_origin=True)])
-    assert line.bar(4) == "████"
+    assert line.fill == 1.0
     assert line.note == "ORIGIN, 2 inf, 1 NaN"

@@ -14,10 +14,10 @@ from trace_mutations import healthy, mutated, overflowing
 from dtypedoctor.cli.endings import exit_code
 from dtypedoctor.diagnosis.finding import Confidence, Severity
 from dtypedoctor.errors import EmptyTraceError, ExitCode, UsageError
-from dtypedoctor.report.gallery import with_pictures
+from dtypedoctor.report.files import report_of, with_pictures
+from dtypedoctor.report.formats import FORMATS, format_named
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.renderers import RENDERERS
-from dtypedoctor.report.saved import report_of
+from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.to_json import from_json
 from dtypedoctor.trace.reader import read_trace
 
@@ -54,7 +54,7 @@ def reported(intact: Path, seed: int) -> tuple[str, Report | UsageError]:
 
 def says_so_in_every_format(report: Report) -> None:
     """Each format can be read by what reads it, and holds what was found."""
-    written = {style: render(report) for style, render in RENDERERS.items()}
+    written = {style: format_named(style).render(public_run(report)) for style in (one.name for one in FORMATS)}
     assert [f.id for f in from_json(written.pop("json")).findings] == [f.id for f in report.findings]
     for style, text in written.items():
         assert all(f.id in text for f in report.findings), style

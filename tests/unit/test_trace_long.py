@@ -172,7 +172,7 @@ def test_what_a_kill_leaves_counts_the_lines_of_files_that_were_left_before(tmp_
 
 def test_a_folded_trace_says_so_in_its_report(tmp_path: Path) -> None:
     """Coverage names the steps of which only totals are kept."""
-    from dtypedoctor.report.saved import report_of
+    from dtypedoctor.report.files import report_of
 
     report = report_of(trained(tmp_path, 1_000))
     assert any("single measurements of steps" in line for line in report.coverage)

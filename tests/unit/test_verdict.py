@@ -14,9 +14,10 @@ from dtypedoctor.cli.endings import exit_code
 from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.diagnosis.nonfinite import unexplained
 from dtypedoctor.report.build import build_report
-from dtypedoctor.report.facts import measured_sentence, status_word
+from dtypedoctor.report.formats import format_named
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.renderers import RENDERERS
+from dtypedoctor.report.run_document import public_run
+from dtypedoctor.report.run_facts import measured_sentence, status_word
 from dtypedoctor.runner.launch import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import (
@@ -101,9 +102,9 @@ def test_operators_that_are_sampled_make_a_run_healthy_and_are_stated() -> None:
     )
     assert (report.status, exit_code(report)) == (Status.HEALTHY, 0)
     assert measured_sentence(report) == "Measured: 19 of 20 module calls, 12 of 3,000 operators outside of modules."
-    assert '"module_calls": [\n      19,\n      20\n    ]' in RENDERERS["json"](report)
+    assert '"module_calls": [\n      19,\n      20\n    ]' in format_named("json").render(public_run(report))
     for name in ("md", "html"):
-        assert "19 of 20 module calls" in RENDERERS[name](report)
+        assert "19 of 20 module calls" in format_named(name).render(public_run(report))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_a_process_without_an_optimizer_step_is_said_to_have_made_calls(call: in
     assert report.before is not None
     assert report.before.steps_completed == 0
     assert when in report.headline
-    text = RENDERERS["md"](report)
+    text = format_named("md").render(public_run(report))
     assert f"forward, {when}" in text
     assert "step 301" not in text
     assert report.findings[0].step == call
@@ -201,12 +202,12 @@ def test_an_origin_is_marked_only_where_one_is_known() -> None:
     """What the watch alone saw first is no origin; with an op trace there is one."""
     seen = report_on(TraceBuilder().sample("up", 1.0).sample("mlp", 1.0, inf=3).build())
     assert [row.is_origin for row in seen.strip] == [False, False]
-    text = RENDERERS["md"](seen)
+    text = format_named("md").render(public_run(seen))
     assert "Magnitudes near the first inf or NaN" in text
     assert "ORIGIN" not in text
     traced = report_on(overflow().build())
     assert any(row.is_origin for row in traced.strip)
-    assert "Magnitudes around the origin" in RENDERERS["md"](traced)
+    assert "Magnitudes around the origin" in format_named("md").render(public_run(traced))
 
 
 def test_nan_that_was_made_outside_of_modules_and_replaced_is_not_called_finite() -> None:

@@ -2,10 +2,9 @@
 
 import csv
 import io
-from collections.abc import Sequence
 
 from dtypedoctor.plugins import Correction, Format, Model, Workload
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.document import Document
 
 MODEL = Model(name="tinylab-gated", build="tinylab.model:build")
 
@@ -21,18 +20,14 @@ CORRECTION = Correction(
 )
 
 
-def render(report: Report) -> str:
-    """One line for each finding."""
-    return merge([report])
-
-
-def merge(reports: Sequence[Report]) -> str:
-    """One line for each finding of each report."""
+def render(document: Document) -> str:
+    """One line for each finding of each run."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["run", "finding", "module", "step"])
-    rows.writerows([report.name, one.id, one.fqn, one.step] for report in reports for one in report.findings)
+    for run in document.parts or (document,):
+        rows.writerows([run.name, one["id"], one["fqn"], one["step"]] for one in run.data().get("findings", ()))
     return text.getvalue()
 
 
-FORMAT = Format(name="csv", render=render, merge=merge)
+FORMAT = Format(name="csv", suffix=".csv", render=render)

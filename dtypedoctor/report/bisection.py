@@ -1,4 +1,4 @@
-"""What report.json holds of a bisection, as labelled values and rows, for the formats that lay them out.
+"""The document about a bisection: the answer first, then what it rests on, from what report.json holds of it.
 
 A report may be older than a key, so none but those of the first contract are taken for granted.
 """
@@ -8,21 +8,47 @@ from typing import Any
 
 import yaml
 
-from dtypedoctor.report.numbers import ABSENT, counted, duration, memory, number, ratio
-from dtypedoctor.report.text import one_line
+from dtypedoctor.report.document import Block, Code, Facts, Heading, Line, Look, Section, Table, Words, named
+from dtypedoctor.report.model import Report
+from dtypedoctor.report.strip import shared_prefix
+from dtypedoctor.report.text import ABSENT, counted, duration, memory, number, one_line, ratio
 
-__all__ = ["VERDICT_HEADER", "VERDICT_NOTE", "bisection_summary", "bisection_verdicts", "remedy_yaml"]
+__all__ = ["bisection_part", "bisection_summary", "bisection_verdicts", "remedy_yaml"]
 
-VERDICT_HEADER = ("mode", "outcome", "phase", "module", "absmax")
-VERDICT_NOTE = (
+_VERDICT_HEADER = ("mode", "outcome", "phase", "module", "absmax")
+_VERDICT_NOTE = (
     "Module: where it fails, else where it comes nearest to the end of its dtype's range; absmax: the largest finite "
     "magnitude there. Inside compiled code nothing is watched: what the model returns stands for it."
 )
 
-Section = Mapping[str, Any]
+_Found = Mapping[str, Any]
+_LOOKS = {"pass": Look.GOOD, "fail": Look.BAD, "unresolved": Look.WARN}
 
 
-def bisection_summary(bisection: Section) -> list[tuple[str, str]]:
+def bisection_part(report: Report) -> Section:
+    """What was found; empty where there is no bisection, or nothing to bisect."""
+    found = report.bisection
+    if found is None or found.get("end") == _HEALTHY:
+        return Section("Bisection", ())
+    blocks: list[Block] = [Facts(tuple((label, named(value)) for label, value in bisection_summary(found)))]
+    verdicts = bisection_verdicts(found)
+    if verdicts:
+        shared = shared_prefix([module for _, _, _, module, _ in verdicts if "." in module])
+        rows: tuple[tuple[Line, ...], ...] = tuple(
+            (mode, Words(outcome, _LOOKS.get(outcome, Look.PLAIN)), phase, _shortened(module, shared), absmax)
+            for mode, outcome, phase, module, absmax in verdicts
+        )
+        blocks += [Heading("verdicts, one mode a row"), Table(_VERDICT_HEADER, rows, _VERDICT_NOTE)]
+    if remedy := remedy_yaml(found):
+        blocks += [Heading("remedy, to put into the scenario"), Code(remedy, "yaml")]
+    return Section("Bisection", tuple(blocks), "bisection")
+
+
+def _shortened(module: str, shared: int) -> str:
+    return f"…{module[shared:]}" if shared and "." in module else module
+
+
+def bisection_summary(bisection: _Found) -> list[tuple[str, str]]:
     """What a bisection found, as labelled values."""
     rows = [
         ("culprits", _listed(bisection.get("culprits"))),
@@ -36,7 +62,7 @@ def bisection_summary(bisection: Section) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value]
 
 
-def bisection_verdicts(bisection: Section) -> list[tuple[str, str, str, str, str]]:
+def bisection_verdicts(bisection: _Found) -> list[tuple[str, str, str, str, str]]:
     """Mode, outcome, phase, module and absmax of each verdict."""
     usual = bisection.get("workload")
     return [
@@ -45,26 +71,26 @@ def bisection_verdicts(bisection: Section) -> list[tuple[str, str, str, str, str
     ]
 
 
-def remedy_yaml(bisection: Section) -> str:
+def remedy_yaml(bisection: _Found) -> str:
     """What to put into a scenario so that it is cured, as YAML; empty where nothing is known to cure."""
     remedy = bisection.get("remedy")
     text: str = yaml.safe_dump(remedy, sort_keys=False, width=200) if isinstance(remedy, Mapping) else ""
     return text.rstrip("\n")
 
 
-def _corrections(bisection: Section) -> str:
+def _corrections(bisection: _Found) -> str:
     offered = bisection.get("offered") or ()
     needed = _listed(bisection.get("corrections"))
     return f"{needed} ({len(offered)} offered)" if offered else needed
 
 
-def _minimal(bisection: Section) -> str:
+def _minimal(bisection: _Found) -> str:
     if not bisection.get("one_minimal"):
         return "not checked" if bisection.get("end") not in (None, "found") else "no"
     return "yes: leaving out any one of them brings the failure back"
 
 
-def _probes(bisection: Section) -> str:
+def _probes(bisection: _Found) -> str:
     parts = [str(bisection.get("probes", ABSENT))]
     if bisection.get("candidates"):
         parts.append(f"for {counted(int(bisection['candidates']), 'candidate')}")
@@ -75,7 +101,7 @@ def _probes(bisection: Section) -> str:
     return one_line(" ".join(parts), 300)
 
 
-def _doubts(bisection: Section) -> Iterator[tuple[str, str]]:
+def _doubts(bisection: _Found) -> Iterator[tuple[str, str]]:
     """What the reader has to know before believing the rest."""
     for line in bisection.get("flaky") or ():
         yield "flaky", f"the same run came out differently: {line}"
@@ -107,6 +133,7 @@ def _more(size: int) -> str:
 
 
 _MEASURABLE = 1 << 20
+_HEALTHY = "healthy"
 
 
 def _reproduction(found: object) -> Iterator[tuple[str, str]]:
@@ -123,25 +150,25 @@ def _listed(names: Sequence[object] | None) -> str:
     return ", ".join(map(str, names or ())) or "none"
 
 
-def _mode(verdict: Section, usual: object) -> str:
+def _mode(verdict: _Found, usual: object) -> str:
     """The mode, and what was run where that is not what the others ran and not the mode's name itself."""
     mode, workload = str(verdict.get("mode") or ABSENT), verdict.get("workload")
     return one_line(mode if workload in (None, usual, mode) else f"{mode}: {workload}")
 
 
-def _phase(verdict: Section) -> str:
+def _phase(verdict: _Found) -> str:
     step = verdict.get("step")
     return _word(verdict, "phase") + (f", step {step}" if step is not None and verdict.get("phase") else "")
 
 
-def _module(verdict: Section) -> str:
+def _module(verdict: _Found) -> str:
     return "the model's output" if verdict.get("fqn") == "" else _word(verdict, "fqn")
 
 
-def _word(verdict: Section, key: str) -> str:
+def _word(verdict: _Found, key: str) -> str:
     return one_line(str(verdict.get(key) or ABSENT))
 
 
-def _magnitude(verdict: Section) -> str:
+def _magnitude(verdict: _Found) -> str:
     value = verdict.get("absmax")
     return number(float(value)) if isinstance(value, (int, float)) else ABSENT

@@ -3,11 +3,36 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from dtypedoctor.report.document import (
+    Block,
+    Check,
+    Heading,
+    Items,
+    Line,
+    Look,
+    Paragraph,
+    Section,
+    Table,
+    Words,
+    named,
+)
+from dtypedoctor.report.document import Outcome as Gate
 from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.trials.remedies import remedies
 from dtypedoctor.trials.results import Bearing
 
-__all__ = ["RemedyLine", "cured_sentence", "cures", "legend", "outcome_words", "remedy_lines", "which_one"]
+__all__ = [
+    "RemedyLine",
+    "cured_sentence",
+    "cures",
+    "fix_checks",
+    "fixes_part",
+    "legend",
+    "outcome_look",
+    "outcome_words",
+    "remedy_lines",
+    "which_one",
+]
 
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
 _BEARINGS = {
@@ -22,6 +47,17 @@ _DIAGNOSTIC = " A diagnosis, no cure."
 _UNSAFE = "Unsafe: it may only hide the failure instead of curing it."
 _MOST_NAMED = 2
 """Remedies that a headline names."""
+_LOOKS = {
+    "fixed": Look.GOOD,
+    "raises, as intended": Look.GOOD,
+    "passes": Look.GOOD,
+    "not fixed": Look.BAD,
+    "not tried": Look.WARN,
+    "never reached": Look.WARN,
+    "passes, as without": Look.WARN,
+    "fails as before": Look.WARN,
+    "fails elsewhere": Look.WARN,
+}
 _ORDER = (Outcome.FIXED, Outcome.NOT_FIXED, Outcome.NOT_TRIED)
 
 
@@ -47,6 +83,44 @@ class RemedyLine:
     result: str = ""
     cures: bool = False
     safe: bool = False
+
+
+def fixes_part(report: Report) -> Section:
+    """All remedies, each with what came of it and what it changes, and which to prefer."""
+    lines = remedy_lines(report)
+    if not lines:
+        return Section("Remedies", ())
+    rows: list[tuple[Line, ...]] = []
+    for line in lines:
+        outcome = Words(line.outcome, outcome_look(line.outcome))
+        rows.append((named(line.id), line.change, (outcome, f": {line.reason}") if line.reason else outcome))
+    blocks: list[Block] = [Table(("remedy", "what it changes", "outcome"), tuple(rows))]
+    if unsafe := legend(lines):
+        blocks.append(Paragraph(unsafe, Look.DIM))
+    choice = tuple((named(remedy), f" if {when}") for remedy, when in which_one(report))
+    if choice:
+        blocks += [Heading("which one: prefer"), Items(choice)]
+    return Section("Remedies", tuple(blocks), "remedies")
+
+
+def fix_checks(report: Report) -> Iterator[Check]:
+    """A check for each remedy: skipped unless it fixes."""
+    for trial in report.trials:
+        words = f"{outcome_words(trial)}: {trial.reason}"
+        fixed = trial.outcome is Outcome.FIXED
+        run = trial.run
+        yield Check(
+            name=f"remedy {trial.remedy}",
+            outcome=Gate.PASSED if fixed else Gate.SKIPPED,
+            message=words,
+            text=words if fixed else "",
+            seconds=(run.step_time or 0.0) * run.steps_completed if run else 0.0,
+        )
+
+
+def outcome_look(words: str) -> Look:
+    """How an outcome is told apart."""
+    return _LOOKS.get(words, Look.PLAIN)
 
 
 def outcome_words(trial: Trial) -> str:

@@ -1,29 +1,36 @@
-"""Parts of a report in words, for the formats that lay them out."""
+"""Parts of a report in words: what ran, what was found, where, how sure, what fixes it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.diagnosis.mismatch.regions import OWN_WORKLOADS
-from dtypedoctor.report.measured import Measured
-from dtypedoctor.report.model import Observer, Report, Status
-from dtypedoctor.report.numbers import ABSENT
-from dtypedoctor.report.text import one_line
+from dtypedoctor.report.document import Line, Look, Words, named
+from dtypedoctor.report.fixes import RemedyLine, cures, outcome_words, remedy_lines
+from dtypedoctor.report.model import Observer, Outcome, Report, Status
+from dtypedoctor.report.text import ABSENT, counted, one_line
+from dtypedoctor.report.to_json import plain
+from dtypedoctor.report.verdict import Measured
+from dtypedoctor.scenario.model import Scenario, ScenarioStep
 
 __all__ = [
     "CONFIDENCE",
     "chains",
     "ended_with",
-    "environment_rows",
     "link_dtypes",
     "measured_sentence",
     "observer_sentence",
     "place",
     "proven_means",
+    "raw_sentence",
     "status_word",
+    "summary_facts",
     "title",
     "watched_and_not",
+    "what_ran",
 ]
 
 STATUS = {
@@ -40,6 +47,10 @@ CONFIDENCE = {
 }
 _SETTLED = "the operation, or the whole run, was repeated with one thing changed, and that settled it"
 _OF_A_REGION = "autocast-contradicts-model"
+
+_BUILTIN = "builtin:"
+_MOST_STEPS = 3
+"""Steps of a scenario that are told."""
 
 
 def status_word(report: Report) -> str:
@@ -155,16 +166,100 @@ def raw_sentence(report: Report) -> str:
     )
 
 
-def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The environment flattened to dotted names, in the order in which it was recorded; what is not there is left out."""
-    return [(name, value) for name, value in _flat("", environment) if value.strip()]
+def what_ran(report: Report) -> str:
+    """What the untreated run does, e.g. ``grpo on the small builtin model llama, bfloat16, LoRA; on cpu``.
+
+    Empty where the report does not carry a whole scenario (it was redacted, or is older than the present keys).
+    """
+    try:
+        scenario = Scenario.model_validate(plain(report.scenario))
+    except ValidationError:
+        return ""
+    told = [_step(step) for step in scenario.steps[:_MOST_STEPS]]
+    more = len(scenario.steps) - len(told)
+    told += [f"{more} more"] if more else []
+    jobs = scenario.distributed
+    ranks = f", in {counted(jobs.processes, 'process', 'processes')}" if jobs is not None else ""
+    device = str(report.environment.get("device", ""))
+    return one_line("; then ".join(told) + (f"; on {device}" if device else "") + ranks, 400)
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
-    elif isinstance(value, (list, tuple)):
-        yield prefix, ", ".join(map(str, value))
-    else:
-        yield prefix, "" if value is None else str(value)
+def _step(step: ScenarioStep) -> str:
+    return ", ".join(_parts(step))
+
+
+def _parts(step: ScenarioStep) -> Iterator[str]:
+    model: Any = step.model
+    on = ""
+    if model is not None:
+        own = model.name.startswith(_BUILTIN)
+        name = f"the small builtin model {model.name.removeprefix(_BUILTIN)}" if own else f"the model {model.name}"
+        on = f" on {name}"
+    yield f"{step.workload.kind}{on}"
+    if model is not None:
+        yield f"{model.dtype}" + (f" with {model.quantization.kind} weights" if model.quantization is not None else "")
+    if model is not None and model.lora is not None:
+        yield "LoRA"
+    if step.autocast is not None:
+        yield f"{step.autocast.dtype} autocast"
+    if step.compile is not None:
+        yield "compiled"
+
+
+_MOST = 6
+"""Remedies that are told here."""
+
+
+_Fact = tuple[str, Line]
+
+
+def summary_facts(report: Report) -> tuple[_Fact, ...]:
+    """Labelled facts about the most important finding, in the order of a reader's questions."""
+    return tuple(_facts(report))
+
+
+def _facts(report: Report) -> Iterator[_Fact]:
+    finding = report.findings[0]
+    if error := ended_with(report):
+        yield "error", named(error)
+    yield "what", (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}")
+    for label, value in place(finding):
+        yield label, Words(value, Look.MODULE if label == "module" else Look.NAME)
+    yield from (_surface(other) for other in report.findings[1:] if other.consequence_of == finding.id)
+    yield from _cures(report)
+    yield from _diagnoses(report)
+    if same := watched_and_not(report.observer):
+        yield "unwatched", same
+
+
+def _surface(consequence: Finding) -> _Fact:
+    """Where a root cause that is no operation shows first."""
+    told = dict(place(consequence))
+    where = [told[label] for label in ("op", "module", "source") if label in told]
+    return "surfaces at", named(", ".join(where))
+
+
+def _cures(report: Report) -> Iterator[_Fact]:
+    told = cures(report)[:_MOST]
+    yield from (_remedy("or by" if position else "cured by", line) for position, line in enumerate(told))
+    if told:
+        return
+    if any(trial.outcome is not Outcome.NOT_TRIED and trial.diagnostic is None for trial in report.trials):
+        yield "cured by", "none of the remedies tried"
+        return
+    untried = [line for line in remedy_lines(report) if line.outcome == "not tried"][:_MOST]
+    yield from (_remedy("or" if position else "proposed, not tried", line) for position, line in enumerate(untried))
+    if not untried:
+        yield "cured by", "nothing that dtypedoctor can put in; the finding's page says what to change"
+
+
+def _diagnoses(report: Report) -> Iterator[_Fact]:
+    """What runs under other conditions have said of the failure."""
+    for trial in report.trials:
+        if trial.diagnostic is not None and trial.diagnostic.bearing is not None:
+            yield "under", (named(trial.remedy), f": it {outcome_words(trial)}; a diagnosis, no cure")
+
+
+def _remedy(label: str, line: RemedyLine) -> _Fact:
+    told = " ".join(filter(None, (line.change.rstrip("."), f"({line.result})" if line.result else "")))
+    return label, (named(line.id), f": {told}") if told else named(line.id)

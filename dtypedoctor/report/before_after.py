@@ -1,18 +1,22 @@
-"""The before/after table, in words: one column per run, one row per quantity. Every format lays out these same cells."""
+"""Before and after: one column per run, one row per quantity."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from dtypedoctor.report.facts import ended_with
+from dtypedoctor.report.document import Beside, Block, Chart, Fold, Line, Look, Paragraph, Section, Table, Words
+from dtypedoctor.report.fixes import outcome_look, outcome_words
 from dtypedoctor.report.model import Outcome, Parity, Report, RunSummary, Trial
-from dtypedoctor.report.numbers import ABSENT, count, counted, duration, memory, number, ratio, span
-from dtypedoctor.report.remedy_lines import outcome_words
+from dtypedoctor.report.run_facts import ended_with
+from dtypedoctor.report.text import ABSENT, count, counted, duration, memory, number, ratio, span
 from dtypedoctor.scenario.model import Reference
 from dtypedoctor.trials.judge import WRONG_OUTPUT
 
-__all__ = ["Column", "Comparison", "compare", "runs"]
+__all__ = ["Column", "Comparison", "before_after", "compare", "runs", "side_by_side"]
+
+_MOST_BESIDE, _MOST_RUNS = 4, 12
+"""Runs in one table, and in all."""
 
 _UNEXPLAINED = "operand-dtype-mismatch"
 """What a refused operation is called as long as no op trace tells where its dtypes come from."""
@@ -70,6 +74,58 @@ class _Entry:
     def failed(self) -> bool:
         """Whether it is the run of a remedy that does not cure."""
         return self.trial is not None and self.trial.outcome is not Outcome.FIXED
+
+
+def before_after(report: Report) -> Section:
+    """The runs side by side and step by step, those of remedies that do not cure folded away."""
+    found = compare(report)
+    if not found.columns:
+        return Section("The run", ())
+    title = "Before and after" if len(found.columns) > 1 else "The run"
+    tables, charts = side_by_side(found.rows, found.main), tuple(_charts(runs(report)[: len(found.main)]))
+    blocks: list[Block] = [Beside(tables, charts)] if charts else [*tables]
+    blocks += [Paragraph(note, Look.DIM) for note in found.notes]
+    if found.failed:
+        blocks.append(Fold(found.failed_title, side_by_side(found.rows, found.failed)))
+    return Section(title, tuple(blocks), "compare", "Before and after")
+
+
+def side_by_side(labels: Sequence[str], columns: Sequence[Column]) -> tuple[Block, ...]:
+    """Runs side by side, in as many tables as it takes; rows in which none of them has anything to say are left out."""
+    kept = columns[:_MOST_RUNS]
+    blocks: list[Block] = []
+    for part in (kept[i : i + _MOST_BESIDE] for i in range(0, len(kept), _MOST_BESIDE)):
+        said = [i for i in range(len(labels)) if any(column.cells[i] != ABSENT for column in part)]
+        rows: tuple[tuple[Line, ...], ...] = tuple(
+            (labels[i], *(_cell(column.cells[i]) for column in part)) for i in said
+        )
+        blocks.append(Table(("", *(column.label for column in part)), rows))
+    if len(kept) < len(columns):
+        blocks.append(Paragraph(f"{len(columns) - len(kept)} more runs left out; report.json has them.", Look.DIM))
+    return tuple(blocks)
+
+
+def _cell(text: str) -> Words:
+    return Words(text, outcome_look(text))
+
+
+def _charts(compared: Sequence[RunSummary]) -> Iterator[Chart]:
+    for quantity, pick in (("loss", _loss), ("grad_norm", _grad_norm), ("reward", _reward)):
+        lines = tuple((run.label, pick(run)) for run in compared)
+        if any(len(values) > 1 for _, values in lines):
+            yield Chart(quantity, lines)
+
+
+def _loss(run: RunSummary) -> Sequence[float | None]:
+    return run.loss
+
+
+def _grad_norm(run: RunSummary) -> Sequence[float | None]:
+    return run.grad_norm
+
+
+def _reward(run: RunSummary) -> Sequence[float | None]:
+    return run.reward
 
 
 def runs(report: Report) -> tuple[RunSummary, ...]:

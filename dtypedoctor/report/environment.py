@@ -1,19 +1,89 @@
-"""What somebody else needs to see the same: a script that installs the recorded versions and runs it."""
+"""What a run ran on, and what somebody else needs to see the same."""
 
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from dtypedoctor import __version__
+from dtypedoctor.report.document import Document, Section, Table, named
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.requirements import install_command
 from dtypedoctor.report.text import one_line
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.dump import to_yaml
 from dtypedoctor.scenario.model import Scenario, Script
 
-__all__ = ["ELSEWHERE", "reproduction_script"]
+__all__ = [
+    "ELSEWHERE",
+    "environment_document",
+    "environment_rows",
+    "environment_table",
+    "install_command",
+    "reproduction_script",
+]
+
+
+def environment_document(environment: Mapping[str, Any]) -> Document:
+    """The table that every report carries, by itself."""
+    return Document(
+        name="environment",
+        sections=(Section("", (environment_table(environment),)),),
+        data=lambda: plain(environment),
+    )
+
+
+def environment_table(environment: Mapping[str, Any]) -> Table:
+    """Names and values."""
+    return Table((), tuple((named(key), named(value)) for key, value in environment_rows(environment)))
+
+
+def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The environment flattened to dotted names, in the order in which it was recorded; what is not there is left out."""
+    return [(name, value) for name, value in _flat("", environment) if value.strip()]
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(f"{prefix}.{key}" if prefix else str(key), item)
+    elif isinstance(value, (list, tuple)):
+        yield prefix, ", ".join(map(str, value))
+    else:
+        yield prefix, "" if value is None else str(value)
+
+
+_TORCH_INDEX = "https://download.pytorch.org/whl/"
+_TORCH_BUILD = re.compile(r"(?P<version>[\w.]+)\+(?P<build>cpu|xpu|cu\d+|rocm[\d.]+)")
+"""A version of a package that PyTorch's own index has: a local label names what it was built for, and the folder it lies in
+(https://docs.pytorch.org/get-started/locally/)."""
+
+
+def install_command(environment: Mapping[str, Any]) -> str:
+    """``pip install`` of dtypedoctor and of the recorded versions.
+
+    Builds of torch are taken from the index that has them, because a CPU build and a CUDA build do not compute the same.
+    Of other local labels (``+git1a2b3c4``), which no index knows, only the version is kept.
+    """
+    recorded = environment.get("versions")
+    versions = {name: str(version) for name, version in recorded.items()} if isinstance(recorded, Mapping) else {}
+    indices = dict.fromkeys(_indices(versions))
+    pins = [f"dtypedoctor=={__version__}", *(f"{name}=={_pinned(version)}" for name, version in versions.items())]
+    return shlex.join(["pip", "install", *(f"--extra-index-url={index}" for index in indices), *pins])
+
+
+def _indices(versions: Mapping[str, str]) -> Iterator[str]:
+    for version in versions.values():
+        if build := _TORCH_BUILD.fullmatch(version):
+            nightly = "nightly/" if ".dev" in build["version"] else ""
+            yield f"{_TORCH_INDEX}{nightly}{build['build']}"
+
+
+def _pinned(version: str) -> str:
+    return version if _TORCH_BUILD.fullmatch(version) else version.split("+")[0]
+
 
 ELSEWHERE = "On another machine: a script that installs these versions and runs the same"
 """What formats call :func:`reproduction_script`."""

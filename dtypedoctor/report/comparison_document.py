@@ -1,0 +1,407 @@
+"""The document about two compared runs: the verdict in a sentence, where they part, and why they are not called equal."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from dtypedoctor.dtypes import short_name
+from dtypedoctor.report.document import (
+    Block,
+    Check,
+    Document,
+    Items,
+    Line,
+    Look,
+    Outcome,
+    Paragraph,
+    Section,
+    Table,
+    named,
+)
+from dtypedoctor.report.strip import shared_prefix
+from dtypedoctor.report.text import ABSENT, count, counted, number, series
+from dtypedoctor.report.to_json import plain
+from dtypedoctor.trials.comparison import (
+    Difference,
+    Divergence,
+    Measured,
+    Missing,
+    ModuleDrift,
+    Side,
+    TraceComparison,
+    Verdict,
+)
+
+__all__ = ["SCHEMA", "comparison_document", "headline", "reasons"]
+
+SCHEMA = 1
+"""Version of the JSON form; it changes by addition only."""
+
+_MOST_ROWS, _MOST_NAMES, _MOST_STEPS = 15, 4, 5
+
+
+def comparison_document(found: TraceComparison) -> Document:
+    """The document about a comparison; sections that have nothing to say are left out."""
+    said = headline(found)
+    status, _, sentence = said.partition(": ")
+    good = found.verdict is Verdict.EQUAL
+    return Document(
+        name=f"{found.a.label} and {found.b.label}",
+        headline=sentence,
+        status=status,
+        good=good,
+        about="Two runs, compared by dtypedoctor.",
+        sections=tuple(section for make in _SECTIONS if (section := make(found)).blocks),
+        checks=(Check(name="comparison", outcome=Outcome.PASSED if good else Outcome.FAILED, message=said, text=said),),
+        data=lambda: {"schema": SCHEMA, "kind": "comparison", "headline": said, **plain(found)},
+    )
+
+
+def _section(
+    title: str,
+    lines: Sequence[str] = (),
+    header: tuple[str, ...] = (),
+    rows: Sequence[tuple[Line, ...]] = (),
+    notes: Sequence[str] = (),
+) -> Section:
+    """Sentences, a table, and notes below it; empty without sentences and rows."""
+    blocks: list[Block] = [Items(tuple(lines))] if lines else []
+    if rows:
+        blocks.append(Table(header, tuple(rows)))
+    if blocks:
+        blocks += [Paragraph(note, Look.DIM) for note in notes]
+    return Section(title, tuple(blocks), anchor=title.partition(",")[0].lower().replace(" ", "-"))
+
+
+def _runs(found: TraceComparison) -> Section:
+    def row(label: str, cell: Callable[[Side], str]) -> tuple[str, ...]:
+        return label, cell(found.a), cell(found.b)
+
+    return _section(
+        "The two runs",
+        header=("", "A", "B"),
+        rows=(
+            row("run", lambda side: side.label),
+            row("ended", lambda side: side.ended),
+            row("steps completed", lambda side: count(side.steps_completed)),
+            row("device", lambda side: side.device or ABSENT),
+            row("dtypes of outputs", lambda side: ", ".join(side.dtypes) or ABSENT),
+            row("modules", lambda side: count(side.modules)),
+            row("measurements", lambda side: count(side.tensors)),
+        ),
+        notes=(
+            f"Tolerance {number(found.tolerance)} ({found.tolerance_reason}), for the relative error |a - b| / max(|a|, |b|).",
+        ),
+    )
+
+
+def _why(found: TraceComparison) -> Section:
+    return _section("Why they are not called equal", lines=tuple(reasons(found)))
+
+
+def _first(found: TraceComparison) -> Section:
+    return _divergence("First divergence, in execution order", found.first, found.compared)
+
+
+def _first_nonfinite(found: TraceComparison) -> Section:
+    other = found.first_nonfinite if found.first_nonfinite != found.first else None
+    return _divergence("First NaN or inf that only one has", other, found.compared)
+
+
+def _divergence(title: str, place: Divergence | None, compared: int) -> Section:
+    if place is None:
+        return _section(title)
+    rows = [
+        ("dtype", *(side.dtype if side else ABSENT for side in (place.a, place.b))),
+        ("shape", *(str(list(side.shape)) if side else ABSENT for side in (place.a, place.b))),
+        ("absmax", *(number(side.absmax) if side else ABSENT for side in (place.a, place.b))),
+        ("inf, NaN", *(_counts(side) for side in (place.a, place.b))),
+    ]
+    lines = (
+        f"{_place(place)} ({place.cls}), {_when(place)}: {_difference(place)}.",
+        f"It comes after {count(place.pairs_before)} of the {counted(compared, 'measurement')} that both runs have.",
+    )
+    return _section(title, lines=lines, header=("", "A", "B"), rows=tuple(rows))
+
+
+def _counts(measured: Measured | None) -> str:
+    return f"{count(measured.num_inf)}, {count(measured.num_nan)}" if measured else ABSENT
+
+
+def _drift(found: TraceComparison) -> Section:
+    modules = [module for module in found.modules if module.compared]
+    beyond = sorted((module for module in modules if module.beyond), key=lambda module: module.first_beyond or 0)
+    drifting = sorted((module for module in modules if module.max_error), key=lambda module: -module.max_error)
+    rows = (beyond or drifting)[:_MOST_ROWS]
+    shared = shared_prefix([module.fqn for module in rows if module.lane != "loss"])
+    return _section(
+        "Drift per module, " + ("in the order in which they leave the tolerance" if beyond else "largest first"),
+        header=("module", "in", "dtype", "beyond", "drift", "step"),
+        rows=tuple(_drift_row(module, shared) for module in rows),
+        notes=tuple(_drift_notes(modules, beyond, drifting)),
+    )
+
+
+def _drift_notes(
+    modules: Sequence[ModuleDrift], beyond: Sequence[ModuleDrift], drifting: Sequence[ModuleDrift]
+) -> Iterator[str]:
+    yield f"{count(len(beyond))} of {counted(len(modules), 'row')} leave the tolerance; --format json has every one."
+    if drifting:
+        far = drifting[0]
+        yield f"The largest drift is {number(far.max_error)}, of {_name(far, 0)} in step {far.max_error_step} ({far.lane})."
+
+
+def _drift_row(module: ModuleDrift, shared: int) -> tuple[Line, ...]:
+    return (
+        named(_name(module, shared)),
+        module.lane,
+        _dtypes(module),
+        f"{count(module.beyond)} of {count(module.compared)}",
+        number(module.max_error),
+        str(module.max_error_step or ABSENT),
+    )
+
+
+def _name(module: ModuleDrift, shared: int) -> str:
+    if module.lane == "loss":
+        return "(loss)"
+    return ("…" if shared else "") + module.fqn[shared:] if module.fqn else module.cls or "(model)"
+
+
+def _dtypes(module: ModuleDrift) -> str:
+    a, b = ("+".join(map(short_name, names)) for names in (module.dtypes_a, module.dtypes_b))
+    return a if a == b else f"{a} → {b}"
+
+
+def _numbers(found: TraceComparison) -> Section:
+    rows = []
+    for metric in found.metrics:
+        rows.append((metric.name, "A", series(metric.a)))
+        rows.append(("", "B", series(metric.b)))
+        rows.append(("", "drift", number(metric.max_error) if len(metric.steps) > len(metric.lone) else ABSENT))
+    notes = {True: "bitwise equal", False: "not bitwise equal", None: "not known to be equal"}
+    return _section(
+        "Numbers per step",
+        header=("", "run", "step by step"),
+        rows=tuple(rows),
+        notes=(f"The trained parameters at the end are {notes[found.parameters_equal]}.",) if rows else (),
+    )
+
+
+def _logprobs(found: TraceComparison) -> Section:
+    rows = [
+        (
+            f"{probe.step}" + (" (untrained)" if probe.untrained else ""),
+            count(probe.tokens),
+            number(probe.error),
+            number(probe.max_difference),
+            count(probe.unmatched),
+        )
+        for probe in found.logprobs
+    ]
+    return _section(
+        "Token log-probabilities on the probe batch, after each step",
+        header=("step", "tokens", "drift", "largest difference (nats)", "finite in one only"),
+        rows=tuple(rows[:_MOST_ROWS]),
+        notes=_rest(rows, "steps"),
+    )
+
+
+def _missing(found: TraceComparison) -> Section:
+    groups: dict[tuple[str, bool, str, bool], list[Missing]] = {}
+    for one in found.missing:
+        groups.setdefault((one.only_in, one.whole, one.lane, one.after_the_end), []).append(one)
+    return _section(
+        "Measured in one run only",
+        lines=tuple(_missing_line(*key, several) for key, several in groups.items()),
+    )
+
+
+def _missing_line(only_in: str, whole: bool, lane: str, after: bool, several: Sequence[Missing]) -> str:
+    names = [(one.fqn or "(model)") + (f" (output {one.path})" if one.path else "") for one in several]
+    shown = ", ".join(names[:_MOST_NAMES]) + (
+        f", and {count(len(names) - _MOST_NAMES)} more" if len(names) > _MOST_NAMES else ""
+    )
+    modules = counted(len(several), "module or parameter", "modules or parameters")
+    what = modules if whole else f"{counted(len(several), 'tensor')} ({lane})"
+    end = ", all after the last measurement that both runs have" if after else ""
+    return f"only in {only_in}: {what}{end}: {shown}"
+
+
+def _dtype_changes(found: TraceComparison) -> Section:
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for module in found.modules:
+        if module.compared and module.dtypes_a != module.dtypes_b:
+            key = module.lane, "+".join(module.dtypes_a), "+".join(module.dtypes_b)
+            groups.setdefault(key, []).append(module.fqn or "(model)")
+    rows = [(lane, a, b, count(len(names)), names[0]) for (lane, a, b), names in groups.items()]
+    return _section(
+        "Dtypes that differ",
+        header=("in", "A", "B", "modules", "the first"),
+        rows=tuple(rows[:_MOST_ROWS]),
+        notes=_rest(rows, "rows"),
+    )
+
+
+def _settings(found: TraceComparison) -> Section:
+    several = [*(("", one) for one in found.settings), *(("environment: ", one) for one in found.environment)]
+    rows = [(named(f"{prefix}{one.name}"), one.a or ABSENT, one.b or ABSENT) for prefix, one in several]
+    return _section(
+        "What the runs were given that differs",
+        header=("", "A", "B"),
+        rows=tuple(rows[: 2 * _MOST_ROWS]),
+        notes=_rest(rows[_MOST_ROWS:], "rows"),
+    )
+
+
+def _rest(rows: Sequence[object], what: str) -> tuple[str, ...]:
+    left = len(rows) - _MOST_ROWS
+    return (f"{count(left)} more {what}; --format json has them.",) if left > 0 else ()
+
+
+def headline(found: TraceComparison) -> str:
+    """The outcome in one or two sentences, the verdict first."""
+    why = reasons(found)
+    if found.verdict is Verdict.EQUAL:
+        return f"EQUAL: {counted(found.compared, 'measurement')} in both runs {_agreement(found)}.{_extras(found)}"
+    if found.verdict is Verdict.INCOMPLETE:
+        nothing = not found.compared and not _shared_numbers(found)
+        return f"NOTHING COMPARED: {why[0]}" if nothing else f"INCOMPLETE: what both have agrees, but {why[0]}"
+    if found.first is None:
+        return f"DIVERGED: {why[0]}"
+    first, other = found.first, found.first_nonfinite
+    if other is None or other == first:
+        return f"DIVERGED: {_place(first)} is the first to differ, in {_when(first)}: {_difference(first)}."
+    return (  # a NaN or inf that only one has matters more than the drift that comes before it
+        f"DIVERGED: {_place(other)}, in {_when(other)}: {_difference(other)}. Before that, finite values "
+        f"differ first in {_place(first)}, in {_when(first)}: {_difference(first)}."
+    )
+
+
+def reasons(found: TraceComparison) -> list[str]:
+    """Everything for which the two are not called equal, divergences first; empty for equal runs."""
+    return [*_divergences(found), *_gaps(found)]
+
+
+def _place(place: Divergence) -> str:
+    """The tensor that differs."""
+    what = {
+        "backward": "the gradient of the output of {}",
+        "gradient": "the gradient of {}",
+        "parameter": "the parameter {}",
+        "loss": "the loss",
+    }
+    named = (place.fqn or place.cls or "the model") + (f" (output {place.path})" if place.path else "")
+    return what.get(place.lane, "{}").format(named)
+
+
+def _when(place: Divergence) -> str:
+    """The step, the part of it, and which call."""
+    nth = f", call {place.nth} of the step" if place.nth > 1 else ""
+    return f"step {place.step} ({place.lane}{nth})"
+
+
+def _difference(place: Divergence) -> str:
+    """In what the two differ there."""
+    a, b = place.a, place.b
+    if a is None or b is None:
+        return f"only {'A' if b is None else 'B'} makes this call"
+    if place.difference is Difference.SHAPE:
+        return f"its shape is {list(a.shape)} in A and {list(b.shape)} in B"
+    if place.difference is Difference.NONFINITE:
+        return f"A {_finiteness(a)}, B {_finiteness(b)}"
+    error = f" (relative error {number(place.error)})" if place.error is not None else ""
+    return f"absmax is {number(a.absmax)} in A and {number(b.absmax)} in B{error}"
+
+
+def _finiteness(measured: Measured) -> str:
+    parts = [
+        f"{count(amount)} {name}" for amount, name in ((measured.num_inf, "inf"), (measured.num_nan, "NaN")) if amount
+    ]
+    return f"holds {' and '.join(parts)}" if parts else "is finite"
+
+
+def _agreement(found: TraceComparison) -> str:
+    if found.equal == found.compared:
+        return "agree in every digit that traces keep"
+    return f"agree within {number(found.tolerance)}, {count(found.equal) if found.equal else 'none'} of them in every digit that traces keep"
+
+
+def _extras(found: TraceComparison) -> str:
+    extras = sum(one.tensors for one in found.missing)
+    words = counted(extras, "measurement")
+    return f" Set aside: {words} of further outputs, which only one run's modules return." if extras else ""
+
+
+def _shared_numbers(found: TraceComparison) -> bool:
+    return any(len(metric.steps) > len(metric.lone) for metric in found.metrics)
+
+
+def _divergences(found: TraceComparison) -> Iterator[str]:
+    if found.ends_differ:
+        yield f"the runs ended differently: A: {found.a.ended}; B: {found.b.ended}"
+    if found.beyond:
+        yield (
+            f"{count(found.beyond)} of {counted(found.compared, 'measurement')} in both disagree: "
+            f"by more than {number(found.tolerance)}, in shape, or in NaN or inf"
+        )
+    first = found.first
+    if first is not None and first.difference in (Difference.ONLY_A, Difference.ONLY_B):
+        yield f"{_place(first)} is called once more in one run than in the other, in {_when(first)}"
+    for metric in found.metrics:
+        if metric.beyond:
+            yield f"{metric.name} differs in {_steps(metric.beyond)}"
+    apart = [probe.step for probe in found.logprobs if probe.error > found.tolerance_at(probe.step) or probe.unmatched]
+    if apart:
+        yield f"the log-probabilities on the probe batch differ after {_steps(tuple(apart))}"
+    if found.tolerance == 0 and found.parameters_equal is False:
+        yield "the trained parameters are not bitwise equal"
+
+
+def _steps(steps: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, steps[:_MOST_STEPS]))
+    more = f" and {count(len(steps) - _MOST_STEPS)} more" if len(steps) > _MOST_STEPS else ""
+    return f"step{'s' if len(steps) > 1 else ''} {shown}{more}"
+
+
+def _gaps(found: TraceComparison) -> Iterator[str]:
+    for name, side in (("A", found.a), ("B", found.b)):
+        if not side.watched:
+            yield f"{name} was not watched, so no tensor of it was measured"
+        elif not side.tensors:
+            yield f"no tensor was measured in {name}"
+        if not side.complete:
+            yield f"the trace of {name} is cut short: it has no end record"
+        yield from (f"the trace of {name} is damaged: {damage}" for damage in side.damage)
+    for side_name in ("A", "B"):
+        modules = sum(one.whole for one in found.missing if one.only_in == side_name)
+        parts = sum(not one.whole and not one.extra for one in found.missing if one.only_in == side_name)
+        if modules:
+            yield f"{counted(modules, 'module or parameter', 'modules or parameters')} measured in {side_name} only"
+        if parts:
+            yield f"{counted(parts, 'tensor')} of modules that both have measured in {side_name} only"
+    yield from _surplus(found)
+
+
+def _surplus(found: TraceComparison) -> Iterator[str]:
+    """Calls and steps that one run has more of, though the other knows the module."""
+    for name in ("A", "B"):
+        calls = found.surplus(name)
+        if calls:
+            yield f"{counted(calls, 'measurement')} of {name} without a counterpart: the other run made fewer calls or steps"
+    steps = sorted({step for metric in found.metrics for step in metric.lone})
+    if steps:
+        yield f"only one run reports its numbers for {_steps(tuple(steps))}"
+
+
+_SECTIONS: tuple[Callable[[TraceComparison], Section], ...] = (
+    _runs,
+    _why,
+    _first,
+    _first_nonfinite,
+    _drift,
+    _numbers,
+    _logprobs,
+    _missing,
+    _dtype_changes,
+    _settings,
+)
+"""In the order in which they stand on the page."""

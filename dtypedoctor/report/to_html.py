@@ -1,0 +1,193 @@
+"""Documents as one HTML file that opens from disk and asks the network for nothing."""
+
+import base64
+import hashlib
+from collections.abc import Iterable
+from importlib import resources
+
+from dtypedoctor import __version__
+from dtypedoctor.report.document import (
+    Bar,
+    Beside,
+    Block,
+    Chart,
+    Code,
+    Document,
+    Facts,
+    Fold,
+    Heading,
+    Inline,
+    Items,
+    Line,
+    Look,
+    Map,
+    Paragraph,
+    Section,
+    Table,
+    Words,
+    parts_of,
+)
+from dtypedoctor.report.html_parts import Html, el, join, line_chart, map_data, table
+from dtypedoctor.report.text import ABSENT, one_line
+
+__all__ = ["render_html"]
+
+_SCRIPTS = ("page.js", "modules.js", "explorer.js", "detail.js", "controls.js")
+"""Plain scripts that share one scope, in this order."""
+_CELL = 1000
+_CLASSES = {Look.DIM: "dim", Look.GOOD: "good", Look.BAD: "warn", Look.WARN: None, Look.STRONG: None}
+
+
+def render_html(document: Document) -> str:
+    """The document as a self-contained page.
+
+    A content security policy allows this page's own style and script by their hashes and nothing else, so that a text
+    that should slip through the escaping still cannot run or load anything.
+    """
+    style, script = _asset("report.css"), "\n".join(map(_asset, _SCRIPTS))
+    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
+    draw = _Blocks(leads=document.map is not None)
+    sections = [draw.section(section, document if first else None) for first, section in _with_first(document)]
+    page = (
+        "<!doctype html>\n",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        el("title", f"{one_line(document.name, 80)} – dtypedoctor"),
+        f"<style>{style}</style></head><body>",
+        _top(document),
+        el("main", *sections),
+        el("footer", f"Made by dtypedoctor {__version__}. This page is one file and loads nothing."),
+        f'<script type="application/json" id="data">{map_data(document.map)}</script>',
+        f"<script>{script}</script></body></html>\n",
+    )
+    return "".join(page)
+
+
+def _with_first(document: Document) -> Iterable[tuple[bool, Section]]:
+    """The sections, the first of which carries the headline; one that has a title of its own gets an empty one before it."""
+    sections = document.sections
+    if not sections or sections[0].title:
+        sections = (Section("", ()), *sections)
+    return ((position == 0, section) for position, section in enumerate(sections))
+
+
+def _asset(name: str) -> str:
+    return resources.files("dtypedoctor.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _hash(content: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode("ascii")
+
+
+def _top(document: Document) -> Html:
+    links = [el("a", one_line(s.short or s.title), href=f"#{s.anchor}") for s in document.sections if s.anchor]
+    return el(
+        "div",
+        el("strong", "dtypedoctor", class_="brand"),
+        el("nav", *links, aria_label="Sections"),
+        el("button", "Light / dark", type="button", id="theme"),
+        class_="top",
+    )
+
+
+def _header(document: Document) -> Html:
+    """Status, labels and what it is about above the headline."""
+    status = [Words(document.status, Look.GOOD if document.good else Look.BAD)] if document.status else []
+    pills = [join((el("span", words.text, class_=_pill(words)), " ")) for words in (*status, *document.labels)]
+    about = el("span", one_line(document.about, 600), class_="dim")
+    title = el("h1", one_line(document.headline, 600)) if document.headline else el("h1", one_line(document.name))
+    return el("header", el("p", *pills, about), title)
+
+
+def _pill(words: Words) -> str:
+    return {Look.GOOD: "pill good", Look.BAD: "pill"}.get(words.look, "pill plain")
+
+
+class _Blocks:
+    """Draws blocks; names of modules lead to the map where the page has one."""
+
+    def __init__(self, *, leads: bool) -> None:
+        self._leads, self._title = leads, ""
+
+    def section(self, section: Section, headed: Document | None) -> Html:
+        title = el("h2", one_line(section.title)) if section.title else Html()
+        head = _header(headed) if headed is not None else Html()
+        self._title = one_line(section.title)
+        return el("section", head, title, self.blocks(section.blocks), id=section.anchor or None, class_="card")
+
+    def blocks(self, blocks: Iterable[Block]) -> Html:
+        return join(map(self._block, blocks))
+
+    def _block(self, block: Block) -> Html:
+        match block:
+            case Heading():
+                return el("h3", block.text[:1].upper() + block.text[1:])
+            case Paragraph():
+                return el("p", self._line(block.line, None), class_=_CLASSES.get(block.look))
+            case Facts():
+                facts = (join((el("dt", one_line(label)), el("dd", self._line(line)))) for label, line in block.rows)
+                return el("dl", *facts, class_="facts")
+            case Table():
+                rows = ([self._line(cell) for cell in row] for row in block.rows)
+                return table(block.header, rows, block.caption, label=block.caption or self._title)
+            case Items():
+                items = (el("li", self._line(item)) for item in block.items)
+                return el("ol" if block.chain else "ul", *items, class_="chain" if block.chain else None)
+            case Code():
+                copy = el("button", "Copy", type="button", class_="copy")
+                return el("div", el("pre", el("code", block.text)), copy, class_="copyable")
+            case Chart():
+                return line_chart(block.title, [(one_line(run, 60), values) for run, values in block.lines])
+            case Fold():
+                return el("details", el("summary", self._line(block.title)), self.blocks(block.blocks))
+            case Beside():
+                charts = all(isinstance(one, Chart) for one in block.right)
+                right = el("div", self.blocks(block.right), class_="charts" if charts else "story")
+                return el("div", el("div", self.blocks(block.left)), right, class_="beside" if charts else "finding")
+            case Map():
+                missing = el("noscript", el("p", "This part needs JavaScript.", class_="warn"))
+                return join((missing, el("div", id="explorer")))
+
+    def _line(self, line: Line, limit: int | None = _CELL) -> Html:
+        return join(self._inline(part, limit) for part in parts_of(line))
+
+    def _inline(self, part: Inline, limit: int | None) -> str:
+        if isinstance(part, Bar):
+            return _bar(part)
+        if isinstance(part, str):
+            return _cut(part, limit)
+        shown = _cut(part.text, limit)
+        match part.look:
+            case Look.PLAIN:
+                return shown
+            case Look.MODULE if self._leads:
+                named = el("code", one_line(part.text))
+                show = el("span", "show", class_="dim")
+                return el("button", named, " ", show, type="button", class_="goto", data_fqn=one_line(part.text))
+            case Look.NAME | Look.MODULE:
+                return el("code", shown)
+            case Look.LINK if part.text.startswith("https://") and part.text == shown:
+                return el("a", shown, href=shown, rel="noreferrer noopener")
+            case Look.LINK:
+                return shown
+            case Look.DIM:
+                return el("span", shown, class_="dim")
+            case _:
+                return el("strong", shown, class_=_CLASSES[part.look])
+
+
+def _cut(text: str, limit: int | None) -> str:
+    """``text`` on one line with the spaces that join it to its neighbors; as it is without a limit."""
+    if limit is None or not text.strip():
+        return text
+    return f"{' ' * text.startswith(' ')}{one_line(text, limit).strip()}{' ' * text.endswith(' ')}"
+
+
+def _bar(bar: Bar) -> Html:
+    if bar.fill is None:
+        return Html(ABSENT)
+    level = "bad" if bar.bad else f"l{min(9, int(bar.fill * 10))}"
+    track = el("rect", width="100", height="10", class_="track")
+    full = el("rect", width=f"{bar.fill * 100:.1f}", height="10", class_=f"cell {level}")
+    return el("svg", track, full, viewBox="0 0 100 10", class_="bar", aria_hidden="true")

@@ -1,0 +1,218 @@
+"""Documents at the prompt: 80 columns and up, and nothing that only color says."""
+
+from collections.abc import Callable, Iterable, Sequence
+from math import ceil
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text
+
+from dtypedoctor.report.document import (
+    Bar,
+    Beside,
+    Block,
+    Chart,
+    Code,
+    Document,
+    Facts,
+    Fold,
+    Heading,
+    Inline,
+    Items,
+    Line,
+    Look,
+    Map,
+    Paragraph,
+    Table,
+    Words,
+    parts_of,
+    shares,
+)
+from dtypedoctor.report.text import ABSENT, ascii_only, fold, one_line, paragraphs, series
+
+__all__ = ["print_document"]
+
+_STYLES = {
+    Look.STRONG: "bold",
+    Look.DIM: "dim",
+    Look.GOOD: "bold green",
+    Look.WARN: "yellow",
+    Look.BAD: "bold red",
+}
+_CELL, _BAR, _LABEL = 400, 14, 20
+"""Characters of a cell, of a bar, and of the first cell of a row, up to which it is not folded where there is room."""
+_INDENT, _GAP, _TALLEST = 2, 2, 4
+"""Columns in front of what stands in a section, columns between two columns of a table, and the most lines of a cell before a row becomes a block of its own."""
+
+
+def print_document(document: Document, console: Console) -> None:
+    """Prints ``document``, as wide as the console is, without color where the console has none."""
+    page = _Page(console)
+    if document.headline:
+        style = {True: "bold green", False: "bold red", None: "bold"}[document.good]
+        page.line(one_line(document.title, 1000), style, indent=0)
+    if document.about:
+        page.line(one_line(document.about, 600), "dim", indent=0)
+    for position, section in enumerate(document.sections):
+        if document.headline or position:
+            page.gap()
+        if section.title:
+            page.line(one_line(section.title), "bold", indent=0)
+        page.blocks(section.blocks)
+    if document.next_command:
+        page.gap()
+        page.line("Next", "bold", indent=0)
+        page.block(Code(document.next_command))
+
+
+class _Page:
+    """The console, with every text made safe for it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._ascii = console.options.ascii_only
+        self.width = console.width
+        self._indent = _INDENT
+
+    def blocks(self, blocks: Iterable[Block]) -> None:
+        """One below the other; what stands under a heading is set in further than it."""
+        self._indent = _INDENT
+        for block in blocks:
+            if isinstance(block, Heading):
+                self.line(block.text, "dim")
+                self._indent = 2 * _INDENT
+            else:
+                self.block(block)
+
+    def block(self, block: Block) -> None:
+        match block:
+            case Paragraph():
+                self.line(self._joined(block.line, paragraphs), _STYLES.get(block.look, ""), self._indent)
+            case Facts():
+                self._grid([[self._text(label, "dim"), self._cell(line)] for label, line in block.rows])
+            case Table():
+                self._table(block)
+            case Items():
+                self._grid([[self._text("-"), self._cell(item)] for item in block.items])
+            case Code():
+                self._code(block.text)
+            case Chart():
+                self.line(f"{block.title} per step", "dim")
+                self._grid([[self._text(one_line(run, 40)), self._text(series(v))] for run, v in block.lines if v])
+            case Fold():
+                self._folded(block)
+            case Beside():
+                self.blocks(block.left)
+                self.gap()
+                self.blocks(block.right)
+            case Heading() | Map():
+                pass  # the one is printed with what follows it; the other, to be explored, only a browser can show
+
+    def line(self, text: str | Text, style: str = "", indent: int = 2) -> None:
+        shown = self._text(text, style) if isinstance(text, str) else text
+        if isinstance(text, Text) and style:
+            shown.style = style
+        self._console.print(Padding(shown, (0, 0, 0, indent), expand=False), highlight=False)
+
+    def gap(self) -> None:
+        self._console.print()
+
+    def _folded(self, block: Fold) -> None:
+        if block.brief is None:
+            self.gap()
+            self.line(self._joined(block.title), "bold")
+            self.blocks(block.blocks)
+        elif block.brief:
+            self.line(block.brief, "dim")
+
+    def _code(self, text: str) -> None:
+        """Not folded, whatever the width, so that it can be copied."""
+        for line in paragraphs(text).split("\n"):
+            self._console.print(Text("  ").append_text(self._text(line, "bold")), highlight=False, soft_wrap=True)
+
+    def _table(self, table: Table) -> None:
+        rows = [[self._cell(line) for line in row] for row in table.rows]
+        header = [self._text(title, "dim") for title in table.header]
+        widths = _widths([header, *rows] if header else rows, self.width - self._indent)
+        if header and any(
+            _lines(cell, width) > _TALLEST for row in rows for cell, width in zip(row, widths, strict=True)
+        ):
+            for row in rows:
+                self._console.print(Padding(row[0], (0, 0, 0, self._indent), expand=False), highlight=False)
+                self._grid(
+                    [[title, cell] for title, cell in zip(header[1:], row[1:], strict=True) if cell.plain],
+                    indent=self._indent + _INDENT,
+                )
+        else:
+            self._grid(rows, header)
+        if table.caption:
+            self.line(table.caption, "dim", self._indent)
+
+    def _grid(self, rows: Sequence[Sequence[Text]], header: Sequence[Text] = (), indent: int = 0) -> None:
+        """Columns without rules; what is too long for its column is folded."""
+        if not rows:
+            return
+        indent = indent or self._indent
+        grid = Grid(box=None, show_header=bool(header), padding=(0, _GAP, 0, 0), pad_edge=False)
+        widths = _widths([header, *rows] if header else rows, self.width - indent)
+        for i, width in enumerate(widths):
+            grid.add_column(_folded(header[i], width) if header else "", overflow="fold", width=max(1, width))
+        for row in rows:
+            grid.add_row(*(_folded(cell, width) for cell, width in zip(row, widths, strict=True)))
+        self._console.print(Padding(grid, (0, 0, 0, indent), expand=False), highlight=False)
+
+    def _cell(self, line: Line) -> Text:
+        return self._joined(line, lambda text: one_line(text, _CELL))
+
+    def _joined(self, line: Line, safe: Callable[[str], str] = one_line) -> Text:
+        """A line with the looks of its parts."""
+        parts = [self._inline(part, safe) for part in parts_of(line)]
+        return parts[0] if len(parts) == 1 else Text(overflow="fold").join(parts)
+
+    def _inline(self, part: Inline, safe: Callable[[str], str]) -> Text:
+        if isinstance(part, Bar):
+            return self._text(_bar(part))
+        text, look = (part.text, part.look) if isinstance(part, Words) else (part, Look.PLAIN)
+        return self._text(safe(text), _STYLES.get(look, ""))
+
+    def _text(self, text: str, style: str = "") -> Text:
+        """``text`` made safe, and spelt in ASCII where the console knows no more."""
+        shown = paragraphs(text)
+        return Text(ascii_only(shown) if self._ascii else shown, style=style, overflow="fold")
+
+
+def _bar(bar: Bar) -> str:
+    if bar.fill is None:
+        return ABSENT
+    full = round(bar.fill * _BAR)
+    return f"|{'█' * full}{'░' * (_BAR - full)}|"
+
+
+def _widths(rows: Sequence[Sequence[Text]], room: int) -> list[int]:
+    """Of each column: as wide as its longest cell where there is room, else if possible as wide as its longest word."""
+    columns = range(len(rows[0]))
+    needs = [max(_width(row[i]) for row in rows) for i in columns]
+    words = [max(_width(row[i], fold(row[i].plain, 1)) for row in rows) for i in columns]
+    words[0] = min(needs[0], max(words[0], _LABEL))
+    room -= _GAP * (len(needs) - 1)
+    if sum(words) > room:
+        return shares(needs, room)
+    more = shares([need - word for need, word in zip(needs, words, strict=True)], room - sum(words))
+    return [word + extra for word, extra in zip(words, more, strict=True)]
+
+
+def _width(cell: Text, text: str | None = None) -> int:
+    return max(map(cell_len, (cell.plain if text is None else text).split("\n")))
+
+
+def _lines(cell: Text, width: int) -> int:
+    return ceil(_width(cell) / max(1, width))
+
+
+def _folded(cell: Text, width: int) -> Text:
+    """Rich breaks lines at spaces only; ids such as float16-overflow are better broken at their hyphens."""
+    if cell.spans or _width(cell) <= width:
+        return cell
+    return Text(fold(cell.plain, width), style=cell.style, overflow="fold")
