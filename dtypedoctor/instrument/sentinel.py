@@ -330,6 +330,8 @@ class Sentinel(OperatorMode):
         """Its ends where they are known at once; None for a whole number, for what is sampled behind the host, and for what is missed."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return None
+        if tensor._is_zerotensor():
+            return FINITE
         device, tensor = tensor.device.type, real_of(tensor)
         if measurable(tensor) and device == "cpu" and self._affords(tensor):
             return ends_of(tensor)

@@ -56,7 +56,7 @@ _DENSE_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 def measurable(value: object) -> bool:
     """Whether ``value`` is a dense floating-point tensor with data behind it that may be read now.
 
-    Not packed, meta, fake, sparse or nested, not inside of a transformation (``vmap``, ``grad``), and not while a CUDA graph
+    Not packed, meta, fake, sparse, nested or zeros that forward differentiation leaves without memory, not inside of a transformation (``vmap``, ``grad``), and not while a CUDA graph
     is captured, which reading would break.
     """
     return (
@@ -68,6 +68,7 @@ def measurable(value: object) -> bool:
         and value.layout is torch.strided
         and not value.is_meta
         and not value.is_nested
+        and not value._is_zerotensor()
         and not (value.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

@@ -307,6 +307,17 @@ def written_as_json() -> None:
     print(torch.nansum(roots).item())
 
 
+def jacobians_and_hessians() -> None:
+    def bent(x: Tensor) -> Tensor:
+        return torch.tanh(x) * torch.ones(3)
+
+    x = torch.tensor([0.1, 0.2, 0.3])
+    for derivative in (torch.func.jacrev(bent), torch.func.jacfwd(bent), torch.func.hessian(bent)):
+        print(derivative(x).sum().item())
+    print(torch.func.vjp(bent, x)[1](torch.ones(3))[0].sum().item())
+    print(torch.func.jvp(bent, (x,), (torch.ones(3),))[1].sum().item())
+
+
 def batch_that_is_left_out() -> None:
     weight = torch.ones(2, requires_grad=True)
     for kept in (0, 2):
@@ -348,6 +359,7 @@ HEALTHY: tuple[Callable[[], None], ...] = (
     beams,
     guarded_and_fine,
     bounds_of_a_box,
+    jacobians_and_hessians,
     batch_that_is_left_out,
     saved_as_it_is_known,
     mask_in_a_file,
