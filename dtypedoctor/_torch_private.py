@@ -423,6 +423,14 @@ def is_compiled_module(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def anything_is_compiled() -> bool:
+    """Whether a function or module was given to ``torch.compile``, since Dynamo was reset. True without the names, once Dynamo is there."""
+    if COMPILER not in sys.modules:
+        return False
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {0: len})
+    return any(callable(backend) for backend in backends.values())
+
+
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """``function`` as Dynamo leaves it alone; None where Dynamo has not been imported, or is being."""
     disable: Any = getattr(sys.modules.get(COMPILER), "disable", None)

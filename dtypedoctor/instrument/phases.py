@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dtypedoctor._torch_private import MODES_CAN_IGNORE_COMPILED
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.open_calls import steps_running
 from dtypedoctor.instrument.position import Position
@@ -36,7 +37,7 @@ class Phases:
         before_unscale: called with the scaler and the optimizer whose gradients are about to be unscaled.
         on_gradients: called with what ``torch.autograd.grad`` returns, where it is called outermost.
         pause, resume: called around all of these, and around what a gradient scaler does.
-        settle: called when a backward pass or an optimizer step has begun.
+        settle: called when a backward pass or an optimizer step has begun, and when something was compiled.
         after_scaler: called with the scaler, the optimizer and whether the step was skipped.
         on_failure: called with an exception that leaves a backward pass, a generation or a scaler, once.
         failure: identity of the last exception that left a backward pass, a generation or a scaler, and that phase.
@@ -68,6 +69,8 @@ class Phases:
         self._wrap(torch.autograd, "grad", self._around_backward)
         self._wrap(torch.amp.GradScaler, "step", self._around_scaler_step)
         self._wrap(torch.amp.GradScaler, "unscale_", self._around_unscale)
+        if not MODES_CAN_IGNORE_COMPILED:
+            self._wrap(torch, "compile", self._around_compile)
         pre = register_optimizer_step_pre_hook(self._pre_step)
         post = register_optimizer_step_post_hook(self._post_step)
         self._undo += [pre.remove, post.remove]
@@ -128,6 +131,12 @@ class Phases:
                     self._tell(self.on_gradients, "some gradients", result)
                 self._tell(self.after_backward, "the end of some backward passes")
         return result
+
+    def _around_compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the program compiles runs beside no mode from here on, with a torch that cannot do that."""
+        compiled = original(*args, **kwargs)
+        self.settle()
+        return compiled
 
     def _around_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         overrides = self._position.overrides

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from dtypedoctor._torch_private import (
-    COMPILER,
     MODES_CAN_IGNORE_COMPILED,
     OpOverload,
+    anything_is_compiled,
     autograd_node,
     modes_on,
     next_sequence_number,
@@ -197,7 +197,7 @@ class Sentinel(OperatorMode):
             return False
         if position.backward_depth and (position.call or (self._is_thin and self._backwards % EACH)):
             return False
-        if MODES_CAN_IGNORE_COMPILED or not _compiler_is_there():
+        if MODES_CAN_IGNORE_COMPILED or not anything_is_compiled():
             return True
         self._guard.tell(
             "operators outside of modules, since something was compiled",
@@ -373,7 +373,3 @@ def _plan_of(func: Any) -> _Plan:
         return _Plan(passes=True)  # random numbers written into memory
     name = schema.name.removeprefix("aten::")
     return _Plan(writes=schema.is_mutable, fresh=name.endswith("_like") or name.startswith("new_"))
-
-
-def _compiler_is_there() -> bool:
-    return COMPILER in sys.modules
