@@ -14,6 +14,9 @@ from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
 from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
 
+pytestmark = pytest.mark.slow
+
+
 DEVICES = [
     "cpu",
     pytest.param(

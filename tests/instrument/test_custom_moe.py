@@ -21,6 +21,9 @@ from dtypedoctor.tickets.custom_moe.model import (
 )
 from dtypedoctor.trace.events import Flow, ParameterNote, Raised
 
+pytestmark = pytest.mark.slow
+
+
 MISMATCH = "expected m(at)?1 and m(at)?2 to have the same dtype, but got: float != c10::BFloat16"
 NORMS = [
     "model.layers.0.input_layernorm",

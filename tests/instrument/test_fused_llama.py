@@ -25,6 +25,9 @@ from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
 from dtypedoctor.tickets.fused_llama.forward import is_fused
 from dtypedoctor.tickets.fused_llama.model import fuse
 
+pytestmark = pytest.mark.slow
+
+
 BFLOAT16 = 0.1
 """Relative error of a gradient that bfloat16 may make. How its sums are rounded is the processor's: 0.03 to 0.06 has been seen."""
 

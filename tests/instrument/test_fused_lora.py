@@ -20,6 +20,9 @@ from torch import nn
 from dtypedoctor.corrections.contract import TargetMismatchError, put_in
 from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
 
+pytestmark = pytest.mark.slow
+
+
 KINDS = ("o", "qkv", "mlp")
 
 FORWARD = """
