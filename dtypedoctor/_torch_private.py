@@ -166,6 +166,10 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
+has_no_memory: Callable[[Tensor], bool] = getattr(Tensor, "_is_zerotensor", lambda _: False)
+"""Whether a tensor is a zero that was never computed, as ``torch.func`` makes them. False without the name: reading one raises."""
+
+
 def is_part(tensor: Tensor) -> bool:
     """Whether a tensor is a view of another. False without the name: then memory that is kept alive is counted too low."""
     return getattr(tensor, "_base", None) is not None

@@ -24,6 +24,7 @@ from dtypedoctor._torch_private import (
     OpOverload,
     anything_is_compiled,
     autograd_node,
+    has_no_memory,
     modes_on,
     next_sequence_number,
     number_of_modes,
@@ -330,7 +331,7 @@ class Sentinel(OperatorMode):
         """Its ends where they are known at once; None for a whole number, for what is sampled behind the host, and for what is missed."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return None
-        if tensor._is_zerotensor():
+        if has_no_memory(tensor):
             return FINITE
         device, tensor = tensor.device.type, real_of(tensor)
         if measurable(tensor) and device == "cpu" and self._affords(tensor):

@@ -14,6 +14,7 @@ from dtypedoctor._torch_private import (
     COMPILER,
     DisableTorchFunction,
     function_mode_is_on,
+    has_no_memory,
     is_wrapped,
     local_shard,
     number_of_modes,
@@ -68,7 +69,7 @@ def measurable(value: object) -> bool:
         and value.layout is torch.strided
         and not value.is_meta
         and not value.is_nested
-        and not value._is_zerotensor()
+        and not has_no_memory(value)
         and not (value.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

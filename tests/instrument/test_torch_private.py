@@ -61,6 +61,7 @@ def sharded(name: str) -> Callable[[], Any]:
 HOLDERS: dict[str, Callable[[], Any]] = {
     "_version": lambda: torch.ones(1),
     "_base": lambda: torch.ones(1),
+    "_is_zerotensor": lambda: torch.ones(1),
     "_backward_hooks": lambda: torch.ones(1),
     "_register_hook_dict": clamped,
     "_sequence_nr": clamped,
