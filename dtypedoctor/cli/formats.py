@@ -62,6 +62,8 @@ def show(document: "Document", format: str) -> None:
 
 def shows_runs(format: str) -> bool:
     """Whether a format shows what the traces of the runs hold."""
+    if format == TERMINAL:
+        return False
     from dtypedoctor.report.formats import format_named
 
-    return format != TERMINAL and format_named(format).shows_runs
+    return format_named(format).shows_runs
