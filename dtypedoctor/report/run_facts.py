@@ -10,10 +10,10 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.diagnosis.mismatch.regions import OWN_WORKLOADS
 from dtypedoctor.report.document import Line, Look, Words, named
 from dtypedoctor.report.fixes import RemedyLine, cures, outcome_words, remedy_lines
+from dtypedoctor.report.measured import Measured
 from dtypedoctor.report.model import Observer, Outcome, Report, Status
 from dtypedoctor.report.text import ABSENT, counted, one_line
 from dtypedoctor.report.to_json import plain
-from dtypedoctor.report.verdict import Measured
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
 
 __all__ = [
