@@ -30,6 +30,7 @@ from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import from_json, getpid, perf_counter
 from dtypedoctor.worker import main_module
 from dtypedoctor.worker.elsewhere import Elsewhere
+from dtypedoctor.worker.first_run_files import FirstRunFiles
 from dtypedoctor.worker.on_import import after_import
 from dtypedoctor.worker.randomness import RandomStates
 from dtypedoctor.worker.tracebacks import hide_in_excepthook, hide_own_frames
@@ -74,7 +75,9 @@ class Recording:
         self._watch: ScriptWatch | None = None
         self._owner = getpid()
         repeats = request["repeats"]
-        self._randomness = RandomStates(directory, directory.parent / repeats if repeats else None)
+        first = directory.parent / repeats if repeats else None
+        self._randomness = RandomStates(directory, first)
+        self._first_run_files = FirstRunFiles(first, directory, self._leave) if first is not None else None
         self._elsewhere = Elsewhere()
         self._began = perf_counter()
         self._directory = directory
@@ -92,6 +95,16 @@ class Recording:
             after_import("multiprocessing.spawn", self._follow_spawned)
         self._randomness.begin()
         self._elsewhere.begin()
+        if self._first_run_files is not None:
+            self._first_run_files.begin()
+
+    def _leave(self, path: str) -> None:
+        """Ends this process before it opens a file of the first run: what came after would not be what the first run did."""
+        if getpid() == self._owner:
+            self.refuse(
+                f"the script reads or continues {path}, which its first run wrote: a second run would be another one"
+            )
+        os._exit(2)
 
     def _torch_is_there(self) -> None:
         with contained() as ours:  # a defect of ours must not end the script
