@@ -56,7 +56,8 @@ def render_markdown(document: Document, limit: int = LIMIT) -> str:
     """
     head = f"## {prose(document.title, 600)}" if document.headline else ""
     if document.about:
-        head += f"\n\n{prose(document.about, 600)}"
+        tool = "" if "dtypedoctor" in document.about else " (report by dtypedoctor)"
+        head += f"\n\n{prose(document.about, 600)}{tool}"
     page = "\n\n".join(filter(None, (head, _fitted(_section, document.sections, limit - size(head) - 200))))
     return page.rstrip("\n") + "\n"
 
