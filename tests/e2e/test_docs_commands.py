@@ -23,7 +23,8 @@ from dtypedoctor.scenario.catalog import available
 
 PARSER = typer.main.get_command(app)
 COMMANDS = documented_commands()
-OURS = [command for command in COMMANDS if command.words[0] == "dtypedoctor"]
+OURS = [command for command in COMMANDS if command.words[0] == "dtypedoctor" and "tinylab" not in str(command)]
+"""Those of this program; what the package of docs/extending.md adds is typed by test_extension.py, which installs it."""
 STARTS_NO_RUN = frozenset({"scenarios", "report", "compare", "explain", "env"})
 CHEAP = [c for c in OURS if not c.inline and c.arguments[0] in STARTS_NO_RUN and not c.has_placeholder]
 OTHER_PROGRAMS = frozenset({"git", "cd", "python3", "python", "pip"})
