@@ -271,7 +271,8 @@ def test_a_forked_child_is_left_alone_and_told_of(tmp_path: Path) -> None:
     report = report_of(out)
     assert (report["status"], report["headline"]) == (
         "unknown",
-        "no nn.Module ran in this process; 1 forked process(es) not watched.",
+        "no nn.Module ran in this process; "
+        "1 forked process(es) and modules and backward passes in forked processes not watched.",
     )
     assert any("1 forked process" in line for line in report["coverage"])
 
