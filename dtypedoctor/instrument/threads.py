@@ -6,6 +6,7 @@ and a program that is about to end is aborted there: none may be left. Daemons g
 
 import threading
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 from dtypedoctor._torch_private import modes_on
@@ -37,9 +38,9 @@ class Threads:
 
     def start(self) -> None:
         """Begins to follow threads."""
-        self._original = original = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+        self._original = original = Thread._bootstrap_inner  # type: ignore[attr-defined]
 
-        def _bootstrap_inner(thread: threading.Thread) -> None:
+        def _bootstrap_inner(thread: Thread) -> None:
             if self._wrapper is None:  # stopped
                 original(thread)
                 return
@@ -54,12 +55,12 @@ class Threads:
                 self._ends()
                 remove_modes()
 
-        self._wrapper = threading.Thread._bootstrap_inner = _bootstrap_inner  # type: ignore[attr-defined]
+        self._wrapper = Thread._bootstrap_inner = _bootstrap_inner  # type: ignore[attr-defined]
 
     def stop(self) -> None:
         """Puts back what was replaced; threads that have begun end as they would have."""
-        if self._wrapper is not None and threading.Thread._bootstrap_inner is self._wrapper:  # type: ignore[attr-defined]
-            threading.Thread._bootstrap_inner = self._original  # type: ignore[attr-defined]
+        if self._wrapper is not None and Thread._bootstrap_inner is self._wrapper:  # type: ignore[attr-defined]
+            Thread._bootstrap_inner = self._original  # type: ignore[attr-defined]
         self._wrapper = None
 
 
@@ -70,7 +71,7 @@ def remove_modes() -> None:
             OperatorMode.leave(mode)
 
 
-def _is_of_the_program(thread: threading.Thread) -> bool:
+def _is_of_the_program(thread: Thread) -> bool:
     """Whether what a thread runs is the program's own code: neither the doctor's, nor Python's, nor that of an installed package."""
     target = getattr(thread, "_target", None) or type(thread).run
     if str(getattr(target, "__module__", "")).startswith("dtypedoctor."):
