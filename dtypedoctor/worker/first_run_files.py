@@ -17,6 +17,8 @@ __all__ = ["FirstRunFiles"]
 
 _CLOCK_STEP = 50_000_000
 """Nanoseconds by which a file's time may lie before the moment of writing; file systems use the coarse clock of the kernel."""
+_CODE = (".py", ".pyc", ".so")
+"""Suffixes of what is imported: somebody who edits their code while it runs changes nothing that the first run has written."""
 _CACHES = ("/.cache/", "/.triton/", "/torchinductor_", "/__pycache__/")
 """Directories of what is computed again where it is missing: whether it is there changes nothing but time."""
 
@@ -49,7 +51,7 @@ class FirstRunFiles:
             self._found(path)
 
     def _was_written_by_the_first(self, path: str) -> bool:
-        if path.startswith(self._ours) or any(cache in path for cache in _CACHES):
+        if path.startswith(self._ours) or path.endswith(_CODE) or any(cache in path for cache in _CACHES):
             return False
         try:
             status = os.stat(path)

@@ -102,7 +102,7 @@ class Recording:
         """Ends this process before it opens a file of the first run: what came after would not be what the first run did."""
         if getpid() == self._owner:
             self.refuse(
-                f"the script reads or continues {path}, which its first run wrote: a second run would be another one"
+                f"the script reads or continues {path}, written during its first run: a second run would be another one"
             )
         os._exit(2)
 

@@ -74,7 +74,7 @@ def test_a_script_that_continues_is_not_continued(begin: str, end: str, tmp_path
     assert finished.code == 10
     assert files(script.parent) == files(once.parent)
     assert [(one["id"], one["fqn"], one["step"]) for one in report["findings"]] == [("float16-overflow", "1", 3)]
-    assert "which its first run wrote" in str(report["coverage"])
+    assert "written during its first run" in str(report["coverage"])
 
 
 @pytest.mark.parametrize(("begin", "end"), REPLACES.values(), ids=REPLACES)
@@ -86,4 +86,4 @@ def test_a_script_that_begins_anew_is_run_again(begin: str, end: str, tmp_path: 
     assert [(one["id"], one["op"], one["confidence"]) for one in report["findings"]] == [
         ("float16-overflow", "aten.mul.Tensor", "proven")
     ]
-    assert "which its first run wrote" not in str(report["coverage"])
+    assert "written during its first run" not in str(report["coverage"])
