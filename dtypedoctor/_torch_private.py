@@ -420,6 +420,19 @@ COMPILER = "torch._dynamo"
 FRAME_COMPILER = "torch._dynamo.convert_frame"
 """The part of it that torch imports when something is compiled for the first time; also the name of a logger of its."""
 
+FRAME_SKIPPER = "torch._dynamo.decorators"
+"""The part of it that knows functions whose frames are left alone."""
+
+
+def skip_frames(function: Callable[..., Any]) -> None:
+    """Has Dynamo, once it is imported, run the frames of a function as they are; nothing without the name.
+
+    Python calls some functions inside of compiled ones, an audit hook say, and Dynamo would compile them too.
+    """
+    skip: Any = getattr(sys.modules.get(FRAME_SKIPPER), "skip", None)
+    if skip is not None:
+        skip(function)
+
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether a module is what ``torch.compile`` makes of one. False without the names."""

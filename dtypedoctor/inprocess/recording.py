@@ -93,6 +93,7 @@ class Recording:
         writer.write(Stage(n=writer.next_n(), index=0, name="watched", workload="script"))
         os.register_at_fork(after_in_child=writer.disown)
         self._elsewhere.begin()
+        self._elsewhere.torch_is_there()
         self._watch = ProcessWatch(writer, every=self._every)
         self._watch.start()
         # What ends the program is shown before anybody can tell the watch of it.

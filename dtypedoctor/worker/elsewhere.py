@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE
+from dtypedoctor.worker.on_import import after_import
 
 _SYSTEM = (
     "libc.",
@@ -57,6 +58,12 @@ class Elsewhere:
         self._listening = True
         os.register_at_fork(after_in_parent=self._forked)
         sys.addaudithook(self._heard)
+
+    def torch_is_there(self) -> None:
+        """Torch has been imported: its compiler, which may come later, is to leave the listening alone."""
+        from dtypedoctor._torch_private import FRAME_SKIPPER, skip_frames
+
+        after_import(FRAME_SKIPPER, lambda: skip_frames(Elsewhere._heard))
 
     def end(self) -> None:
         """Stops listening."""

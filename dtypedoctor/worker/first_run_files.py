@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.unpatched import time_ns
+from dtypedoctor.worker.on_import import after_import
 
 __all__ = ["FirstRunFiles"]
 
@@ -42,6 +43,12 @@ class FirstRunFiles:
     def begin(self) -> None:
         """Begins to listen; an audit hook cannot be taken back."""
         sys.addaudithook(self._heard)
+
+    def torch_is_there(self) -> None:
+        """Torch has been imported: its compiler, which may come later, is to leave the listening alone."""
+        from dtypedoctor._torch_private import FRAME_SKIPPER, skip_frames
+
+        after_import(FRAME_SKIPPER, lambda: skip_frames(FirstRunFiles._heard))
 
     def _heard(self, event: str, details: tuple[Any, ...]) -> None:
         if event != "open" or not isinstance(details[0], str | bytes) or details[2] & os.O_TRUNC:

@@ -112,6 +112,9 @@ class Recording:
 
             self._watch = ScriptWatch(self._writer, self._request)
             self._watch.start()
+            self._elsewhere.torch_is_there()
+            if self._first_run_files is not None:
+                self._first_run_files.torch_is_there()
         if ours.error is not None:
             self._writer.write(NotWatched(what=NOTHING_WATCHED, why=f"{type(ours.error).__name__}: {ours.error}"))
 

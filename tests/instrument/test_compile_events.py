@@ -4,6 +4,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch._logging._internal as torch_logging
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+import dtypedoctor
 from dtypedoctor.instrument.compile_events import CompileReport, CompileWatch, observations
 from dtypedoctor.tickets.nf4_compiled.corrections import install_custom_op
 from dtypedoctor.tickets.nf4_compiled.model import Nf4CompiledConfig, build_nf4_compiled
@@ -89,6 +91,13 @@ def test_a_function_that_dynamo_can_trace_leaves_nothing_to_report() -> None:
     report = watch.report()
     assert (report.breaks, report.graph_breaks, report.recompiles, report.limit_hits) == (0, (), (), ())
     assert report.unique_graphs == report.frames == report.frames_compiled == 1
+
+
+def test_a_watch_that_is_over_leaves_no_frame_to_compile(tmp_path: Path) -> None:
+    """Its audit hook stays for good, and Python calls it inside of compiled functions."""
+    with dtypedoctor.watch(out=tmp_path / "run"):
+        torch.nn.Linear(2, 2)(torch.ones(1, 2))
+    test_a_function_that_dynamo_can_trace_leaves_nothing_to_report()
 
 
 def test_a_break_is_reported_with_its_reason_and_the_line_of_the_users_code() -> None:
