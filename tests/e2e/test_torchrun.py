@@ -58,7 +58,7 @@ DDP = (
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print("rank", rank, "has come to its end")
+    print(f"rank {rank} has come to its end\\n", end="")  # in one piece: both ranks write to one stream
     dist.destroy_process_group()
 """
 )
