@@ -51,17 +51,23 @@ class FirstRunFiles:
         after_import(FRAME_SKIPPER, lambda: skip_frames(FirstRunFiles._heard))
 
     def _heard(self, event: str, details: tuple[Any, ...]) -> None:
-        if event != "open" or not isinstance(details[0], str | bytes) or details[2] & os.O_TRUNC:
+        if event != "open":
             return
-        path = os.path.abspath(os.fsdecode(details[0]))
-        if self._was_written_by_the_first(path):
+        try:
+            path, _, flags = details
+            path = os.path.abspath(os.fsdecode(path))
+            written = not flags & os.O_TRUNC and self._was_written_by_the_first(path)
+        except (
+            OSError,
+            TypeError,
+            ValueError,
+        ):  # a descriptor, no such file, no working directory, another event of this name
+            return
+        if written:
             self._found(path)
 
     def _was_written_by_the_first(self, path: str) -> bool:
         if path.startswith(self._ours) or path.endswith(_CODE) or any(cache in path for cache in _CACHES):
             return False
-        try:
-            status = os.stat(path)
-        except OSError:
-            return False
+        status = os.stat(path)
         return stat.S_ISREG(status.st_mode) and self._began <= status.st_mtime_ns < self._ended

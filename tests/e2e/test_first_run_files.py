@@ -7,7 +7,7 @@ import pytest
 from command import dtypedoctor, report_of
 
 OVERFLOW = """
-    import json, os, torch
+    import json, os, sys, torch
 
     class Square(torch.nn.Module):
         def forward(self, x):
@@ -44,6 +44,14 @@ REPLACES = {
     "reads what it has written itself": (
         "start = 1",
         "torch.save(step, 'state.pt'); assert torch.load('state.pt') == step",
+    ),
+    "opens what is no file": (
+        "start = 1; os.mkdir(f'gone{os.getpid()}'); os.chdir(f'gone{os.getpid()}'); os.rmdir(os.getcwd()); sys.audit('open', 'x')",
+        """os.close(os.dup(1))
+        try:
+            open('a\\0b')
+        except ValueError:
+            pass""",
     ),
     "reads files that were there before": ("start = int(open('start.txt').read())", "pass"),
 }
