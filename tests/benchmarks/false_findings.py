@@ -1,12 +1,13 @@
 """What the watch says of several GPUs beside what is so: healthy trainings, and trainings with one planted inf.
 
-    torchrun --nproc-per-node 2 tests/benchmarks/false_findings.py [--healthy 50] [--planted 20] [--backend nccl]
+    torchrun --nproc-per-node 2 tests/benchmarks/false_findings.py [--healthy 50] [--planted 20] [--only NAME] [--backend nccl]
 
 16 blocks (LayerNorm, Linear 2048 → 8192, GELU, Linear back, residual) are trained in bfloat16, replicated by
 DistributedDataParallel or sharded by ``fully_shard``, with and without activation checkpointing, the shards' parameters freed
 after the forward pass or kept. Healthy trainings are watched ``--healthy`` times in each configuration; a report with a finding is
 false where every loss and every parameter is finite. Then one module of one rank puts an inf into what it returns: the job's report
-has to name that rank and that module. Prints one line a configuration, and exits with 1 where anything is wrong.
+has to name that rank and that module. Prints one line a configuration, and exits with 1 where anything is wrong. ``--only``
+runs the configurations of these names alone, such as "fsdp2 checkpointed".
 """
 
 import argparse
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--planted", type=int, default=20)
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--backend", default="nccl")
     options = parser.parse_args()
     device = torch.device("cpu")
@@ -186,6 +188,9 @@ def main() -> None:
     dist.init_process_group(options.backend)
     failed = 0
     for number, (kind, checkpointed, reshard) in enumerate(configurations()):
+        name = f"{kind}{' checkpointed' if checkpointed else ''}{' reshard' if reshard else ''}"
+        if options.only and name not in options.only:
+            continue
         began = time.perf_counter()
         job = Job(kind, device, options, checkpointed=checkpointed, reshard=reshard)
         for _ in range(2):
@@ -194,7 +199,6 @@ def main() -> None:
         counts = torch.tensor([runs, false], device=device)
         dist.all_reduce(counts)
         tried, wrong, misnamed = planted(job, options.planted, number)
-        name = f"{kind}{' checkpointed' if checkpointed else ''}{' reshard' if reshard else ''}"
         if dist.get_rank() == 0:
             seconds = time.perf_counter() - began
             print(
