@@ -27,7 +27,7 @@ from dtypedoctor.trace.ranks import header
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.capturing import capturing
 from dtypedoctor.worker.compiling import compiling
-from dtypedoctor.worker.conditions.switching import Conditions
+from dtypedoctor.worker.conditions import Conditions
 from dtypedoctor.worker.environment import describe_environment
 from dtypedoctor.worker.parallel import parallel, take_device
 from dtypedoctor.worker.resources import MemoryMeter, checksum

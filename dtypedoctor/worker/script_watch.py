@@ -7,7 +7,7 @@ from torch import nn
 
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.worker.conditions.switching import Conditions
+from dtypedoctor.worker.conditions import Conditions
 from dtypedoctor.worker.process_watch import ProcessWatch
 from dtypedoctor.worker.resources import StepDigest
 

@@ -1,0 +1,277 @@
+"""Conditions of a whole process that are switched from outside, so that a run shows whether a failure needs them.
+
+What a condition is, what puts those that a request asks for in force and counts their effects, and then each of them:
+``autocast-off``, ``eager-attention``, ``compile-off``, ``loss-scale-one``.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.amp.autocast_mode import autocast
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dtypedoctor._torch_private import (
+    COMPILER,
+    SCALER_BEGINS,
+    asked_for_compiled,
+    attention_choice,
+    fix_scale,
+    region_is_on,
+    set_region,
+)
+from dtypedoctor.interruptions import contained
+from dtypedoctor.trace.events import Condition as ConditionRecord
+from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.worker.on_import import after_import
+
+TookEffect = Callable[[], None]
+"""Called each time something went another way than it would have gone."""
+
+Switch = Callable[[TookEffect], AbstractContextManager[None]]
+"""Inside the context manager that it returns the condition is in force; leaving puts everything back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """Something that holds for the whole process and can be switched from outside, whatever code runs in it.
+
+    Attributes:
+        id: kebab-case id, used in ``conditions:`` of a scenario and after ``--try``.
+        switches: by the name of the module that each takes hold of; none of these is imported for the condition's sake.
+        without_effect: why it took no effect where it took none.
+    """
+
+    id: str
+    switches: Mapping[str, Switch]
+    without_effect: str
+
+
+class Conditions:
+    """The conditions of one process.
+
+    Args:
+        writer: where it is recorded which took effect, the first time and at the end.
+        wanted: their ids.
+    """
+
+    def __init__(self, writer: TraceWriter, wanted: Sequence[str]) -> None:
+        self._writer = writer
+        self._effects = Counter(dict.fromkeys(wanted, 0))
+        self._reasons = {name: CONDITIONS[name].without_effect for name in wanted}
+        self._in_force = ExitStack()
+        self._waiting: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Switches each on as soon as the module is there that it takes hold of."""
+        for name in self._effects:
+            for module, switch in CONDITIONS[name].switches.items():
+                self._waiting.append(after_import(module, partial(self._switch, name, switch)))
+
+    def end(self) -> None:
+        """Puts everything back, and records what each has done."""
+        for stop_waiting in self._waiting:
+            stop_waiting()
+        self._in_force.close()
+        for name in self._effects:
+            self._record(name)
+
+    def _switch(self, name: str, switch: Switch) -> None:
+        with contained() as ours:  # another version of the library; that must not end the program
+            self._in_force.enter_context(switch(partial(self._took_effect, name)))
+        if ours.error is not None:
+            self._reasons[name] = f"it could not be switched: {type(ours.error).__name__}: {ours.error}"
+
+    def _took_effect(self, name: str) -> None:
+        self._effects[name] += 1
+        if self._effects[name] == 1:  # at once: the process may be killed
+            self._record(name)
+
+    def _record(self, name: str) -> None:
+        effects = self._effects[name]
+        reason = "" if effects else self._reasons[name]
+        self._writer.write(ConditionRecord(n=self._writer.next_n(), id=name, effects=effects, reason=reason))
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Inside, ``owner.name`` is ``replacement``; ``owner`` is a class or a module that has that attribute itself."""
+    original = owner.__dict__[name]
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def _autocast_off(took_effect: TookEffect) -> Iterator[None]:
+    """Where regions are entered is where all of them meet: with statements, decorators, trainers, custom functions, graphs."""
+    enter, leave = autocast.__enter__, autocast.__exit__
+    wanted: WeakKeyDictionary[autocast, list[bool]] = WeakKeyDictionary()
+
+    @wraps(enter)
+    def __enter__(region: autocast) -> Any:  # noqa: N807
+        wanted.setdefault(region, []).append(region_is_on(region))
+        set_region(region, False)
+        entered = enter(region)
+        asked = wanted[region][-1]
+        if asked and not torch.is_autocast_enabled(region.device):
+            took_effect()
+        return entered
+
+    @wraps(leave)
+    def __exit__(region: autocast, *how: Any) -> Any:  # noqa: N807
+        """A region can be entered again: a decorator's is, at each call."""
+        left = leave(region, *how)
+        if wanted.get(region):
+            set_region(region, wanted[region].pop())
+        return left
+
+    with replaced(autocast, "__enter__", __enter__), replaced(autocast, "__exit__", __exit__):
+        yield
+
+
+AUTOCAST_OFF = Condition(
+    id="autocast-off",
+    switches={"torch": _autocast_off},
+    without_effect="no autocast region that casts was opened",
+)
+
+
+EAGER = "eager"
+
+
+@contextmanager
+def _attention_in_steps(took_effect: TookEffect) -> Iterator[None]:
+    """torch's function chooses a fused kernel by itself, or one that the program names; here neither is asked."""
+    fused = functional.scaled_dot_product_attention
+
+    @wraps(fused, assigned=("__doc__",), updated=())
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and _would_be_fused(*args, **kwargs):
+            took_effect()
+        with sdpa_kernel(SDPBackend.MATH):
+            return fused(*args, **kwargs)
+
+    with replaced(functional, "scaled_dot_product_attention", scaled_dot_product_attention):
+        yield
+
+
+def _would_be_fused(*args: Any, **kwargs: Any) -> bool:
+    with suppress(RuntimeError, TypeError):  # operands that are refused are refused by the call itself
+        return bool(attention_choice(*args, **kwargs) != SDPBackend.MATH.value)
+    return False
+
+
+@contextmanager
+def _eager_models(took_effect: TookEffect) -> Iterator[None]:
+    """A model of transformers asks its configuration which attention to run, and makes its masks for that one."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    build = PreTrainedModel.__init__
+
+    @wraps(build)
+    def __init__(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        build(model, *args, **kwargs)
+        if model.config._attn_implementation not in (None, EAGER):
+            model.config._attn_implementation = EAGER
+            took_effect()
+
+    with replaced(PreTrainedModel, "__init__", __init__):
+        yield
+
+
+EAGER_ATTENTION = Condition(
+    id="eager-attention",
+    switches={"torch": _attention_in_steps, "transformers.modeling_utils": _eager_models},
+    without_effect="no fused attention was called, and no model of transformers was built for one (calls inside compiled code "
+    "are not counted)",
+)
+
+
+@contextmanager
+def _forced_eager(took_effect: TookEffect) -> Iterator[None]:
+    owner, name = asked_for_compiled()
+    ask = getattr(owner, name)
+
+    @wraps(ask)
+    def chosen(callback: Any) -> Any:
+        """torch asks this whenever a compiled function is entered; the answer None means that its Python code runs."""
+        answer = ask(callback)
+        if callback not in (None, False) and answer is None:
+            took_effect()
+        return answer
+
+    with (
+        replaced(owner, name, chosen),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
+
+
+COMPILE_OFF = Condition(
+    id="compile-off",
+    switches={COMPILER: _forced_eager},
+    without_effect="nothing that torch.compile has made was called",
+)
+
+
+@contextmanager
+def _scale_at_one(took_effect: TookEffect) -> Iterator[None]:
+    build, load, update = GradScaler.__init__, GradScaler.load_state_dict, GradScaler.update
+    begin = getattr(GradScaler, SCALER_BEGINS)
+
+    @wraps(build)
+    def __init__(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        build(scaler, *args, **kwargs)
+        _pin_scale(scaler)
+
+    @wraps(load)
+    def load_state_dict(scaler: GradScaler, state_dict: dict[str, Any]) -> None:
+        load(scaler, state_dict)
+        _pin_scale(scaler)
+
+    @wraps(begin)
+    def begin_at_one(scaler: GradScaler, *args: Any) -> None:
+        begin(scaler, *args)  # called once by each scaler that is used: its scale is 1 from here on
+        took_effect()
+
+    @wraps(update)
+    def update_(scaler: GradScaler, new_scale: float | Tensor | None = None) -> None:
+        """A scale that the program names is as much another one as a scale that has grown."""
+        update(scaler, None if new_scale is None else 1.0)
+
+    with (
+        replaced(GradScaler, "__init__", __init__),
+        replaced(GradScaler, "load_state_dict", load_state_dict),
+        replaced(GradScaler, SCALER_BEGINS, begin_at_one),
+        replaced(GradScaler, "update", update_),
+    ):
+        yield
+
+
+def _pin_scale(scaler: GradScaler) -> None:
+    if scaler.is_enabled():
+        fix_scale(scaler, 1.0)
+
+
+LOSS_SCALE_ONE = Condition(
+    id="loss-scale-one",
+    switches={"torch": _scale_at_one},
+    without_effect="no enabled GradScaler of torch has scaled a loss",
+)
+
+
+CONDITIONS: dict[str, Condition] = {
+    condition.id: condition for condition in (AUTOCAST_OFF, EAGER_ATTENTION, COMPILE_OFF, LOSS_SCALE_ONE)
+}
+"""Every condition by its id; the same ids as ``ConditionName`` of a scenario."""
