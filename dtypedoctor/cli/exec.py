@@ -1,4 +1,4 @@
-"""``dtypedoctor exec``: any script, unchanged, with the watch around it."""
+"""``dtypedoctor exec``: any script, unchanged, run instrumented."""
 
 import sys
 from importlib.util import decode_source
@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from dtypedoctor.cli.options import EveryNSteps, NprocPerNode, Out
 from dtypedoctor.errors import UsageError
 
 WEEK = 604_800
-MOST_PROCESSES = 64
 
 
 def register(app: typer.Typer) -> None:
@@ -22,52 +22,59 @@ def register(app: typer.Typer) -> None:
     )(execute)
 
 
+ScriptArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Script, directory or archive; - for standard input; a module's name after -m, source text after -c.",
+        metavar="SCRIPT",
+    ),
+]
+Ablate = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ablate",
+        help="Run again without this, to see whether the failure requires it: autocast, fused-attention, compile or loss-scale.",
+        metavar="NAME",
+    ),
+]
+Try = Annotated[
+    list[str] | None, typer.Option("--try", help="Run again with this fix installed in the script.", metavar="FIX")
+]
+Once = Annotated[bool, typer.Option("--once", help="Never run the script a second time to trace a failure.")]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify-uninstrumented",
+        help="Run once more without instrumentation and compare: did instrumentation change anything?",
+    ),
+]
+
+
 def execute(
-    script: Annotated[
-        str,
-        typer.Argument(
-            help="Script, directory or archive; - for standard input; a module's name after -m, source text after -c.",
-            metavar="SCRIPT",
-        ),
-    ],
+    script: ScriptArgument,
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.", metavar="ARGS")] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module as `python -m` does.")] = False,
     text: Annotated[bool, typer.Option("-c", help="Run source text as `python -c` does.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Run directory to create.", show_default="runs/NAME-TIME")
-    ] = None,
+    out: Out = None,
     time_limit: Annotated[
         int, typer.Option("--time-limit", help="Seconds after which the script is stopped.", min=1, max=WEEK)
     ] = WEEK,
-    attempt: Annotated[
-        list[str] | None, typer.Option("--try", help="Run again with this remedy switched on from outside.")
-    ] = None,
-    once: Annotated[
-        bool, typer.Option("--once", help="Never run the script a second time to look closer at a failure.")
-    ] = False,
-    certify: Annotated[
-        bool, typer.Option("--certify", help="Run it once more unwatched, and say whether watching changed anything.")
-    ] = False,
-    nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", help="Run it in so many processes, with torchrun.", min=1, max=MOST_PROCESSES),
-    ] = None,
-    watch_every: Annotated[
-        int, typer.Option("--watch-every", help="Measure every module in each so-many-th step only; 0: never.", min=0)
-    ] = 1,
+    ablate: Ablate = None,
+    attempt: Try = None,
+    once: Once = False,
+    verify_uninstrumented: Verify = False,
+    nproc_per_node: NprocPerNode = None,
+    every_n_steps: EveryNSteps = None,
     propagate_exit: Annotated[
         bool, typer.Option("--propagate-exit", help="Exit with the script's own status.")
     ] = False,
 ) -> int:
-    """Run a script as Python would, watched, and say what went wrong in it.
+    """Run a script instrumented and diagnose it.
 
-    Exits 0 if nothing was found and the script ended well, 10 otherwise. What the script prints stays on its own streams;
-    the verdict goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
+    Exits 0 if nothing is found and the script succeeds, 10 otherwise. The script's output stays on its own streams; the report
+    goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
     """
-    if module and text:
-        raise UsageError("give either -m or -c", "-m runs a module, -c source text.")
-    if not (module or text or script == "-" or Path(script).exists()):
-        raise UsageError(f"{script}: no such script", "Give a file, or -m and the name of a module.")
+    target = _target(script, module=module, text=text)
     from dtypedoctor.cli.console import console_for
     from dtypedoctor.cli.endings import exit_code
     from dtypedoctor.cli.treating import treat_script
@@ -76,34 +83,48 @@ def execute(
     from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
     from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
     from dtypedoctor.trace.ranks import member, rank_directory
+    from dtypedoctor.trials.remedies import asked_for
     from dtypedoctor.trials.treatment import Plan
 
-    target = {"module": script} if module else {"code": script} if text else {"path": script}
-    if target == {"path": "-"}:
-        target["code"] = _standard_input()
+    remedies = asked_for(ablate or [], attempt or [])
     scenario = Scenario(
         name=scenario_name("command" if text else "stdin" if script == "-" else script),
         summary="A script, run unchanged.",
         time_limit=time_limit,
         deterministic=False,
-        watch_every=watch_every,
-        remedies=attempt or [],
-        distributed=Distributed(processes=nproc) if nproc is not None else None,
+        watch_every=1 if every_n_steps is None else every_n_steps,
+        remedies=remedies,
+        distributed=Distributed(processes=nproc_per_node) if nproc_per_node is not None else None,
         steps=[ScenarioStep(workload=Script(kind="script", args=arguments or [], **target))],
     )
     here = member()
-    if here is not None and nproc is not None:
+    if here is not None and nproc_per_node is not None:
         raise UsageError(
-            "--nproc: this process is one of several already", "Leave it out: RANK and WORLD_SIZE are set."
+            "--nproc-per-node: this process is one of several already", "Leave it out: RANK and WORLD_SIZE are set."
         )
-    again = here is None  # only its launcher can start a job once more
-    plan = Plan(closer=again and not once, certify=again and certify, only=_known(attempt or []))
     if here is not None:
         out = rank_directory(out if out is not None else job_directory(scenario.name), here.rank)
+    again = here is None  # only its launcher can start a job once more
+    plan = Plan(closer=again and not once, certify=again and verify_uninstrumented, only=frozenset(remedies))
     report, status = treat_script(scenario, new_directory(out, scenario.name), plan)
     print_document(run_document(report), console_for(sys.stderr))
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)
+
+
+def _target(script: str, *, module: bool, text: bool) -> dict[str, str]:
+    """What to run, as fields of a scenario's ``script``."""
+    if module and text:
+        raise UsageError("give either -m or -c", "-m runs a module, -c source text.")
+    if module:
+        return {"module": script}
+    if text:
+        return {"code": script}
+    if script == "-":
+        return {"path": script, "code": _standard_input()}
+    if not Path(script).exists():
+        raise UsageError(f"{script}: no such script", "Give a file, or -m and the name of a module.")
+    return {"path": script}
 
 
 def _standard_input() -> str:
@@ -113,12 +134,3 @@ def _standard_input() -> str:
         return decode_source(source)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UsageError(f"standard input: not Python source text: {error}", "Save it as UTF-8.") from error
-
-
-def _known(wanted: list[str]) -> frozenset[str]:
-    from dtypedoctor.trials.remedies import remedies
-
-    for name in wanted:
-        if name not in remedies():
-            raise UsageError(f"--try: there is no remedy {name!r}", f"Known: {', '.join(remedies())}.")
-    return frozenset(wanted)

@@ -9,6 +9,7 @@ import typer
 
 from dtypedoctor import __version__
 from dtypedoctor.cli import bisect, compare, env, exec, explain, inspect, report, run, scenarios
+from dtypedoctor.cli.options import current_name
 from dtypedoctor.cli.standard_streams import standard_streams
 from dtypedoctor.errors import DoctorError, ExitCode
 from dtypedoctor.report.text import paragraphs
@@ -21,12 +22,12 @@ _LONGEST = 100_000
 
 app = typer.Typer(
     name="dtypedoctor",
-    help="Finds, explains and fixes mixed-precision failures in PyTorch training, and proves the cure by running again.",
+    help="Find, explain and fix mixed-precision failures in PyTorch training, and prove each fix by running again.",
     epilog="Begin with:  dtypedoctor run gemma4_grpo_fp16",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": current_name},
 )
 for verb in (run, bisect, exec, inspect, report, compare, explain, scenarios, env):
     verb.register(app)

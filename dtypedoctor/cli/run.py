@@ -1,4 +1,4 @@
-"""``dtypedoctor run``: scenarios from failure to proven cure."""
+"""``dtypedoctor run``: scenarios from failure to proven fix."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from dtypedoctor.cli.formats import TERMINAL, FormatOption, show
-
-MOST_PROCESSES = 64
+from dtypedoctor.cli.options import AllowCode, Device, EveryNSteps, NprocPerNode, Out
 
 
 def register(app: typer.Typer) -> None:
@@ -19,35 +18,27 @@ def run(
     scenarios: Annotated[
         list[str],
         typer.Argument(
-            help="Scenario files, folders of them, or names of scenarios that come with the program.",
+            help="Scenario files, directories of them, or names of built-in scenarios.",
             metavar="SCENARIO...",
         ),
     ],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Run directory to create.", show_default="runs/NAME-TIME")
-    ] = None,
-    no_remedies: Annotated[bool, typer.Option("--no-remedies", help="Stop after the diagnosis.")] = False,
+    out: Out = None,
+    no_remedies: Annotated[bool, typer.Option("--no-remedies", help="Stop after the diagnosis: try no fixes.")] = False,
     model: Annotated[
-        str | None, typer.Option("--model", help="Another model: builtin:NAME, a folder or a hub id.")
+        str | None, typer.Option("--model", help="Override the model: builtin:NAME, a directory or a hub id.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Another dtype for every model.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Another seed.")] = None,
-    nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", help="Run it in so many processes, with torchrun.", min=1, max=MOST_PROCESSES),
-    ] = None,
-    watch_every: Annotated[
-        int | None,
-        typer.Option("--watch-every", help="Measure every module in each so-many-th step only; 0: never.", min=0),
-    ] = None,
-    allow_code: Annotated[bool, typer.Option("--allow-code", help="Run code that a stranger's file names.")] = False,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Override the dtype of every model.")] = None,
+    device: Device = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Override the seed.")] = None,
+    nproc_per_node: NprocPerNode = None,
+    every_n_steps: EveryNSteps = None,
+    allow_code: AllowCode = False,
     format: FormatOption = TERMINAL,
 ) -> int:
-    """Run scenarios: before, diagnosis, every proposed remedy, and the reference.
+    """Run scenarios: reproduce the failure, diagnose it, try each proposed fix and compare with the reference run.
 
-    Exits 0 if nothing is wrong, or if each scenario failed and was cured as it says; 10 if findings remain; 3 if the worker
-    left no usable trace. Several scenarios get a folder each, and a matrix of all of them is printed.
+    Exits 0 if nothing is wrong, or if each scenario fails and is fixed as it expects; 10 if findings remain; 3 if the worker
+    left no usable trace. Several scenarios get a directory each, and one matrix of all of them is printed.
     """
     from dtypedoctor.cli.endings import exit_code
     from dtypedoctor.cli.many import load_all, matrix_exit, treat_all
@@ -61,7 +52,15 @@ def run(
 
     plan = Plan(remedies=not no_remedies)
     loaded = [
-        override(one, model=model, dtype=dtype, device=device, seed=seed, processes=nproc, watch_every=watch_every)
+        override(
+            one,
+            model=model,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            processes=nproc_per_node,
+            watch_every=every_n_steps,
+        )
         for one in load_all(scenarios, allow_code=allow_code)
     ]
     if len(loaded) == 1 and not Path(scenarios[0]).is_dir():

@@ -15,6 +15,7 @@ from dtypedoctor.report.text import one_line
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.dump import to_yaml
 from dtypedoctor.scenario.model import Scenario, Script
+from dtypedoctor.trials.remedies import exec_option
 
 __all__ = [
     "ELSEWHERE",
@@ -137,10 +138,10 @@ def _exec(scenario: Scenario, script: Script) -> str:
     """The command that watches the script in the same way; its options say what differs from the plain one."""
     words = ["dtypedoctor", "exec"]
     if scenario.distributed is not None:
-        words += ["--nproc", str(scenario.distributed.processes)]
+        words += ["--nproc-per-node", str(scenario.distributed.processes)]
     if scenario.watch_every != 1:
-        words += ["--watch-every", str(scenario.watch_every)]
+        words += ["--every-n-steps", str(scenario.watch_every)]
     for remedy in scenario.remedies:
-        words += ["--try", remedy]
+        words += exec_option(remedy)
     words += ["-m", script.module] if script.module else ["-c", script.code] if script.code else [str(script.path)]
     return shlex.join([*words, *script.args])

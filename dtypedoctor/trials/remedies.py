@@ -1,8 +1,9 @@
 """Remedies: changes of a scenario that may cure a finding."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.trials.changes import (
     Change,
@@ -104,6 +105,44 @@ _OWN = (
 
 REMEDIES: dict[str, Remedy] = {remedy.id: remedy for remedy in _OWN}
 """The remedies that are no correction and fit any library, by id."""
+
+
+ABLATIONS = {
+    "autocast": "autocast-off",
+    "fused-attention": "eager-attention",
+    "compile": "compile-off",
+    "loss-scale": "loss-scale-one",
+}
+"""What ``exec --ablate`` can take away, by name, and the id of the remedy that takes it away."""
+
+
+def asked_for(ablated: Sequence[str], tried: Sequence[str]) -> list[str]:
+    """Ids of the remedies that ``exec --ablate`` and ``exec --try`` name.
+
+    Args:
+        ablated: names, or ids, of ablations.
+        tried: ids of any remedies, ablations among them.
+
+    Raises:
+        UsageError: there is no such ablation or remedy.
+    """
+    known = remedies()
+    for name in ablated:
+        if name not in ABLATIONS and name not in ABLATIONS.values():
+            hint = f"Known: {', '.join(ABLATIONS)}."
+            raise UsageError(
+                f"--ablate: there is no ablation {name!r}", f"Use --try {name}." if name in known else hint
+            )
+    for name in tried:
+        if name not in known:
+            raise UsageError(f"--try: there is no fix {name!r}", f"Known: {', '.join(known)}.")
+    return list(dict.fromkeys([*(ABLATIONS.get(name, name) for name in ablated), *tried]))
+
+
+def exec_option(remedy: str) -> tuple[str, str]:
+    """The option of ``exec`` that runs a script again with a remedy, given by its id, and the option's value."""
+    ablated = next((name for name, ablation in ABLATIONS.items() if ablation == remedy), None)
+    return ("--try", remedy) if ablated is None else ("--ablate", ablated)
 
 
 def remedies() -> Mapping[str, Remedy]:

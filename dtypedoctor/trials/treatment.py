@@ -20,14 +20,16 @@ from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.preflight import check_checkpoints, joined
 from dtypedoctor.trials.ranks import led, rank_of, ranks_of
 from dtypedoctor.trials.references import float32_twin, healthy_reference, is_script
-from dtypedoctor.trials.remedies import Remedy, remedies
+from dtypedoctor.trials.remedies import Remedy, exec_option, remedies
 from dtypedoctor.trials.results import Observer, RunSummary, Trial
 from dtypedoctor.trials.settle import settled
 from dtypedoctor.trials.spawned import led_by_spawned, said_of_spawned
 from dtypedoctor.trials.summary import summarise
 
 WATCHED_LIVE = "the program was watched while it ran, and is not run again from here (`dtypedoctor exec` does that)"
-NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run unwatched; --certify does that")
+NOT_COMPARED = Observer(
+    bitwise_equal=None, reason="the script was not run without instrumentation; --verify-uninstrumented does that"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,12 +246,10 @@ def _why_not(remedy: Remedy, scenario: Scenario, changed: Scenario, plan: Plan) 
     if is_script(scenario) and changed.steps == scenario.steps and changed != scenario:
         if plan.only is None or remedy.id in plan.only:
             return ""
-        use = (
-            ", which shows whether the failure needs what it takes away"
-            if changed.conditions != scenario.conditions
-            else ""
-        )
-        return f"not asked for: --try {remedy.id} runs the script again with it switched on{use}"
+        option, value = exec_option(remedy.id)
+        if changed.conditions == scenario.conditions:
+            return f"not requested: {option} {value} runs the script again with it"
+        return f"not requested: {option} {value} runs the script again without it and shows whether the failure requires it"
     if is_script(scenario):
         return "only the script itself can do that: it is not switched on from outside"
     return "" if changed != scenario else "it would change nothing in this scenario"

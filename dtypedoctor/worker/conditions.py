@@ -45,7 +45,7 @@ class Condition:
     """Something that holds for the whole process and can be switched from outside, whatever code runs in it.
 
     Attributes:
-        id: kebab-case id, used in ``conditions:`` of a scenario and after ``--try``.
+        id: kebab-case id, used in ``conditions:`` of a scenario.
         switches: by the name of the module that each takes hold of; none of these is imported for the condition's sake.
         without_effect: why it took no effect where it took none.
     """

@@ -467,7 +467,7 @@ def test_a_correction_is_switched_on_from_outside_and_proven(tmp_path: Path) -> 
     [
         (["nowhere.py"], ("nowhere.py: no such script",)),
         (["-m", "no_such_module"], ("No module named no_such_module",)),
-        (["--try", "hope", "work.py"], ("there is no remedy 'hope'", "bfloat16")),
+        (["--try", "hope", "work.py"], ("there is no fix 'hope'", "bfloat16")),
     ],
 )
 def test_what_cannot_be_run_is_refused(arguments: list[str], words: tuple[str, ...], tmp_path: Path) -> None:

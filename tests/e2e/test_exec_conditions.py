@@ -133,4 +133,4 @@ def test_a_condition_that_would_settle_something_is_proposed_with_the_way_to_try
     assert "autocast-off" in treatment.findings[0].remedies
     trial = trial_of(treatment, "autocast-off")
     assert trial.outcome is Outcome.NOT_TRIED
-    assert "--try autocast-off" in trial.reason
+    assert "--ablate autocast" in trial.reason

@@ -74,7 +74,7 @@ def state(pid: int) -> str:
         return ""
 
 
-@pytest.mark.parametrize("options", [[], ["--nproc", "2"]], ids=["alone", "ranks"])
+@pytest.mark.parametrize("options", [[], ["--nproc-per-node", "2"]], ids=["alone", "ranks"])
 def test_every_signal_that_a_script_can_catch_reaches_it(options: list[str], tmp_path: Path) -> None:
     """Of SLURM, of launchers, of the terminal, real-time ones; in every rank where there are several."""
     source = COUNTS + f'    print("ready", flush=True)\n    print("got", *wait({len(CAUGHT)}), flush=True)\n'
@@ -92,7 +92,7 @@ def test_every_signal_that_a_script_can_catch_reaches_it(options: list[str], tmp
     assert report_of(tmp_path / "run")["status"] == "unknown"
 
 
-@pytest.mark.parametrize("options", [[], ["--nproc", "2"]], ids=["alone", "ranks"])
+@pytest.mark.parametrize("options", [[], ["--nproc-per-node", "2"]], ids=["alone", "ranks"])
 def test_a_killed_doctor_leaves_nothing_running(options: list[str], tmp_path: Path) -> None:
     """SIGKILL, which it can tell nobody of: the script ends, every rank, and what these have started, sessions of its own included."""
     source = """
@@ -137,7 +137,7 @@ def test_nothing_is_run_again_once_somebody_asked_for_the_end(tmp_path: Path) ->
             time.sleep(0.02)
         print("saved", flush=True)
     """
-    process = started(tmp_path, source, "--certify")
+    process = started(tmp_path, source, "--verify-uninstrumented")
     assert line_of(process) == ["ready"]
     process.send_signal(signal.SIGTERM)
     out, errors = process.communicate(timeout=60)

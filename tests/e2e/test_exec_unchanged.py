@@ -171,7 +171,7 @@ def test_a_failure_that_vanishes_when_it_is_watched_is_reported_so(tmp_path: Pat
         if not module._global_forward_hooks:
             raise RuntimeError("nobody looks")
     """
-    finished = execute(tmp_path, "--certify", script(tmp_path, source))
+    finished = execute(tmp_path, "--verify-uninstrumented", script(tmp_path, source))
     report = report_of(tmp_path / "run")
     assert finished.code == 10
     assert report["findings"] == []
@@ -198,7 +198,7 @@ def test_a_failure_that_vanishes_at_the_second_look_is_not_called_proven(tmp_pat
     assert report["findings"][0]["confidence"] != "proven"
     assert any("did not come back in a second run" in line for line in report["coverage"])
     assert report["observer"]["bitwise_equal"] is None
-    assert "--certify" in report["observer"]["reason"]
+    assert "--verify-uninstrumented" in report["observer"]["reason"]
 
 
 def test_what_runs_outside_of_torch_and_of_the_process_is_listed(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def doctor(place: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     [
         ("env",),
         ("exec", "--once", "--out", "../run", "../train.py"),
-        ("exec", "--once", "--nproc", "2", "--out", "../run", "../train.py"),
+        ("exec", "--once", "--nproc-per-node", "2", "--out", "../run", "../train.py"),
     ],
     ids=lambda arguments: " ".join(arguments[:3]),
 )

@@ -139,10 +139,10 @@ def written(folder: Path, text: str, name: str) -> Path:
 
 
 def execute(folder: Path, source: str, *arguments: str) -> tuple[Finished, Path]:
-    """``dtypedoctor exec --nproc 2`` on a script, options before ``--`` and the script's own arguments behind it."""
+    """``dtypedoctor exec --nproc-per-node 2`` on a script, options before ``--`` and the script's own arguments behind it."""
     path, out = written(folder, source, "work.py"), folder / "run"
     options, own = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
-    return dtypedoctor("exec", "--nproc", "2", "--out", out, *options, path, *own, OMP_NUM_THREADS="1"), out
+    return dtypedoctor("exec", "--nproc-per-node", "2", "--out", out, *options, path, *own, OMP_NUM_THREADS="1"), out
 
 
 def ranks_of(out: Path) -> list[Trace]:
@@ -157,7 +157,7 @@ def said(report: dict[str, Any]) -> str:
 
 def test_a_healthy_ddp_run_has_no_findings_and_is_bitwise_what_it_is_unwatched(tmp_path: Path) -> None:
     """Each rank has a trace, its own output and a line in the report; each is equal to itself without the watch."""
-    finished, out = execute(tmp_path, DDP, "--certify", "--", "ok")
+    finished, out = execute(tmp_path, DDP, "--verify-uninstrumented", "--", "ok")
     assert finished.code == 0, finished.err
     report = report_of(out)
     assert (report["status"], report["findings"]) == ("healthy", [])
@@ -252,7 +252,7 @@ def test_a_trainer_of_trl_runs_in_several_processes_and_a_terminal_shows_how_far
         "-m",
         "dtypedoctor",
         "run",
-        "--nproc",
+        "--nproc-per-node",
         "2",
         "--no-remedies",
         "--out",
@@ -286,7 +286,7 @@ def _chunks(descriptor: int) -> Iterator[bytes]:
 def test_a_mixed_shard_unit_is_found_before_fsdp_refuses_it(tmp_path: Path) -> None:
     """The call of fully_shard is enough, although it succeeds; FSDP2 itself complains in the first forward pass."""
     path, out = written(tmp_path, MIXED, "work.py"), tmp_path / "run"
-    finished = dtypedoctor("exec", "--nproc", "1", "--out", out, path, OMP_NUM_THREADS="1")
+    finished = dtypedoctor("exec", "--nproc-per-node", "1", "--out", out, path, OMP_NUM_THREADS="1")
     assert finished.code == 10
     first = report_of(out)["findings"][0]
     assert (first["id"], first["phase"], first["source"]) == ("fsdp-mixed-dtypes", "static", "work.py:15")
@@ -315,13 +315,13 @@ def test_a_job_that_torchrun_has_started_records_each_rank_by_itself(tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        (["exec", "--nproc", "0", "work.py"], {}, "nproc"),
-        (["exec", "--nproc", "65", "work.py"], {}, "nproc"),
-        (["exec", "--nproc", "two", "work.py"], {}, "nproc"),
-        (["exec", "--nproc", "2", "missing.py"], {}, "missing.py: no such script"),
-        (["exec", "--nproc", "2", "work.py"], {"RANK": "0", "WORLD_SIZE": "2"}, "one of several already"),
-        (["run", "nf4_dequant_compile", "--nproc", "2"], {}, "a compiled model runs in one process only"),
-        (["run", "sequential_loads_sampling", "--nproc", "2"], {}, "generate runs in one process only"),
+        (["exec", "--nproc-per-node", "0", "work.py"], {}, "nproc"),
+        (["exec", "--nproc-per-node", "65", "work.py"], {}, "nproc"),
+        (["exec", "--nproc-per-node", "two", "work.py"], {}, "nproc"),
+        (["exec", "--nproc-per-node", "2", "missing.py"], {}, "missing.py: no such script"),
+        (["exec", "--nproc-per-node", "2", "work.py"], {"RANK": "0", "WORLD_SIZE": "2"}, "one of several already"),
+        (["run", "nf4_dequant_compile", "--nproc-per-node", "2"], {}, "a compiled model runs in one process only"),
+        (["run", "sequential_loads_sampling", "--nproc-per-node", "2"], {}, "generate runs in one process only"),
     ],
 )
 def test_what_cannot_be_distributed_is_refused(

@@ -19,7 +19,7 @@ from dtypedoctor.scenario.model import ConditionName, Scenario
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
 from dtypedoctor.trials.conditions import diagnostic, weighed, without_effect
 from dtypedoctor.trials.judge import not_tried
-from dtypedoctor.trials.remedies import remedies
+from dtypedoctor.trials.remedies import ABLATIONS, remedies
 from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, Trial
 
 SCRIPT = Scenario.model_validate(
@@ -38,10 +38,11 @@ FOUND = Finding(
 
 
 def test_a_condition_has_one_id_everywhere() -> None:
-    """In a scenario, behind --try, and where it is proposed."""
+    """In a scenario, behind --ablate, and where it is proposed."""
     names = get_args(ConditionName)
     assert set(names) == set(TIE_BREAKERS)
     assert [remedies()[name].change(SCRIPT).conditions for name in names] == [[name] for name in names]
+    assert sorted(ABLATIONS.values()) == sorted(names)
     specs = [spec_of(finding) for finding in finding_ids()]
     assert {name for spec in specs for name in spec.ablations} == set(names)
     assert {spec.needs for spec in specs if spec.needs} <= set(names)

@@ -53,10 +53,10 @@ def test_a_bisection_is_repeated_as_one() -> None:
     ("more", "expected"),
     [
         ({}, "dtypedoctor exec train.py --lr 1e-3 'a b'"),
-        ({"distributed": {"processes": 2}}, "dtypedoctor exec --nproc 2 train.py --lr 1e-3 'a b'"),
+        ({"distributed": {"processes": 2}}, "dtypedoctor exec --nproc-per-node 2 train.py --lr 1e-3 'a b'"),
         (
-            {"remedies": ["bfloat16"], "watch_every": 0},
-            "dtypedoctor exec --watch-every 0 --try bfloat16 train.py --lr 1e-3 'a b'",
+            {"remedies": ["autocast-off", "bfloat16"], "watch_every": 0},
+            "dtypedoctor exec --every-n-steps 0 --ablate autocast --try bfloat16 train.py --lr 1e-3 'a b'",
         ),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_script_is_watched_as_it_was(more: dict[str, Any], expected: str) -> N
 def test_the_options_of_a_script_command_exist() -> None:
     """What the last line uses is what ``exec`` knows."""
     options = {name for option in get_command(app).commands["exec"].params for name in option.opts}  # type: ignore[attr-defined]
-    assert {"--nproc", "--watch-every", "--try", "-m"} <= options
+    assert {"--nproc-per-node", "--every-n-steps", "--ablate", "--try", "-m"} <= options
 
 
 def test_a_module_is_named_as_one() -> None:
