@@ -7,7 +7,7 @@ from functools import cached_property
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.incidents import MEASURED, Incident, incidents
-from dtypedoctor.diagnosis.nonfinite import unexplained
+from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.wording import failing_line
 from dtypedoctor.runner.launch import Run

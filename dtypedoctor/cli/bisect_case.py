@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dtypedoctor.cli.foreign_code import allow_directory
 from dtypedoctor.cli.scenario_files import load_checked
-from dtypedoctor.diagnosis.static.hub_cache import cached
+from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.directories import new_directory
 from dtypedoctor.scenario.cases import case_of

@@ -17,8 +17,7 @@ def explain(
     ] = None,
 ) -> None:
     """Print the page about a finding: what it looks like, why it happens, how it is proven, how to fix it."""
-    from dtypedoctor.diagnosis.pages import page
-    from dtypedoctor.diagnosis.registry import by_family
+    from dtypedoctor.diagnosis.registry import by_family, page
 
     if finding is None:
         for family, specs in by_family().items():

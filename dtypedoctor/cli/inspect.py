@@ -32,8 +32,8 @@ def inspect(
     Weights are not loaded: a checkpoint's headers are read, in milliseconds. Exits 0 if nothing is found, else 10.
     """
     from dtypedoctor.cli.inspecting import subject_of
-    from dtypedoctor.diagnosis.static import preflight
-    from dtypedoctor.diagnosis.static.subject import FLOATS, Intent
+    from dtypedoctor.diagnosis import preflight
+    from dtypedoctor.diagnosis.subject import FLOATS, Intent
     from dtypedoctor.report.inspection import Inspection, inspection_document
 
     if dtype is not None and dtype not in FLOATS:

@@ -3,10 +3,8 @@
 import tempfile
 from pathlib import Path
 
-from dtypedoctor.diagnosis.static.checkpoint import is_checkpoint, read_checkpoint
-from dtypedoctor.diagnosis.static.hub_cache import cached
-from dtypedoctor.diagnosis.static.noted import noted
-from dtypedoctor.diagnosis.static.subject import Intent, Subject
+from dtypedoctor.diagnosis.checkpoint import cached, is_checkpoint, read_checkpoint
+from dtypedoctor.diagnosis.subject import Intent, Subject, noted
 from dtypedoctor.errors import UsageError, WorkerDiedError
 from dtypedoctor.foreign_files import reason
 from dtypedoctor.runner.launch import Launcher

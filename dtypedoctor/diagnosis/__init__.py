@@ -1,11 +1,23 @@
-"""Reads traces and says what went wrong. No torch."""
+"""Reads traces and says what went wrong. No torch.
 
-from dtypedoctor.diagnosis.damaged import doubted, findings_of
-from dtypedoctor.diagnosis.finding import Finding, most_severe_first
-from dtypedoctor.diagnosis.registry import rules
-from dtypedoctor.diagnosis.steps import in_calls
-from dtypedoctor.diagnosis.tie_breakers import with_tie_breakers
+What rules find is put in order; findings in a damaged trace are not called proven, findings of a process without optimizer steps
+count calls, and ablations that tell causes apart are offered: no autocast, attention in steps, nothing compiled, a loss scale of 1.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity, most_severe_first
+from dtypedoctor.diagnosis.registry import rules, spec_of
+from dtypedoctor.diagnosis.rule import Detector
+from dtypedoctor.diagnosis.subject import Subject
+from dtypedoctor.trace.events import ScalerState
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.autocast import AutocastRegion
+from dtypedoctor.trace.records.compiling import CompileCounts
+
+__all__ = ["TIE_BREAKERS", "diagnose", "doubted", "findings_of", "in_calls", "preflight", "with_tie_breakers"]
 
 
 def diagnose(trace: Trace) -> tuple[Finding, ...]:
@@ -19,3 +31,96 @@ def _diagnosed(trace: Trace) -> tuple[Finding, ...]:
     if trace.by_call:
         ordered = tuple(map(in_calls, ordered))
     return tuple(map(doubted, ordered)) if trace.damage else ordered
+
+
+def preflight(subject: Subject) -> tuple[Finding, ...]:
+    """Everything that the rules find in ``subject``, what matters most first."""
+    return most_severe_first(finding for rule in rules() if rule.inspect for finding in rule.inspect(subject))
+
+
+_STUMBLES = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, StopIteration)
+"""What a detector may raise that looks for a record which is lost."""
+
+_WHY = "A part of the trace is lost, so what was found in the rest is not called proven."
+
+
+def findings_of(detector: Detector, trace: Trace) -> tuple[Finding, ...]:
+    """What the detector sees; nothing where it fails over what a damaged trace lacks."""
+    if not trace.damage:
+        return tuple(detector(trace))
+    try:
+        return tuple(detector(trace))
+    except _STUMBLES:
+        return ()
+
+
+def doubted(finding: Finding) -> Finding:
+    """The finding, no more than likely."""
+    if finding.confidence is not Confidence.PROVEN:
+        return finding
+    return replace(finding, confidence=Confidence.LIKELY, proven_by=None, evidence=(*finding.evidence, _WHY))
+
+
+def in_calls(finding: Finding) -> Finding:
+    """The finding with the number of the outermost module call where detectors say that of a step; the first is in step 1 anyhow."""
+    if finding.step is None or finding.step == 1:
+        return finding
+    step = re.compile(rf"\bstep {finding.step}\b")
+
+    def reworded(text: str) -> str:
+        return step.sub(f"call {finding.step}", text, count=1)  # what follows may be quoted from a message
+
+    return replace(
+        finding,
+        call=finding.step,
+        summary=reworded(finding.summary),
+        cause=reworded(finding.cause),
+        evidence=tuple(map(reworded, finding.evidence)),
+    )
+
+
+FUSED = re.compile(
+    r"(?<!_math)_(flash|efficient|cudnn)_attention|flash_attn|flex_attention|scaled_dot_product_attention\b"
+)
+"""Kernels and functions that compute attention in one piece."""
+
+
+def with_tie_breakers(finding: Finding, trace: Trace) -> Finding:
+    """The finding, with the ablations that would settle something about it behind the fixes."""
+    if finding.severity is Severity.INFO:
+        return finding
+    offered = [
+        name for name in TIE_BREAKERS if name in spec_of(finding.id).ablations and TIE_BREAKERS[name](finding, trace)
+    ]
+    return replace(finding, remedies=tuple(dict.fromkeys((*finding.remedies, *offered))))
+
+
+def _autocast(finding: Finding, trace: Trace) -> bool:
+    """Without regions that cast, values have the dtypes that the program itself gave them."""
+    dtypes = {o.what.dtype for o in trace.observed(AutocastRegion) if o.what.enabled}
+    return finding.dtype in dtypes if spec_of(finding.id).fits_wider_dtype else bool(dtypes)
+
+
+def _fused_attention(finding: Finding, trace: Trace) -> bool:
+    """A fused kernel shows nothing of what is inside it, and has arithmetic of its own."""
+    return finding.op is not None and FUSED.search(finding.op) is not None
+
+
+def _compiled(finding: Finding, trace: Trace) -> bool:
+    """With every operator on record nothing is compiled, so a finding from such a trace is not the compiler's."""
+    compiled = any(seen.what.unique_graphs for seen in trace.observed(CompileCounts))
+    return compiled and finding.severity is Severity.ERROR
+
+
+def _scaled(finding: Finding, trace: Trace) -> bool:
+    """A gradient leaves the range by itself, or because the loss was multiplied."""
+    return bool(trace.all(ScalerState))
+
+
+TIE_BREAKERS: Mapping[str, Callable[[Finding, Trace], bool]] = {
+    "autocast-off": _autocast,
+    "eager-attention": _fused_attention,
+    "compile-off": _compiled,
+    "loss-scale-one": _scaled,
+}
+"""By ablation, whether the trace has what it takes away; which findings it settles something about, their specs say."""

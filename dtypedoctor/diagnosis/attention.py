@@ -1,12 +1,10 @@
 """``attention-score-overflow`` and ``fully-masked-row``: what goes wrong between queries, keys, mask and softmax."""
 
-from dtypedoctor.diagnosis.births import ancestry, has_inf
-from dtypedoctor.diagnosis.experiments import attention_experiment
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.diagnosis.ops import overload_free
-from dtypedoctor.diagnosis.origin import PRODUCTS, SOFTMAX, Origin
+from dtypedoctor.diagnosis.nonfinite_origin import PRODUCTS, SOFTMAX, Origin, attention_experiment, found_at
+from dtypedoctor.diagnosis.ops import ancestry, has_inf, overload_free
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence, proof
-from dtypedoctor.diagnosis.statement import Statement, found_at
+from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, magnitudes, place, short
 from dtypedoctor.trace.events import Op
 

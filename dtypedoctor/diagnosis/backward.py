@@ -4,13 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident
-from dtypedoctor.diagnosis.origin import Origin
+from dtypedoctor.diagnosis.nonfinite_origin import Origin, found_at, skipped_scale
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence, proof
-from dtypedoctor.diagnosis.statement import Statement, found_at
+from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import limit_of, module_of, place, short
-from dtypedoctor.trace.events import ScalerState
-from dtypedoctor.trace.reader import Trace
 
 
 def judge_backward(origin: Origin) -> Finding | None:
@@ -58,29 +55,7 @@ def _of_a_sum(origin: Origin, parameter: str) -> Statement:
     )
 
 
-def is_of_the_loss_scale(origin: Origin) -> bool:
-    """Whether a gradient overflows only because a loss scaler has multiplied it, so that halving the scale cures it.
-
-    Backward ops are linear in the gradient, so at scale 1 their result is the replay's divided by the scale.
-    """
-    scale = _scale(origin.trace, origin.op.step)
-    replay = origin.replay
-    if origin.op.phase != "backward" or scale is None or replay is None or replay.absmax is None:
-        return False
-    return replay.finite and replay.absmax / scale <= limit_of(origin.result.dtype)
-
-
-def is_skipped(trace: Trace, incident: Incident) -> bool:
-    """Whether a bad gradient is of a step that a loss scaler skipped."""
-    return incident.kind in GRADIENTS and _scale(trace, incident.step) is not None
-
-
-def _scale(trace: Trace, step: int) -> float | None:
-    """The scale that a loss scaler had in force when it skipped ``step``."""
-    return next((state.scale for state in trace.all(ScalerState) if state.step == step and state.skipped), None)
-
-
 def _about_the_scale(origin: Origin) -> Iterator[str]:
-    scale, replay = _scale(origin.trace, origin.op.step), origin.replay
+    scale, replay = skipped_scale(origin.trace, origin.op.step), origin.replay
     if scale is not None and replay is not None and replay.absmax is not None:
         yield f"The loss scale was {scale:g}; at scale 1 the result would be {replay.absmax / scale:.6g}, still too large."

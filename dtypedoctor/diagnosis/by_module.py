@@ -1,11 +1,9 @@
 """What the module watch alone can say about something that is not finite, where no op trace was open."""
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident
-from dtypedoctor.diagnosis.modules import class_of
-from dtypedoctor.diagnosis.reached import Reached
+from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, Reached
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.wording import how_the_run_ended, limit_of, module_of, short
+from dtypedoctor.diagnosis.wording import class_of, how_the_run_ended, limit_of, module_of, short
 from dtypedoctor.trace.events import Sample, Site
 from dtypedoctor.trace.reader import Trace
 

@@ -2,21 +2,20 @@
 
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import Incident
+from dtypedoctor.diagnosis.nonfinite_origin import finite_in_eager_mode
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import short
-from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trace.records.compiling import CompileCounts, EagerCall
 
-__all__ = ["eager_window", "judge_compiled"]
+__all__ = ["judge_compiled"]
 
 COMPILED = "_orig_mod"
 
 
 def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
     """The verdict on an incident whose call was made again in eager mode and was finite there."""
-    again = next((seen.what for seen in trace.observed(EagerCall) if seen.call == incident.call), None)
-    if again is None or again.finite or not again.eager_finite:
+    again = finite_in_eager_mode(trace, incident)
+    if again is None:
         return None
     site = incident.site
     fqn = ".".join(part for part in site.fqn.split(".") if part != COMPILED) if site is not None else None
@@ -36,11 +35,3 @@ def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
     )
     dtype = site.dtype if site is not None else None
     return located(said, phase="compile", step=incident.step, fqn=fqn, dtype=dtype)
-
-
-def eager_window(trace: Trace, incidents: tuple[Incident, ...]) -> Window | None:
-    """Where to make a call again in eager mode; None where nothing is compiled or nothing a call returned is bad."""
-    if not any(seen.what.unique_graphs for seen in trace.observed(CompileCounts)):
-        return None
-    first = next((i for i in incidents if i.kind == "output"), None)
-    return Window(call=first.call, eager=True) if first is not None else None

@@ -1,9 +1,8 @@
 """``float16-overflow`` of a number in the code: torch refuses to make a float16 tensor's element of it."""
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.modules import class_of
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.wording import failing_line, how_the_run_ended, limit_of, short
+from dtypedoctor.diagnosis.wording import class_of, failing_line, how_the_run_ended, limit_of, short
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trace.reader import Trace
 

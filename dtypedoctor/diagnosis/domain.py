@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.diagnosis.origin import FLOAT32_MAX, Origin
-from dtypedoctor.diagnosis.statement import Statement, found_at
+from dtypedoctor.diagnosis.nonfinite_origin import FLOAT32_MAX, Origin, found_at
+from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import bad_elements, differentiated, how_the_run_ended, magnitudes, place, short
 
 HALF = frozenset({"float16", "bfloat16"})

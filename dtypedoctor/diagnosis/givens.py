@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.origin import NARROW, Origin
-from dtypedoctor.diagnosis.statement import Statement, found_at
+from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, found_at
+from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, module_of, place, short
 from dtypedoctor.trace.events import Op, TensorNote
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.attention import judge_attention_scores, judge_masked_row
-from dtypedoctor.diagnosis.backward import is_of_the_loss_scale, is_skipped, judge_backward
+from dtypedoctor.diagnosis.backward import judge_backward
 from dtypedoctor.diagnosis.by_module import judge_by_module
 from dtypedoctor.diagnosis.compile_only import judge_compiled
 from dtypedoctor.diagnosis.constants import judge_constant
@@ -12,11 +12,10 @@ from dtypedoctor.diagnosis.divergence import judge_divergence
 from dtypedoctor.diagnosis.domain import judge_domain
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.givens import judge_given
-from dtypedoctor.diagnosis.incidents import Incident
+from dtypedoctor.diagnosis.nonfinite_origin import Origin, that_matter
 from dtypedoctor.diagnosis.norm_square import judge_norm_square
-from dtypedoctor.diagnosis.ops import OpGraph, graph_of
+from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.optimizer_step import judge_optimizer_step
-from dtypedoctor.diagnosis.origin import Origin, Search, searched
 from dtypedoctor.diagnosis.overflow import judge_overflow
 from dtypedoctor.diagnosis.rounded import judge_rounded
 from dtypedoctor.diagnosis.silent.absorbed import swallowed_overflows
@@ -51,33 +50,9 @@ def detect_nonfinite(trace: Trace) -> Iterator[Finding]:
     yield from (f for f in swallowed_overflows(trace) if (f.op, f.source) not in places)
 
 
-def unexplained(trace: Trace) -> Incident | None:
-    """The first incident that the op trace does not show to be harmless, and that is no business of the loss scale's."""
-    return next((incident for incident, _ in _that_matter(graph_of(trace))), None)
-
-
-def _that_matter(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
-    """Each incident that the op trace does not show to be harmless, with what it says of it."""
-    scaled = False
-    for incident, found in searched(graph):
-        if judge_compiled(graph.trace, incident) is not None:
-            yield incident, found
-            continue
-        if found.harmless:
-            continue
-        if found.origin is not None and is_of_the_loss_scale(found.origin):
-            scaled = True
-            continue
-        if (
-            scaled and found.origin is None and is_skipped(graph.trace, incident)
-        ):  # the same at a scale not much smaller
-            continue
-        yield incident, found
-
-
 def _first_that_matters(trace: Trace) -> Iterator[Finding]:
     """The verdict on the first incident that matters; all later ones follow from it."""
-    for incident, found in _that_matter(graph_of(trace)):
+    for incident, found in that_matter(graph_of(trace)):
         compiled = judge_compiled(trace, incident)
         if compiled is not None:
             yield compiled

@@ -1,10 +1,10 @@
 """``norm-square-overflow``: a norm whose squares leave the range, so that it returns zeros or NaN."""
 
 from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.nonfinite_origin import Origin, found_at
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
-from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.overflow import needs, overflow_evidence, proof
-from dtypedoctor.diagnosis.statement import Statement, found_at
+from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import place, short
 from dtypedoctor.trace.events import Op
 

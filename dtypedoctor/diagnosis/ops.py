@@ -1,11 +1,27 @@
-"""The op trace as a graph: who produced a tensor, and who used it."""
+"""The op trace as a graph: who produced a tensor, who used it, and where non-finite values in it come from.
 
-from collections.abc import Collection, Iterator
+inf counts before NaN: where a NaN was made of infinities (``inf - inf``, ``0 * inf``, a norm's ``rsqrt(inf) * inf``), the
+operator that made the first inf is the origin. Infinities that a program asks for by name, as in a mask, are not.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from dtypedoctor.trace.events import Op, Replay, TensorNote
 from dtypedoctor.trace.reader import Trace
+
+__all__ = [
+    "Ancestry",
+    "ancestry",
+    "asked_for",
+    "bad_ends",
+    "has_inf",
+    "has_nan",
+    "last_bad_before",
+    "only_negative_inf",
+]
 
 
 @dataclass(frozen=True)
@@ -94,3 +110,110 @@ def overload_free(name: str) -> str:
     """The name of an op without namespace and overload: ``mul`` for ``aten.mul.Tensor``, ``add`` for ``aten.add_.Scalar``."""
     parts = name.split(".")
     return (parts[1] if len(parts) > 1 else name).rstrip("_")
+
+
+CONSTANT = re.compile(r"^[-+]?(inf|nan)$", re.IGNORECASE)
+UNINITIALISED = ("aten.empty", "aten.new_empty", "aten.resize_", "aten.set_")
+"""Ops whose result is memory that nothing has computed yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ancestry:
+    """Where the non-finite values behind an op came from, each list earliest first.
+
+    Attributes:
+        computed: ops that made inf or NaN of finite operands.
+        asked: ops that made them because they were told to (a fill value), or left memory as it was.
+        nan_makers: ops that made NaN of operands without NaN; those among ``computed``, and those fed with infinities.
+        given: operands that no op in the window has made, with the op that used them first.
+    """
+
+    computed: tuple[Op, ...]
+    asked: tuple[Op, ...]
+    nan_makers: tuple[Op, ...]
+    given: tuple[tuple[Op, TensorNote], ...]
+
+
+def has_nan(tensor: TensorNote) -> bool:
+    """Whether any element is NaN."""
+    return tensor.num_nan > 0
+
+
+def has_inf(tensor: TensorNote) -> bool:
+    """Whether any element is infinite."""
+    return bool(tensor.num_posinf or tensor.num_neginf)
+
+
+def only_negative_inf(tensors: Iterable[TensorNote]) -> bool:
+    """Whether the only elements that are not finite are ``-inf``, as in a mask."""
+    return not any(has_nan(t) or t.num_posinf for t in tensors)
+
+
+def last_bad_before(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> Op | None:
+    """The last op before event ``n`` with a result that is not finite, or that raised over an operand that is not."""
+    for op in reversed(graph.ops):
+        if op.n < n and wanted(op):
+            shown = op.inputs if op.error is not None else op.outputs
+            if any(not t.finite for t in shown):
+                return op
+    return None
+
+
+def bad_ends(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> list[Op]:
+    """The wanted ops before event ``n`` with bad results that no other of them uses: gradients, updated parameters.
+
+    A program that only looks at its gradients, to print them or to clip them, does not count as a user.
+    """
+    found = [op for op in graph.ops if op.n < n and wanted(op) and not all(t.finite for t in op.outputs)]
+
+    def is_used(tensor: TensorNote) -> bool:
+        return any(user.n < n and wanted(user) for user in graph.consumers(tensor))
+
+    return [op for op in found if not any(is_used(t) for t in op.outputs if not t.finite)]
+
+
+def ancestry(graph: OpGraph, last: Op) -> Ancestry:
+    """The origins of what is not finite in the results of ``last`` (in its operands, if it raised)."""
+    nan_ops, nan_given = _upstream(graph, [last], has_nan)
+    makers = [op for op in nan_ops if any(map(has_nan, op.outputs)) and not any(map(has_nan, op.inputs))]
+    starts = makers if any(map(has_nan, [*last.outputs, *last.inputs])) else [last]
+    inf_ops, inf_given = _upstream(graph, starts, has_inf)
+    born = {op.n: op for op in [*makers, *inf_ops] if all(t.finite for t in op.inputs) and op.error is None}
+    asked = [op for op in born.values() if asked_for(op)]
+    computed = [op for op in born.values() if not asked_for(op)]
+    return Ancestry(
+        computed=_in_order(computed),
+        asked=_in_order(asked),
+        nan_makers=_in_order(op for op in makers if not asked_for(op)),
+        given=tuple(sorted([*nan_given, *inf_given], key=lambda pair: pair[0].n)),
+    )
+
+
+def _upstream(
+    graph: OpGraph, starts: Iterable[Op], bad: Callable[[TensorNote], bool]
+) -> tuple[list[Op], list[tuple[Op, TensorNote]]]:
+    """The ops from which bad operands reach ``starts``, these included, and the bad operands that no op has made."""
+    seen: dict[int, Op] = {}
+    given: dict[int, tuple[Op, TensorNote]] = {}
+    waiting = list(starts)
+    while waiting:
+        op = waiting.pop()
+        if op.n in seen:
+            continue
+        seen[op.n] = op
+        for tensor in filter(bad, op.inputs):
+            maker = graph.producer(tensor)
+            if maker is not None and maker.n < op.n:
+                waiting.append(maker)
+            elif tensor.id not in given or op.n < given[tensor.id][0].n:
+                given[tensor.id] = (op, tensor)
+    return list(seen.values()), list(given.values())
+
+
+def asked_for(op: Op) -> bool:
+    """Whether what is not finite in its results was asked for by name, as in a mask, or is memory as it was."""
+    return op.op.startswith(UNINITIALISED) or any(CONSTANT.match(text) for text in op.scalars)
+
+
+def _in_order(ops: Iterable[Op]) -> tuple[Op, ...]:
+    return tuple(sorted(ops, key=lambda op: op.n))

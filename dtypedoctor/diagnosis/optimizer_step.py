@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, found_at, is_zero_in
 from dtypedoctor.diagnosis.ops import overload_free
-from dtypedoctor.diagnosis.origin import NARROW, Origin
-from dtypedoctor.diagnosis.statement import Statement, found_at
-from dtypedoctor.diagnosis.vanished import is_zero_in
+from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import bad_elements, module_of, place, short
 from dtypedoctor.dtypes import DTYPES
 

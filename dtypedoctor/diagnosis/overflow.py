@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.diagnosis.origin import Origin
-from dtypedoctor.diagnosis.statement import Statement, found_at
+from dtypedoctor.diagnosis.nonfinite_origin import Origin, found_at
+from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, magnitudes, place, short
 from dtypedoctor.dtypes import short_name
 

@@ -1,18 +1,23 @@
-"""Every rule there is: the modules of ``dtypedoctor.rules``, which are found by being there."""
+"""Every rule there is: the modules of ``dtypedoctor.rules``, which are found by being there; and the page about each finding."""
 
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TypeVar
 
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.rule import FAMILIES, Family, FindingSpec, Rule
+from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.interruptions import contained
 from dtypedoctor.plugins import Correction, give_up, registered
+from dtypedoctor.scenario.problems import quoted
+from dtypedoctor.scenario.suggestions import did_you_mean
 
-__all__ = ["PRECEDENCE", "by_family", "canonical", "finding_ids", "rules", "spec_of", "typed_ids"]
+__all__ = ["PRECEDENCE", "by_family", "canonical", "finding_ids", "folder", "page", "rules", "spec_of", "typed_ids"]
+
 
 Read = TypeVar("Read")
 
@@ -121,3 +126,50 @@ def by_family() -> Mapping[Family, tuple[FindingSpec, ...]]:
     """Every spec by its family: the built-in families first, in the order of the documentation's index."""
     families = dict.fromkeys((*FAMILIES, *(spec.family for spec in _specs().values())))
     return {family: tuple(spec for spec in _specs().values() if spec.family == family) for family in families}
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def page(finding_id: str) -> str:
+    """The Markdown text of the page about ``finding_id``, an id or an alias, front matter included.
+
+    Raises:
+        UsageError: there is no such finding.
+        DoctorError: the program was installed without its pages.
+    """
+    if finding_id not in typed_ids():
+        raise _unknown(finding_id)
+    spec = spec_of(finding_id)
+    path = spec.page or folder() / f"{spec.id}.md"
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise _not_installed() from error
+
+
+def folder(package: Path = _PACKAGE) -> Path:
+    """The folder with the pages that belongs to the installed ``package``.
+
+    A wheel holds them inside the package; an editable install and a source checkout have them in ``docs`` beside it.
+
+    Raises:
+        DoctorError: there are no pages.
+    """
+    packed = package / "data" / "findings"
+    if packed.is_dir():
+        return packed
+    beside = package.parent / "docs" / "findings"
+    # in site-packages a folder called `docs` would be somebody else's
+    if beside.is_dir() and (package.parent / "pyproject.toml").is_file():
+        return beside
+    raise _not_installed()
+
+
+def _unknown(finding_id: str) -> UsageError:
+    message = f"{quoted(finding_id)}: no such finding{did_you_mean(finding_id, typed_ids())}"
+    return UsageError(message, f"Known findings: {', '.join(finding_ids())}")
+
+
+def _not_installed() -> DoctorError:
+    return DoctorError("the pages about findings are missing from this installation", "Install dtypedoctor again.")

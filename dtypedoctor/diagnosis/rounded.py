@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.diagnosis.origin import FLOAT32_MAX, Origin
-from dtypedoctor.diagnosis.statement import Statement, found_at
-from dtypedoctor.diagnosis.vanished import Vanished, vanished
+from dtypedoctor.diagnosis.nonfinite_origin import FLOAT32_MAX, Origin, Vanished, found_at, vanished
+from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, place, short
 from dtypedoctor.dtypes import DTYPES
 

@@ -9,7 +9,7 @@ from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.trace.reader import Trace
 
 if TYPE_CHECKING:
-    from dtypedoctor.diagnosis.static.subject import Subject
+    from dtypedoctor.diagnosis.subject import Subject
 
 __all__ = ["FAMILIES", "Detector", "Family", "FindingSpec", "Inspector", "Rule"]
 

@@ -3,13 +3,10 @@
 from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
-from dtypedoctor.diagnosis.modules import class_of
-from dtypedoctor.diagnosis.origin import Origin
 from dtypedoctor.diagnosis.registry import spec_of
-from dtypedoctor.diagnosis.wording import place
 from dtypedoctor.trace.events import Observed
 
-__all__ = ["Statement", "found_at", "found_in", "located"]
+__all__ = ["Statement", "found_in", "located"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +67,6 @@ def located(
 def _as_sentence(summary: str) -> str:
     """With a capital where it begins with words of prose (`the outermost module`); names stay as they are."""
     return f"The {summary.removeprefix('the ')}" if summary.startswith("the ") else summary
-
-
-def found_at(origin: Origin, said: Statement) -> Finding:
-    """The statement about the op at which a non-finite value came into being."""
-    op = origin.op
-    return located(
-        said,
-        phase=op.phase,
-        step=op.step,
-        fqn=place(op),
-        op=op.op,
-        dtype=origin.dtype,
-        source=op.source,
-        cls=class_of(origin.trace, op.fqn),
-    )
 
 
 def found_in(

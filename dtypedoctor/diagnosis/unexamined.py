@@ -1,8 +1,8 @@
 """What is said of an op that made inf or NaN and could not be run again: where it is, and that it was not examined."""
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.origin import NARROW, Origin
-from dtypedoctor.diagnosis.statement import Statement, found_at
+from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, found_at
+from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, magnitudes, place, short
 
 COLLECTIVE = "_c10d_functional."

@@ -1,19 +1,21 @@
-"""Where a second run should look closer."""
+"""Where a second run opens the op trace: at a failure, at packed weights that may be dequantized wrongly, at gradients that may underflow."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.doubts import doubtful_weights
 from dtypedoctor.diagnosis.incidents import Incident, incidents
+from dtypedoctor.diagnosis.nonfinite_origin import Origin, searched
 from dtypedoctor.diagnosis.ops import graph_of
-from dtypedoctor.diagnosis.origin import Origin, searched
 from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.compiling import CompileCounts
 from dtypedoctor.trace.records.packed import PackedWeight
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward
 
-__all__ = ["doubt_in_words", "is_dtype_error", "shows_failure", "suspicious_windows"]
+__all__ = ["doubt_in_words", "doubtful_weights", "is_dtype_error", "shows_failure", "suspicious_windows"]
+
 
 DTYPE_WORDS = ("dtype", "scalar type", "same type", "bias type", "Half", "BFloat16")
 """Words by which torch's messages about mixed dtypes are recognised."""
@@ -127,3 +129,49 @@ def _window(phase: str, call: int, step: int, *, early: bool = False) -> Window:
         return Window(step=step, until="optimizer")
     until = "backward" if phase in ("backward", "recompute") else "next-call"
     return Window(call=call, until=until, early=early and until == "next-call")  # type: ignore[arg-type]
+
+
+def eager_window(trace: Trace, incidents: tuple[Incident, ...]) -> Window | None:
+    """Where to make a call again in eager mode; None where nothing is compiled or nothing a call returned is bad."""
+    if not any(seen.what.unique_graphs for seen in trace.observed(CompileCounts)):
+        return None
+    first = next((i for i in incidents if i.kind == "output"), None)
+    return Window(call=first.call, eager=True) if first is not None else None
+
+
+USUAL = frozenset({"float16", "bfloat16"})
+"""Dtypes of quantisation states that every dequantiser has a kernel for."""
+
+
+def doubtful_weights(trace: Trace) -> Window | None:
+    """The first call of a model whose packed weights are worth comparing with what is multiplied.
+
+    That is a model whose quantisation states say something else than those of a model before it in the same process (which
+    may have left a buffer of its dtype behind), or something that is no 16-bit dtype (for which a kernel may be missing).
+    None where there is no such model, or where its first call has been looked at.
+    """
+    before: set[str] = set()
+    for root, dtypes in sorted(_states(trace).items()):
+        if dtypes - USUAL or (before and not dtypes <= before):
+            call = _first_call(trace, root)
+            return None if call is None or _is_compared(trace, call) else Window(call=call)
+        before |= dtypes
+    return None
+
+
+def _states(trace: Trace) -> dict[int, set[str]]:
+    """The dtypes that the quantisation states of each outermost module say."""
+    states: dict[int, set[str]] = defaultdict(set)
+    for note in trace.all(ParameterNote):
+        if note.quant and note.quant.get("dtype"):
+            states[note.root].add(str(note.quant["dtype"]))
+    return states
+
+
+def _first_call(trace: Trace, root: int) -> int | None:
+    roots = {number for number, site in trace.sites.items() if site.root == root and site.kind == "output"}
+    return next((sample.call for sample in trace.samples if sample.site in roots), None)
+
+
+def _is_compared(trace: Trace, call: int) -> bool:
+    return any(seen.call == call for seen in trace.observed(PackedWeight))

@@ -105,3 +105,12 @@ def _line(frame: str) -> str:
 def _at_work(raised: Raised) -> list[str]:
     """The frames without those that only hand on what somebody else computes with a subclass of tensors."""
     return [frame for frame in raised.frames if not frame.endswith((" __torch_function__", " __torch_dispatch__"))]
+
+
+def class_of(trace: Trace, fqn: str) -> str:
+    """Class name of the module ``fqn``, or an empty string."""
+    return next((s.cls for s in trace.sites.values() if s.fqn == fqn and s.cls), "")
+
+
+OWN_WORKLOADS = "dtypedoctor/workloads/"
+"""Where the source lines begin that do what a scenario asks for."""

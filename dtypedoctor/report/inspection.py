@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.static.subject import Subject
+from dtypedoctor.diagnosis.subject import Subject
 from dtypedoctor.report.document import Block, Check, Document, Heading, Items, Outcome, Paragraph, Section, Table
 from dtypedoctor.report.to_json import plain
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from dtypedoctor.analysis import analysis_of
-from dtypedoctor.diagnosis.births import asked_for
 from dtypedoctor.diagnosis.incidents import GRADIENTS
+from dtypedoctor.diagnosis.ops import asked_for
 from dtypedoctor.report.text import counted, one_line
 from dtypedoctor.trace.events import (
     Coverage,

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
-from dtypedoctor.diagnosis.mismatch.regions import OWN_WORKLOADS
+from dtypedoctor.diagnosis.wording import OWN_WORKLOADS
 from dtypedoctor.report.document import Line, Look, Words, named
 from dtypedoctor.report.fixes import RemedyLine, cures, outcome_words, remedy_lines
 from dtypedoctor.report.measured import Measured

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, replace
 
 from dtypedoctor.analysis import analysis_of
-from dtypedoctor.diagnosis.compile_only import eager_window
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.diagnosis.window import shows_failure, suspicious_windows
+from dtypedoctor.diagnosis.window import eager_window, shows_failure, suspicious_windows
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request, Window

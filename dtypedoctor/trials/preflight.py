@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from dtypedoctor.diagnosis import preflight
+from dtypedoctor.diagnosis.checkpoint import is_checkpoint, read_checkpoint
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.static import preflight
-from dtypedoctor.diagnosis.static.checkpoint import is_checkpoint, read_checkpoint
-from dtypedoctor.diagnosis.static.subject import Intent
+from dtypedoctor.diagnosis.subject import Intent
 from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.model import Scenario, Script
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from command import dtypedoctor, report_of
 
-from dtypedoctor.diagnosis.static.safetensors_file import read_entries
+from dtypedoctor.diagnosis.checkpoint import read_entries
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.trials.preflight import check_checkpoints
 

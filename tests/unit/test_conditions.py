@@ -7,10 +7,9 @@ import pytest
 from nonfinite_examples import overflow
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis import TIE_BREAKERS, diagnose, with_tie_breakers
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
-from dtypedoctor.diagnosis.tie_breakers import TIE_BREAKERS, with_tie_breakers
 from dtypedoctor.report.document import plain_text
 from dtypedoctor.report.fixes import cured_sentence, cures, remedy_lines
 from dtypedoctor.report.model import Report, Status

@@ -3,8 +3,7 @@
 import pytest
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis.doubts import doubtful_weights
-from dtypedoctor.diagnosis.window import shows_failure, suspicious_windows
+from dtypedoctor.diagnosis.window import doubtful_weights, shows_failure, suspicious_windows
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import Observation, ParameterNote, Sample, Site
 from dtypedoctor.trace.reader import Trace

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.diagnosis.pages import folder, page
-from dtypedoctor.diagnosis.registry import finding_ids
+from dtypedoctor.diagnosis.registry import finding_ids, folder, page
 from dtypedoctor.errors import DoctorError, ExitCode, UsageError
 
 REPOSITORY = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from checkpoints import write_checkpoint
 
+from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.static.hub_cache import cached
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.preflight import check_checkpoints, joined
 

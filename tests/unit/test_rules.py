@@ -8,8 +8,7 @@ from scenario_files import HEALTHY, written
 
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.pages import page
-from dtypedoctor.diagnosis.registry import PRECEDENCE, canonical, finding_ids, in_order, rules, spec_of, typed_ids
+from dtypedoctor.diagnosis.registry import PRECEDENCE, canonical, finding_ids, in_order, page, rules, spec_of, typed_ids
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
 from dtypedoctor.scenario.model import Expectation
 from dtypedoctor.trials.expectation import is_met

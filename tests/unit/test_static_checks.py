@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 from checkpoints import packed, write_checkpoint, write_safetensors
 
+from dtypedoctor.diagnosis import preflight
+from dtypedoctor.diagnosis.checkpoint import kept_in_float32, read_checkpoint, read_entries
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.static import preflight
-from dtypedoctor.diagnosis.static.checkpoint import read_checkpoint
-from dtypedoctor.diagnosis.static.model_class import kept_in_float32
-from dtypedoctor.diagnosis.static.safetensors_file import read_entries
-from dtypedoctor.diagnosis.static.subject import Intent
+from dtypedoctor.diagnosis.subject import Intent
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.inspection import census
 from dtypedoctor.rules.inspected.rotary import rounded_to

@@ -12,7 +12,7 @@ from traces import TraceBuilder, tensor
 
 from dtypedoctor.cli.endings import exit_code
 from dtypedoctor.diagnosis.finding import Severity
-from dtypedoctor.diagnosis.nonfinite import unexplained
+from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.formats import format_named
 from dtypedoctor.report.model import Report, Status

@@ -12,7 +12,7 @@ from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CASTS, CONVOLUTI
 from dtypedoctor.diagnosis.mismatch.report import Verdict, described, ran_in, said
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.wording import place, short
+from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
 from dtypedoctor.trace.events import Flow
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trace.records.autocast import AutocastRegion, CustomFunction, OpenRegions
@@ -26,8 +26,6 @@ __all__ = [
     "wrong_device",
 ]
 
-OWN_WORKLOADS = "dtypedoctor/workloads/"
-"""Where the source lines begin that do what a scenario asks for."""
 
 CAST_BY_AUTOCAST = PRODUCTS | CONVOLUTIONS | {"scaled_dot_product_attention"}
 """Ops that an autocast region makes agree, where it is one for their device."""

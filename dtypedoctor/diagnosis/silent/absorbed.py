@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.modules import class_of
 from dtypedoctor.diagnosis.norm_square import CAUSE as NORM_CAUSE
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.statement import Statement, found_in, located
-from dtypedoctor.diagnosis.wording import limit_of, short
+from dtypedoctor.diagnosis.wording import class_of, limit_of, short
 from dtypedoctor.trace.events import Correction, Observed
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trace.records.silent import Absorbed, Overflowed

@@ -6,9 +6,8 @@ one. It is one where an infinity has gone into a sum over others: their values w
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.births import ancestry, has_nan
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.ops import OpGraph, graph_of
+from dtypedoctor.diagnosis.ops import OpGraph, ancestry, graph_of, has_nan
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import listed
 from dtypedoctor.dtypes import DTYPES

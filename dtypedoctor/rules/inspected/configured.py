@@ -7,7 +7,7 @@ from typing import Any
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.static.subject import Subject, plain_dtype
+from dtypedoctor.diagnosis.subject import Subject, plain_dtype
 from dtypedoctor.rules.checkpoint_dtype import SPEC
 
 ID = "checkpoint-dtype-mismatch"

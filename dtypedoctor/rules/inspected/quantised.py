@@ -7,7 +7,7 @@ from dataclasses import replace
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.static.subject import QuantState, Subject, plain_dtype
+from dtypedoctor.diagnosis.subject import QuantState, Subject, plain_dtype
 from dtypedoctor.diagnosis.wording import listed, module_of
 from dtypedoctor.rules.mismatch.rule import OPERAND_DTYPE_MISMATCH, QUANT_STATE_DTYPE
 

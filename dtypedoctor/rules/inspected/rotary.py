@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.static.subject import HALF, StaticTensor, Subject
+from dtypedoctor.diagnosis.subject import HALF, StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.rules.silent.rounded_rotary_buffer import SPEC
 

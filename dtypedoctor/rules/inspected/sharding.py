@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.static.subject import StaticTensor, Subject
+from dtypedoctor.diagnosis.subject import StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
 from dtypedoctor.rules.mismatch.rule import FSDP_MIXED_DTYPES
 

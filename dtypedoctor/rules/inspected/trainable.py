@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.static.subject import HALF, StaticTensor, Subject
+from dtypedoctor.diagnosis.subject import HALF, StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
 from dtypedoctor.rules.loss_scaling import SCALER_BFLOAT16, UNSCALE_FLOAT16_GRADIENTS
 

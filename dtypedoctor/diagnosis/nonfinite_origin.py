@@ -1,20 +1,168 @@
-"""The op at which a non-finite value came into being, with everything that was measured about it."""
+"""The operator at which a non-finite value originates, with everything that was measured about it.
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+Read in this order: experiments on attention, values that rounding made 0, the origin itself, the search for it, which
+incidents are failures.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, fields
 from functools import cached_property
 
-from dtypedoctor.diagnosis.births import ancestry, bad_ends, has_nan, last_bad_before, only_negative_inf
-from dtypedoctor.diagnosis.experiments import attention_experiment
-from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, incidents
-from dtypedoctor.diagnosis.ops import OpGraph, overload_free
-from dtypedoctor.diagnosis.reached import behind, links
-from dtypedoctor.diagnosis.vanished import overflow_behind
-from dtypedoctor.diagnosis.wording import limit_of
-from dtypedoctor.trace.events import Op, Replay, Sample, TensorNote
+from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, behind, incidents, links
+from dtypedoctor.diagnosis.ops import (
+    OpGraph,
+    ancestry,
+    bad_ends,
+    graph_of,
+    has_nan,
+    last_bad_before,
+    only_negative_inf,
+    overload_free,
+)
+from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.wording import class_of, limit_of, place
+from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
 from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.compiling import EagerCall
+from dtypedoctor.trace.records.values import AttentionReplayed
 
-__all__ = ["NARROW", "SOFTMAX", "Origin", "Search", "search", "searched"]
+__all__ = [
+    "NARROW",
+    "SOFTMAX",
+    "AttentionExperiment",
+    "Origin",
+    "Search",
+    "Vanished",
+    "attention_experiment",
+    "is_zero_in",
+    "overflow_behind",
+    "search",
+    "searched",
+    "vanished",
+]
+
+
+SDPA = "torch.nn.functional.scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionExperiment:
+    """Attention that was written out in steps, run again on the same operands.
+
+    Attributes:
+        nan_rows: rows that the program's own softmax made NaN.
+        unattended: those of them in which its mask leaves nothing to look at.
+        exact_finite: whether the softmax is finite with scores in float32.
+        unmasked_finite: whether it is without the mask.
+        sdpa_finite, sdpa_absmax: what fused attention returns.
+    """
+
+    nan_rows: int
+    unattended: int
+    exact_finite: bool
+    unmasked_finite: bool
+    sdpa_finite: bool
+    sdpa_absmax: float
+
+    @property
+    def is_of_the_mask(self) -> bool:
+        """Whether every row that is NaN is one in which everything is masked."""
+        return self.unattended == self.nan_rows and self.unmasked_finite
+
+    @property
+    def is_of_the_scores(self) -> bool:
+        """Whether keeping the scores in float32 is all that it takes."""
+        return self.exact_finite and self.sdpa_finite and self.unattended < self.nan_rows
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """What was measured, in sentences."""
+        rows = f"The softmax makes {self.nan_rows} rows NaN; in {self.unattended} of them the mask leaves nothing."
+        if self.is_of_the_mask:
+            return (rows, "With the same scores and no mask it is finite.")
+        if self.is_of_the_scores:
+            return (
+                f"The same queries, keys, values, scale and mask through {SDPA} are finite, absmax {self.sdpa_absmax:.6g}.",
+            )
+        return (rows,)
+
+
+def attention_experiment(trace: Trace, op: Op) -> AttentionExperiment | None:
+    """The experiment on the attention that ``op`` is the product of queries and keys of, or the softmax; None without one."""
+    for seen in trace.observed(AttentionReplayed):
+        what = seen.what
+        if op.n in (what.scores, what.softmax):
+            return AttentionExperiment(
+                **{field.name: getattr(what, field.name) for field in fields(AttentionExperiment)}
+            )
+    return None
+
+
+GUARDS = frozenset(
+    {"add", "sub", "rsub", "clamp", "clamp_min", "maximum", "full", "full_like", "scalar_tensor", "fill"}
+)
+"""Ops whose number is a guard, or is all that they write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vanished:
+    """What rounding made 0 of.
+
+    Attributes:
+        tensor: the operand, where the walk ends.
+        maker: the op that rounded; None where the tensor was made outside of the op trace, or of a number.
+        number: the number in the code that is 0 in the dtype of the op's result, as text; None where it is a computed value.
+    """
+
+    tensor: TensorNote
+    maker: Op | None
+    number: str | None = None
+
+
+def vanished(graph: OpGraph, op: Op) -> Vanished | None:
+    """What rounding made 0 of behind an operand of ``op``; None where no operand is 0 that would not be."""
+    tensor = _lost(op.inputs)
+    while tensor is not None:
+        maker = graph.producer(tensor)
+        if maker is None or maker.n >= op.n:
+            return Vanished(tensor=tensor, maker=None)
+        number = next(
+            (text for text in maker.scalars if overload_free(maker.op) in GUARDS and is_zero_in(text, maker)), None
+        )
+        before = _lost(maker.inputs)
+        if number is not None or before is None or before.id == tensor.id:
+            return Vanished(tensor=tensor, maker=maker, number=number)
+        tensor = before
+    return None
+
+
+def overflow_behind(graph: OpGraph, op: Op) -> Op | None:
+    """The op whose overflow made 0 of an operand of ``op``: the reciprocal root of inf is 0, and so is what a norm then returns."""
+    found = vanished(graph, op)
+    if found is None or found.maker is None or all(t.finite for t in found.maker.inputs):
+        return None
+    bad = next(t for t in found.maker.inputs if not t.finite)
+    producer = graph.producer(bad)
+    return next(iter(ancestry(graph, producer).computed), None) if producer is not None else None
+
+
+def is_zero_in(text: str, op: Op) -> bool:
+    """Whether a number other than 0 rounds to 0 in the dtype of the op's result."""
+    known = DTYPES.get(op.outputs[0].dtype) if op.outputs else None
+    try:
+        value = abs(float(text))
+    except ValueError:
+        return False
+    return known is not None and 0.0 < value <= known.smallest / 2
+
+
+def _lost(tensors: Iterable[TensorNote]) -> TensorNote | None:
+    """The operand that is 0 and would not be; a lone number, or one with a name, before what was computed."""
+    lost = [t for t in tensors if t.lost]
+    return next((t for t in lost if t.name is not None or not t.shape), next(iter(lost), None))
+
 
 NARROW = frozenset({"float16", "float8_e5m2", "float8_e4m3fn"})
 """Dtypes whose range is smaller than float32's. A value that float32 cannot hold either is no precision problem."""
@@ -243,3 +391,67 @@ def _counts(tensor: TensorNote) -> bool:
     if tensor.origin == "parameter":
         return not tensor.finite
     return (has_nan(tensor) or tensor.num_posinf > 0) and bool(tensor.shape or tensor.name)
+
+
+def found_at(origin: Origin, said: Statement) -> Finding:
+    """The statement about the op at which a non-finite value came into being."""
+    op = origin.op
+    return located(
+        said,
+        phase=op.phase,
+        step=op.step,
+        fqn=place(op),
+        op=op.op,
+        dtype=origin.dtype,
+        source=op.source,
+        cls=class_of(origin.trace, op.fqn),
+    )
+
+
+def is_of_the_loss_scale(origin: Origin) -> bool:
+    """Whether a gradient overflows only because a loss scaler has multiplied it, so that halving the scale cures it.
+
+    Backward ops are linear in the gradient, so at scale 1 their result is the replay's divided by the scale.
+    """
+    scale = skipped_scale(origin.trace, origin.op.step)
+    replay = origin.replay
+    if origin.op.phase != "backward" or scale is None or replay is None or replay.absmax is None:
+        return False
+    return replay.finite and replay.absmax / scale <= limit_of(origin.result.dtype)
+
+
+def is_skipped(trace: Trace, incident: Incident) -> bool:
+    """Whether a bad gradient is of a step that a loss scaler skipped."""
+    return incident.kind in GRADIENTS and skipped_scale(trace, incident.step) is not None
+
+
+def skipped_scale(trace: Trace, step: int) -> float | None:
+    """The scale that a loss scaler had in force when it skipped ``step``."""
+    return next((state.scale for state in trace.all(ScalerState) if state.step == step and state.skipped), None)
+
+
+def unexplained(trace: Trace) -> Incident | None:
+    """The first incident that the op trace does not show to be harmless, and that is no business of the loss scale's."""
+    return next((incident for incident, _ in that_matter(graph_of(trace))), None)
+
+
+def that_matter(graph: OpGraph) -> Iterator[tuple[Incident, Search]]:
+    """Each incident that the op trace does not show to be harmless, with what it says of it."""
+    scaled = False
+    for incident, found in searched(graph):
+        if finite_in_eager_mode(graph.trace, incident) is not None:
+            yield incident, found
+        elif found.harmless:
+            continue
+        elif found.origin is not None and is_of_the_loss_scale(found.origin):
+            scaled = True
+        elif scaled and found.origin is None and is_skipped(graph.trace, incident):
+            continue  # the same at a scale not much smaller
+        else:
+            yield incident, found
+
+
+def finite_in_eager_mode(trace: Trace, incident: Incident) -> EagerCall | None:
+    """The incident's call made again in eager mode, where it was not finite compiled a second time and finite in eager mode."""
+    again = next((seen.what for seen in trace.observed(EagerCall) if seen.call == incident.call), None)
+    return again if again is not None and not again.finite and again.eager_finite else None

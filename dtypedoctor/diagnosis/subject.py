@@ -1,9 +1,12 @@
-"""A model as far as it is known without running it."""
+"""A model as far as it is known without running it: from its files, or from what a worker has noted of its tensors."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from dtypedoctor.trace.events import ParameterNote
+from dtypedoctor.trace.reader import Trace
 
 HALF = frozenset({"float16", "bfloat16"})
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -141,3 +144,32 @@ def plain_dtype(value: Any) -> str | None:
 
 def _named(part: str, name: str) -> bool:
     return f".{part}." in f".{name}." or name.startswith(f"{part}.")
+
+
+def noted(name: str, trace: Trace, intent: Intent) -> Subject:
+    """The parameters and buffers of the first model in ``trace``, in the dtypes that they have in memory."""
+    notes = {note.name: note for note in trace.all(ParameterNote) if note.root == 0}
+    return Subject(
+        name=name,
+        tensors=tuple(
+            StaticTensor(name=note.name, dtype=note.dtype, shape=tuple(note.shape), trainable=_trainable(note))
+            for note in notes.values()
+        ),
+        quant_states=tuple(
+            QuantState(
+                weight=note.name,
+                kind=str(note.quant["kind"]),
+                dtype=str(note.quant["dtype"]),
+                compute_dtype=note.quant.get("compute_dtype"),
+                nested=bool(note.quant.get("nested")),
+            )
+            for note in notes.values()
+            if note.quant is not None
+        ),
+        loaded=True,
+        intent=intent,
+    )
+
+
+def _trainable(note: ParameterNote) -> bool:
+    return note.requires_grad and not note.buffer

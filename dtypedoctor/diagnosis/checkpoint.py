@@ -1,0 +1,285 @@
+"""Reads a checkpoint's folder or file: headers, config, quantization states. No weights are loaded.
+
+Where the files come from: a folder, or the hub's cache of downloads, without the network. What a safetensors file says of its tensors is
+an 8-byte length, then JSON (https://github.com/huggingface/safetensors#format). What the model's class keeps in float32 is read from the
+class's source without importing it.
+"""
+
+import ast
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dtypedoctor.diagnosis.subject import Intent, QuantState, StaticTensor, Subject
+from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import open_file, parse_json, read_file, reason
+
+__all__ = ["cached", "kept_in_float32"]
+
+
+def cached(model_id: str) -> Path | None:
+    """The folder of the newest snapshot of ``organisation/name`` (``main`` where there is one); None if it is not there."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    model = hub / f"models--{model_id.replace('/', '--')}"
+    main = model / "refs" / "main"
+    if main.is_file():
+        snapshot = model / "snapshots" / main.read_text(encoding="utf-8").strip()
+        if snapshot.is_dir():
+            return snapshot
+    snapshots = sorted((model / "snapshots").glob("*/"), key=lambda path: path.stat().st_mtime)
+    return snapshots[-1] if snapshots else None
+
+
+LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+"""Class attributes of transformers' models: what stays float32 when loaded as float16, and what stays so in any dtype."""
+
+
+def kept_in_float32(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The lists of the classes that the installed transformers has for ``config["model_type"]``; empty without any.
+
+    The lists of all classes in the model's file are joined, since a model is made of several of them.
+    """
+    kind = config.get("model_type")
+    source = _source(kind) if isinstance(kind, str) and kind.isidentifier() else None
+    return _lists(source) if source is not None else {}
+
+
+def _source(kind: str) -> Path | None:
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
+        return None
+    path = Path(package.origin).parent / "models" / kind / f"modeling_{kind}.py"
+    return path if path.is_file() else None
+
+
+@cache
+def _lists(source: Path) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef):
+            for statement in node.body:
+                name, values = _assigned(statement)
+                if name in LISTS:
+                    found.setdefault(name, []).extend(values)
+    return {name: tuple(dict.fromkeys(values)) for name, values in found.items() if values}
+
+
+def _assigned(statement: ast.stmt) -> tuple[str, list[str]]:
+    """Name and value of ``name = ["text", …]``; an empty name for anything else."""
+    if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
+        return "", []
+    try:
+        value = ast.literal_eval(statement.value)
+    except ValueError:
+        return "", []
+    return statement.targets[0].id, [text for text in value or () if isinstance(text, str)] if isinstance(
+        value, (list, set, tuple)
+    ) else []
+
+
+LARGEST_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library itself."""
+
+LARGEST_SMALL = 1 << 20
+"""Bytes of a tensor that is read: a quantisation state in JSON, or a table of frequencies."""
+
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor in a file; ``begin`` and ``end`` are byte offsets in the file, ``cut`` says that it ends before ``end``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    end: int
+    cut: bool
+
+    def read(self) -> bytes:
+        """The tensor's bytes, for the small ones that are worth it."""
+        if self.end - self.begin > LARGEST_SMALL:
+            raise ValueError(f"{self.end - self.begin} bytes, which is too much for what it is named")
+        if self.cut:
+            raise ValueError(f"the file ends before byte {self.end}")
+        with open_file(self.file, follow=True) as file:
+            file.seek(self.begin)
+            return file.read(self.end - self.begin)
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """Every tensor of the file, in the order of its header; also those that a download has cut off.
+
+    Raises:
+        UsageError: the file cannot be read, or is no safetensors file.
+    """
+    try:
+        with open_file(path, follow=True) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = struct.unpack("<Q", file.read(8))[0]
+            if length > min(LARGEST_HEADER, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = parse_json(file.read(length))
+        data = (8 + length, size)
+        return [_entry(path, data, name, one) for name, one in header.items() if name != "__metadata__"]
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({reason(error)})", "Download it again.") from error
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{path}: not a safetensors file ({reason(error)})", "Download it again; it may be cut short."
+        ) from error
+
+
+def _entry(path: Path, data: tuple[int, int], name: str, described: Mapping[str, Any]) -> Entry:
+    """One entry of the header; ``data`` is where the tensors begin and where the file ends."""
+    first, last = data
+    begin, end = (first + _whole(offset) for offset in described["data_offsets"])
+    if not begin <= end:
+        raise ValueError(f"{name[:100]!r} lies at bytes {begin} to {end}")
+    shape, dtype = described["shape"], described["dtype"]
+    if not isinstance(shape, list) or not isinstance(dtype, str):
+        raise TypeError(f"{name[:100]!r} has no shape or no dtype")
+    return Entry(
+        name=name,
+        dtype=DTYPES.get(dtype, dtype.lower()[:40]),
+        shape=tuple(_whole(size) for size in shape),
+        file=path,
+        begin=begin,
+        end=end,
+        cut=end > last,
+    )
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 2**63:
+        raise ValueError(f"{str(number)[:40]} is no size")
+    return number
+
+
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+STATE = ".quant_state.bitsandbytes__"
+STATE_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+FREQUENCIES = "inv_freq"
+LARGEST_TABLE = 65_536
+"""Bytes of a table of frequencies that is worth reading."""
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is anything that :func:`read_checkpoint` can read."""
+    if path.is_dir():
+        return any((path / name).is_file() for name in (CONFIG, ADAPTER)) or any(path.glob("*.safetensors"))
+    return path.suffix == ".safetensors" and path.is_file()
+
+
+def read_checkpoint(path: Path, intent: Intent | None = None) -> Subject:
+    """What the files in ``path`` say.
+
+    Raises:
+        UsageError: there is no checkpoint, or one of its files cannot be read.
+    """
+    if not is_checkpoint(path):
+        raise UsageError(
+            f"{path}: no checkpoint here", "Give a folder with config.json and *.safetensors files, or one such file."
+        )
+    folder = path if path.is_dir() else path.parent
+    files = sorted(folder.glob("*.safetensors")) if path.is_dir() else [path]
+    entries = [entry for file in files for entry in read_entries(file)]
+    config = _json(folder / CONFIG)
+    quantised = {entry.name.partition(STATE)[0] for entry in entries if STATE in entry.name}
+    return Subject(
+        name=str(path),
+        tensors=tuple(_tensor(entry) for entry in entries if not _is_part(entry.name, quantised)),
+        quant_states=tuple(_quant_states(entries)),
+        config=config,
+        adapter=_json(folder / ADAPTER) if (folder / ADAPTER).is_file() else None,
+        keep_in_fp32=kept_in_float32(config),
+        intent=intent or Intent(),
+        gaps=(*_gaps(folder, files), *_cut(entries)),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = parse_json(read_file(path, follow=True))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({reason(error)})", "Download it again.") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: holds no settings")
+    return value
+
+
+def _is_part(name: str, quantised: set[str]) -> bool:
+    if STATE in name:
+        return True
+    return any(name.endswith(part) and name.removesuffix(part) in quantised for part in STATE_PARTS)
+
+
+def _tensor(entry: Entry) -> StaticTensor:
+    small = entry.end - entry.begin <= LARGEST_TABLE
+    table = small and entry.dtype == "float32" and entry.name.endswith(FREQUENCIES)
+    try:
+        values = struct.unpack(f"<{(entry.end - entry.begin) // 4}f", entry.read()) if table else ()
+    except (OSError, ValueError, struct.error) as error:
+        raise UsageError(f"{entry.file}: {entry.name} is no table of float32 ({reason(error)})") from error
+    return StaticTensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, values=values)
+
+
+def _quant_states(entries: list[Entry]) -> Iterator[QuantState]:
+    """bitsandbytes stores each state as JSON in a tensor of bytes beside the packed weight."""
+    for entry in entries:
+        weight, mark, kind = entry.name.partition(STATE)
+        if not mark:
+            continue
+        try:
+            state = parse_json(entry.read())
+            yield QuantState(
+                weight=weight, kind=kind, dtype=str(state["dtype"]), nested="nested_dtype" in state
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{entry.file}: {entry.name} is no quantisation state ({reason(error)})") from error
+
+
+def _shards(index: Path) -> set[str]:
+    """The files that an index names."""
+    named = _json(index).get("weight_map", {})
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise UsageError(f"{index}: weight_map is no mapping of tensors to files", "Download it again.")
+    return set(named.values())
+
+
+def _cut(entries: list[Entry]) -> Iterator[str]:
+    """A header is whole long before its file is: what it names says something, what is not there cannot be loaded."""
+    for file in sorted({entry.file for entry in entries if entry.cut}):
+        missing = [entry.name for entry in entries if entry.file == file and entry.cut]
+        yield f"{file.name}: cut short, {len(missing)} of its tensors are not there, {missing[0][:100]} first"
+
+
+def _gaps(folder: Path, files: list[Path]) -> Iterator[str]:
+    pickled = sorted(
+        p.name for pattern in ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern)
+    )
+    if pickled:
+        yield f"{', '.join(pickled[:3])}: a pickle, which is code and cannot be read without running it"
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        missing = sorted(_shards(index) - {file.name for file in files})
+        if missing:
+            yield f"{', '.join(missing[:3])}: named in the index and not there"
+    if not files:
+        yield "weights: there is no safetensors file"
+    if not (folder / CONFIG).is_file() and not (folder / ADAPTER).is_file():
+        yield f"{CONFIG}: not there, so what the files should hold is not known"
