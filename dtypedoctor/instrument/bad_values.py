@@ -21,9 +21,9 @@ from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.observing import observe
+from dtypedoctor.instrument.operators import Arguments, has_out, is_inplace, scalars, tensors_of
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.replay import replay_wider
-from dtypedoctor.instrument.schema import Arguments, has_out, is_inplace, scalars, tensors_of
 from dtypedoctor.instrument.statistics import Extent, measurable, measure, real_of
 from dtypedoctor.instrument.whereabouts import OUTSIDE
 from dtypedoctor.trace.events import Op, TensorNote

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from dtypedoctor._torch_private import schema_of, tree_map, without_autocast
-from dtypedoctor.instrument.identity import TensorIds
-from dtypedoctor.instrument.schema import Arguments, has_out, keep_written, tensors_of, written
+from dtypedoctor.instrument.operators import Arguments, TensorIds, has_out, keep_written, tensors_of, written
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import contained
 

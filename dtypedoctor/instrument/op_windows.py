@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from dtypedoctor.instrument.optrace import OpTrace
-from dtypedoctor.instrument.origins import call_arguments
 from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.whereabouts import call_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,34 +14,40 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import DisableTorchFunction, is_wrapper_subclass, without_modes
-from dtypedoctor.instrument.attention_replay import AttentionReplay, Ran
 from dtypedoctor.instrument.autocast import AutocastLog
+from dtypedoctor.instrument.facts import WeightCheck
 from dtypedoctor.instrument.float32_program import HALF, Float32Program, Originals
 from dtypedoctor.instrument.frames import names_a_dtype
-from dtypedoctor.instrument.functions import FunctionErrors
 from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.headroom import bytes_of, fits
-from dtypedoctor.instrument.identity import TensorIds
 from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.observing import observe
-from dtypedoctor.instrument.operator_mode import OperatorMode, is_whole
-from dtypedoctor.instrument.origins import KnownTensors
-from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.refusals import replay_promotion, replay_refused
-from dtypedoctor.instrument.replay import note_replay, replay_wider
-from dtypedoctor.instrument.schema import (
+from dtypedoctor.instrument.operators import (
     Arguments,
+    FunctionErrors,
+    OperatorMode,
+    TensorIds,
+    bytes_of,
+    fits,
     has_out,
     is_inplace,
     is_unfinished,
+    is_whole,
     keep_written,
     scalars,
     tensors_of,
     written,
 )  # fmt: skip
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.replay import (
+    AttentionReplay,
+    Ran,
+    note_replay,
+    replay_promotion,
+    replay_refused,
+    replay_wider,
+)
 from dtypedoctor.instrument.statistics import Extent, is_spread, local_part, measurable, measure
-from dtypedoctor.instrument.weights import WeightCheck
-from dtypedoctor.instrument.whereabouts import OpPlace, Whereabouts
+from dtypedoctor.instrument.whereabouts import KnownTensors, OpPlace, Whereabouts
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Op, TensorNote

@@ -1,12 +1,15 @@
-"""Notices when a backward pass, an optimizer step, a scaler step or a generation begins and ends.
+"""Notices what a program does besides calling modules: backward passes, optimizer and scaler steps, generation; threads that begin and end;
+tensors that are read as a whole.
 
 Functions are wrapped while the watch runs and put back afterwards; the wrapped function is called exactly as it was.
 """
 
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import torch
@@ -14,10 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dtypedoctor._torch_private import MODES_CAN_IGNORE_COMPILED
+from dtypedoctor._torch_private import MODES_CAN_IGNORE_COMPILED, modes_on
 from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.open_calls import steps_running
-from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.operators import OperatorMode
+from dtypedoctor.instrument.position import Position, begin_thread, steps_running
 from dtypedoctor.interruptions import noticing
 
 Listener = Callable[[], None]
@@ -219,3 +222,123 @@ class Phases:
 
 def _nothing() -> None:
     """Stands for a listener that nobody has named."""
+
+
+STANDARD = threading.__file__.removesuffix("threading.py")
+"""Where Python's own modules lie."""
+DAEMONS = "operators in daemon threads"
+NO_MODE = "a dispatch mode that is on when Python ends such a thread would abort the program; a thread that is no daemon is measured"
+
+
+class Threads:
+    """Calls back in each thread that Python starts, where it begins and where it ends.
+
+    torch keeps a stack of modes for each thread. One that is still on it when a thread ends is freed by C++ code that waits for the interpreter,
+    and a program that is about to end is aborted there: none may be left. Daemons get no mode of their own for this reason.
+
+    Args:
+        guard: keeps errors from the program.
+        begins: called in a new thread that is no daemon.
+        ends: called in the same thread when it has run.
+    """
+
+    def __init__(self, guard: Guard, begins: Callable[[], None], ends: Callable[[], None]) -> None:
+        self._guard = guard
+        self._begins = guard.shield(begins, "operators in some threads")
+        self._ends = guard.shield(ends, "operators in some threads")
+        self._original: Any = None
+        self._wrapper: Any = None
+
+    def start(self) -> None:
+        """Begins to follow threads."""
+        self._original = original = Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+        def _bootstrap_inner(thread: Thread) -> None:
+            if self._wrapper is None:  # stopped
+                original(thread)
+                return
+            begin_thread()
+            if not thread.daemon:
+                self._begins()
+            elif _is_of_the_program(thread):
+                self._guard.tell(DAEMONS, NO_MODE)
+            try:
+                original(thread)
+            finally:
+                self._ends()
+                remove_modes()
+
+        self._wrapper = Thread._bootstrap_inner = _bootstrap_inner  # type: ignore[attr-defined]
+
+    def stop(self) -> None:
+        """Puts back what was replaced; threads that have begun end as they would have."""
+        if self._wrapper is not None and Thread._bootstrap_inner is self._wrapper:  # type: ignore[attr-defined]
+            Thread._bootstrap_inner = self._original  # type: ignore[attr-defined]
+        self._wrapper = None
+
+
+def remove_modes() -> None:
+    """Takes every mode of the doctor's off the stack of this thread."""
+    for mode in modes_on():
+        if isinstance(mode, OperatorMode):
+            OperatorMode.leave(mode)
+
+
+def _is_of_the_program(thread: Thread) -> bool:
+    """Whether what a thread runs is the program's own code: neither the doctor's, nor Python's, nor that of an installed package."""
+    target = getattr(thread, "_target", None) or type(thread).run
+    if str(getattr(target, "__module__", "")).startswith("dtypedoctor."):
+        return False
+    code = getattr(getattr(target, "__func__", target), "__code__", None)
+    path: str = getattr(code, "co_filename", "<")
+    return not path.startswith(("<", STANDARD)) and "site-packages" not in path
+
+
+WAYS = {"numpy": "numbers", "tolist": "numbers", "__reduce_ex__": "saved"}
+"""Methods by which values leave, and what that is called in the trace."""
+
+
+class Exports:
+    """Calls back with each tensor that leaves torch: for numpy, as numbers in a list, into a file or to another process.
+
+    No operator runs when a tensor is read like that, so no mode sees it. The methods that do it are wrapped once something is known not to be
+    finite: a program in which everything is finite runs with torch's own.
+
+    Args:
+        guard: keeps errors from the program.
+        left: called with the way, as :data:`WAYS` has it, and the tensor.
+    """
+
+    def __init__(self, guard: Guard, left: Callable[[str, Tensor], None]) -> None:
+        self._left = guard.shield(left, "values that leave torch")
+        self._undo: list[Callable[[], None]] = []
+
+    def start(self) -> None:
+        """Begins to notice; cheap to call again."""
+        if not self._undo:
+            for name, way in WAYS.items():
+                self._wrap(name, way)
+
+    def stop(self) -> None:
+        """Puts back what was replaced."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _wrap(self, name: str, way: str) -> None:
+        original: Any = getattr(Tensor, name)
+        own = name in vars(Tensor)
+
+        def wrapper(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            self._left(way, tensor)
+            return original(tensor, *args, **kwargs)
+
+        wrapper.__name__, wrapper.__doc__ = name, original.__doc__
+        wrapper.__qualname__ = original.__qualname__
+        setattr(Tensor, name, wrapper)
+
+        def undo() -> None:
+            if vars(Tensor).get(name) is not wrapper:
+                return  # the program has put something of its own there
+            setattr(Tensor, name, original) if own else delattr(Tensor, name)
+
+        self._undo.append(undo)

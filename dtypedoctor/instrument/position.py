@@ -1,12 +1,21 @@
-"""Where the watched process is: training step, outermost call, phase, and the module calls that are open."""
+"""Where the watched process is: training step, outermost call, phase, and the module calls that are open.
 
+An exception may end a call without any hook being told: torch tells hooks of ``Exception`` alone, so not of Ctrl-C, and an interruption may
+come before a hook has done anything. So the calls that are really running are found on Python's own stack (:func:`forget_ended_calls`).
+"""
+
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
+from types import CodeType
 
 from torch import nn
+from torch.optim import Optimizer
+
+from dtypedoctor._torch_private import CALL_CODE, call_is_replaced
 
 FOR_GOOD = 1 << 30
 """``muted`` of a process in which nothing is ever recorded again."""
@@ -176,3 +185,34 @@ class Muted:
     def __exit__(self, *_: object) -> None:
         if self._here.muted:
             self._here.muted -= 1
+
+
+_STEP: CodeType = Optimizer.profile_hook_step(lambda self: None).__code__
+
+
+def forget_ended_calls(stack: list[nn.Module], thread: int) -> None:
+    """Removes the calls that are over from ``stack``, where the hook that is told of the beginning of a call runs.
+
+    Args:
+        stack: modules whose calls have begun, outermost first.
+        thread: the thread that they were called in.
+    """
+    if call_is_replaced():
+        return  # somebody has put a function of their own there
+    here = thread == get_ident()
+    del stack[max(0, _running(CALL_CODE, thread) - here) :]
+
+
+def steps_running() -> int:
+    """How many steps of optimizers, each inside of the one before, are running in this thread."""
+    return _running(_STEP, get_ident())
+
+
+def _running(code: CodeType, thread: int) -> int:
+    """How often ``code`` is being executed in ``thread`` at this moment."""
+    frame = sys._current_frames().get(thread)
+    count = 0
+    while frame is not None:
+        count += frame.f_code is code
+        frame = frame.f_back
+    return count

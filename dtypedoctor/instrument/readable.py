@@ -1,5 +1,12 @@
-"""Tensors whose values can be read though they are no plain dense ones: of a class of their own, spread, sparse, nested, complex."""
+"""What can be measured of a program, how much of it was, and single numbers from a device.
 
+Tensors of a class of their own, spread, sparse, nested or complex ones have values that can be read though they are no plain dense
+memory. :class:`Coverage` counts what ran with what was measured. :class:`Arrivals` reads a loss or a loss scale without waiting for it.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +23,53 @@ from dtypedoctor._torch_private import (
     unwrapped,
 )
 from dtypedoctor.instrument.statistics import is_spread, measurable, modes_are_on, out_of_their_sight
+from dtypedoctor.interruptions import is_interruption
+from dtypedoctor.trace import events
+
+__all__ = ["Coverage", "holds_no_floats"]
+
+_PLAIN = (type(None), bool, int, str, bytes)
+"""Types of values that can neither be inf nor NaN."""
+_CONTAINERS = (tuple, list, set, frozenset)
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Counts of what ran, each with how much of it was measured. Whoever sees one adds to the first, whoever measures it to the second.
+
+    Attributes:
+        module_calls: module calls that ended with a result in steps that are measured; those whose result holds no float are left out.
+        operators: operators that ran outside of module calls.
+        gradients: gradients of parameters.
+        losses: tensors that a backward pass was started from, and other losses that were noticed.
+    """
+
+    module_calls: int = 0
+    module_calls_measured: int = 0
+    operators: int = 0
+    operators_measured: int = 0
+    gradients: int = 0
+    gradients_measured: int = 0
+    losses: int = 0
+    losses_measured: int = 0
+
+    def record(self) -> events.Coverage:
+        """The counts so far, as a record of the trace."""
+        return events.Coverage(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+def holds_no_floats(value: object, depth: int = 0) -> bool:
+    """Whether nothing in ``value``, the result of a call, can be inf or NaN, as far as can be told without running code of its class."""
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    if type(value) is dict:
+        value = list(value.values())
+    if depth == 8 or type(value) not in _CONTAINERS:
+        return False
+    return all(holds_no_floats(item, depth + 1) for item in value)  # type: ignore[attr-defined]
+
 
 __all__ = ["Missed", "readable", "values_of", "wants_gradient"]
 
@@ -104,3 +158,84 @@ def _dense(tensor: Tensor) -> Tensor | None:
     if tensor.is_complex():
         return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
     return tensor.detach()
+
+
+Then = Callable[[float], None]
+
+
+class _Awaited(NamedTuple):
+    """A number on its way into page-locked memory; without one, something that waits for those before it."""
+
+    copy: Tensor | None
+    event: Any
+    then: Callable[..., None]
+
+
+class Arrivals:
+    """Calls back with numbers when they are in the host's memory, in the order in which they were asked for.
+
+    On a CPU that is at once. On a CUDA device the number is copied behind the work that makes it, and looked for at the next
+    request, at :meth:`settle` and at the end.
+    """
+
+    def __init__(self) -> None:
+        self._awaited: deque[_Awaited] = deque()
+
+    def ask(self, number: Tensor | float, then: Then) -> None:
+        """Has ``then`` called with a number.
+
+        Args:
+            number: a Python number or a tensor of one element, on any device; nothing is called for one that cannot be read.
+            then: what is to be done with it.
+        """
+        if not isinstance(number, Tensor):
+            self._awaited.append(_Awaited(None, None, lambda: then(number)))
+            self.settle()
+            return
+        with out_of_their_sight():  # neither modes of the program nor its own tensor classes are to see that it is read
+            here = number if type(number) is Tensor and measurable(number) else values_of(number)
+            if here is None:
+                return
+            if here.is_cuda:
+                copy = torch.empty(here.shape, dtype=here.dtype, pin_memory=True)
+                copy.copy_(here.detach(), non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(here.device))
+                self._awaited.append(_Awaited(copy, event, then))
+            else:
+                value = float(here.detach())
+                self._awaited.append(_Awaited(None, None, lambda: then(value)))
+        self.settle()
+
+    def afterwards(self, then: Callable[[], None]) -> None:
+        """Has ``then`` called when everything that was asked for before has arrived."""
+        self._awaited.append(_Awaited(None, None, then))
+        self.settle()
+
+    def settle(self) -> None:
+        """Calls back with what has arrived. Never waits.
+
+        Raises:
+            RuntimeError: the device does not answer any more.
+        """
+        while self._awaited and (self._awaited[0].event is None or self._awaited[0].event.query()):
+            self._call(self._awaited.popleft())
+
+    def finish(self) -> None:
+        """The run is over: waits for what is on its way. What a dead device owes is given up; the rest is called. Never raises."""
+        while self._awaited:
+            awaited = self._awaited.popleft()
+            try:
+                if awaited.event is not None:
+                    awaited.event.synchronize()
+            except RuntimeError as error:
+                if is_interruption(error):
+                    raise
+                continue
+            self._call(awaited)
+
+    def _call(self, awaited: _Awaited) -> None:
+        if awaited.copy is None:
+            awaited.then()
+        else:
+            awaited.then(float(awaited.copy))

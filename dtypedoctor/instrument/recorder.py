@@ -1,17 +1,207 @@
-"""Measures tensors and gets the numbers into the trace: at once on a CPU, behind the stream on a GPU."""
+"""Where tensors are measured, and how the numbers get into the trace.
 
+A :class:`Place` is a module, or something that no module returned. A site is all that describes a tensor there (phase, kind, dtype, shape,
+autocast) and is written once, so that a sample is only numbers. A :class:`Recorder` measures: at once on a CPU, behind the stream on a GPU
+(``recorders.py``).
+"""
+
+from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from itertools import count
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from dtypedoctor._torch_private import version_of
-from dtypedoctor.instrument.places import Place
+from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.sites import Looks, Sites
 from dtypedoctor.instrument.statistics import Extent, Named, measure_one
+from dtypedoctor.trace.events import Site
 from dtypedoctor.trace.writer import SampleRow, TraceWriter
+
+
+def residual_blocks(root: nn.Module) -> set[int]:
+    """Identities of the modules whose outputs are the residual stream of ``root``.
+
+    These are the members of the outermost ``ModuleList`` objects that hold several modules, most of one class, as the layers
+    of a transformer do; of a model without any, its own direct children.
+    """
+    found: set[int] = set()
+    waiting = list(root.children())
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, nn.ModuleList) and _is_stack(module):
+            found.update(id(member) for member in module)
+        else:
+            waiting += module.children()
+    return found or {id(child) for child in root.children()} or {id(root)}
+
+
+def _is_stack(members: nn.ModuleList) -> bool:
+    classes = Counter(type(member) for member in members)
+    return len(members) > 1 and classes.most_common(1)[0][1] * 2 > len(members)
+
+
+class Place:
+    """Where tensors are measured: a module, or something that no module returned (a loss, a parameter).
+
+    Attributes:
+        root: number of the outermost module.
+        fqn: dotted name.
+        cls: class of the module; empty where there is none.
+        sites: numbers of the sites described here so far; kept by ``Sites``.
+        flows: combinations of dtypes seen so far; kept by the module watch.
+        residual: whether what it returns is the residual stream.
+        usual: what the last call of the module looked like; kept by what records outputs.
+        gradients: what the last gradient of each output looked like, by its path; kept by the same.
+    """
+
+    __slots__ = ("__weakref__", "cls", "flows", "fqn", "gradients", "residual", "root", "sites", "usual")
+
+    def __init__(self, root: int, fqn: str, cls: str) -> None:
+        self.root = root
+        self.fqn = fqn
+        self.cls = cls
+        self.sites: dict[Any, int] = {}
+        self.flows: set[Any] = set()
+        self.residual = False
+        self.usual: Any = None
+        self.gradients: dict[str, Any] = {}
+
+
+class Places:
+    """Finds the place of a module.
+
+    Modules are looked up by identity in a plain dictionary, which takes a tenth of the time of a weak one; a weak
+    reference beside each entry tells whether the identity still belongs to the same module.
+    """
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._version = -1
+        self._of: dict[int, tuple[Any, Place | None]] = {}
+        self._unknown: list[int] = []
+        self._by_name: dict[tuple[int, str, str], Place] = {}
+        self._residual: set[int] = set()
+
+    def begin_call(self) -> None:
+        """Another outermost call begins: modules that no root was known to hold are looked for again."""
+        for identity in self._unknown:
+            self._of.pop(identity, None)
+        self._unknown.clear()
+
+    def of(self, module: nn.Module) -> Place | None:
+        """The place of ``module``; None for one that no root is known to hold."""
+        if self._version != self._names.version:
+            self._refresh()
+        held = self._of.get(id(module))
+        if held is not None and held[0]() is module:
+            return held[1]
+        return self._learn(module)
+
+    def inside(self, stack: Sequence[nn.Module]) -> Place:
+        """The place of the innermost call of ``stack``, a module that no other holds: it is named after its class and its caller."""
+        cls = type(stack[-1]).__name__
+        held = next((place for module in reversed(stack[:-1]) if (place := self.of(module)) is not None), None)
+        if held is None:
+            return self._place(0, f"{cls}()", cls)
+        return self._place(held.root, f"{held.fqn}.{cls}()" if held.fqn else f"{cls}()", cls)
+
+    def named(self, root: int, fqn: str) -> Place:
+        """The place of something that no module returned."""
+        return self._place(root, fqn, "")
+
+    def _refresh(self) -> None:
+        self._of.clear()
+        self._version = self._names.version
+        self._residual = {block for root in self._names.roots for block in residual_blocks(root)}
+
+    def _learn(self, module: nn.Module) -> Place | None:
+        found = self._names.find(module)
+        if self._version != self._names.version:
+            self._refresh()
+        place = self._place(*found, type(module).__name__) if found is not None else None
+        if place is None:
+            self._unknown.append(id(module))
+        else:
+            place.residual = id(module) in self._residual
+        self._of[id(module)] = (ref(module), place)
+        return place
+
+    def _place(self, root: int, fqn: str, cls: str) -> Place:
+        key = (root, fqn, cls)
+        found = self._by_name.get(key)
+        if found is None:
+            found = self._by_name[key] = Place(root, fqn, cls)
+        return found
+
+
+MAX_SHAPES = 4
+"""Shapes that a place is described with before its shape is given as varying; keeps the trace of a long run bounded."""
+
+
+class Looks(NamedTuple):
+    """All of a site that does not depend on the module: what its number is found by. Equal to the plain tuple."""
+
+    phase: str
+    kind: str
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    autocast: str | None
+    device: torch.device
+
+
+def looks_of(tensor: Tensor, phase: str, kind: str) -> Looks:
+    """How ``tensor`` looks as a sample of some kind that no module returned."""
+    return Looks(phase, kind, "", tensor.dtype, tensor.shape, None, tensor.device)
+
+
+class Sites:
+    """Numbers places (module, phase, kind, path in a structure, dtype, shape, autocast)."""
+
+    def __init__(self, writer: TraceWriter) -> None:
+        self._writer = writer
+        self._numbers = count(1)
+
+    def id_of(self, place: Place, looks: Looks) -> int:
+        """The number of the site, which is written to the trace when it is new."""
+        return place.sites.get(looks) or self._describe(place, looks)
+
+    def entry(self, place: Place, phase: str) -> int:
+        """The number that stands for entering a module, for the cursor."""
+        found = place.sites.get(phase)
+        if found is None:
+            found = next(self._numbers)
+            self._writer.write(
+                Site(id=found, root=place.root, fqn=place.fqn, cls=place.cls, phase=phase, kind="entered", index="",
+                     dtype="", shape=[])
+            )  # fmt: skip
+            place.sites[phase] = found
+        return found
+
+    def _describe(self, place: Place, looks: Looks) -> int:
+        family = looks._replace(shape=())
+        counted = ("shapes", family)
+        shapes = place.sites.get(counted, 0)
+        if shapes < MAX_SHAPES:
+            place.sites[counted] = shapes + 1
+            return self._write(place, looks, looks, list(looks.shape))
+        varying = ("varies", family)
+        return place.sites.get(varying) or self._write(place, varying, looks, [-1] * len(looks.shape))
+
+    def _write(self, place: Place, key: object, looks: Looks, shape: list[int]) -> int:
+        found = next(self._numbers)
+        self._writer.write(
+            Site(id=found, root=place.root, fqn=place.fqn, cls=place.cls, phase=looks.phase, kind=looks.kind,
+                 index=looks.path, dtype=str(looks.dtype).removeprefix("torch."), shape=shape,
+                 device=looks.device.type, autocast=looks.autocast)
+        )  # fmt: skip
+        place.sites[key] = found  # not before: an interruption would leave a number that is described nowhere
+        return found
+
 
 Rows = Sequence[tuple[int, Tensor]]
 """Tensors to be measured, each with the number of its site."""

@@ -1,16 +1,265 @@
-"""The recorder of each device."""
+"""The recorder of each device, and the one of a GPU, which records what is computed there without ever waiting for it.
 
-from collections.abc import Sequence
+Tensors are put together and measured by one launch behind the work of their stream; the results are written to the trace
+when they are found in the host's memory: at a later hook if the device is behind, else by a thread that looks now and then, so
+that a device which waits for the host does not wait for that too. A sample gets its number when its tensor is handed over, so the
+order of events in the trace is that of execution, whenever a sample reaches the disk.
+
+What is changed in place between being handed over and being launched would be measured wrongly. torch's version counter
+tells: that sample is left out, and from then on tensors of its site are launched at once, as are all of a new site.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+from weakref import ref
 
 import torch
+from torch import Tensor
 
-from dtypedoctor.instrument.device_rows import device_rows
+from dtypedoctor._torch_private import version_of
+from dtypedoctor.instrument.batches import Batches, Row
+from dtypedoctor.instrument.device_rows import Counts, DeviceRows, device_rows
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.recorder import ImmediateRecorder, Recorder, Rows, Source
-from dtypedoctor.instrument.sites import Sites
-from dtypedoctor.instrument.statistics import Named
-from dtypedoctor.instrument.stream_recorder import StreamRecorder
-from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.instrument.recorder import ImmediateRecorder, Looks, Recorder, Rows, Sites, Source
+from dtypedoctor.instrument.statistics import Named, modes_are_on, out_of_their_sight
+from dtypedoctor.trace.events import NotWatched
+from dtypedoctor.trace.writer import SampleRow, TraceWriter
+
+PATIENCE = 5.0
+"""Seconds to wait at the end of a run for what is still on its way."""
+
+READ_SECONDS = 0.05
+"""How often results are looked for while the program calls no module."""
+
+
+_Sample = tuple[int, int, int, int, Counts]
+"""Sequence number, step, call, site and what was measured."""
+
+
+class _Doubt(NamedTuple):
+    """What went into a module, to be recorded only if something not finite came out."""
+
+    source: Source
+    given: list[tuple[str, torch.dtype, torch.Size, Row]]
+    n: int
+    step: int
+    call: int
+
+
+class StreamRecorder:
+    """The recorder of one CUDA device.
+
+    Args:
+        writer: where the samples go.
+        sites: numbers the places.
+        rows: measures on the device.
+        device: the device.
+    """
+
+    def __init__(self, writer: TraceWriter, sites: Sites, rows: DeviceRows, device: torch.device) -> None:
+        self._writer = writer
+        self._sites = sites
+        self._device = device
+        self._batches = Batches(rows, device)
+        self._known: dict[int, Row] = {}
+        self._forgotten: list[dict[int, Row]] = []
+        self._confirmed: deque[_Doubt] = deque()
+        self._calm: set[int] = set()
+        self._restless: set[int] = set()
+        self._new: list[tuple[ref[Tensor], int, int]] = []
+        self._changed = 0
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+        self._reader: threading.Thread | None = None
+        self.suspicious = False
+
+    def record(
+        self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
+    ) -> None:
+        """Measures ``rows`` and, only if one of them is not finite, also what was ``given`` to ``source``."""
+        if modes_are_on():
+            with out_of_their_sight():
+                self.record(rows, when, source, given)
+            return
+        with self._lock:
+            returned = self._hand_over(rows, when)
+            if source is not None and given:
+                self._doubt(returned, source, given, when)
+        if self._reader is None:
+            self._read_in_background()
+
+    def _hand_over(self, rows: Rows, when: tuple[int, int, int]) -> list[Row]:
+        n, step, call = when
+        returned = []
+        for site, tensor in rows:
+            row = self._known_row(tensor)
+            if row is None:
+                row = self._known[id(tensor)] = self._batches.add(tensor)
+            returned.append(row)
+            if row.counts is not None:
+                self._write([(n, step, call, site, row.counts)])
+            else:
+                row.entries += ((n, step, call, site),)
+                if site not in self._calm or row.version < 0:
+                    self._measure_now(site, tensor, row)
+            n += 1
+        return returned
+
+    def _read_in_background(self) -> None:
+        """Writes down what has arrived also while the program waits for the device, perhaps for ever."""
+        self._ended.clear()
+
+        def read() -> None:
+            while not self._ended.wait(READ_SECONDS):
+                with self._lock:
+                    self._settle()
+
+        self._reader = threading.Thread(target=read, daemon=True, name="dtypedoctor-reader")
+        self._reader.start()
+
+    def begin_call(self) -> None:
+        """Forgets what was measured: from here on it is another call's."""
+        self._batches.begin_call()
+        self._forgotten.append(self._known)  # letting go of its rows takes a while that the device may not have
+        self._known = {}
+
+    def end_call(self) -> None:
+        """Launches everything; writes only if the device is busy, which is about to be given a backward pass."""
+        self._send_all()
+
+    def flush(self) -> None:
+        """Launches everything, and writes what has arrived."""
+        self._send_all()
+        with self._lock:
+            self._settle()
+
+    def _send_all(self) -> None:
+        if modes_are_on():
+            with out_of_their_sight():
+                self._send_all()
+            return
+        with self._lock:
+            self._launch()
+            self._launch()  # what was waiting for gates in the first
+            for tensor, version, site in self._new:
+                held = tensor()
+                if held is not None and version_of(held) != version:
+                    self._set_apart((site,))
+            self._new.clear()
+
+    def finish(self) -> None:
+        """Waits a little for what is on its way, and writes down how much is missing."""
+        if self._reader is not None:
+            self._ended.set()
+            self._reader.join()
+            self._reader = None
+        self.flush()
+        self._write_settled(self._batches.wait(PATIENCE))
+        self._confirmed.clear()
+        self._known.clear()
+        self._tell_what_is_missing()
+
+    def _known_row(self, tensor: Tensor) -> Row | None:
+        """The row of a tensor that was handed over before: a container usually returns what its last child returned."""
+        row = self._known.get(id(tensor))
+        if row is None or row.held is None or row.held() is not tensor or 0 <= row.version != version_of(tensor):
+            return None
+        return row
+
+    def _measure_now(self, site: int, tensor: Tensor, row: Row) -> None:
+        """Launches a tensor of a new site, and of one whose tensors are changed in place, without waiting for others."""
+        if site not in self._restless and row.version >= 0:
+            self._calm.add(site)
+            self._new.append((ref(tensor), row.version, site))
+        self._launch()
+
+    def _set_apart(self, sites: Iterable[int]) -> None:
+        self._restless.update(sites)
+        self._calm -= self._restless
+
+    def _doubt(self, returned: list[Row], source: Source, given: Sequence[Named], when: tuple[int, int, int]) -> None:
+        gate = returned[0]
+        if gate.counts is not None and not gate.suspicious:
+            return
+        found = []
+        for path, tensor in given:
+            if tensor.device == self._device:
+                row = self._known_row(tensor) or self._batches.add(tensor, gate)
+                found.append((path, tensor.dtype, tensor.shape, row))
+        _, step, call = when
+        doubt = _Doubt(source, found, self._writer.next_n(len(found)), step, call)
+        for row in returned:
+            row.doubts += (doubt,)
+        self._confirm([row for row in returned if row.counts is not None and row.suspicious])
+
+    def _launch(self) -> None:
+        for row in self._batches.launch():
+            self._changed += 1
+            self._set_apart(site for _, _, _, site in row.entries)
+        if self._batches.worth_reading:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Writes what has arrived. Takes a microsecond or two for each sample, so it is done when the host has the time."""
+        self._forgotten.clear()
+        self._write_settled(self._batches.drain())
+
+    def _write_settled(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        counted = [(row, row.counts) for row in rows if row.counts is not None]
+        self._write([(*entry, counts) for row, counts in counted for entry in row.entries])
+        self._confirm([row for row, counts in counted if any(counts[1:])])
+        self._write_what_is_settled()
+
+    def _write_what_is_settled(self) -> None:
+        while self._confirmed and all(row.settled for *_, row in self._confirmed[0].given):
+            self._write_given(self._confirmed.popleft())
+
+    def _confirm(self, rows: Iterable[Row]) -> None:
+        """Some rows are not finite: what went into the modules that returned them is to be recorded."""
+        for row in rows:
+            self.suspicious = True
+            self._confirmed += [doubt for doubt in row.doubts if doubt not in self._confirmed]
+            row.doubts = ()
+
+    def _write_given(self, doubt: _Doubt) -> None:
+        source, given, n, step, call = doubt
+        for i, (path, dtype, shape, row) in enumerate(given):
+            read = row.gate is None or row.gate.suspicious
+            if row.counts is not None and read:
+                looks = Looks(source.phase, "input", path, dtype, shape, source.autocast, self._device)
+                self._write([(n + i, step, call, self._sites.id_of(source.place, looks), row.counts)])
+
+    def _write(self, found: list[_Sample]) -> None:
+        """Writes samples, those that follow each other in one line."""
+        line: list[SampleRow] = []
+        following = start = (0, 0, 0)
+        for n, step, call, site, (absmax, nan, inf) in sorted(found):
+            if (n, step, call) != following:
+                if line:
+                    self._writer.write_samples(*start, line)
+                line = []
+                start = (n, step, call)
+            following = (n + 1, step, call)
+            line.append((site, absmax, nan, inf))
+        if line:
+            self._writer.write_samples(*start, line)
+
+    def _tell_what_is_missing(self) -> None:
+        dropped, self._batches.dropped = self._batches.dropped, 0
+        if dropped:
+            why = (
+                "the device stopped before they had arrived" if self._batches.dead else "the device was too far behind"
+            )
+            self._writer.write(NotWatched(what=f"{dropped} measurements on the device", why=why))
+        changed, self._changed = self._changed, 0
+        if changed:
+            why = "the tensors were changed in place, or freed, before they could be measured"
+            self._writer.write(NotWatched(what=f"{changed} measurements on the device", why=why))
+
 
 BEHIND = frozenset({"cuda"})
 """Device types whose work is queued, so that waiting for a result would cost more than measuring it."""

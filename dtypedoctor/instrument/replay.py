@@ -1,16 +1,25 @@
-"""Counterfactuals on one op, made while its operands are at hand."""
+"""Counterfactuals on one op, made while its operands are at hand: in a wider dtype, in equal dtypes, attention in one fused kernel."""
 
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from dtypedoctor._torch_private import tree_flatten, tree_map, without_autocast
+from dtypedoctor._torch_private import schema_of, tree_flatten, tree_map, without_autocast
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.statistics import measurable, measure
+from dtypedoctor.instrument.observing import observe
+from dtypedoctor.instrument.operators import Arguments, tensors_of
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.statistics import is_spread, measurable, measure
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
-from dtypedoctor.trace.events import Replay
+from dtypedoctor.trace.events import Replay, TensorNote
+from dtypedoctor.trace.records.values import AttentionReplayed
 from dtypedoctor.trace.writer import TraceWriter
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -61,3 +70,254 @@ def note_replay(writer: TraceWriter, of: int, how: str, results: list[Tensor]) -
             dtype=dtype_name(results[0]) if results else None,
         )
     )
+
+
+def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments) -> None:
+    """Runs an op that refused its operands again with other dtypes; nothing where their dtypes were equal.
+
+    * ``equal-dtypes``: all in float32 (in float64 where one is), which shows that the dtypes alone were the reason.
+    * ``all-as-DTYPE`` for each dtype among them: what would have happened had the region, the weights or the input agreed.
+    * ``operand-I-as-DTYPE``: operand I alone cast, where all others agree. Success names the odd one.
+    """
+    leaves = [t for t in tree_flatten(arguments)[0] if isinstance(t, Tensor)]
+    dtypes = _dtypes(leaves)
+    if len(dtypes) < 2:
+        return
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    run_again(writer, of, "equal-dtypes", func, _cast(arguments, partial(_always, wide)))
+    for dtype in dtypes:
+        run_again(writer, of, f"all-as-{_short(dtype)}", func, _cast(arguments, partial(_always, dtype)))
+    for index, leaf in enumerate(leaves):
+        to = _wanted_by_others(leaf, leaves) if measurable(leaf) else None
+        if to is not None:
+            run_again(writer, of, f"operand-{index}-as-{_short(to)}", func, _cast(arguments, partial(_only, leaf, to)))
+
+
+def _wanted_by_others(operand: Tensor, operands: list[Tensor]) -> torch.dtype | None:
+    """The dtype that all others have, where it is one and not the operand's."""
+    others = _dtypes([t for t in operands if t is not operand])
+    if len(others) != 1 or operand.dtype in others:
+        return None
+    return others[0]
+
+
+def _dtypes(tensors: Iterable[object]) -> list[torch.dtype]:
+    """The dtypes of those that can be measured, each once and in order."""
+    return list(dict.fromkeys(t.dtype for t in tensors if isinstance(t, Tensor) and measurable(t)))
+
+
+def replay_promotion(writer: TraceWriter, of: int, func: Any, arguments: Arguments, outputs: list[Tensor]) -> bool:
+    """Where an op of mixed dtypes returned the widest of them, runs it again with all operands in the narrowest.
+
+    The dtype of that result shows that the wider operand alone made it wide. Recorded as ``narrowest-dtype``.
+
+    Returns:
+        Whether there was anything to try.
+    """
+    if schema_of(func).is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    dtypes = _dtypes(tree_flatten(arguments)[0])
+    if len({d.itemsize for d in dtypes}) < 2:
+        return False
+    narrow = min(dtypes, key=lambda d: d.itemsize)
+    wider = {dtype for dtype in dtypes if dtype.itemsize > narrow.itemsize}
+    if wider.isdisjoint(_dtypes(outputs)):
+        return False
+    run_again(writer, of, "narrowest-dtype", func, _cast(arguments, partial(_always, narrow)))
+    return True
+
+
+def _cast(arguments: Arguments, to: Callable[[Tensor], torch.dtype]) -> Arguments:
+    """The arguments with every floating tensor copied, so that an op that writes to one changes nothing of the user's."""
+    return tree_map(lambda v: v.detach().to(to(v), copy=True) if measurable(v) else v, arguments)
+
+
+def _always(dtype: torch.dtype, _: Tensor) -> torch.dtype:
+    return dtype
+
+
+def _only(chosen: Tensor, dtype: torch.dtype, tensor: Tensor) -> torch.dtype:
+    return dtype if tensor is chosen else tensor.dtype
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+__all__ = ["AttentionReplay", "Ran"]
+
+MAX_BETWEEN = 24
+"""Ops from the product of queries and keys to that with the values."""
+MAX_REPLAYS = 4
+"""Experiments of one window: each needs a few matrices of the size of the scores."""
+MASKING = 1e4
+"""Magnitude from which on what is added to a score is a mask and no bias."""
+FAR = 1024.0
+"""A score at which a soft cap would have bent the line."""
+AFFINE = 1e-2
+"""Relative difference of the slopes up to 1 and up to :data:`FAR`, and between entries, that is rounding."""
+
+_PRODUCTS = frozenset({"aten.bmm.default", "aten.mm.default"})
+_SOFTMAX = frozenset({"aten._softmax.default", "aten._safe_softmax.default"})
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """An operator that has run: its number in the trace, its arguments as they were, its results, and the notes about both."""
+
+    n: int
+    func: Any
+    arguments: Arguments
+    inputs: Sequence[TensorNote]
+    results: Sequence[Tensor]
+    outputs: Sequence[TensorNote]
+
+
+@dataclass(slots=True)
+class _Scores:
+    """A product of two activations and what was made of it so far; ``derived`` holds the numbers of all that."""
+
+    product: Ran
+    before_softmax: list[Ran] = field(default_factory=list)
+    softmax: Ran | None = None
+    derived: set[int] = field(default_factory=set)
+    length: int = 0
+
+
+class AttentionReplay:
+    """Writes an :class:`AttentionReplayed` where the softmax of attention scores made NaN.
+
+    Two causes look alike from behind: scores that left their dtype's range, and rows in which the mask
+    leaves nothing. The experiment tells them apart: the same queries, keys, values and mask in one fused kernel. What the program did to the
+    scores between their product and the softmax (scale, masks, casts) is an affine function of the scores; it is found out by doing the same to
+    scores of 0, 1 and 1024.
+
+    Args:
+        writer: where the observations go.
+        position: tells step, call and phase.
+    """
+
+    def __init__(self, writer: TraceWriter, position: Position) -> None:
+        self._writer = writer
+        self._position = position
+        self._open: deque[_Scores] = deque(maxlen=2)
+        self._replays = 0
+
+    def forget(self) -> None:
+        """The window has closed."""
+        self._open.clear()
+        self._replays = 0
+
+    def saw(self, ran: Ran) -> None:
+        """Follows products of activations to a softmax, and from one that made NaN to the product with the values."""
+        if self._replays >= MAX_REPLAYS or any(map(is_spread, ran.results)):
+            return
+        given = {note.id for note in ran.inputs}
+        for scores in [s for s in self._open if not s.derived.isdisjoint(given)]:
+            self._advance(scores, ran)
+        if _is_of_activations(ran) and str(ran.func) in _PRODUCTS:
+            self._open.append(_Scores(ran, derived={note.id for note in ran.outputs}))
+
+    def _advance(self, scores: _Scores, ran: Ran) -> None:
+        """An operator takes scores, or what was made of them."""
+        if scores.softmax is not None and str(ran.func) in _PRODUCTS:
+            self._open.remove(scores)
+            self._replay(scores, scores.softmax, ran)
+        elif not _follow(scores, ran):
+            self._open.remove(scores)
+
+    def _replay(self, scores: _Scores, softmax: Ran, values: Ran) -> None:
+        found = None
+        with contained(), torch.no_grad(), without_autocast():  # what cannot be computed again is not judged
+            found = _experiment(scores, softmax, tensors_of(values.arguments)[-1])
+        if found is None:
+            return
+        self._replays += 1
+        observe(self._writer, self._position, found)
+
+
+def _is_of_activations(ran: Ran) -> bool:
+    return all(note.origin != "parameter" for note in ran.inputs)
+
+
+def _follow(scores: _Scores, ran: Ran) -> bool:
+    """Adds an op to what became of the scores; whether there is still something to be found out."""
+    scores.length += 1
+    scores.derived.update(note.id for note in ran.outputs)
+    if scores.softmax is None and str(ran.func) in _SOFTMAX:
+        scores.softmax = ran
+        return any(note.num_nan for note in ran.outputs)
+    if scores.softmax is None:
+        scores.before_softmax.append(ran)
+    return scores.length < MAX_BETWEEN
+
+
+def _experiment(scores: _Scores, softmax: Ran, value: Tensor) -> AttentionReplayed | None:
+    """What is to be told; None where the program does something else to its scores than scaling and masking them."""
+    query, key = tensors_of(scores.product.arguments)
+    exact = query.float() @ key.float()
+    zero, one, far = (_until_softmax(scores, softmax, torch.full_like(exact, c)) for c in (0.0, 1.0, FAR))
+    scale = _slope(zero, one, far)
+    if scale is None or softmax.arguments[0][1] not in (-1, zero.dim() - 1) or value.dtype is not query.dtype:
+        return None
+    wrong = softmax.results[0].isnan().any(-1)
+    least = torch.finfo(query.dtype).min
+    fused = scaled_dot_product_attention(
+        query, key.transpose(-1, -2), value, attn_mask=zero.reshape(exact.shape).to(query.dtype), scale=scale
+    )
+    (extent,) = measure([fused])
+    return AttentionReplayed(
+        scores=scores.product.n,
+        softmax=softmax.n,
+        scale=scale,
+        nan_rows=int(wrong.sum()),
+        unattended=int((wrong & (zero <= least).all(-1)).sum()),
+        exact_finite=_is_finite(_until_softmax(scores, softmax, exact).softmax(-1)),
+        unmasked_finite=_is_finite((exact * scale).softmax(-1)),
+        sdpa_finite=extent.finite,
+        sdpa_absmax=extent.absmax,
+    )
+
+
+def _until_softmax(scores: _Scores, softmax: Ran, start: Tensor) -> Tensor:
+    """What the softmax would have been given for these float32 scores."""
+    values = {scores.product.outputs[0].id: start}
+    for ran in scores.before_softmax:
+        args, kwargs = _with(values, ran)
+        results = tensors_of(ran.func(*args, **kwargs))
+        values.update({note.id: result for note, result in zip(ran.outputs, results, strict=True)})
+    return values[softmax.inputs[0].id]
+
+
+def _with(values: dict[int, Tensor], ran: Ran) -> Arguments:
+    """The arguments of an op, float32 stand-ins in place of what was made of the scores; what it writes to is a copy."""
+    real = tensors_of(ran.arguments)
+    stand_ins = {id(t): values[note.id].clone() for t, note in zip(real, ran.inputs, strict=True) if note.id in values}
+    changed: Arguments = tree_map(partial(_stand_in, stand_ins), ran.arguments)
+    return changed
+
+
+def _stand_in(stand_ins: dict[int, Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor) and id(value) in stand_ins:
+        return stand_ins[id(value)]
+    if measurable(value):
+        return value.float()
+    return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
+
+
+def _slope(zero: Tensor, one: Tensor, far: Tensor) -> float | None:
+    """The factor between scores and softmax, where there is one: the same for all entries and all scores; else None."""
+    free = zero.abs() < MASKING
+    slopes = (one - zero)[free]
+    if not slopes.numel():
+        return None
+    scale = float(slopes.median())
+    rounding = AFFINE * abs(scale)
+    even = bool((slopes - scale).abs().max() <= rounding)
+    straight = bool(((far - zero)[free] / FAR - slopes).abs().max() <= rounding)
+    return scale if scale > 0 and even and straight else None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(extent.finite for extent in measure([tensor]))

@@ -21,16 +21,13 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.contents import Contents, contents, tensors_given
-from dtypedoctor.instrument.coverage import Coverage
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.opaque import why_opaque
-from dtypedoctor.instrument.places import Place
+from dtypedoctor.instrument.operators import why_opaque
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.readable import Missed, readable, wants_gradient
-from dtypedoctor.instrument.recorder import Recorder, Source
+from dtypedoctor.instrument.readable import Coverage, Missed, readable, wants_gradient
+from dtypedoctor.instrument.recorder import Looks, Place, Recorder, Sites, Source
 from dtypedoctor.instrument.recorders import Recorders
-from dtypedoctor.instrument.sites import Looks, Sites
 from dtypedoctor.instrument.statistics import Named, measurable, modes_are_on, out_of_their_sight
 from dtypedoctor.trace.events import Flow, NotWatched
 from dtypedoctor.trace.writer import TraceWriter

@@ -34,13 +34,20 @@ from dtypedoctor._torch_private import (
     sequence_number,
 )
 from dtypedoctor.instrument.bad_values import FINITE, BadValues, Ends, Ran, ends_of
-from dtypedoctor.instrument.coverage import Coverage
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.operator_mode import OperatorMode, keep_compiler_out
+from dtypedoctor.instrument.operators import (
+    Arguments,
+    OperatorMode,
+    is_unfinished,
+    keep_compiler_out,
+    keep_written,
+    tensors_of,
+    written,
+)
 from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.readable import Coverage
 from dtypedoctor.instrument.recorders import BEHIND
-from dtypedoctor.instrument.schema import Arguments, is_unfinished, keep_written, tensors_of, written
 from dtypedoctor.instrument.statistics import measurable, real_of
 
 ALLOWANCE = 20_000

@@ -11,35 +11,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import LOST
-from dtypedoctor.instrument.arrivals import Arrivals
 from dtypedoctor.instrument.autocast import AutocastLog, RegionLog
 from dtypedoctor.instrument.bad_values import BadValues, ends_of
-from dtypedoctor.instrument.code_places import CodePlaces
 from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given
-from dtypedoctor.instrument.coverage import Coverage
-from dtypedoctor.instrument.exported import Exports
-from dtypedoctor.instrument.facts import ModelFacts
+from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
 from dtypedoctor.instrument.float32_program import Originals
+from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
 from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.leaf_gradients import LeafGradients
-from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.naming import CodePlaces, Names
 from dtypedoctor.instrument.op_windows import OpWindow, OpWindows
-from dtypedoctor.instrument.optimizer_samples import OptimizerSamples
 from dtypedoctor.instrument.optrace import OpTrace
-from dtypedoctor.instrument.origins import call_arguments
-from dtypedoctor.instrument.phases import Phases
+from dtypedoctor.instrument.phases import Exports, Phases, Threads
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.raising import CaughtLog, behind, raised_record
-from dtypedoctor.instrument.readable import values_of
+from dtypedoctor.instrument.readable import Arrivals, Coverage, values_of
 from dtypedoctor.instrument.recorder import When
-from dtypedoctor.instrument.scaling import ScalerLog, UnscaleLog
 from dtypedoctor.instrument.sentinel import Sentinel
-from dtypedoctor.instrument.sharding import ShardCalls
 from dtypedoctor.instrument.silent.checks import SilentChecks
 from dtypedoctor.instrument.statistics import Rooted
-from dtypedoctor.instrument.threads import Threads
 from dtypedoctor.instrument.watch import ModuleWatch
+from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.trace.events import WORKED_ELSEWHERE
 from dtypedoctor.trace.writer import TraceWriter
 

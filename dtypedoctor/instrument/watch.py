@@ -16,17 +16,14 @@ from torch.nn.modules import module as hooks
 
 from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook
 from dtypedoctor.instrument.autocast import AutocastLog
-from dtypedoctor.instrument.coverage import Coverage
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
-from dtypedoctor.instrument.opaque import being_recorded
-from dtypedoctor.instrument.open_calls import forget_ended_calls
-from dtypedoctor.instrument.places import Place, Places
-from dtypedoctor.instrument.position import Here, Position
-from dtypedoctor.instrument.recorder import When
+from dtypedoctor.instrument.operators import being_recorded
+from dtypedoctor.instrument.position import Here, Position, forget_ended_calls
+from dtypedoctor.instrument.readable import Coverage
+from dtypedoctor.instrument.recorder import Looks, Place, Places, Sites, When, looks_of
 from dtypedoctor.instrument.recorders import Recorders
 from dtypedoctor.instrument.returned import Returned
-from dtypedoctor.instrument.sites import Looks, Sites, looks_of
 from dtypedoctor.instrument.statistics import Rooted
 from dtypedoctor.trace.writer import TraceWriter
 

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch import nn
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.instrument.residual import residual_blocks
+from dtypedoctor.instrument.recorder import residual_blocks
 from dtypedoctor.scenario.model import Distributed, Grpo, Sft
 from dtypedoctor.trace.ranks import member
 from dtypedoctor.workloads.context import Context

@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
+from dtypedoctor.instrument.facts import SHARDING
 from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.op_windows import OpWindow
-from dtypedoctor.instrument.operator_mode import keep_compiler_out
+from dtypedoctor.instrument.operators import keep_compiler_out
 from dtypedoctor.instrument.position import FOR_GOOD
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import Instruments
-from dtypedoctor.instrument.sharding import SHARDING
 from dtypedoctor.trace.events import Environment, Metric, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import getpid, perf_counter

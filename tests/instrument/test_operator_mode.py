@@ -9,7 +9,7 @@ LOOKED_AT = """
     import sys, torch
     from pathlib import Path
     from dtypedoctor.instrument.op_windows import OpWindow
-    from dtypedoctor.instrument.operator_mode import keep_compiler_out
+    from dtypedoctor.instrument.operators import keep_compiler_out
     from dtypedoctor.instrument.session import Instruments
     from dtypedoctor.trace.events import Op
     from dtypedoctor.trace.reader import read_trace

@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from watched import watched as watched_by
 
 import dtypedoctor
-from dtypedoctor.instrument import batches, recorders, stream_recorder
-from dtypedoctor.instrument.arrivals import Arrivals
+from dtypedoctor.instrument import batches, recorders
 from dtypedoctor.instrument.device_rows import Asked, NormRows
+from dtypedoctor.instrument.readable import Arrivals
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import Header, NotWatched, ScalerState
 from dtypedoctor.trace.reader import Trace, read_trace
@@ -206,7 +206,7 @@ def own_calls(work: Callable[[], object]) -> int:
 @pytest.mark.usefixtures("rows")
 def test_a_module_call_keeps_few_objects_and_makes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device waits for the host these are what the watch costs: calls of a whole step, objects that a forward pass leaves."""
-    monkeypatch.setattr(stream_recorder, "READ_SECONDS", 60.0)
+    monkeypatch.setattr(recorders, "READ_SECONDS", 60.0)
 
     def loss(training: Training) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -237,7 +237,7 @@ def test_results_are_read_before_there_is_no_room_for_more(tmp_path: Path, monke
 
     monkeypatch.setattr(recorders, "BEHIND", frozenset({"cpu"}))
     monkeypatch.setattr(recorders, "device_rows", Narrow)
-    monkeypatch.setattr(stream_recorder, "READ_SECONDS", 60.0)
+    monkeypatch.setattr(recorders, "READ_SECONDS", 60.0)
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
     trace = watched_by(tmp_path, lambda _: net(torch.ones(2, 4)))
     assert len(trace.samples) == 301

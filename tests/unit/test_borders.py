@@ -21,7 +21,7 @@ CROSSINGS = {
     "corrections/counters.py": "import dtypedoctor.report.text",
     "worker/boot.py": "from dtypedoctor.runner import child",
     "models/builtin.py": "from dtypedoctor.trials import remedies",
-    "report/text.py": "from dtypedoctor.instrument import schema",
+    "report/text.py": "from dtypedoctor.instrument import operators",
     "scenario/model.py": "from dtypedoctor.corrections import counters",
     "diagnosis/ops.py": "import torch",
     "trace/events.py": "from dtypedoctor.diagnosis import wording",

@@ -12,21 +12,14 @@ from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.phases import Phases
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.silent.absorbed import AbsorbedOverflows
-from dtypedoctor.instrument.silent.autocast_cache import CacheCheck
-from dtypedoctor.instrument.silent.eager import EagerReplay
-from dtypedoctor.instrument.silent.gradients import GradientCheck
-from dtypedoctor.instrument.silent.int_casts import IntegerCasts
-from dtypedoctor.instrument.silent.loading import LoadingCheck
+from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, RouterFlips
+from dtypedoctor.instrument.silent.loading import LoadingCheck, PatchCheck
 from dtypedoctor.instrument.silent.look import RoutineLook
 from dtypedoctor.instrument.silent.notes import Notes
-from dtypedoctor.instrument.silent.patches import PatchCheck
-from dtypedoctor.instrument.silent.positions import PositionCheck
-from dtypedoctor.instrument.silent.ratios import RatioCheck
-from dtypedoctor.instrument.silent.rotary import RotaryTables
-from dtypedoctor.instrument.silent.routers import RouterFlips
-from dtypedoctor.instrument.silent.twins import TwinCheck
-from dtypedoctor.instrument.silent.updates import UpdateCheck
+from dtypedoctor.instrument.silent.policies import RatioCheck, TwinCheck
+from dtypedoctor.instrument.silent.reruns import CacheCheck, EagerReplay
+from dtypedoctor.instrument.silent.rounding import IntegerCasts, PositionCheck, RotaryTables
+from dtypedoctor.instrument.silent.updates import GradientCheck, UpdateCheck
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.instrument.whereabouts import Whereabouts
 from dtypedoctor.trace.writer import TraceWriter

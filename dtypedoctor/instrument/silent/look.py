@@ -25,12 +25,21 @@ from dtypedoctor._torch_private import (
     without_modes,
 )
 from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.headroom import bytes_of, fits
-from dtypedoctor.instrument.identity import TensorIds
-from dtypedoctor.instrument.opaque import being_recorded, why_opaque
-from dtypedoctor.instrument.operator_mode import OperatorMode, is_whole
+from dtypedoctor.instrument.operators import (
+    Arguments,
+    OperatorMode,
+    TensorIds,
+    being_recorded,
+    bytes_of,
+    fits,
+    is_unfinished,
+    is_whole,
+    keep_written,
+    tensors_of,
+    why_opaque,
+    written,
+)
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.schema import Arguments, is_unfinished, keep_written, tensors_of, written
 from dtypedoctor.instrument.statistics import is_spread
 
 FIRST_LOOKS = 2

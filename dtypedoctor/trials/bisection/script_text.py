@@ -45,7 +45,7 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool) -> s
     """The script.
 
     Args:
-        capture: the description that the worker has written; see ``instrument/recipes.py`` for its form.
+        capture: the description that the worker has written; see ``instrument/capture.py`` for its form.
         claim: what it is to show.
         configs: also give the module its configuration objects, which most forwards do not need.
 

@@ -1,11 +1,6 @@
-"""Half-precision copies of weights that autocast goes on using after the weights have changed.
+"""Calls that are made once more in another way: without the copies that autocast keeps, without the compiler."""
 
-Autocast keeps the copy of a float32 weight until the outermost region ends, and does not look whether the weight has changed.
-So where one region sees a second call of the same outermost module, a few elements of some weights are compared with what
-they were at the first. Where they differ, the layer is run once more on the same input without the cache.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -15,12 +10,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from dtypedoctor.instrument.autocast import AutocastLog
+from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.statistics import Extent, measurable, measure
 from dtypedoctor.trace.records.autocast import AutocastRegion
+from dtypedoctor.trace.records.compiling import EagerCall
 from dtypedoctor.trace.records.silent import StaleCopy
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -43,7 +40,12 @@ class _Root:
 
 
 class CacheCheck:
-    """Writes a :class:`StaleCopy` for a layer that computes with an old copy of its weight."""
+    """Writes a :class:`StaleCopy` for a layer that computes with an old copy of its weight.
+
+    Autocast keeps the copy of a float32 weight until the outermost region ends, and does not look whether the weight has changed.
+    So where one region sees a second call of the same outermost module, a few elements of some weights are compared with what
+    they were at the first. Where they differ, the layer is run once more on the same input without the cache.
+    """
 
     def __init__(self, notes: Notes, names: Names, position: Position, autocast: AutocastLog, guard: Guard) -> None:
         self._notes = notes
@@ -164,3 +166,45 @@ def _would_be_kept(weight: Tensor) -> bool:
         and weight.is_contiguous()
         and measurable(weight)
     )
+
+
+class EagerReplay:
+    """Runs a compiled model once more without the compiler, on its last inputs, and writes an :class:`EagerCall`.
+
+    Only for a second pass: a call that is made twice moves whatever state the model keeps.
+
+    Args:
+        notes: where the observations go.
+        position: tells the call.
+        calls: the calls to make again.
+    """
+
+    def __init__(self, notes: Notes, position: Position, calls: Collection[int]) -> None:
+        self._notes = notes
+        self._position = position
+        self._calls = calls
+
+    def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """An outermost call has returned."""
+        if self._position.call not in self._calls or self._position.backward_depth:
+            return
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with (
+            self._position.mute(),
+            torch.random.fork_rng(devices=devices),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            again = module(*args, **kwargs)
+        real, eager = _extents(output), _extents(again)
+        compared = EagerCall(
+            finite=all(e.finite for e in real),
+            absmax=max((e.absmax for e in real), default=0.0),
+            eager_finite=all(e.finite for e in eager),
+            eager_absmax=max((e.absmax for e in eager), default=0.0),
+        )
+        self._notes.write(compared, "")
+
+
+def _extents(output: Any) -> list[Extent]:
+    return measure([tensor for _, tensor in tensors_in(output)])

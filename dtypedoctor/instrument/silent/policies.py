@@ -1,10 +1,11 @@
-"""Two models with the same weights in different dtypes, asked the same: how far are their log-probabilities apart?
+"""Two ways of computing one policy's log-probabilities: how far are they apart?
 
-In reinforcement learning one of them acts and the other is trained on what the first has said of its actions. The ratio of
+In reinforcement learning one model acts and another is trained on what the first has said of its actions. The ratio of
 their probabilities is meant to be 1 while the weights are the same.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from dtypedoctor._torch_private import saved_by
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.trace.records.silent import Twins
+from dtypedoctor.trace.records.silent import FirstRatio, Twins
 
 ROWS = 64
 """Distributions of a call that are kept for comparison."""
@@ -142,3 +144,112 @@ def _same_weights(one: nn.Module, other: nn.Module) -> bool:
 def _few(parameter: Tensor) -> Tensor:
     flat = parameter.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS]
+
+
+MAX_NODES = 2000
+"""Nodes of the graph that are visited, the nearest to the loss first."""
+NEAR = 0.5
+"""Magnitude of a log-ratio up to which it may be what rounding makes; further off is padding, or another policy."""
+MOST = 0.9
+"""Share of the elements that have to be near 1."""
+_AT_RANDOM = ("p", "dropout", "attention_dropout")
+
+
+class RatioCheck:
+    """Writes a :class:`FirstRatio` for the first clipped ratio whose backward pass begins.
+
+    Whatever computed the two log-probabilities, and wherever: the clipped ratio of a policy-gradient loss, exp(new - old) between two
+    bounds around 1, stands in the autograd graph of the loss, with its values. Before the first optimizer step the weights that drew the
+    actions are the weights that are trained, so what the ratio is off by is the two ways of computing.
+    """
+
+    def __init__(self, notes: Notes, names: Names, position: Position) -> None:
+        self._notes = notes
+        self._names = names
+        self._position = position
+        self._over = False
+
+    def before_step(self) -> None:
+        """An optimizer step begins: from now on the weights may differ."""
+        self._over = True
+
+    def before_backward(self, tensors: list[Tensor]) -> None:
+        """A backward pass from ``tensors`` is about to begin."""
+        if self._over or self._position.backward_depth:
+            return
+        with self._position.mute(), torch.no_grad():
+            found = next(_clipped_ratios(tensors), None)
+            if found is not None:
+                self._over = True
+                self._tell(*found)
+
+    def _tell(self, ratio: Tensor, bounds: tuple[float, float]) -> None:
+        gaps = ratio.detach().float().log().abs().flatten()
+        near = gaps[gaps <= NEAR]
+        if near.numel() < MOST * gaps.numel():
+            return
+        told = FirstRatio(
+            elements=gaps.numel(),
+            off=int(near.ne(0).sum()),
+            largest_gap=float(near.max()),
+            mean_gap=float(near.mean()),
+            clipped=int(((ratio < bounds[0]) | (ratio > bounds[1])).sum()),
+            bounds=list(bounds),
+            random=any(_is_random(module) for root in self._names.roots for module in root.modules()),
+        )
+        self._notes.once(told, "")
+
+
+def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float, float]]]:
+    """Each clamp of a ratio in the graph behind ``tensors``, with its bounds."""
+    for node in _nodes_behind(tensors):
+        if not node.name().startswith("ClampBackward"):
+            continue
+        bounds = _around_one(node)
+        if bounds is not None and _is_ratio(_made_by(node)):
+            yield saved_by(node, "self"), bounds
+
+
+def _nodes_behind(tensors: list[Tensor]) -> Iterator[Any]:
+    """The autograd nodes that ``tensors`` were made by, the nearest first; no more levels once there are :data:`MAX_NODES`."""
+    level: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(level)
+    while level and len(seen) < MAX_NODES:
+        yield from level
+        behind = dict.fromkeys(one for node in level for one, _ in node.next_functions)
+        level = [node for node in behind if node is not None and node not in seen]
+        seen.update(level)
+
+
+def _around_one(clamp: Any) -> tuple[float, float] | None:
+    low, high = saved_by(clamp, "min"), saved_by(clamp, "max")
+    if not isinstance(low, int | float) or not isinstance(high, int | float):
+        return None
+    return (float(low), float(high)) if 0 <= low < 1 < high < 100 else None
+
+
+def _is_ratio(node: Any) -> bool:
+    """Whether a node is exp(new - old), in which only the new one is trained; the difference may be bounded first."""
+    if node is None or not node.name().startswith("ExpBackward"):
+        return False
+    difference = _made_by(node)
+    while difference is not None and difference.name().startswith("ClampBackward"):
+        difference = _made_by(difference)
+    if difference is None or not difference.name().startswith("SubBackward"):
+        return False
+    (new, _), (old, _) = difference.next_functions
+    return new is not None and old is None
+
+
+def _made_by(node: Any) -> Any:
+    return node.next_functions[0][0] if node.next_functions else None
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _is_random(module: nn.Module) -> bool:
+    if not module.training:
+        return False
+    drops = (getattr(module, name, None) for name in _AT_RANDOM)
+    return isinstance(module, _BATCH_NORMS) or any(isinstance(p, float) and p > 0 for p in drops)

@@ -1,0 +1,343 @@
+"""What an optimizer step works on: gradients, parameters and the loss scale.
+
+Gradients are measured before every step: a weight's gradient can overflow where no module's does. Parameters only change
+by a step that gradients have gone into, so in ordinary steps only some are measured after it, in turn, few enough that a
+model of any size costs the same; and all of them as soon as anything at all is found not to be finite. In programs in which no optimizer of
+torch's takes the gradients, they are measured where a backward pass leaves them.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.optim import Optimizer
+
+from dtypedoctor._torch_private import scale_where_it_lies
+from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.readable import Arrivals, Coverage, values_of
+from dtypedoctor.instrument.recorder import When
+from dtypedoctor.instrument.statistics import Rooted, local_part, measurable
+from dtypedoctor.trace.events import Observed, ScalerState
+from dtypedoctor.trace.records.values import Unscaled
+from dtypedoctor.trace.writer import TraceWriter
+
+BYTES_A_STEP = 64 << 20
+"""Parameters measured after an ordinary step; what a CPU reads in a few milliseconds and a GPU in 20 microseconds."""
+
+Sample = Callable[[str, list[Rooted], str, When | None], None]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is kept of one optimizer."""
+
+    shape: tuple[int, ...]
+    version: int
+    named: list[Rooted]
+    turn: int = 0
+    steps: int = 0
+    backward: bool = False
+    """Whether a backward pass has ended since the last step."""
+    when: When | None = None
+    """Coordinates of the parameters after the last step."""
+    measured: set[int] = field(default_factory=set)
+
+
+class OptimizerSamples:
+    """Measures around optimizer steps.
+
+    Args:
+        writer: gives sequence numbers.
+        position: shared coordinates.
+        names: knows the parameters' names.
+        sample: measures named tensors as a kind of site in a phase.
+        coverage: counts the gradients, and those that were measured.
+    """
+
+    def __init__(
+        self, writer: TraceWriter, position: Position, names: Names, sample: Sample, coverage: Coverage
+    ) -> None:
+        self._writer = writer
+        self._position = position
+        self._names = names
+        self._sample = sample
+        self._coverage = coverage
+        self._kept: WeakKeyDictionary[Optimizer, _Kept] = WeakKeyDictionary()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Measures all gradients, and before the first step the parameters as they were before any training."""
+        kept = self._of(optimizer)
+        if kept.when is None and not kept.steps:
+            self._sample("initial", [_held(one) for one in kept.named], "optimizer", None)
+        held = [(r, name, local_part(p.grad)) for r, name, p in kept.named if p.grad is not None]
+        found = [one for one in held if measurable(one[-1])]
+        self._coverage.gradients += len(held)
+        if found:
+            self._sample("grad", found, "backward", None)
+            self._coverage.gradients_measured += len(found)
+
+    def gradients_left(self) -> list[Rooted]:
+        """The gradients of all optimizers that no step has taken."""
+        found: list[Rooted] = []
+        for optimizer, kept in self._kept.items():
+            if kept.backward:
+                held = ((r, name, local_part(p.grad)) for r, name, p in self._of(optimizer).named if p.grad is not None)
+                found += [one for one in held if measurable(one[-1])]
+        return found
+
+    def backward_is_over(self) -> None:
+        """A backward pass has ended, and left gradients."""
+        for kept in self._kept.values():
+            kept.backward = True
+
+    def skipped(self, optimizer: Optimizer) -> None:
+        """A loss scaler has found the gradients unfit and does not let the optimizer take them."""
+        if optimizer in self._kept:
+            self._kept[optimizer].backward = False
+
+    def after_step(self, optimizer: Optimizer, *, sentinel: bool = False) -> None:
+        """Measures those parameters whose turn it is; after the first step all, with ``sentinel`` none."""
+        kept = self._of(optimizer)
+        position = self._position
+        kept.when = When(self._writer.next_n(len(kept.named)), position.step, position.call)
+        kept.measured.clear()
+        kept.backward = False
+        if sentinel:
+            return
+        kept.steps += 1
+        budget = BYTES_A_STEP if kept.steps > 1 else sum(p.nbytes for *_, p in kept.named)
+        places: list[int] = []
+        while len(places) < len(kept.named) and budget > 0:
+            places.append(kept.turn)
+            budget -= kept.named[kept.turn][-1].nbytes
+            kept.turn = (kept.turn + 1) % len(kept.named)
+        self._measure(kept, sorted(places))
+
+    def look_closer(self) -> None:
+        """Something was not finite: measures all parameters that have not been measured since their optimizer's last step.
+
+        They get the coordinates of that step, so that they stand before what they may have spoilt.
+        """
+        for kept in self._kept.values():
+            self._measure(kept, [i for i in range(len(kept.named)) if i not in kept.measured])
+
+    def _measure(self, kept: _Kept, places: list[int]) -> None:
+        if kept.when is None:
+            return
+        kept.measured.update(places)
+        n, step, call = kept.when
+        run: list[int] = []
+        for place in [*places, -1]:
+            if run and place != run[-1] + 1:  # numbers in one call of sample() follow each other
+                self._sample("param", [_held(kept.named[i]) for i in run], "optimizer", When(n + run[0], step, call))
+                run = []
+            run.append(place)
+
+    def _of(self, optimizer: Optimizer) -> _Kept:
+        shape = tuple(len(group["params"]) for group in optimizer.param_groups)
+        kept = self._kept.get(optimizer)
+        if kept is None or kept.shape != shape or kept.version != self._names.version:
+            fresh = _Kept(shape, self._names.version, self._named(optimizer))
+            if kept is not None:
+                fresh.steps = kept.steps
+            kept = self._kept[optimizer] = fresh
+        return kept
+
+    def _named(self, optimizer: Optimizer) -> list[Rooted]:
+        known = {
+            id(tensor): (root, name) for root, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer
+        }
+        found: list[Rooted] = []
+        for group_number, group in enumerate(optimizer.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and measurable(local_part(parameter)):
+                    unknown = (0, f"param_groups.{group_number}.{number}")
+                    found.append((*known.get(id(parameter), unknown), parameter))
+        return found
+
+
+def _held(named: Rooted) -> Rooted:
+    """A parameter with what this process holds of it."""
+    root, name, parameter = named
+    return root, name, local_part(parameter)
+
+
+MAX_NODES = 5_000
+"""Nodes of one graph that are looked through."""
+
+
+class LeafGradients:
+    """The leaves of the graph of the backward pass that is running.
+
+    Where no optimizer has taken a gradient yet, they are looked up, and what the pass has added up in them is measured when it is over.
+
+    Args:
+        coverage: counts the gradients.
+        names: knows the parameters' names.
+    """
+
+    def __init__(self, coverage: Coverage, names: Names) -> None:
+        self._coverage = coverage
+        self._names = names
+        self._known: tuple[int, dict[int, tuple[int, str]]] = (-1, {})
+        self._leaves: list[Tensor] = []
+        self._claimed = False
+        self._last = (0, 0)
+
+    def before(self, tensors: list[Tensor]) -> None:
+        """A backward pass begins at ``tensors``."""
+        self._leaves = [] if self._claimed else leaves_of(tensors)
+
+    def claim(self) -> None:
+        """An optimizer takes the gradients, which are counted and measured with its step, and so will all later ones."""
+        if not self._claimed:
+            self._claimed = True
+            self._coverage.gradients -= self._last[0]
+            self._coverage.gradients_measured -= self._last[1]
+
+    def after(self) -> list[Rooted]:
+        """The gradients that the pass has left in them."""
+        leaves, self._leaves = self._leaves, []
+        known = self._parameters() if leaves else {}
+        found = [(leaf, local_part(leaf.grad)) for leaf in leaves if leaf.grad is not None]
+        named = [(*known.get(id(leaf), (0, "")), grad) for leaf, grad in found]
+        return self._counted([(root, name or f"leaf {i}", grad) for i, (root, name, grad) in enumerate(named)])
+
+    def returned(self, gradients: object) -> list[Rooted]:
+        """The gradients that ``torch.autograd.grad`` returns."""
+        found = gradients if isinstance(gradients, (tuple, list)) else ()
+        return self._counted(
+            [(0, f"gradient {i}", readable_part(g)) for i, g in enumerate(found) if isinstance(g, Tensor)]
+        )
+
+    def _counted(self, found: list[Rooted]) -> list[Rooted]:
+        held = [one for one in found if measurable(one[-1])]
+        self._coverage.gradients += len(found)
+        self._coverage.gradients_measured += len(held)
+        self._last = (len(found), len(held))
+        return held
+
+    def _parameters(self) -> dict[int, tuple[int, str]]:
+        if self._known[0] != self._names.version:
+            known = {id(t): (root, name) for root, name, t, _, is_buffer in self._names.tensors() if not is_buffer}
+            self._known = (self._names.version, known)
+        return self._known[1]
+
+
+def readable_part(gradient: Tensor) -> Tensor:
+    """The values of a gradient as a plain tensor, as far as they can be read: inside of ``vmap`` those of all rows."""
+    values = values_of(gradient)
+    return gradient if values is None else values
+
+
+def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
+    """The leaves that a backward pass from ``tensors`` reaches, as far as they are found among the first nodes."""
+    waiting = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen: set[Node] = set(waiting)
+    leaves: list[Tensor] = []
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return leaves
+
+
+MAX_NAMES = 8
+"""Parameters named per dtype."""
+
+
+def scale_of(scaler: Any) -> Tensor | float:
+    """The loss scale of a gradient scaler where it lies; ``scaler.get_scale()`` would wait for the device."""
+    held = scale_where_it_lies(scaler)
+    return held if held is not None else float(scaler.get_scale())
+
+
+class ScalerLog:
+    """Writes a :class:`ScalerState` for each step of a gradient scaler, when the scale has arrived.
+
+    Args:
+        writer: where the records go.
+        position: shared coordinates.
+        arrivals: brings the scale.
+    """
+
+    def __init__(self, writer: TraceWriter, position: Position, arrivals: Arrivals) -> None:
+        self._writer = writer
+        self._position = position
+        self._arrivals = arrivals
+
+    def tell(self, scaler: Any, skipped: bool) -> None:
+        """``scaler`` has finished a step."""
+        n, step = self._writer.next_n(), self._position.step
+
+        def write(scale: float) -> None:
+            self._writer.write(ScalerState(n=n, step=step, scale=scale, found_inf=skipped, skipped=skipped))
+
+        self._arrivals.ask(scale_of(scaler), write)
+
+
+class UnscaleLog:
+    """Writes what a gradient scaler finds when it is about to unscale: which parameters, in which dtypes, with or without a gradient.
+
+    That is an :class:`Unscaled` for each optimizer, again whenever one of its fields but the scale changes.
+    """
+
+    def __init__(self, writer: TraceWriter, position: Position, names: Names, arrivals: Arrivals) -> None:
+        self._writer = writer
+        self._position = position
+        self._names = names
+        self._arrivals = arrivals
+        self._last: dict[int, Unscaled] = {}
+
+    def tell(self, scaler: Any, optimizer: Optimizer) -> None:
+        """``scaler`` is about to unscale the gradients of ``optimizer``."""
+        if not scaler.is_enabled():
+            return
+        inner = getattr(optimizer, "optimizer", optimizer)
+        described = self._describe(inner)
+        if self._last.get(id(inner)) == described:
+            return
+        self._last[id(inner)] = described
+        position = self._position
+        n, step, call = self._writer.next_n(), position.step, position.call
+
+        def write(scale: float) -> None:
+            what = replace(described, scale=scale)
+            self._writer.write(Observed(n=n, step=step, call=call, phase="optimizer", what=what))
+
+        self._arrivals.ask(scale_of(scaler), write)
+
+    def _describe(self, optimizer: Optimizer) -> Unscaled:
+        """All but the scale, which is still on its way."""
+        known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}
+        params: Counter[str] = Counter()
+        gradients: Counter[str] = Counter()
+        names: dict[str, list[str]] = {}
+        frozen = strangers = 0
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            dtype = dtype_name(parameter)
+            params[dtype] += 1
+            frozen += not parameter.requires_grad
+            strangers += id(parameter) not in known
+            if parameter.grad is not None:
+                gradients[dtype_name(parameter.grad)] += 1
+            if dtype in ("float16", "bfloat16") and parameter.requires_grad and id(parameter) in known:
+                names.setdefault(dtype, []).append(known[id(parameter)])
+        return Unscaled(
+            scale=0.0,
+            params=dict(params),
+            gradients=dict(gradients),
+            names={dtype: found[:MAX_NAMES] for dtype, found in names.items()},
+            frozen=frozen,
+            strangers=strangers,
+            optimizer=type(optimizer).__name__,
+        )

@@ -1,0 +1,346 @@
+"""What a mode has to know of the operators and functions that it sees: their signatures, the identity of their tensors, the memory
+that an experiment with them may take, and how a mode stays out of the compiler's way.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from dtypedoctor._torch_private import (
+    DispatchMode,
+    OpOverload,
+    is_compiled_module,
+    is_composite,
+    memory_key,
+    modes_on,
+    pop_mode,
+    push_mode,
+    schema_of,
+    tracing_state,
+    uncompiled,
+)
+from dtypedoctor.interruptions import noticing
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+_BEFORE_A_COLLECTIVE = frozenset({"fsdp.all_gather_copy_in.default"})
+_UNCOMPUTED = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_", "set_"}
+)
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """Everything inside nested lists, tuples and dicts, in order."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flat(item)
+    elif isinstance(value, dict):
+        yield from flat(list(value.values()))
+    else:
+        yield value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor inside nested lists, tuples and dicts, in order."""
+    return [item for item in flat(value) if isinstance(item, Tensor)]
+
+
+def is_unfinished(func: Any) -> bool:
+    """Whether the results of an operator hold nothing yet when it returns: a collective at work, or what it is to fill.
+
+    Such an operator is neither measured nor ever run again: one rank that repeats a collective alone breaks those of all.
+    """
+    return func.namespace in _COLLECTIVES or str(func) in _BEFORE_A_COLLECTIVE
+
+
+def leaves_memory_as_it_was(func: Any) -> bool:
+    """Whether nothing has computed what an operator returns: what is in there was left behind by somebody else."""
+    return schema_of(func).name.split("::")[-1] in _UNCOMPUTED
+
+
+def is_inplace(func: Any) -> bool:
+    """Whether the operator writes to its first argument, as ``add_`` does."""
+    return bool(schema_of(func).name.split("::")[-1].endswith("_")) and schema_of(func).is_mutable
+
+
+def has_out(func: Any) -> bool:
+    """Whether the operator fills memory that it is given: an ``out=`` argument, or a tensor where it returns nothing."""
+    schema = schema_of(func)
+    if any(argument.is_out for argument in schema.arguments):
+        return True
+    given = {argument.name for argument in schema.arguments if str(argument.type) == "Tensor"}
+    return not schema.returns and bool(given & set(_written_names(func)))
+
+
+def written(func: Any, arguments: Arguments) -> list[Tensor]:
+    """The tensors that a call writes to."""
+    args, kwargs = arguments
+    names = _written_names(func)
+    if not names:
+        return []
+    positions = [argument.name for argument in schema_of(func).arguments]
+    found = [value for name, value in zip(positions, args, strict=False) if name in names]
+    return tensors_of([*found, *(value for name, value in kwargs.items() if name in names)])
+
+
+def keep_written(func: Any, arguments: Arguments) -> Arguments:
+    """The arguments with a copy of everything that the call writes to, so that it can be made again later."""
+    names = _written_names(func)
+    if not names:
+        return arguments
+    args, kwargs = arguments
+    positions = [argument.name for argument in schema_of(func).arguments]
+    kept = tuple(
+        value.clone() if isinstance(value, Tensor) and i < len(positions) and positions[i] in names else value
+        for i, value in enumerate(args)
+    )
+    return kept, {k: v.clone() if k in names and isinstance(v, Tensor) else v for k, v in kwargs.items()}
+
+
+def scalars(arguments: Arguments) -> list[str]:
+    """The numbers, strings and dtypes among the arguments, as text."""
+    return [str(v)[:40] for v in flat(arguments) if isinstance(v, (bool, int, float, str, torch.dtype))]
+
+
+def _written_names(func: Any) -> set[str]:
+    if not schema_of(func).is_mutable:
+        return set()
+    return {a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write}
+
+
+@dataclass(slots=True)
+class _Memory:
+    number: int
+    held: StorageWeakRef
+    """Keeps the address from being given to other memory, without keeping the memory itself."""
+    writes: int = 0
+
+
+class TensorIds:
+    """Equal numbers for the same tensor in the same version; writes are told to it by :meth:`wrote`.
+
+    Python objects do not tell tensors apart: below autograd a view, a saved tensor or a parameter often comes in a new wrapper. A tensor is
+    identified by its position in memory, how it is read there, and how often that memory was written to.
+    """
+
+    def __init__(self) -> None:
+        self._memories: dict[int, _Memory] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._next = 1
+
+    def of(self, tensor: Tensor) -> tuple[int, int]:
+        """Number of the tensor, and of its memory (0 for a tensor without any of its own)."""
+        memory = self._memory(tensor)
+        if memory is None:
+            return self._new(), 0
+        place = (memory.number, memory.writes, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        number = self._numbers.get(place)
+        if number is None:
+            number = self._numbers[place] = self._new()
+        return number, memory.number
+
+    def whole(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """What two tensors have in common that are the same elements in any order; None where that cannot be said."""
+        memory = self._memory(tensor)
+        return None if memory is None else (memory.number, tensor.storage_offset(), tensor.numel(), tensor.dtype)
+
+    def wrote(self, tensor: Tensor) -> None:
+        """The memory of ``tensor`` was written to: everything in it is another tensor from now on."""
+        memory = self._memory(tensor)
+        if memory is not None:
+            memory.writes += 1
+
+    def _memory(self, tensor: Tensor) -> _Memory | None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors and some wrappers have none
+            return None
+        key = memory_key(storage)
+        found = self._memories.get(key)
+        if found is None:
+            found = self._memories[key] = _Memory(self._new(), StorageWeakRef(storage))
+        return found
+
+    def _new(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+
+__all__ = ["bytes_of", "fits"]
+
+AT_LEAST = 20 << 20
+"""Bytes that an experiment may take in any program."""
+SHARE = 0.015
+"""Share of what the program itself holds that it may take besides."""
+
+_STATM = Path("/proc/self/statm")
+
+
+def fits(needed: int, device: torch.device) -> bool:
+    """Whether an experiment may take ``needed`` bytes on ``device``, of which it keeps nothing beyond the call that it is made in."""
+    return needed <= AT_LEAST or needed <= AT_LEAST + SHARE * _held(device)
+
+
+def bytes_of(tensors: Iterable[Tensor], itemsize: int = 0) -> int:
+    """Bytes of copies of ``tensors``, with elements of ``itemsize`` bytes instead of their own where it is given."""
+    return sum(t.numel() * (itemsize or t.element_size()) for t in tensors)
+
+
+def _held(device: torch.device) -> int:
+    """Bytes that the program holds on ``device``; 0 where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def why_opaque(module: nn.Module) -> str:
+    """Why the inside of ``module`` is not watched; empty if it is."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript runs no module hooks"
+    if is_compiled_module(module):
+        return "compiled code runs no module hooks; what goes in and comes out was watched"
+    return ""
+
+
+def being_recorded() -> bool:
+    """Whether torch is writing down what runs now (``torch.jit.trace``), so that a measurement would become part of it."""
+    return tracing_state() is not None
+
+
+GETTER = "__get__"
+"""Name of what reads an attribute of a tensor. It computes nothing, and some attributes are refused to tensors of inference mode."""
+
+Listener = Callable[[str, Any, tuple[Any, ...], dict[str, Any], Exception], None]
+
+
+Made = Callable[[torch.Tensor, float], None]
+
+_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor})
+
+
+class FunctionErrors(TorchFunctionMode):
+    """Tells ``listener`` the op name, the function, its arguments and the error of each torch function that raises.
+
+    ``scaled_dot_product_attention`` and the convolutions check dtypes above the dispatcher, where the op trace does not see.
+
+    ``made`` is told of each tensor that is made of a Python number, and of that number: no operator sees what rounding made of it.
+
+    To be opened and closed within one call of a module: while one of its own functions runs (``Tensor.backward`` is one),
+    torch holds the mode aside, and closing it then would leave it active for good.
+    """
+
+    def __init__(self, listener: Listener, made: Made) -> None:
+        super().__init__()
+        self._listener = listener
+        self._made = made
+        self._is_open = False
+
+    def open(self) -> None:
+        """Begins to watch the functions of this thread."""
+        if not self._is_open:
+            self._is_open = True
+            self.__enter__()
+
+    def close(self) -> None:
+        """Stops watching."""
+        if self._is_open:
+            self._is_open = False
+            self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls ``func`` as it is."""
+        arguments = dict(kwargs or {})
+
+        def refused(error: Exception) -> None:
+            if getattr(func, "__name__", "") != GETTER:
+                self._listener(op_name(func), func, args, arguments, error)
+
+        with noticing(refused, Exception):
+            result = func(*args, **arguments)
+        if func in _OF_NUMBERS and args and isinstance(args[0], float):
+            self._made(result, args[0])
+        return result
+
+
+def op_name(func: Any) -> str:
+    """``aten.NAME.default`` for a function that an operator of torch stands for, else ``function.NAME``."""
+    name = str(getattr(func, "__name__", "")) or "unknown"
+    return f"aten.{name}.default" if hasattr(torch.ops.aten, name) else f"function.{name}"
+
+
+_hidden: set[type] = set()
+
+
+class OperatorMode(DispatchMode):
+    """A dispatch mode whose own code is never compiled.
+
+    torch wraps a mode's ``__torch_dispatch__`` so that Dynamo leaves it alone, and the wrapper imports Dynamo at the first
+    operator: more than a second of processor time in a program that compiles nothing. Here the function is wrapped once
+    Dynamo has come, which only matters from then on; call :func:`keep_compiler_out` when it comes.
+    """
+
+    def __enter__(self) -> Self:
+        keep_compiler_out()
+        super().__enter__()
+        return self
+
+    def leave(self) -> None:
+        """Takes the mode off, if it is on and wherever it stands: an exception may have kept it on for longer than its block."""
+        if not any(mode is self for mode in modes_on()):
+            return
+        above = []
+        while modes_on()[-1] is not self:
+            above.append(pop_mode())
+        try:
+            self.__exit__(None, None, None)
+        finally:
+            for mode in reversed(above):
+                push_mode(mode)
+
+    def taken_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator that is made of others by way of these, which this mode sees."""
+        with self:
+            return func.decompose(*args, **kwargs)
+
+
+def is_whole(func: Any, types: Any, operands: Iterable[Tensor]) -> bool:
+    """Whether an operator that is made of others comes here as one.
+
+    Autograd's part of the dispatcher takes ``linear`` or ``matmul`` apart before a mode sees it. That part is left out in inference
+    mode, and outside of it for tensors that were made there: autocast casts those with ``to`` and not with ``_to_copy``. Tensors of
+    classes of their own may have a rule for the whole operator, so theirs are left alone.
+    """
+    if types or not _is_composite(func):
+        return False
+    return torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in operands)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return isinstance(func, OpOverload) and is_composite(func)
+
+
+def keep_compiler_out() -> None:
+    """Wraps the modes if Dynamo has been imported; cheap to call again."""
+    for mode in set(OperatorMode.__subclasses__()) - _hidden:
+        hidden = uncompiled(mode.__torch_dispatch__)
+        if hidden is None:
+            return
+        _hidden.add(mode)
+        mode.__torch_dispatch__ = hidden  # type: ignore[method-assign]

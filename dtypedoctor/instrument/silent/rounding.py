@@ -1,0 +1,349 @@
+"""Numbers that rounding has spoilt: activations cast to integers, positions rounded together, tables of rotary embeddings."""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from dtypedoctor._torch_private import buffers_of, schema_of
+from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.operators import tensors_of
+from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.silent.look import Seen
+from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
+from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedPositions
+
+LOSSY = 0.1
+"""Relative error, in the Euclidean norm, from which on a cast has cut off information: whole numbers in a floating dtype
+lose nothing, and the length of a sentence rounded down loses a percent."""
+
+_INDEXING = frozenset(
+    {"index", "index_put", "index_put_", "_unsafe_index", "index_select", "index_add", "index_add_", "index_copy",
+     "index_copy_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "embedding", "take", "one_hot",
+     "embedding_dense_backward", "_embedding_bag", "nll_loss_forward", "repeat_interleave"}
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Cast:
+    fqn: str | None
+    told: FloatToInt
+    as_index: bool = False
+    as_number: tuple[str, str | None] | None = None
+
+
+@dataclass(slots=True)
+class IntegerCasts:
+    """Writes a :class:`FloatToInt` for each lossy cast that is used as a number and never as an index.
+
+    Most such casts are meant: token ids, bins, indices, lengths. They are used to look something up or to compare. A cast that
+    goes wrong, ``x.to(weight.dtype)`` with a packed weight say, is used as a number: it returns to floating point, by a cast or
+    by the next product, and what it cut off is missing there.
+    """
+
+    notes: Notes
+    whereabouts: Whereabouts
+    _casts: dict[int, _Cast] = field(default_factory=dict)
+
+    def end(self) -> None:
+        """Tells of the casts that were used as numbers only."""
+        for cast in {id(cast): cast for cast in self._casts.values()}.values():
+            if cast.as_number is not None and not cast.as_index:
+                used_by, used_at = cast.as_number
+                told = replace(cast.told, used_by=used_by, used_at=used_at)
+                self.notes.once(told, (cast.fqn, told.source), cast.fqn)
+        self._casts.clear()
+
+    def saw(self, seen: Seen) -> None:
+        """Notes a lossy cast, or how one is used."""
+        if self._casts:
+            self._note_use(seen)
+        if seen.name == "aten._to_copy.default" and seen.operands and seen.results:  # vmap casts numbers by it as well
+            self._note_cast(seen)
+
+    def _note_cast(self, seen: Seen) -> None:
+        source, result = seen.operands[0], seen.results[0]
+        if not measurable(source) or result.is_floating_point() or result.is_complex() or result.dtype is torch.bool:
+            return
+        if source.numel() < 2:
+            return
+        error = _relative_error(source, result)
+        if error is None or error < LOSSY:
+            return
+        place = self.whereabouts.here(sys._getframe(), "cpu")
+        self._casts[seen.number(result)] = _Cast(
+            fqn=place.fqn if place.root != OUTSIDE else None,
+            told=FloatToInt(
+                op=seen.name,
+                source=place.source,
+                from_=dtype_name(source),
+                to=dtype_name(result),
+                relative_error=error,
+                elements=source.numel(),
+            ),
+        )
+
+    def _note_use(self, seen: Seen) -> None:
+        used = self._used_by(seen)
+        if not used:
+            return
+        name = schema_of(seen.func).name.removeprefix("aten::")
+        numbers = any(measurable(t) for t in seen.results)
+        for cast in used:
+            if name in _INDEXING:
+                cast.as_index = True
+            elif numbers and cast.as_number is None:
+                cast.as_number = (seen.name, self.whereabouts.here(sys._getframe(), "cpu").source)
+            elif not numbers:
+                self._pass_on(seen, cast)
+
+    def _used_by(self, seen: Seen) -> list[_Cast]:
+        """The casts that made operands of an operator."""
+        numbers = [seen.number(t) for t in seen.operands if not t.is_floating_point()]
+        return [self._casts[number] for number in numbers if number in self._casts]
+
+    def _pass_on(self, seen: Seen, cast: _Cast) -> None:
+        """Integers made of integers say no more than these did; a truth value says something else."""
+        for result in tensors_of(seen.results):
+            if result.dtype is not torch.bool:
+                self._casts[seen.number(result)] = cast
+
+
+def _relative_error(source: Tensor, result: Tensor) -> float | None:
+    """How much of ``source`` is not in ``result``; None where the source is zero or not finite."""
+    exact = source.float()
+    size = float(exact.norm())
+    return float((exact - result.float()).norm()) / size if 0 < size < float("inf") else None
+
+
+HALF = (torch.float16, torch.bfloat16)
+SHORTEST = 257
+"""Fewer whole numbers from 0 on are exact in both formats."""
+
+_MAKERS = frozenset({"arange", "_to_copy", "to"})
+_STILL_POSITIONS = _MAKERS | {"view", "_unsafe_view", "unsqueeze", "expand", "transpose", "t", "slice", "clone", "add", "sub",
+                              "clamp", "neg"}  # fmt: skip
+"""Ops whose result says where a token is, as their operand did."""
+_ARITHMETIC = frozenset({"mul", "div", "mm", "bmm", "addmm", "baddbmm", "sin", "cos", "exp", "pow"})
+"""Ops that make something else of a position: an angle, a slope, a distance."""
+
+
+@dataclass(slots=True)
+class PositionCheck:
+    """Writes a :class:`RoundedPositions` for positions that were rounded together and then used.
+
+    Half precision has no 257 in bfloat16 and no 2049 in float16: neighboring tokens of a longer text get the same position. A
+    tensor is taken for positions when it counts by ones; it matters once arithmetic is done with the rounded numbers.
+    """
+
+    notes: Notes
+    whereabouts: Whereabouts
+    _rounded: dict[int, tuple[RoundedPositions, str | None]] = field(default_factory=dict)
+
+    def end(self) -> None:
+        """Forgets the call."""
+        self._rounded.clear()
+
+    def saw(self, seen: Seen) -> None:
+        """Notes positions that are rounded, follows views of them, and tells of the first arithmetic with them."""
+        name = schema_of(seen.func).name.removeprefix("aten::").rstrip("_")
+        if self._rounded:
+            self._note_use(seen, name)
+        if name in _MAKERS and seen.results and measurable(seen.results[0]) and seen.results[0].dtype in HALF:
+            self._note_rounding(seen, seen.results[0])
+
+    def _note_rounding(self, seen: Seen, result: Tensor) -> None:
+        length = result.shape[-1] if result.dim() else 0
+        if length < SHORTEST:
+            return
+        first = result.reshape(-1, length)[0].double()
+        exact = _whole_numbers(seen, first)
+        if exact is None or not bool((exact.diff() == 1).all()) or torch.equal(exact, first):
+            return
+        place = self.whereabouts.here(sys._getframe(), "cpu")
+        told = RoundedPositions(
+            op=seen.name,
+            source=place.source,
+            dtype=dtype_name(result),
+            length=length,
+            distinct=int(first.unique().numel()),
+            largest_error=float((exact - first).abs().max()),
+        )
+        self._rounded[seen.number(result)] = told, place.fqn if place.root != OUTSIDE else None
+
+    def _note_use(self, seen: Seen, name: str) -> None:
+        known = [self._rounded.get(seen.number(t)) for t in seen.operands]
+        found = next((one for one in known if one is not None), None)
+        if found is None:
+            return
+        if name in _STILL_POSITIONS:
+            self._rounded.update({seen.number(result): found for result in seen.results})
+        elif name in _ARITHMETIC and not (name == "div" and known[0] is None):  # a mean divides by a count
+            used_at = self.whereabouts.here(sys._getframe(), "cpu").source
+            told, fqn = found
+            self.notes.once(replace(told, used_by=seen.name, used_at=used_at), (fqn, told.source), fqn)
+
+
+def _whole_numbers(seen: Seen, rounded: Tensor) -> Tensor | None:
+    """What the positions were before they were rounded, in float64; None for a cast of something in half precision already."""
+    if not seen.operands:
+        start = rounded[0]
+        return start + torch.arange(len(rounded), dtype=torch.float64, device=rounded.device)
+    source = seen.operands[0]
+    if source.dtype in HALF or source.dtype is torch.bool or source.is_complex():
+        return None
+    return source.reshape(-1, source.shape[-1])[0].double()
+
+
+SHORTEST_TABLE, LONGEST_TABLE = 4, 1024
+"""Lengths of tables; half the size of an attention head."""
+TOLERANCE = 0.012
+"""Relative deviation of a factor between neighbours from the usual one; bfloat16's rounding makes up to 0.008."""
+USUAL = 0.6
+"""Share of neighbours that have the usual factor; tables for long contexts bend in between."""
+EXACT = 1e-6
+POSITION = 4096
+"""Where the angle error is given, if the model has so many positions."""
+
+
+_Held = tuple[ref[nn.Module], str, torch.dtype]
+"""The owner of a buffer, its name there, and the dtype that it had when it was looked at."""
+
+
+@dataclass(slots=True)
+class _Table:
+    name: str
+    buffer: Tensor
+    told: RotaryTable
+    memory: int
+
+
+@dataclass(slots=True)
+class RotaryTables:
+    """Writes a :class:`RotaryTable` for each rounded table that is read.
+
+    A table is recognised by its values and not by its name: positive, falling, each a constant factor of the one before. One that
+    was computed in float32 never equals its own rounding to bfloat16 or float16 (unless all its values are powers of two); one
+    that went through ``model.to(bfloat16)`` does, also after ``float()``.
+    """
+
+    notes: Notes
+    names: Names
+    position: Position
+    _known: WeakKeyDictionary[nn.Module, list[_Held]] = field(default_factory=WeakKeyDictionary)
+    _waiting: list[_Table] = field(default_factory=list)
+    _read: set[int] = field(default_factory=set)
+    _looked: bool = False
+
+    def before_call(self, module: nn.Module) -> None:
+        """An outermost call begins; at the first one of a module, and when it was cast since, its buffers are looked through."""
+        held = self._known.get(module)
+        if self.position.backward_depth or (held is not None and not any(map(_was_cast, held))):
+            return
+        with self.position.mute(), torch.no_grad():
+            found = list(self._buffers(module))
+            self._known[module] = [(ref(owner), name.rpartition(".")[2], b.dtype) for name, b, owner in found]
+            last = _last_position(module)
+            self._waiting = [t for t in (_rounded(name, b, last) for name, b, _ in found) if t is not None]
+
+    def after_call(self) -> None:
+        """The outermost call has ended: tells of tables that were read, or of all where nobody looked."""
+        waiting, self._waiting = self._waiting, []
+        for table in waiting:
+            if self._looked and table.memory not in self._read:
+                continue
+            told = replace(table.told, read=True if self._looked else None)
+            self.notes.once(told, table.name, table.name.rpartition(".")[0])
+        self._read.clear()
+        self._looked = False
+
+    def saw(self, seen: Seen) -> None:
+        """Notes which tables an operator reads."""
+        self._looked = True
+        if self._waiting:
+            self._read.update(_memory(t) for t in seen.operands if measurable(t))
+
+    def end(self) -> None:
+        """What was read is judged in :meth:`after_call`."""
+
+    def _buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
+        """Name, buffer and owner of everything in ``module`` that may be a table by its shape."""
+        inside = {id(child) for child in module.modules()}
+        for _, name, tensor, owner, is_buffer in self.names.tensors():
+            may_be = measurable(tensor) and tensor.dim() == 1 and SHORTEST_TABLE <= len(tensor) <= LONGEST_TABLE
+            if is_buffer and may_be and id(owner) in inside:
+                yield name, tensor, owner
+
+
+def _was_cast(held: _Held) -> bool:
+    owner, name, dtype = held
+    module = owner()
+    buffer = buffers_of(module).get(name) if module is not None else None
+    return buffer is not None and buffer.dtype is not dtype
+
+
+def _last_position(module: nn.Module) -> int:
+    """The position that an angle is given at: none that the model does not have."""
+    known = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    return known if isinstance(known, int) and 0 < known < POSITION else POSITION
+
+
+def _rounded(name: str, buffer: Tensor, position: int) -> _Table | None:
+    rounded_to = next(
+        (d for d in (torch.bfloat16, torch.float16) if torch.equal(buffer, buffer.to(d).to(buffer.dtype))), None
+    )
+    values = buffer.double().tolist() if rounded_to is not None else []
+    if rounded_to is None or not _is_geometric(values):
+        return None
+    deviation, error = _off(values)
+    if deviation < EXACT:
+        return None
+    told = RotaryTable(
+        name=name,
+        dtype=dtype_name(buffer),
+        rounded_to=str(rounded_to).removeprefix("torch."),
+        length=len(values),
+        first=values[0],
+        last=values[-1],
+        deviation=deviation,
+        angle_error=error * position,
+        position=position,
+    )
+    return _Table(name, buffer, told, _memory(buffer))
+
+
+def _is_geometric(values: list[float]) -> bool:
+    if not all(math.isfinite(v) and 0.0 < v <= 1.0 for v in values):
+        return False
+    factors = [after / before for before, after in pairwise(values)]
+    usual = median(factors)
+    if max(factors) >= 1.0 or usual < 0.05:
+        return False
+    return sum(abs(f / usual - 1.0) <= TOLERANCE for f in factors) >= USUAL * len(factors)
+
+
+def _off(values: list[float]) -> tuple[float, float]:
+    """Largest relative and largest absolute deviation from the geometric progression between the first and last value.
+
+    The progression is ``v[i] = v[0] * r**i``. For a table that bends, a deviation below bfloat16's spacing is assumed: what
+    half of the last place amounts to.
+    """
+    count = len(values) - 1
+    factor = (values[-1] / values[0]) ** (1.0 / count)
+    exact = [values[0] * factor**i for i in range(count + 1)]
+    relative = max(abs(v / e - 1.0) for v, e in zip(values, exact, strict=True))
+    if relative > TOLERANCE:
+        return 2.0**-9, max(values) * 2.0**-9
+    return relative, max(abs(v - e) for v, e in zip(values, exact, strict=True))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
