@@ -8,10 +8,8 @@ from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.directories import new_directory
-from dtypedoctor.scenario.cases import case_of
-from dtypedoctor.scenario.catalog import resolve
+from dtypedoctor.scenario.loading import case_of, override, resolve
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.overrides import override
 from dtypedoctor.trials.bisection.journal import Asked, Journal
 
 __all__ = ["Case", "Options", "new_case", "resumed_case"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.text import one_line
-from dtypedoctor.scenario.catalog import available
+from dtypedoctor.scenario.loading import available
 from dtypedoctor.scenario.model import Scenario, Script
 
 __all__ = ["allow_directory", "allow_scenario", "resume_command"]

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from dtypedoctor.cli.region import Region
 from dtypedoctor.report.text import one_line
-from dtypedoctor.trace.follow import Follower
+from dtypedoctor.trace.reader import Follower
 
 
 class LiveView:

@@ -23,7 +23,7 @@ from dtypedoctor.report.matrix import (
 )
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import new_directory
-from dtypedoctor.scenario.catalog import resolve
+from dtypedoctor.scenario.loading import resolve
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.treatment import Plan
 

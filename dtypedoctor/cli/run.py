@@ -47,7 +47,7 @@ def run(
     from dtypedoctor.report.matrix import matrix_document
     from dtypedoctor.report.run_document import run_document
     from dtypedoctor.runner.directories import new_directory
-    from dtypedoctor.scenario.overrides import override
+    from dtypedoctor.scenario.loading import override
     from dtypedoctor.trials.treatment import Plan
 
     plan = Plan(remedies=not no_remedies)

@@ -19,8 +19,8 @@ def scenarios(
 ) -> None:
     """List the scenarios that come with the program."""
     from dtypedoctor.cli.scenario_files import load_checked
-    from dtypedoctor.scenario.catalog import available
-    from dtypedoctor.scenario.schema import json_schema
+    from dtypedoctor.scenario.dump import json_schema
+    from dtypedoctor.scenario.loading import available
 
     if schema:
         print(json.dumps(json_schema(), indent=2))

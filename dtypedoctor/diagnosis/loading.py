@@ -7,7 +7,7 @@ from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import limit_of, listed
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trace.records.loading import Pretrained, RoundedAndTrained, StateLoaded
+from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
 
 LOST = 1e-3
 """Share of elements that a cast may turn into zero without a word."""

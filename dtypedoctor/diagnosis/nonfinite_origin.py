@@ -25,8 +25,7 @@ from dtypedoctor.diagnosis.wording import class_of, limit_of, place
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trace.records.compiling import EagerCall
-from dtypedoctor.trace.records.values import AttentionReplayed
+from dtypedoctor.trace.records.execution import AttentionReplayed, EagerCall
 
 __all__ = [
     "NARROW",

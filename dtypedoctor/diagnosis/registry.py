@@ -13,8 +13,7 @@ from dtypedoctor.diagnosis.rule import FAMILIES, Family, FindingSpec, Rule
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.interruptions import contained
 from dtypedoctor.plugins import Correction, give_up, registered
-from dtypedoctor.scenario.problems import quoted
-from dtypedoctor.scenario.suggestions import did_you_mean
+from dtypedoctor.scenario.problems import did_you_mean, quoted
 
 __all__ = ["PRECEDENCE", "by_family", "canonical", "finding_ids", "folder", "page", "rules", "spec_of", "typed_ids"]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trace.records.compiling import StreamLaunches
+from dtypedoctor.trace.records.execution import StreamLaunches
 
 __all__ = ["detect_stale_streams"]
 

@@ -10,8 +10,8 @@ from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trace.records.compiling import CompileCounts
-from dtypedoctor.trace.records.packed import PackedWeight
+from dtypedoctor.trace.records.execution import CompileCounts
+from dtypedoctor.trace.records.models import PackedWeight
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward
 
 __all__ = ["doubt_in_words", "doubtful_weights", "is_dtype_error", "shows_failure", "suspicious_windows"]

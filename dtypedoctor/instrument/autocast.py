@@ -17,7 +17,7 @@ from dtypedoctor._torch_private import region_is_on
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.position import Position, is_foreign
-from dtypedoctor.trace.records.autocast import AutocastRegion
+from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_REGIONS = 100

@@ -27,7 +27,7 @@ from dtypedoctor.instrument.replay import replay_wider
 from dtypedoctor.instrument.statistics import Extent, measurable, measure, real_of
 from dtypedoctor.instrument.whereabouts import OUTSIDE
 from dtypedoctor.trace.events import Op, TensorNote
-from dtypedoctor.trace.records.values import NonfiniteReached
+from dtypedoctor.trace.records.execution import NonfiniteReached
 from dtypedoctor.trace.writer import TraceWriter
 
 EACH = 3

@@ -17,7 +17,7 @@ from typing import Self
 import torch
 
 from dtypedoctor._torch_private import FRAME_COMPILER, compiler_counters, load_compiler, log_state, repeat_break_reports
-from dtypedoctor.trace.records.compiling import CompileCounts, GraphBreak, Recompiled, RecompileLimit
+from dtypedoctor.trace.records.execution import CompileCounts, GraphBreak, Recompiled, RecompileLimit
 
 TORCH_DIRECTORY = torch.__path__[0]
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")

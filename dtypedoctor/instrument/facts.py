@@ -18,8 +18,7 @@ from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.events import ParameterNote
-from dtypedoctor.trace.records.models import ModelConfig, ShardCall, ShardUnit
-from dtypedoctor.trace.records.packed import PackedBits, PackedWeight
+from dtypedoctor.trace.records.models import ModelConfig, PackedBits, PackedWeight, ShardCall, ShardUnit
 from dtypedoctor.trace.writer import TraceWriter
 
 SHARDING = "torch.distributed.fsdp"

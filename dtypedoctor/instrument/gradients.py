@@ -23,7 +23,7 @@ from dtypedoctor.instrument.readable import Arrivals, Coverage, values_of
 from dtypedoctor.instrument.recorder import When
 from dtypedoctor.instrument.statistics import Rooted, local_part, measurable
 from dtypedoctor.trace.events import Observed, ScalerState
-from dtypedoctor.trace.records.values import Unscaled
+from dtypedoctor.trace.records.execution import Unscaled
 from dtypedoctor.trace.writer import TraceWriter
 
 BYTES_A_STEP = 64 << 20

@@ -51,7 +51,7 @@ from dtypedoctor.instrument.whereabouts import KnownTensors, OpPlace, Whereabout
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Op, TensorNote
-from dtypedoctor.trace.records.autocast import OpenRegions
+from dtypedoctor.trace.records.execution import OpenRegions
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_OPS = 200_000

@@ -19,7 +19,7 @@ from dtypedoctor.instrument.statistics import is_spread, measurable, measure
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Replay, TensorNote
-from dtypedoctor.trace.records.values import AttentionReplayed
+from dtypedoctor.trace.records.execution import AttentionReplayed
 from dtypedoctor.trace.writer import TraceWriter
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -26,7 +26,7 @@ from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.operators import TensorIds
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.trace.records.autocast import CustomFunction
+from dtypedoctor.trace.records.execution import CustomFunction
 from dtypedoctor.trace.writer import TraceWriter
 
 

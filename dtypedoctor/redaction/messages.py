@@ -16,8 +16,6 @@ from types import CodeType, FrameType, TracebackType
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.process import masked
 
-__all__ = ["elided", "message_of"]
-
 LONGEST = 2000
 """Characters of a message that are kept."""
 _READ = 20_000
@@ -103,15 +101,18 @@ def _bracketed(match: re.Match[str]) -> str:
 def _is_harmless(before: str, opening: str, inside: str) -> bool:
     if not inside.strip() or inside == _ELIDED:
         return True
-    if opening == "{" and _METADATA.fullmatch(inside):
-        return True
     is_mapping = opening == "{" and ":" in inside
-    if before in _PRINTED or is_mapping or len(inside) > 600:
+    if is_mapping:
+        return _METADATA.fullmatch(inside) is not None
+    if before in _PRINTED or len(inside) > 600:
         return False
-    is_quoted = "'" in inside or '"' in inside
-    if opening != "(" and is_quoted and not _is_names(inside):
+    if opening != "(" and _is_quoted(inside) and not _is_names(inside):
         return False
     return _has_few_numbers(inside)
+
+
+def _is_quoted(inside: str) -> bool:
+    return "'" in inside or '"' in inside
 
 
 def _has_few_numbers(inside: str) -> bool:

@@ -11,10 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from urllib.parse import quote, urlsplit
 
-from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
-from dtypedoctor.redaction.shapes import SECRET
-
-__all__ = ["Literals", "is_password", "literals_of_process", "masked", "masked_by", "recent_literals"]
+from dtypedoctor.redaction.secrets import SECRET, names_a_secret, without_secrets
 
 _FOLDERS = frozenset({"PWD", "OLDPWD"})
 """Variables of the shell that sound like passwords; paths are shortened wherever they stand."""

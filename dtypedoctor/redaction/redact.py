@@ -1,19 +1,55 @@
-"""Takes out of a report what must not stand in a public ticket: who, where, and every secret."""
+"""Takes out of a report, and of a request on disk, what must not stand in a public ticket: who, where, and every secret."""
 
+import contextlib
 import getpass
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
-from dtypedoctor.redaction.paths import HOMES, short_paths
 from dtypedoctor.redaction.process import Literals, is_password, literals_of_process, masked_by, recent_literals
-from dtypedoctor.redaction.secrets import ALLOWED_VARIABLES, names_a_secret, without_secrets
-from dtypedoctor.redaction.shapes import SECRET
+from dtypedoctor.redaction.secrets import ALLOWED_VARIABLES, SECRET, names_a_secret, without_secrets
+from dtypedoctor.unpatched import from_json, to_json
 
-__all__ = ["Private", "redact", "without_literals", "without_process_secrets"]
+HOMES = re.compile(r"(?:/home/|/Users/|/export/home/|[A-Za-z]:\\+Users\\+)([^\s/\\:'\"<>|,;)\]]+)")
+"""A home directory; the group is its owner."""
+
+_PACKAGES = re.compile(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/(?=.)")
+_OWNED = re.compile(r"/(?:export/)?(?:home|Users)/[^/]+|/root|[A-Za-z]:/Users/[^/]+")
+_QUOTED = re.compile(
+    r"""(?<=")(?:/|[A-Za-z]:\\)[^"\n]*[/\\][^"\n]*(?=")|(?<=')(?:/|[A-Za-z]:\\)[^'\n]*[/\\][^'\n]*(?=')"""
+)
+_PART = r"[^\s/\\:'\"<>|,;()\[\]{}`=&?*…]+"
+_POSIX = re.compile(rf"(?:(?<=file:/)/|(?<![\w./:~\\<-])|(?<=:)(?!//))(?:(?:/{_PART}){{2,}}/?|/root(?![\w.-])/?)")
+_WINDOWS = re.compile(rf"(?<![\w/])(?:[A-Za-z]:|\\\\{_PART})(?:[\\/]+{_PART})+[\\/]*")
+_TILDE = re.compile(r"(?<![\w/~])~[A-Za-z][\w.-]*(?=/|\s|$)")
+
+
+def short_paths(text: str) -> str:
+    """``text`` with each absolute path shortened; a home directory itself becomes ``~``.
+
+    Paths in quotes may contain spaces; URLs and relative paths stay as they are.
+    """
+    if "/" not in text and "\\" not in text and "~" not in text:
+        return text
+    for pattern in (_QUOTED, _WINDOWS, _POSIX):
+        text = pattern.sub(_short, text)
+    return _TILDE.sub("~", text)
+
+
+def _short(match: re.Match[str]) -> str:
+    path = re.sub(r"[\\/]+", "/", match[0]).rstrip("/")
+    inside = _PACKAGES.match(path)
+    if inside:
+        return path[inside.end() :]
+    if _OWNED.fullmatch(path):
+        return "~"
+    return path.rsplit("/", 1)[-1] or "/"
+
 
 _Value = TypeVar("_Value")
 
@@ -110,12 +146,16 @@ def _walk(value: Any, clean: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return clean(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _walk(getattr(value, f.name), clean) for f in fields(value) if f.init})
+        return _walk_fields(value, clean)
     if isinstance(value, Mapping):
         return {_walk(key, clean): _entry(key, item, clean) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not _is_of_numbers(value):
         return type(value)(_sequence(value, clean))
     return value
+
+
+def _walk_fields(record: Any, clean: Callable[[str], str]) -> Any:
+    return replace(record, **{f.name: _walk(getattr(record, f.name), clean) for f in fields(record) if f.init})
 
 
 def _is_of_numbers(value: list[Any] | tuple[Any, ...]) -> bool:
@@ -196,3 +236,45 @@ def _without_names(users: frozenset[str], hosts: frozenset[str]) -> Callable[[st
         return text
 
     return clean
+
+
+PRIVATE_REQUEST = "request.private.json"
+_REQUEST = "request.json"
+
+
+def public_text(text: str) -> str:
+    """A request's JSON without secrets; the same text where it holds none."""
+    value = from_json(text)
+    public = without_process_secrets(value)
+    return text if public == value else to_json(public)
+
+
+def write_request_file(directory: Path, text: str) -> None:
+    """Writes a request into a new directory.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    public = public_text(text)
+    if public != text:
+        descriptor = os.open(directory / PRIVATE_REQUEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text.encode())
+    (directory / _REQUEST).write_text(public, encoding="utf-8")
+
+
+def read_request(directory: Path) -> bytes:
+    """The request as it was made, for the worker.
+
+    Raises:
+        OSError: there is none.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return (directory / PRIVATE_REQUEST).read_bytes()
+    return (directory / _REQUEST).read_bytes()
+
+
+def forget_request(directory: Path) -> None:
+    """Takes away what only the worker was to read."""
+    with contextlib.suppress(OSError):
+        (directory / PRIVATE_REQUEST).unlink(missing_ok=True)

@@ -13,8 +13,6 @@ from dtypedoctor.report.text import ABSENT, count, counted, duration, memory, nu
 from dtypedoctor.scenario.model import Reference
 from dtypedoctor.trials.judge import WRONG_OUTPUT
 
-__all__ = ["Column", "Comparison", "before_after", "compare", "runs", "side_by_side"]
-
 _MOST_BESIDE, _MOST_RUNS = 4, 12
 """Runs in one table, and in all."""
 

@@ -13,8 +13,6 @@ from dtypedoctor.report.model import Report
 from dtypedoctor.report.strip import shared_prefix
 from dtypedoctor.report.text import ABSENT, counted, duration, memory, number, one_line, ratio
 
-__all__ = ["bisection_part", "bisection_summary", "bisection_verdicts", "remedy_yaml"]
-
 _VERDICT_HEADER = ("mode", "outcome", "phase", "module", "absmax")
 _VERDICT_NOTE = (
     "Module: where it fails, else where it comes nearest to the end of its dtype's range; absmax: the largest finite "

@@ -23,8 +23,6 @@ from dtypedoctor.trials.ranks import ranks_of
 from dtypedoctor.trials.results import Outcome
 from dtypedoctor.trials.treatment import Treatment
 
-__all__ = ["answer", "bisection_report", "bisection_section"]
-
 
 def build_report(treatment: Treatment, *, command: str, files: dict[str, str], next_command: str) -> Report:
     """Everything that is said about a treated scenario.

@@ -30,8 +30,6 @@ from dtypedoctor.trials.comparison import (
     Verdict,
 )
 
-__all__ = ["SCHEMA", "comparison_document", "headline", "reasons"]
-
 SCHEMA = 1
 """Version of the JSON form; it changes by addition only."""
 

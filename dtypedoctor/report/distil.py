@@ -11,8 +11,6 @@ from dtypedoctor.report.text import number, one_line
 from dtypedoctor.trace.events import Correction, Flow, Op, Raised, Replay, Root, Sample, Site, TensorNote
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["MOST_COLUMNS", "MOST_OPS", "distil", "op_lines", "why_it_changes"]
-
 
 def why_it_changes(flow: Flow) -> str:
     """What makes ``flow``'s floating-point outputs differ in dtype from its inputs; empty where they do not differ.

@@ -12,33 +12,6 @@ from typing import Any
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.report.picture import Picture
 
-__all__ = [
-    "Bar",
-    "Beside",
-    "Block",
-    "Chart",
-    "Check",
-    "Code",
-    "Document",
-    "Facts",
-    "Fold",
-    "Heading",
-    "Inline",
-    "Items",
-    "Line",
-    "Look",
-    "Map",
-    "Outcome",
-    "Paragraph",
-    "Section",
-    "Table",
-    "Words",
-    "named",
-    "parts_of",
-    "plain_text",
-    "shares",
-]
-
 
 class Look(StrEnum):
     """What a text is, so that a format can tell it apart."""

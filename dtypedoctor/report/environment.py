@@ -17,15 +17,6 @@ from dtypedoctor.scenario.dump import to_yaml
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.trials.remedies import exec_option
 
-__all__ = [
-    "ELSEWHERE",
-    "environment_document",
-    "environment_rows",
-    "environment_table",
-    "install_command",
-    "reproduction_script",
-]
-
 
 def environment_document(environment: Mapping[str, Any]) -> Document:
     """The table that every report carries, by itself."""

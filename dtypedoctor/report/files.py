@@ -27,8 +27,6 @@ from dtypedoctor.trace.writer import EVENTS
 from dtypedoctor.trials.job import is_job, open_job
 from dtypedoctor.trials.treatment import examine
 
-__all__ = ["report_of", "with_pictures"]
-
 REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
 MATRIX_JSON = "matrix.json"

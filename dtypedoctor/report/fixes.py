@@ -21,19 +21,6 @@ from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.trials.remedies import remedies
 from dtypedoctor.trials.results import Bearing
 
-__all__ = [
-    "RemedyLine",
-    "cured_sentence",
-    "cures",
-    "fix_checks",
-    "fixes_part",
-    "legend",
-    "outcome_look",
-    "outcome_words",
-    "remedy_lines",
-    "which_one",
-]
-
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
 _BEARINGS = {
     None: "passes, as without",

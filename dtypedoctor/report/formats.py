@@ -7,8 +7,6 @@ from dtypedoctor.report.to_json import render_data
 from dtypedoctor.report.to_junit import render_junit
 from dtypedoctor.report.to_markdown import render_job_summary, render_markdown
 
-__all__ = ["FORMATS", "format_named"]
-
 FORMATS = (
     Format(name="md", suffix=".md", render=render_markdown),
     Format(name="html", suffix=".html", render=render_html, shows_runs=True),

@@ -14,8 +14,6 @@ from dtypedoctor.report.document import Map
 from dtypedoctor.report.picture import LANES, FlowLine, ModulePicture, OpLine, Picture, Series, TensorLine
 from dtypedoctor.report.text import number, paragraphs
 
-__all__ = ["Html", "el", "join", "line_chart", "map_data", "table", "text"]
-
 
 class Html(str):
     """Finished HTML."""

@@ -10,8 +10,6 @@ from dtypedoctor.diagnosis.subject import Subject
 from dtypedoctor.report.document import Block, Check, Document, Heading, Items, Outcome, Paragraph, Section, Table
 from dtypedoctor.report.to_json import plain
 
-__all__ = ["Inspection", "census", "inspection_document"]
-
 SCHEMA = 1
 
 

@@ -14,8 +14,6 @@ from dtypedoctor.trace.events import (
 )
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["ENOUGH", "Measured", "measured_in"]
-
 ENOUGH = 0.9
 """Share of what ran that has to be measured before a run may be called healthy. Operators are sampled, so any number is enough."""
 

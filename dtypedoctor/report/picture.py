@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["LANES", "FlowLine", "ModulePicture", "OpLine", "Picture", "Series", "TensorLine"]
-
 LANES = ("forward", "generate", "backward", "gradients", "parameters")
 """Outputs in the forward pass (recomputation included), outputs while generating, gradients of outputs, gradients of
 parameters, parameters after the optimizer step. The last two belong to the module that holds the parameter."""

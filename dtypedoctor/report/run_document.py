@@ -49,8 +49,6 @@ from dtypedoctor.report.strip import strip_part
 from dtypedoctor.report.text import ABSENT, counted
 from dtypedoctor.report.to_json import report_data
 
-__all__ = ["bisection_document", "public_run", "run_document"]
-
 _MOST_CHANGES, _MOST_IN_FULL = 300, 12
 """Dtype changes that are listed, and findings that are told in full."""
 

@@ -16,23 +16,6 @@ from dtypedoctor.report.text import ABSENT, counted, one_line
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
 
-__all__ = [
-    "CONFIDENCE",
-    "chains",
-    "ended_with",
-    "link_dtypes",
-    "measured_sentence",
-    "observer_sentence",
-    "place",
-    "proven_means",
-    "raw_sentence",
-    "status_word",
-    "summary_facts",
-    "title",
-    "watched_and_not",
-    "what_ran",
-]
-
 STATUS = {
     Status.HEALTHY: "HEALTHY",
     Status.FINDINGS: "FOUND",

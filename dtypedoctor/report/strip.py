@@ -15,8 +15,6 @@ from dtypedoctor.report.text import ABSENT, count, fill, limit, number
 from dtypedoctor.trace.events import Op, Sample, Site
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["StripLine", "origin_strip", "scale_caption", "shared_prefix", "strip_lines", "strip_part", "strip_title"]
-
 BEFORE, AFTER = 6, 4
 """How many modules are shown before and after the first one that is not finite."""
 

@@ -6,24 +6,6 @@ from collections.abc import Sequence
 
 from dtypedoctor.dtypes import DTYPES
 
-__all__ = [
-    "ABSENT",
-    "ascii_only",
-    "count",
-    "counted",
-    "duration",
-    "fill",
-    "fold",
-    "limit",
-    "memory",
-    "number",
-    "one_line",
-    "paragraphs",
-    "ratio",
-    "series",
-    "span",
-]
-
 NAME_LIMIT = 200
 TEXT_LIMIT = 2000
 

@@ -30,8 +30,6 @@ from dtypedoctor.report.document import (
 from dtypedoctor.report.html_parts import Html, el, join, line_chart, map_data, table
 from dtypedoctor.report.text import ABSENT, one_line
 
-__all__ = ["render_html"]
-
 _SCRIPTS = ("page.js", "modules.js", "explorer.js", "detail.js", "controls.js")
 """Plain scripts that share one scope, in this order."""
 _CELL = 1000

@@ -15,8 +15,6 @@ from dtypedoctor.foreign_files import parse_json
 from dtypedoctor.report.document import Document
 from dtypedoctor.report.model import SCHEMA, Report, Trial
 
-__all__ = ["from_json", "json_schema", "plain", "render_data", "render_json", "report_data"]
-
 _HINT = "Give the report.json that dtypedoctor wrote, or run the scenario again."
 
 

@@ -5,8 +5,6 @@ from xml.etree import ElementTree as ET
 from dtypedoctor.report.document import Check, Document, Outcome
 from dtypedoctor.report.text import one_line, paragraphs
 
-__all__ = ["render_junit"]
-
 _TAGS = {
     Outcome.PASSED: "system-out",
     Outcome.FAILED: "failure",

@@ -29,8 +29,6 @@ from dtypedoctor.report.document import (
 )
 from dtypedoctor.report.text import ABSENT, TEXT_LIMIT, one_line, paragraphs, series
 
-__all__ = ["LIMIT", "bullets", "code", "fenced", "prose", "render_job_summary", "render_markdown", "size", "table"]
-
 _Thing = TypeVar("_Thing")
 
 LIMIT, SUMMARY_LIMIT = 65_535, 1_000_000

@@ -32,8 +32,6 @@ from dtypedoctor.report.document import (
 )
 from dtypedoctor.report.text import ABSENT, ascii_only, fold, one_line, paragraphs, series
 
-__all__ = ["print_document"]
-
 _STYLES = {
     Look.STRONG: "bold",
     Look.DIM: "dim",

@@ -22,8 +22,6 @@ from dtypedoctor.trace.events import (
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.treatment import Treatment
 
-__all__ = ["last_module", "missing_end", "verdict"]
-
 _KINDS = {"grad_output": "the gradient of", "grad": "the gradient of", "param": "the parameter", "loss": "the loss"}
 
 

@@ -21,13 +21,12 @@ from typing import Self
 from dtypedoctor.errors import UsageError
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.redaction.process import masked
-from dtypedoctor.redaction.request_file import forget_request, write_request_file
+from dtypedoctor.redaction.redact import forget_request, write_request_file
 from dtypedoctor.runner.child import PRELOAD, STDERR, begin, begin_warm
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Refused
-from dtypedoctor.trace.reader import Trace, read_trace
-from dtypedoctor.trace.steps import steps_by_call
+from dtypedoctor.trace.reader import Trace, read_trace, steps_by_call
 from dtypedoctor.trace.writer import EVENTS
 from dtypedoctor.unpatched import to_json
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.redaction.request_file import write_request_file
+from dtypedoctor.redaction.redact import write_request_file
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.launch import Progress, Run, WorkerExit, collect
 from dtypedoctor.runner.script import BOOT, run_process

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from dtypedoctor.redaction.request_file import PRIVATE_REQUEST
+from dtypedoctor.redaction.redact import PRIVATE_REQUEST
 from dtypedoctor.runner.child import STDERR, STDOUT
 from dtypedoctor.runner.launch import EXIT
 from dtypedoctor.scenario.request import REQUEST

@@ -1,16 +1,151 @@
-"""Loads a scenario's file: all of its mistakes at once, each with its place, or the Scenario."""
+"""From what is typed at the prompt to a Scenario: finds the file, reads it, applies options; or makes one for a model.
 
+A file's mistakes are reported all at once, each with its place.
+"""
+
+import codecs
+import re
+import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
-from dtypedoctor.scenario.catalog import not_found
+from pydantic import ValidationError
+from yaml.reader import Reader
+
+from dtypedoctor import plugins
+from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.checking import check, check_ids, check_name
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.problems import refusal
-from dtypedoctor.scenario.source import read_text
+from dtypedoctor.scenario.model import Model, Scenario
+from dtypedoctor.scenario.problems import Place, Problem, did_you_mean, in_words, printable, quoted, refusal
 from dtypedoctor.scenario.yaml_nodes import read_tree
 
-__all__ = ["load_scenario"]
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def available() -> tuple[Path, ...]:
+    """The files of all shipped scenarios, sorted by name.
+
+    A wheel holds them inside the package. An editable install and a source checkout have them beside the package.
+    """
+    found: dict[str, Path] = {}
+    for directory in _directories(_PACKAGE):
+        for path in directory.glob("*.yaml"):
+            found.setdefault(path.stem, path)
+    return tuple(found[name] for name in sorted(found))
+
+
+def resolve(text: str) -> Path:
+    """The file that a person means: a path, or the bare name of a shipped scenario (``gemma4_grpo_fp16``).
+
+    Raises:
+        UsageError: there is neither such a file nor such a scenario.
+    """
+    path = Path(text)
+    shipped = {scenario.stem: scenario for scenario in available()}
+    if text in shipped and not _is_file(path):
+        return shipped[text]
+    if not text or not _exists(path):
+        raise not_found(text)
+    return path
+
+
+def not_found(text: str) -> UsageError:
+    """The error for a scenario that does not exist, naming the one that may be meant."""
+    names = [path.stem for path in available()]
+    suggestion = did_you_mean(Path(text).stem, names)
+    what = printable(Path(text)) if text else quoted(text)
+    return UsageError(
+        f"{what}: no such file or scenario{suggestion}", f"Known scenarios: {', '.join(names)}" if names else ""
+    )
+
+
+def _directories(package: Path) -> list[Path]:
+    directories = [package / "data" / "scenarios"]
+    if (package.parent / "pyproject.toml").is_file():  # in site-packages, `scenarios` would be somebody else's
+        directories.append(package.parent / "scenarios")
+    return directories
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, a directory that may not be entered, a NUL
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return True  # opening it says what is wrong with it
+
+
+LARGEST_FILE = 128 * 1024
+"""Bytes. A scenario takes one or two thousand, and PyYAML about ten seconds for a million."""
+
+_FOREIGN = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}  # UTF-32's mark begins with UTF-16's, so it is looked for first
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, without a byte order mark and with nothing that YAML forbids in it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UsageError: it is no file, cannot be opened, is too large, or is not text in UTF-8.
+    """
+    data = _read_bytes(path)
+    for mark, encoding in _FOREIGN.items():
+        if data.startswith(mark):
+            raise _refused(path, Place(1, 1), f"the file is in {encoding}, not UTF-8")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8-sig")
+        raise _refused(path, Place.after(before), f"byte 0x{data[error.start]:02x} is not UTF-8") from error
+    forbidden = Reader.NON_PRINTABLE.search(text)
+    if forbidden:
+        place = Place.after(text[: forbidden.start()])
+        raise _refused(path, place, f"the character U+{ord(forbidden[0]):04X} is not allowed in YAML")
+    return text
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise UsageError(f"{printable(path)}: this is a directory, not a scenario file", _files_in(path))
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"{printable(path)}: this is not a regular file", "Give a YAML file.")
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(
+            f"{printable(path)}: cannot be read: {reason}", "Check the path and its permissions."
+        ) from error
+    if len(data) > LARGEST_FILE:
+        raise UsageError(f"{printable(path)}: larger than {LARGEST_FILE // 1024} KiB", "Is this a scenario file?")
+    return data
+
+
+def _files_in(directory: Path) -> str:
+    names = sorted(printable(path) for path in directory.glob("*.yaml"))
+    if not names:
+        return "Give a YAML file."
+    return "Give one of its files: " + ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
+def _refused(path: Path, place: Place, text: str) -> UsageError:
+    return refusal(path, [Problem(place, text)], "Save the file as plain UTF-8 text.")
+
 
 _HINT = "docs/scenarios.md lists every key."
 
@@ -41,3 +176,106 @@ def load_scenario(path: Path, known: Mapping[str, Collection[str]] | None = None
     if problems or scenario is None:
         raise refusal(path, problems, _HINT)
     return scenario
+
+
+BUILTIN = "builtin:"
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "forward": {"kind": "forward"},
+    "train": {"kind": "train", "steps": 4},
+    "sft": {"kind": "sft", "steps": 4},
+    "grpo": {"kind": "grpo", "steps": 4, "gradient_accumulation": 2},
+    "generate": {"kind": "generate"},
+}
+"""Settings of a workload of which only the name was given; a shipped scenario that does the same keeps its own."""
+
+_ONE_PASS = {"kind": "forward", "backward": True}
+"""What is done where no workload was named."""
+
+
+def case_of(model: str, dtype: str, workload: str | None = None) -> Scenario:
+    """A scenario for ``model`` in ``dtype``.
+
+    Without a workload it does what the shipped scenario of a builtin model does, and one forward and backward pass on random
+    tokens with any other model. Nothing is expected of it.
+
+    Raises:
+        UsageError: the dtype or the workload is not one that a scenario could name.
+    """
+    if workload is not None and workload not in SETTINGS:
+        raise UsageError(f"--workload: there is no workload {workload!r}", f"Known: {', '.join(SETTINGS)}.")
+    shown_by = _case(model)
+    shipped = load_scenario(resolve(shown_by)) if shown_by is not None else None
+    step: dict[str, Any] = {"model": {"name": model, "dtype": dtype}, "workload": _ONE_PASS}
+    if shipped is not None:
+        step = shipped.model_dump()["steps"][0]
+        step["model"]["dtype"] = dtype
+    if workload is not None:
+        own = step["workload"] if shipped is not None and step["workload"]["kind"] == workload else None
+        step["workload"] = own or SETTINGS[workload]
+    values: dict[str, Any] = {"name": _name(model), "summary": f"{model} in {dtype}.", "steps": [step]}
+    if shipped is not None:
+        values |= {"references": shipped.references, "seed": shipped.seed}
+    try:
+        return Scenario.model_validate(values)
+    except ValidationError as refused:
+        error = refused.errors(include_url=False)[0]
+        raise UsageError(f"--{error['loc'][-1]}: {in_words(error)}") from refused
+
+
+def _case(model: str) -> str | None:
+    """The shipped scenario that shows what a builtin model is there for. Its random weights alone are too small to fail, so
+    the outliers and adapters of the scenario are taken with it.
+    """
+    builtin = plugins.registered(plugins.Model).get(model.removeprefix(BUILTIN)) if model.startswith(BUILTIN) else None
+    return builtin.case if builtin is not None else None
+
+
+def _name(model: str) -> str:
+    words = re.sub(r"[^a-z0-9_.-]+", "-", Path(model).name.lower() if ":" not in model else model.lower())
+    return words.strip("-_.")[:100] or "model"
+
+
+def override(
+    scenario: Scenario,
+    *,
+    model: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    seed: int | None = None,
+    processes: int | None = None,
+    watch_every: int | None = None,
+) -> Scenario:
+    """The scenario with other values where one is given; ``model`` and ``dtype`` go to every model in it.
+
+    Outliers and options belong to the builtin model for which they were written, so another model is taken without them.
+
+    Raises:
+        UsageError: a value is not one that the scenario's file could hold.
+    """
+    given = {"device": device, "seed": seed, "watch_every": watch_every}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if processes is not None:
+        changes["distributed"] = _distributed(scenario) | {"processes": processes}
+    changes["steps"] = [
+        step.model_dump() | ({"model": _changed(step.model, model, dtype)} if step.model else {})
+        for step in scenario.steps
+    ]
+    try:
+        return scenario.with_changes(**changes)
+    except ValidationError as refused:
+        error = refused.errors(include_url=False)[0]
+        raise UsageError(f"--{error['loc'][-1] if error['loc'] else 'nproc'}: {in_words(error)}") from refused
+
+
+def _distributed(scenario: Scenario) -> dict[str, Any]:
+    return scenario.distributed.model_dump() if scenario.distributed is not None else {}
+
+
+def _changed(model: Model, name: str | None, dtype: str | None) -> dict[str, Any]:
+    values = model.model_dump()
+    if name is not None and name != model.name:
+        values |= {"name": name, "outliers": [], "options": {}}
+    if dtype is not None:
+        values["dtype"] = dtype
+    return values

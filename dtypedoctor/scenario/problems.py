@@ -1,14 +1,34 @@
-"""What is wrong with a file, and where."""
+"""What is wrong with a file and where: positions, pydantic's errors in plain words, and names that may be meant."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+from pydantic_core import ErrorDetails
 
 from dtypedoctor.errors import UsageError
 
-__all__ = ["KeyPath", "Place", "Problem", "dotted", "lines_of", "printable", "quoted", "refusal"]
+# Nobody misspells an id into more than this, and comparing long texts takes quadratic time.
+_LONGEST = 100
+
+
+def closest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that ``word`` most likely means; None where nothing is near. Upper and lower case are alike."""
+    if len(word) > _LONGEST:
+        return None
+    folded = {choice.lower(): choice for choice in choices}
+    matches = get_close_matches(word.lower(), folded, n=1)
+    return folded[matches[0]] if matches else None
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """The end of a sentence, ``; did you mean 'seed'?``, or an empty text where nothing is near."""
+    match = closest(word, choices)
+    return f"; did you mean '{match}'?" if match else ""
+
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top of a file down to a value."""
@@ -81,3 +101,106 @@ def refusal(path: Path, problems: Iterable[Problem], hint: str) -> UsageError:
     if len(ordered) > _MOST_SHOWN:
         lines.append(f"{printable(path)}: and {len(ordered) - _MOST_SHOWN} more mistakes")
     return UsageError("\n".join(lines), hint)
+
+
+_DTYPE_WORDS = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16",
+    "float": "float32", "fp32": "float32", "f32": "float32", "double": "float64", "fp64": "float64", "f64": "float64",
+}  # fmt: skip
+_NAME_WORDS = "small letters, digits, '.', '_' and '-', beginning with a letter or digit"
+
+
+def in_words(error: ErrorDetails) -> str:
+    """One error of pydantic as ``wants a whole number, got 'eight'``, without its place.
+
+    Kinds of error that no scenario can cause today fall back to pydantic's own sentence.
+    """
+    words = _WORDS.get(error["type"])
+    if words is None:
+        return f"{error['msg']}, got {_given(error['input'])}"
+    return words(error["input"], error.get("ctx", {}))
+
+
+def allowed_words(error: ErrorDetails) -> list[str]:
+    """The words that pydantic lists as allowed, for errors that list some."""
+    return _listed(error.get("ctx", {}))
+
+
+def _listed(context: dict[str, Any]) -> list[str]:
+    return re.findall(r"'([^']*)'", context.get("expected_tags", context.get("expected", "")))
+
+
+def _given(value: Any) -> str:
+    if isinstance(value, str):
+        return quoted(value)
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return "a mapping"
+    return repr(value)
+
+
+_Words = Callable[[Any, dict[str, Any]], str]
+
+
+def _wants(what: str) -> _Words:
+    """A sentence about ``what``, in which pydantic's own word for a bound stands in braces."""
+
+    def words(given: Any, context: dict[str, Any]) -> str:
+        bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
+        return f"wants {what.format(**bounds)}, got {_given(given)}"
+
+    return words
+
+
+def _wants_text(given: Any, context: dict[str, Any]) -> str:
+    quotes = "; put it in quotes" if isinstance(given, int | float) else ""
+    return f"wants text, got {_given(given)}{quotes}"
+
+
+def _wants_one_of(given: Any, context: dict[str, Any]) -> str:
+    allowed = _listed(context)
+    meant = _DTYPE_WORDS.get(given.lower()) if isinstance(given, str) else None
+    if meant in allowed:
+        suggestion = f"; did you mean '{meant}'?"
+    else:
+        suggestion = did_you_mean(given, allowed) if isinstance(given, str) else ""
+    return f"wants one of {', '.join(allowed)}, got {_given(given)}{suggestion}"
+
+
+def _wants_more(given: Any, context: dict[str, Any]) -> str:
+    least = context["min_length"]
+    return f"wants at least {least} {'entry' if least == 1 else 'entries'}, got {context['actual_length']}"
+
+
+def _wants_kind(given: Any, context: dict[str, Any]) -> str:
+    return _wants_one_of(given.get("kind") if isinstance(given, dict) else given, context)
+
+
+_WORDS: dict[str, _Words] = {
+    "int_type": _wants("a whole number"),
+    "float_type": _wants("a number"),
+    "finite_number": _wants("a finite number"),
+    "bool_type": _wants("true or false"),
+    "string_type": _wants_text,
+    "list_type": _wants("a list"),
+    "dict_type": _wants("a mapping"),
+    "model_type": _wants("a mapping"),
+    "model_attributes_type": _wants("a mapping"),
+    "literal_error": _wants_one_of,
+    "union_tag_invalid": _wants_kind,
+    "union_tag_not_found": lambda given, context: "the key 'kind' is missing",
+    "missing": lambda given, context: "this key is missing",
+    "greater_than_equal": _wants("at least {ge}"),
+    "greater_than": _wants("more than {gt}"),
+    "less_than_equal": _wants("at most {le}"),
+    "less_than": _wants("less than {lt}"),
+    "too_short": _wants_more,
+    "string_too_long": _wants("at most {max_length} characters"),
+    "string_pattern_mismatch": _wants(_NAME_WORDS),
+    "value_error": lambda given, context: str(context["error"]),
+}

@@ -1,9 +1,12 @@
 """Reads YAML text into a tree in which every key and value knows its place.
 
 The tree is built from PyYAML's events, so nothing is ever constructed, expanded or recursed into beyond a fixed depth.
-Anchors, aliases, tags and merge keys are refused: a scenario is plain keys and values.
+Anchors, aliases, tags and merge keys are rejected: a scenario is plain keys and values. Unquoted words are read by the core
+schema of YAML 1.2.2 (https://yaml.org/spec/1.2.2/#103-core-schema); PyYAML follows YAML 1.1, where ``1e-3`` is text, ``yes``
+is true, ``010`` is eight and ``2026-04-01`` is a date.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +14,7 @@ from typing import Any
 
 import yaml
 
-from dtypedoctor.scenario.problems import KeyPath, Place, Problem, dotted, quoted
-from dtypedoctor.scenario.yaml_scalars import Scalar, read_scalar
-from dtypedoctor.scenario.yaml_syntax import syntax_problem
-
-__all__ = ["Entry", "Node", "read_tree"]
+from dtypedoctor.scenario.problems import KeyPath, Place, Problem, dotted, lines_of, printable, quoted
 
 _DEEPEST = 32  # a scenario needs 6; `options` may nest further
 _STANDARD = "tag:yaml.org,2002:"  # what PyYAML makes of `!!`
@@ -194,3 +193,105 @@ def _refuse_control_characters(word: str) -> None:
     match = _CONTROL.search(word)
     if match:
         raise ValueError(f"the text holds the character U+{ord(match[0]):04X}, which is not accepted")
+
+
+Scalar = str | int | float | bool | None
+
+PATTERNS: dict[str, re.Pattern[str]] = {
+    "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
+    "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
+    "int": re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"),
+    "float": re.compile(
+        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
+    ),
+}
+"""What an unquoted word must look like to be of each kind, in the order in which they are tried."""
+
+_LARGEST = 2**63 - 1
+_MOST_DIGITS = 25  # more never fit into 64 bits, and Python refuses to convert thousands of them
+
+
+def read_scalar(word: str) -> Scalar:
+    """The value of an unquoted word.
+
+    Raises:
+        ValueError: a whole number that does not fit into 64 bits, or a number that is not finite. The message says
+            so in plain words.
+    """
+    if PATTERNS["null"].match(word):
+        return None
+    if PATTERNS["bool"].match(word):
+        return word.lower() == "true"
+    if PATTERNS["int"].match(word):
+        return _whole(word)
+    if PATTERNS["float"].match(word):
+        return _finite(word)
+    return word
+
+
+def _whole(word: str) -> int:
+    digits = word.lstrip("+-").lstrip("0") or "0"
+    if len(digits) <= _MOST_DIGITS:
+        base = {"0o": 8, "0x": 16}.get(word[:2], 10)
+        value = int(word, base)
+        if abs(value) <= _LARGEST:
+            return value
+    raise ValueError(f"this whole number is larger than {_LARGEST}")
+
+
+def _finite(word: str) -> float:
+    value = math.inf if word[-1].isalpha() else float(word)  # only `.inf` and `.nan` end with a letter
+    if not math.isfinite(value):
+        raise ValueError("this is not a finite number")
+    return value
+
+
+_NO_COLON = "could not find expected ':'"
+_WORDS: tuple[tuple[str, str], ...] = (
+    (r"found character '\\t' that cannot start", "a tab character; indent and separate with spaces"),
+    (r"found character (.+) that cannot start", r"no value can start with \1; put the text in quotes"),
+    (
+        r"mapping values are not allowed",
+        "a ':' where no key can stand; correct the indentation, or put the text in quotes",
+    ),
+    (_NO_COLON, "there is no ':' after the key"),
+    (r"found unexpected end of stream", "the quoted text is never closed"),
+    (r"found unexpected document separator", "the quoted text is never closed"),
+    (r"expected ',' or '(.)'", r"a ',' or '\1' is missing"),
+    (r"expected <block end>", "this does not line up with the lines above; correct the indentation"),
+    (r"sequence entries are not allowed", "a '-' where no list can start; put the list on lines of its own"),
+    (r"block sequence entries are not allowed", "a '-' where no list can start; put the list on lines of its own"),
+    (r"found unknown escape character '(.+)'", r"unknown escape \\\1 in double quotes; use single quotes"),
+    (r"expected the node content", "a value is missing"),
+    (r"expected '<document start>'", "the value ended before this; correct the indentation, or put the text in quotes"),
+)
+
+
+def syntax_problem(error: yaml.MarkedYAMLError, text: str) -> Problem:
+    """Where reading ended and why. The place where an unclosed text, list or mapping starts is named."""
+    problem = error.problem or "it cannot be read"
+    mark = error.context_mark if problem.startswith(_NO_COLON) else error.problem_mark  # the key, not what follows it
+    place = _place(mark) if mark else Place(1, 1)
+    tab = _tab_in_indentation(text, place.line)
+    if tab is not None:
+        return Problem(tab, "a tab in the indentation; indent with spaces")
+    words = _in_words(problem)
+    start = error.context_mark
+    if start is not None and start.line + 1 < place.line and not problem.startswith("expected <block end>"):
+        words += f" (in what starts at {_place(start)})"
+    return Problem(place, f"not valid YAML: {words}")
+
+
+def _in_words(problem: str) -> str:
+    for pattern, words in _WORDS:
+        match = re.match(pattern, problem)
+        if match:
+            return match.expand(words)
+    return printable(problem[:200].replace(r"'\x00'", "the end of the file"))
+
+
+def _tab_in_indentation(text: str, line: int) -> Place | None:
+    lines = lines_of(text)
+    content = lines[line - 1] if line <= len(lines) else ""
+    indentation = content[: len(content) - len(content.lstrip(" \t"))]
+    return Place(line, indentation.index("\t") + 1) if "\t" in indentation else None

@@ -9,17 +9,6 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = [
-    "CURSOR",
-    "CURSOR_FORMAT",
-    "CURSOR_MAGIC",
-    "CursorPage",
-    "Stopped",
-    "read_entered",
-    "read_mark",
-    "read_stopped",
-]
-
 CURSOR = "cursor.bin"
 CURSOR_FORMAT = struct.Struct("<QIIII")
 """Sequence number, step, call, site, magic: where the process is at this moment."""

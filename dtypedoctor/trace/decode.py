@@ -1,4 +1,4 @@
-"""Makes records of decoded JSON, and refuses values of a type that the record does not have."""
+"""Makes records of decoded JSON, and rejects values of a type that the record does not have."""
 
 import math
 import types
@@ -6,8 +6,6 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Union, cast, get_args, get_origin
-
-__all__ = ["LARGEST", "decode"]
 
 LARGEST = 2**63
 """No count, number or size in a trace reaches this."""
@@ -44,18 +42,22 @@ def _nested(hint: Any) -> Callable[[Any], Any] | None:
     if is_dataclass(hint):
         return lambda value: decode(cast(type[Any], hint), value)
     if origin in (Union, types.UnionType):
-        within = next((found for part in inner if (found := _nested(part)) is not None), None)
+        within = next(filter(None, map(_nested, inner)), None)
         return None if within is None else lambda value: None if value is None else within(value)
     if origin is list and (of_item := _nested(inner[0])) is not None:
         return lambda values: [of_item(value) for value in values]
-    if (
-        inner
-        and isinstance(origin, type)
-        and issubclass(origin, Mapping)
-        and (of_value := _nested(inner[1])) is not None
-    ):
-        return lambda values: {name: of_value(value) for name, value in values.items()}
-    return None
+    return _nested_in_mapping(hint)
+
+
+def _nested_in_mapping(hint: Any) -> Callable[[Any], Any] | None:
+    """The same for the values of a mapping."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if not isinstance(origin, type) or not issubclass(origin, Mapping):
+        return None
+    of_value = _nested(inner[1])
+    if of_value is None:
+        return None
+    return lambda values: {name: of_value(value) for name, value in values.items()}
 
 
 def _plan(kind: type[Any]) -> _Plan:

@@ -9,20 +9,6 @@ from pathlib import Path
 from dtypedoctor.foreign_files import is_real_directory
 from dtypedoctor.trace.events import Header
 
-__all__ = [
-    "LEADING",
-    "STREAMS",
-    "Member",
-    "child_directories",
-    "child_directory",
-    "header",
-    "lead",
-    "leading_directory",
-    "member",
-    "rank_directories",
-    "rank_directory",
-]
-
 LEADING = "leading"
 """Link to the directory of the rank that the run's report is about."""
 

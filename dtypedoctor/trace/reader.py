@@ -1,8 +1,11 @@
-"""Reads a trace back, whole or torn."""
+"""Reads a trace back, whole or torn, and follows one that is still being written.
+
+Modules are renamed where a model was put inside a larger one on the way, so that each has one name in a whole trace.
+"""
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -10,14 +13,27 @@ from typing import Any, TypeVar, cast
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import read_head, reason
-from dtypedoctor.trace.canonical import CanonicalNames
 from dtypedoctor.trace.cursor import CURSOR, Stopped, read_entered, read_mark, read_stopped
-from dtypedoctor.trace.details import FOLDED, detail_files
-from dtypedoctor.trace.events import End, Environment, Header, Metric, Observed, Root, Sample, Site
-from dtypedoctor.trace.folding import Folded, from_json
+from dtypedoctor.trace.details import FOLDED, Folded, detail_files, folded_from_json
+from dtypedoctor.trace.events import (
+    End,
+    Environment,
+    Flow,
+    Header,
+    Metric,
+    Observed,
+    Op,
+    ParameterNote,
+    Root,
+    Sample,
+    ScalerState,
+    Site,
+    TensorNote,
+)
+from dtypedoctor.trace.lines import open_lines
 from dtypedoctor.trace.loader import DAMAGED, Loader
-from dtypedoctor.trace.seal import open_lines
 from dtypedoctor.trace.writer import EVENTS
+from dtypedoctor.unpatched import from_json
 
 Record = TypeVar("Record")
 Derived = TypeVar("Derived")
@@ -214,7 +230,7 @@ def _read_folded(data: bytes, damage: list[str]) -> Folded | None:
     opened = open_lines(data)
     try:
         if opened.sealed and opened.lines:
-            return from_json(opened.lines[0][1])
+            return folded_from_json(opened.lines[0][1])
     except DAMAGED:
         pass
     damage.append(f"the totals of folded steps cannot be read ({FOLDED})")
@@ -248,3 +264,134 @@ def _recording_stopped(page: bytes) -> Iterator[str]:
 def _cursor(page: bytes, sites: dict[int, Site]) -> Cursor | None:
     mark = read_mark(page)
     return Cursor(n=mark.n, step=mark.step, call=mark.call, site=sites.get(mark.site)) if mark is not None else None
+
+
+_OF_A_ROOT = (Flow, ParameterNote, Site, Op)
+_OWNED = frozenset({"parameter", "buffer", "attribute"})
+"""Origins of tensors that are named as something a module holds."""
+
+
+class CanonicalNames:
+    """Names from the largest root on.
+
+    Args:
+        roots: the trace's roots, in the order in which they were seen.
+    """
+
+    def __init__(self, roots: list[Root]) -> None:
+        self._place: dict[int, tuple[int, str]] = {}
+        for root in reversed(roots):  # a larger root comes after those that it absorbs
+            number, prefix = self._place.get(root.root, (root.root, ""))
+            for inner, name in root.absorbs.items():
+                self._place[int(inner)] = (number, _join(prefix, name))
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to rename."""
+        return bool(self._place)
+
+    def of(self, record: Any) -> Any:
+        """The record with the names of the largest root; records that do not tell their root are returned as they are."""
+        if not isinstance(record, _OF_A_ROOT) or record.root not in self._place:
+            return record
+        root, prefix = self._place[record.root]
+        if isinstance(record, ParameterNote):
+            return replace(record, root=root, name=_join(prefix, record.name))
+        if isinstance(record, Op):
+            return replace(
+                record,
+                root=root,
+                fqn=_join(prefix, record.fqn),
+                inputs=[_renamed(note, prefix) for note in record.inputs],
+                outputs=[_renamed(note, prefix) for note in record.outputs],
+            )
+        if isinstance(record, Site) and record.kind in ("grad", "param", "loss"):
+            return record  # named by the optimizer's parameters or by nobody, never from a root
+        return replace(record, root=root, fqn=_join(prefix, record.fqn))
+
+
+def _renamed(note: TensorNote, prefix: str) -> TensorNote:
+    return replace(note, name=_join(prefix, note.name)) if note.name and note.origin in _OWNED else note
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def steps_by_call(trace: Trace) -> Trace:
+    """The trace with the number of the outermost call as the step, if no optimizer step was done in it; else unchanged.
+
+    A script that only evaluates or generates, or that fails before its first optimizer step, would otherwise be in step 1
+    from beginning to end.
+    """
+    if _optimized(trace):
+        return trace
+    return replace(
+        trace,
+        records=tuple(_renumbered(record) for record in trace.records),
+        samples=tuple(replace(sample, step=max(sample.call, 1)) for sample in trace.samples),
+        by_call=True,
+        cursor=replace(trace.cursor, step=max(trace.cursor.call, 1)) if trace.cursor is not None else None,
+    )
+
+
+def _optimized(trace: Trace) -> bool:
+    return (
+        (trace.end is not None and trace.end.steps_completed > 0)
+        or any(site.kind == "param" for site in trace.sites.values())
+        or bool(trace.all(ScalerState))
+    )
+
+
+def _renumbered(record: Any) -> Any:
+    if hasattr(record, "step") and hasattr(record, "call"):
+        return replace(record, step=max(record.call, 1))
+    return record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What a worker is doing at this moment."""
+
+    step: int
+    phase: str
+    module: str
+
+
+class Follower:
+    """Reads the cursor and the descriptions of modules of a growing trace; never blocks, never fails."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offset = 0
+        self._sites: dict[int, tuple[str, str]] = {}
+
+    def where(self) -> Where | None:
+        """The module entered last; None before the first."""
+        try:
+            data = (self._directory / CURSOR).read_bytes()
+        except OSError:
+            return None
+        mark = read_mark(data)
+        if mark is None:
+            return None
+        if mark.site not in self._sites:
+            self._read_on()
+        phase, fqn = self._sites.get(mark.site, ("", ""))
+        return Where(step=mark.step, phase=phase, module=fqn)
+
+    def _read_on(self) -> None:
+        try:
+            with (self._directory / EVENTS).open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return
+        whole, _, _ = data.rpartition(b"\n")
+        self._offset += len(whole) + 1 if whole else 0
+        for line in whole.split(b"\n"):
+            if line.startswith(b'{"e":"site"'):
+                try:
+                    site = from_json(line)
+                    self._sites[site["id"]] = (site.get("phase", ""), site.get("fqn", ""))
+                except DAMAGED:  # somebody else writes here: what is going on is shown without it
+                    continue

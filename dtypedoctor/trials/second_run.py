@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.runner.launch import Run
 from dtypedoctor.trace.events import Raised, Sample, Site
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trace.records.compiling import CompileCounts
+from dtypedoctor.trace.records.execution import CompileCounts
 
 __all__ = ["another_way", "unconfirmed"]
 

@@ -19,7 +19,7 @@ from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.models.build import BUILTIN
 from dtypedoctor.plugins import Workload, known, left_out, registered, resolve
-from dtypedoctor.redaction.request_file import read_request
+from dtypedoctor.redaction.redact import read_request
 from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Plugin, Scenario, ScenarioStep
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Correction, End, Environment, NotWatched, Refused, Resources, Stage

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from dtypedoctor.redaction.request_file import read_request
+from dtypedoctor.redaction.redact import read_request
 from dtypedoctor.trace.ranks import STREAMS, member, rank_directory
 from dtypedoctor.unpatched import from_json
 from dtypedoctor.worker import script

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.interruptions import contained, noticing
 from dtypedoctor.redaction.messages import message_of
-from dtypedoctor.redaction.request_file import read_request
+from dtypedoctor.redaction.redact import read_request
 from dtypedoctor.trace.events import (
     NO_TORCH,
     NOT_HERE,

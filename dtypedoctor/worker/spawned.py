@@ -10,7 +10,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.redaction.request_file import forget_request, read_request, write_request_file
+from dtypedoctor.redaction.redact import forget_request, read_request, write_request_file
 from dtypedoctor.trace.ranks import child_directory
 from dtypedoctor.unpatched import from_json, getpid, to_json
 

@@ -10,7 +10,7 @@ import torch
 from dtypedoctor.instrument.cuda_streams import StreamWatch
 from dtypedoctor.instrument.observing import observe
 from dtypedoctor.trace.events import NotWatched
-from dtypedoctor.trace.records.compiling import StreamLaunches
+from dtypedoctor.trace.records.execution import StreamLaunches
 from dtypedoctor.workloads.context import Context
 
 

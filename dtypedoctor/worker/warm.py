@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from dtypedoctor.interruptions import contained, noticing
-from dtypedoctor.redaction.request_file import read_request
+from dtypedoctor.redaction.redact import read_request
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.worker.main import choose_device, prepare_process, serve
 from dtypedoctor.worker.stock import Stock

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from command import Finished, dtypedoctor
 
-from dtypedoctor.trace.seal import seal
+from dtypedoctor.trace.lines import seal
 
 SCENARIO = """\
 name: {name}

@@ -19,7 +19,7 @@ from dtypedoctor.cli.main import app
 from dtypedoctor.diagnosis.registry import finding_ids
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.matrix import render_matrix_json, row_of
-from dtypedoctor.scenario.catalog import available
+from dtypedoctor.scenario.loading import available
 
 PARSER = typer.main.get_command(app)
 COMMANDS = documented_commands()

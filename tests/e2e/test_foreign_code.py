@@ -13,7 +13,7 @@ from dtypedoctor.cli import foreign_code
 from dtypedoctor.cli.bisect_case import Options, resumed_case
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.catalog import available, resolve
+from dtypedoctor.scenario.loading import available, resolve
 from dtypedoctor.trials.bisection.journal import Asked, Journal
 
 FACTORY = """\

@@ -73,7 +73,7 @@ def test_the_doctor_imports_nothing_from_the_working_directory(place: Path, argu
 LAUNCHES = """
 from pathlib import Path
 from dtypedoctor.runner.launch import Launcher
-from dtypedoctor.scenario.catalog import resolve
+from dtypedoctor.scenario.loading import resolve
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.request import Request
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dtypedoctor.instrument import sentinel
 from dtypedoctor.instrument.sentinel import Sentinel
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import Coverage, NotWatched, Op
-from dtypedoctor.trace.records.values import NonfiniteReached
+from dtypedoctor.trace.records.execution import NonfiniteReached
 
 
 class Counting(TorchDispatchMode):

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable
 
-from dtypedoctor.trace.seal import seal
+from dtypedoctor.trace.lines import seal
 
 
 def sealed(*lines: object) -> bytes:

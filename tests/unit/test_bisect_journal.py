@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.cases import case_of
+from dtypedoctor.scenario.loading import case_of
 from dtypedoctor.trials.bisection.journal import JOURNAL, Asked, Journal
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dtypedoctor.scenario.cases import case_of
+from dtypedoctor.scenario.loading import case_of
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.bisection.modes import Mode, modes
 from dtypedoctor.trials.bisection.probes import Workload, cheaper, reference

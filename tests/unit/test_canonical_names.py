@@ -5,9 +5,8 @@ from pathlib import Path
 
 from traces import tensor
 
-from dtypedoctor.trace.canonical import CanonicalNames
 from dtypedoctor.trace.events import Flow, Header, Op, ParameterNote, Root, Site
-from dtypedoctor.trace.reader import read_trace
+from dtypedoctor.trace.reader import CanonicalNames, read_trace
 from dtypedoctor.trace.writer import TraceWriter
 
 ROOTS = [

@@ -9,7 +9,7 @@ from scenario_files import HEALTHY, written
 
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.catalog import available
+from dtypedoctor.scenario.loading import available
 
 UNKNOWN = HEALTHY + (
     "expect: {findings: [float16-overflw], cured_by: [bfloat61], not_cured_by: [stirct]}\n"

@@ -15,8 +15,14 @@ from rich.console import Console
 from test_saved_runs import left
 
 from dtypedoctor.redaction.process import Literals
-from dtypedoctor.redaction.redact import redact, without_process_secrets
-from dtypedoctor.redaction.request_file import PRIVATE_REQUEST, forget_request, read_request, write_request_file
+from dtypedoctor.redaction.redact import (
+    PRIVATE_REQUEST,
+    forget_request,
+    read_request,
+    redact,
+    without_process_secrets,
+    write_request_file,
+)
 from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
 from dtypedoctor.report.comparison_document import comparison_document
 from dtypedoctor.report.document import Document
@@ -50,7 +56,7 @@ OWN_NEEDLES = (
 RECORD = """
 import json, sys
 from pathlib import Path
-from dtypedoctor.redaction.request_file import forget_request, write_request_file
+from dtypedoctor.redaction.redact import forget_request, write_request_file
 from dtypedoctor.trace.events import (Condition, Correction, End, Environment, Flow, Header, NotWatched, Observation, Op, Raised, Replay,
     Root, Site, Stage)
 from dtypedoctor.trace.writer import TraceWriter

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from dtypedoctor.scenario.catalog import available
-from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.loading import available, load_scenario
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.changes import all_of, autocast_of_model, fresh_process, with_autocast, with_corrections
 from dtypedoctor.trials.references import float32_twin, healthy_reference

@@ -13,8 +13,7 @@ from report_builders import healthy, mismatch, overflow, worker_died
 from rich.console import Console
 from secret_texts import HOST, SECRETS, USER
 
-from dtypedoctor.redaction.paths import short_paths
-from dtypedoctor.redaction.redact import Private, redact
+from dtypedoctor.redaction.redact import Private, redact, short_paths
 from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
 from dtypedoctor.report.formats import FORMATS, format_named
 from dtypedoctor.report.model import Report

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario import catalog
-from dtypedoctor.scenario.catalog import available, resolve
-from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario import loading
+from dtypedoctor.scenario.loading import available, load_scenario, resolve
 from dtypedoctor.scenario.model import Grpo
 
 REPOSITORY = Path(__file__).parents[2]
@@ -105,5 +104,5 @@ def test_a_wheel_holds_its_scenarios_inside_the_package(tmp_path: Path, monkeypa
         directory.mkdir(parents=True)
     (shipped / "mine.yaml").touch()
     (tmp_path / "scenarios" / "foreign.yaml").touch()
-    monkeypatch.setattr(catalog, "_PACKAGE", tmp_path / "dtypedoctor")
+    monkeypatch.setattr(loading, "_PACKAGE", tmp_path / "dtypedoctor")
     assert available() == (shipped / "mine.yaml",)

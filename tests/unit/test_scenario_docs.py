@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from scenario_files import mistakes, written
 
+from dtypedoctor.scenario.dump import key_tables
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.reference_page import key_tables
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scenarios.md").read_text()
 EXAMPLES = {

@@ -8,11 +8,9 @@ from jsonschema import Draft202012Validator
 from scenario_files import written
 from scenario_strategies import scenarios
 
-from dtypedoctor.scenario.catalog import available, resolve
-from dtypedoctor.scenario.dump import to_yaml
-from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.dump import json_schema, to_yaml
+from dtypedoctor.scenario.loading import available, load_scenario, resolve
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.schema import json_schema
 
 VALIDATOR = Draft202012Validator(json_schema())
 

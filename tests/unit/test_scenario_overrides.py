@@ -3,10 +3,8 @@
 import pytest
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.catalog import resolve
-from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.loading import load_scenario, override, resolve
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.overrides import override
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import pytest
 from scenario_files import HEALTHY, mistakes, written
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.scenario.source import LARGEST_FILE
+from dtypedoctor.scenario.loading import LARGEST_FILE, load_scenario
 
 SYNTAX = {
     "a tab in the indentation": ("a:\n\tb: 1", "2:1: a tab in the indentation; indent with spaces"),

@@ -5,8 +5,7 @@ from dataclasses import replace
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.trace.events import End, Op
-from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trace.steps import steps_by_call
+from dtypedoctor.trace.reader import Trace, steps_by_call
 
 
 def evaluation(steps_completed: int = 0, kind: str = "output") -> Trace:

@@ -24,8 +24,7 @@ from dtypedoctor.trace.events import (
     Site,
     TensorNote,
 )
-from dtypedoctor.trace.follow import Follower
-from dtypedoctor.trace.reader import read_trace
+from dtypedoctor.trace.reader import Follower, read_trace
 from dtypedoctor.trace.writer import EVENTS, TraceWriter
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtypedoctor.trace.lines import seal
+from dtypedoctor.trace.loader import BATCH, parse_line, parse_lines
 from dtypedoctor.trace.reader import read_trace
-from dtypedoctor.trace.samples import BATCH, parse_line, parse_lines
-from dtypedoctor.trace.seal import seal
 from dtypedoctor.trace.writer import EVENTS
 
 ROW = st.one_of(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sealed import sealed_bodies
 
-from dtypedoctor.trace.seal import open_lines, seal
+from dtypedoctor.trace.lines import open_lines, seal
 
 BODIES = [
     json.dumps(value, separators=(",", ":")).encode()

@@ -32,8 +32,7 @@ from dtypedoctor.trace.events import (
     ScalerState,
     TensorNote,
 )
-from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trace.steps import steps_by_call
+from dtypedoctor.trace.reader import Trace, steps_by_call
 from dtypedoctor.trials.treatment import examine
 
 SCENARIO = Scenario(

@@ -28,10 +28,10 @@ from dtypedoctor.trace.events import (
     Stage,
     TensorNote,
 )
-from dtypedoctor.trace.records.autocast import CustomFunction
+from dtypedoctor.trace.lines import open_lines
+from dtypedoctor.trace.records.execution import CustomFunction
 from dtypedoctor.trace.records.models import ModelConfig
 from dtypedoctor.trace.records.silent import RouterChoice
-from dtypedoctor.trace.seal import open_lines
 from dtypedoctor.trace.writer import EVENTS, TraceWriter
 
 MODULES = ("", "model", "model.embed", "model.layers.0.mlp", "model.layers.0.attn", "model.norm", "head")

@@ -15,7 +15,7 @@ from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import listed, place, short
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trace.records.packed import ComparedOperand, PackedBits, PackedWeight
+from dtypedoctor.trace.records.models import ComparedOperand, PackedBits, PackedWeight
 
 __all__ = ["dequantised_to_another_dtype", "packed_weight_used_as_dense", "silently_wrong_weights", "stale_buffer"]
 

@@ -15,7 +15,7 @@ from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
 from dtypedoctor.trace.events import Flow
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trace.records.autocast import AutocastRegion, CustomFunction, OpenRegions
+from dtypedoctor.trace.records.execution import AutocastRegion, CustomFunction, OpenRegions
 
 __all__ = [
     "autocast_bypass",

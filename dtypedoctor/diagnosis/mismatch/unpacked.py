@@ -9,7 +9,7 @@ from dtypedoctor.diagnosis.mismatch.provenance import Provenance
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Op
-from dtypedoctor.trace.records.packed import ComparedOperand, PackedBits, PackedWeight
+from dtypedoctor.trace.records.models import ComparedOperand, PackedBits, PackedWeight
 
 __all__ = ["Unpacked", "is_wrong"]
 

@@ -24,7 +24,7 @@ from dtypedoctor.instrument.naming import Names, dtype_name
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.trace.records.loading import Pretrained, RoundedAndTrained, StateLoaded
+from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
 from dtypedoctor.trace.records.silent import Unpatched
 from dtypedoctor.unpatched import from_json
 

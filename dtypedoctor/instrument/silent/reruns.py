@@ -16,8 +16,7 @@ from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import Extent, measurable, measure
-from dtypedoctor.trace.records.autocast import AutocastRegion
-from dtypedoctor.trace.records.compiling import EagerCall
+from dtypedoctor.trace.records.execution import AutocastRegion, EagerCall
 from dtypedoctor.trace.records.silent import StaleCopy
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

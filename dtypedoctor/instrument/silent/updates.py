@@ -18,7 +18,7 @@ from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
-from dtypedoctor.trace.records.autocast import AutocastRegion
+from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.records.silent import (
     GradientZeros,
     ScaledBackward,

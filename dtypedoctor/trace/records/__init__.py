@@ -11,75 +11,15 @@ from typing import Any
 
 from dtypedoctor.trace.decode import decode
 from dtypedoctor.trace.events import Observation, Observed
-from dtypedoctor.trace.records.autocast import AutocastRegion, CustomFunction, OpenRegions
-from dtypedoctor.trace.records.compiling import (
-    CompileCounts,
-    EagerCall,
-    GraphBreak,
-    Recompiled,
-    RecompileLimit,
-    StreamLaunches,
-)
-from dtypedoctor.trace.records.loading import Pretrained, RoundedAndTrained, StateLoaded
-from dtypedoctor.trace.records.models import ModelConfig, ProcessGroup, ShardCall, ShardUnit
-from dtypedoctor.trace.records.packed import PackedBits, PackedWeight
-from dtypedoctor.trace.records.silent import (
-    Absorbed,
-    FirstRatio,
-    FloatToInt,
-    GradientZeros,
-    RotaryTable,
-    RoundedPositions,
-    RouterChoice,
-    ScaledBackward,
-    StaleCopy,
-    Twins,
-    Unpatched,
-    Updates,
-)
-from dtypedoctor.trace.records.values import AttentionReplayed, NonfiniteReached, Unscaled
-
-__all__ = ["RECORDS", "from_disk", "to_disk"]
+from dtypedoctor.trace.records import execution, models, silent
 
 RECORDS: dict[str, type[Any]] = {
     record.KIND: record
-    for record in (
-        Absorbed,
-        AttentionReplayed,
-        NonfiniteReached,
-        Unscaled,
-        AutocastRegion,
-        CompileCounts,
-        CustomFunction,
-        EagerCall,
-        FirstRatio,
-        FloatToInt,
-        GradientZeros,
-        GraphBreak,
-        ModelConfig,
-        OpenRegions,
-        PackedBits,
-        PackedWeight,
-        Pretrained,
-        ProcessGroup,
-        RecompileLimit,
-        Recompiled,
-        RotaryTable,
-        RoundedAndTrained,
-        RoundedPositions,
-        RouterChoice,
-        ScaledBackward,
-        ShardCall,
-        ShardUnit,
-        StaleCopy,
-        StateLoaded,
-        StreamLaunches,
-        Twins,
-        Unpatched,
-        Updates,
-    )
+    for module in (execution, models, silent)
+    for record in vars(module).values()
+    if hasattr(record, "KIND")
 }
-"""Every record by its kind."""
+"""Every record by its kind. A class with a ``KIND`` in one of these modules is one."""
 
 
 def from_disk(raw: Observation) -> Observation | Observed[Any]:

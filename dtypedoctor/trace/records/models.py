@@ -1,10 +1,8 @@
-"""What a model says about itself, and how it is sharded."""
+"""What is observed of a model before it runs: its config, how it is sharded, packed weights, and what loading does to dtypes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
-
-__all__ = ["ModelConfig", "ProcessGroup", "ShardCall", "ShardUnit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +81,105 @@ class ProcessGroup:
     name: str
     ranks: list[int]
     backend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedOperand:
+    """An operand that was compared with a packed weight; the observation's ``fqn`` is the module that holds the weight.
+
+    Attributes:
+        of: number of the op.
+        operand: index over its inputs.
+        weight: name of the packed weight.
+        dtype: of the operand.
+        quant_dtype: dtype that the quantisation state says.
+        relative_error: norm of the difference over the norm of the weight; None where it is not finite.
+    """
+
+    of: int
+    operand: int
+    weight: str
+    dtype: str
+    quant_dtype: str
+    relative_error: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeight(ComparedOperand):
+    """An operand of a product that has the shape of packed weights of the module, and the one of these that it is closest to.
+
+    Whether the operand is meant to be that weight at all is for the reader to find out.
+    """
+
+    KIND: ClassVar[str] = "packed-weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBits(ComparedOperand):
+    """An operand of a product, or of an op on the way to one, whose memory was filled in one format and is read in another.
+
+    Its dtype is not the quantisation state's, and its bits are those of the weight in the state's own dtype.
+    """
+
+    KIND: ClassVar[str] = "packed-bits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLoaded:
+    """A ``load_state_dict`` that cast.
+
+    Attributes:
+        casts: elements by ``FROM->TO``.
+        became_inf, became_zero: elements that were finite, or not zero, before a cast to a smaller range.
+        elements: that were cast to a smaller range.
+        names: a few of these tensors.
+    """
+
+    KIND: ClassVar[str] = "state-loaded"
+
+    casts: Mapping[str, int]
+    became_inf: int
+    became_zero: int
+    elements: int
+    names: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedAndTrained:
+    """Parameters that lost bits when a state was loaded into them, in the groups of an optimizer that is about to step.
+
+    Attributes:
+        casts: elements by ``FROM->TO``.
+        rounded: elements whose value the cast changed.
+        elements: of these parameters.
+        parameters: how many.
+        names: a few of them.
+        mean_change: mean relative change of the values that were rounded.
+    """
+
+    KIND: ClassVar[str] = "rounded-and-trained"
+
+    casts: Mapping[str, int]
+    rounded: int
+    elements: int
+    parameters: int
+    names: list[str]
+    mean_change: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pretrained:
+    """A model that transformers' ``from_pretrained`` has loaded.
+
+    Attributes:
+        model: its class.
+        stored, loaded: elements by dtype, in the checkpoint and in the model.
+        requested: dtype that was asked for, or None.
+    """
+
+    KIND: ClassVar[str] = "pretrained"
+
+    model: str
+    stored: Mapping[str, int]
+    loaded: Mapping[str, int]
+    requested: str | None

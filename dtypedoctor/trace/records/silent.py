@@ -4,25 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-__all__ = [
-    "Absorbed",
-    "FirstRatio",
-    "FloatToInt",
-    "GradientZeros",
-    "Overflowed",
-    "RotaryTable",
-    "RoundedPositions",
-    "RouterChoice",
-    "ScaledBackward",
-    "ScaledGradient",
-    "StaleCopy",
-    "StalledParameter",
-    "Twins",
-    "Unpatched",
-    "Updates",
-    "Zeros",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overflowed:

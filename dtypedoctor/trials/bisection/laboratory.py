@@ -9,7 +9,7 @@ from typing import Protocol
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
-from dtypedoctor.redaction.request_file import public_text
+from dtypedoctor.redaction.redact import public_text
 from dtypedoctor.runner.launch import EXIT, Run, WorkerExit, collect
 from dtypedoctor.runner.unused import clear
 from dtypedoctor.scenario.request import REQUEST, Request

@@ -1,0 +1,258 @@
+"""What is observed while a model runs: where non-finite values get to, autocast regions, torch.compile, CUDA streams."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonfiniteReached:
+    """Something that is not finite got somewhere, outside of all modules or from there.
+
+    Attributes:
+        what: where it got: ``call``, ``item`` (a number in Python), ``guard`` (a test for finiteness), ``loss``, ``gradient``,
+            ``numbers`` (out of torch), ``saved`` (into a file or to another
+            process), ``alive`` (to the end of the program), ``unused`` (nowhere).
+        id: of the tensor, as in :class:`~dtypedoctor.trace.events.TensorNote`; 0 where that is not known.
+        source: ``file.py:line`` that reads or uses it.
+        value: ``nan``, ``inf`` or ``-inf``, where known.
+        sample: number of the sample that it was measured in, where it is a loss or gradient.
+    """
+
+    KIND: ClassVar[str] = "nonfinite-reached"
+
+    what: str
+    id: int
+    source: str | None = None
+    value: str | None = None
+    sample: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionReplayed:
+    """Attention whose softmax made NaN, run again on the same operands.
+
+    Attributes:
+        scores, softmax: numbers of these ops.
+        scale: by which the program multiplied the scores.
+        nan_rows: rows that the program's own softmax made NaN.
+        unattended: those of them in which its mask leaves nothing to look at.
+        exact_finite: whether the softmax is finite with scores in float32.
+        unmasked_finite: whether that is without the mask.
+        sdpa_finite, sdpa_absmax: what ``scaled_dot_product_attention`` returns.
+    """
+
+    KIND: ClassVar[str] = "attention-replay"
+
+    scores: int
+    softmax: int
+    nan_rows: int
+    unattended: int
+    exact_finite: bool
+    unmasked_finite: bool
+    sdpa_finite: bool
+    sdpa_absmax: float
+    scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unscaled:
+    """A gradient scaler is about to unscale the gradients of an optimizer; told again whenever a field but the scale changes.
+
+    Attributes:
+        scale: the loss scale.
+        optimizer: class of the optimizer.
+        params, gradients: number of parameters and of gradients by dtype.
+        names: some trainable parameters by half-precision dtype.
+        frozen: parameters that do not require a gradient.
+        strangers: parameters that belong to no module that was called.
+    """
+
+    KIND: ClassVar[str] = "unscale"
+
+    scale: float
+    optimizer: str = ""
+    params: Mapping[str, int]
+    gradients: Mapping[str, int]
+    names: Mapping[str, list[str]]
+    frozen: int = 0
+    strangers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutocastRegion:
+    """An autocast region that was entered; each different one is written once.
+
+    Attributes:
+        device: the device type whose operators it casts.
+        wanted: the dtype that was asked for.
+        enabled: False for a region that switches autocast off, and where torch disabled it (no such device).
+        source: ``file.py:line`` of the code that entered it; None for one that was open when the watch began.
+    """
+
+    KIND: ClassVar[str] = "autocast-region"
+
+    device: str
+    wanted: str
+    enabled: bool
+    source: str | None
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype it casts to, None where it casts nothing."""
+        return self.wanted if self.enabled else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRegions:
+    """The regions that were open when an op raised.
+
+    Attributes:
+        of: number of the op.
+        device: type of its operands' device.
+        regions: from the outermost in.
+    """
+
+    KIND: ClassVar[str] = "autocast-regions"
+
+    of: int
+    device: str
+    regions: list[AutocastRegion]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomFunction:
+    """A custom ``autograd.Function`` whose backward begins; the observation's ``fqn`` is the module that its forward ran in.
+
+    Attributes:
+        function: its name.
+        decorated: whether its forward is decorated with ``custom_fwd``.
+        fwd_used_autocast: what ``custom_fwd`` has noted: whether autocast was on in the forward.
+        ctx_dtype: the dtype that ``custom_fwd`` has noted.
+        forward_autocast: dtype of the region that the forward ran in; None outside of any.
+        forward_source: ``file.py:line`` of the forward.
+    """
+
+    KIND: ClassVar[str] = "custom-function"
+
+    function: str | None
+    decorated: bool
+    fwd_used_autocast: bool | None
+    ctx_dtype: str | None
+    forward_autocast: str | None
+    forward_source: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileCounts:
+    """How often Dynamo did what; one record for a run in which it did anything."""
+
+    KIND: ClassVar[str] = "compile"
+
+    breaks: int
+    unique_graphs: int
+    frames: int
+    frames_compiled: int
+    recompiles: int
+    limit_hits: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphBreak:
+    """Graph breaks at one line of code for one reason; the observation's ``fqn`` is the module whose code stands there.
+
+    Attributes:
+        kind: Dynamo's name for the break, e.g. ``Unsupported method call``.
+        explanation: its explanation, first line.
+        context: debug context of the first of them, cut; it names the types and functions involved.
+        frames: stack of the first of them as ``file:line function``, outermost first, those of torch and of
+            Python's standard library left out.
+        count: how often it happened.
+    """
+
+    KIND: ClassVar[str] = "graph-break"
+
+    kind: str
+    explanation: str
+    context: str
+    frames: list[str]
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompiled:
+    """A function that was compiled again.
+
+    Attributes:
+        function: its name; ``torch_dynamo_resume_in_F_at_L`` is the rest of F after a graph break at line L.
+        place: ``file:line`` of its definition.
+        count: how often.
+        guards: the distinct guards that failed, in Dynamo's words; a few of them.
+    """
+
+    KIND: ClassVar[str] = "recompile"
+
+    function: str
+    place: str
+    count: int
+    guards: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecompileLimit:
+    """Dynamo stopped compiling a function: what is not in its cache runs in eager mode from now on.
+
+    The observation's ``fqn`` is the module whose code the function is.
+
+    Attributes:
+        limit: name of the limit in ``torch._dynamo.config``.
+        value: its value.
+        function, place: as in :class:`Recompiled`.
+        guard: the guard that failed last, in Dynamo's words.
+    """
+
+    KIND: ClassVar[str] = "recompile-limit"
+
+    limit: str
+    value: int
+    function: str
+    place: str
+    guard: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerCall:
+    """A call of compiled code that was made again on the same input in eager mode.
+
+    Attributes:
+        finite, absmax: of what the call returned.
+        eager_finite, eager_absmax: of the same call in eager mode.
+    """
+
+    KIND: ClassVar[str] = "eager-replay"
+
+    finite: bool
+    absmax: float
+    eager_finite: bool
+    eager_absmax: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLaunches:
+    """Kernel launches that were alike.
+
+    Attributes:
+        device: the device whose memory was worked on.
+        used: handle of the CUDA stream that was launched on.
+        current: handle of the stream that was current on ``device``.
+        count: number of launches.
+        stale: whether the launches went to another stream than the current one.
+    """
+
+    KIND: ClassVar[str] = "cuda-stream"
+
+    device: str
+    used: int
+    current: int
+    count: int
+    stale: bool
