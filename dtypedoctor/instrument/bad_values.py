@@ -229,6 +229,12 @@ class BadValues:
         )
         observe(self._writer, self._position, found)
 
+    def sampled(self, what: str, tensor: Tensor, sample: int) -> None:
+        """A ``loss`` or a ``gradient`` has been measured as number ``sample``."""
+        bad = self.behind(tensor)
+        if bad is not None and bad.says is None:
+            self.reached(what, bad, sample=sample)
+
     def finish(self) -> None:
         """The program has ended: tells of everything that is not finite, there or gone, and that nothing was computed from."""
         for bad in [*self._held.values(), *self._unused.values()]:

@@ -5,6 +5,7 @@ these everything but the tensor is known, and a call costs a few microseconds.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -93,6 +94,9 @@ class Returned:
         sites: numbers the places.
         recorders: measure.
         coverage: counts the calls, and those that were measured.
+
+    Attributes:
+        heard: called with each gradient that is measured, and the number of its sample.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class Returned:
         self._coverage = coverage
         self.gradient = guard.shield(self._gradient, "some gradients of module outputs")
         """Records the gradient of an output: its place, its path, the outermost call that returned it, and the gradient."""
+        self.heard: Callable[[Tensor, int], None] = lambda _, __: None
         self._missed: Counter[Missed] = Counter()
         self._first_missed: dict[Missed, str] = {}
 
@@ -243,6 +248,7 @@ class Returned:
             usual = self._learn_gradient(place, path, gradient)
         if usual is not None and not (gradient.is_cuda and is_current_stream_capturing()):
             when = (self._writer.next_n(), self._position.step, call)
+            self.heard(gradient, when[0])
             usual.recorder.record(((usual.site, gradient),), when)
 
     def _gradient_of_class(self, place: Place, path: str, call: int, gradient: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 Losses, metrics and whole programs without modules are operators on plain tensors. A dispatch mode sees them, and is on only there: it leaves
 the stack of modes when an outermost module is called and comes back after it, always at the bottom, so that the modes that the program puts
-on above it come off as if it were not there. In backward passes it is on where the program calls no modules.
+on above it come off as if it were not there. In backward passes it is on where the program calls no modules; where it does, a hook on
+each autograd node of what was computed between the calls puts it on, and the engine, which gives each node the modes that the pass began
+with, takes it off. Only graphs on a CPU are walked for that: the nodes of a GPU run in threads of autograd's own.
 
 What it costs is bounded by counts: everything is measured up to an allowance that each module call adds to; beyond it an eighth of the
 operators, in turns, and of backward passes each eighth is seen.
@@ -10,7 +12,9 @@ operators, in turns, and of backward passes each eighth is seen.
 
 import os
 import sys
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from math import inf
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import ref
@@ -25,6 +29,7 @@ from dtypedoctor._torch_private import (
     anything_is_compiled,
     autograd_node,
     has_no_memory,
+    is_wrapped,
     modes_on,
     next_sequence_number,
     number_of_modes,
@@ -67,6 +72,10 @@ COPIED = 1 << 20
 """Elements of an operand that is copied before an operator writes to it, so that the operator can be run again."""
 MAX_LINES = 50_000
 """Autograd nodes whose line is remembered."""
+MAX_WALKED = 2_000
+"""Autograd nodes that are looked at for one backward pass, or for what goes into one outermost module call."""
+MAX_SPANS = 4_096
+"""Outermost module calls, in a row without a node between them, whose autograd nodes are known to be theirs."""
 
 
 _NOTHING = (
@@ -137,6 +146,13 @@ class Sentinel(OperatorMode):
         self._lines: dict[int, Line] = {}
         self._visits: dict[Any, int] = {}
         self._last_node = -1
+        self._spans: list[tuple[int, int]] = []
+        self._first_span = 0
+        self._call_began = 0
+        self._between = False
+        self._hooked: set[int] = set()
+        self._lent = False
+        self._entering = guard.shield(self._node_begins, "gradients of some operators outside of modules")
         self._backwards = 0
         self._seen = 0
         self._missed = 0
@@ -185,16 +201,86 @@ class Sentinel(OperatorMode):
         self._pauses -= 1
         self.settle()
 
-    def backward_begins(self) -> None:
-        """An outermost backward pass is about to begin."""
+    def backward_begins(self, tensors: Iterable[Tensor]) -> None:
+        """An outermost backward pass is about to begin from ``tensors``."""
         self._backwards += 1
+        if self._position.call:
+            self._follow(tensors)
         self.settle()
+
+    def modules_begin(self, given: Callable[[], Iterable[Tensor]]) -> None:
+        """An outermost module call begins.
+
+        Args:
+            given: gets the tensors that the module is called with.
+        """
+        self.off()
+        if self._between:
+            self._follow(given())
+        self._call_began = next_sequence_number()
+
+    def modules_end(self) -> None:
+        """An outermost module call is over."""
+        end = next_sequence_number()
+        if self._spans and self._spans[-1][1] == self._call_began:
+            self._spans[-1] = (self._spans[-1][0], end)
+        elif end > self._call_began:
+            self._spans.append((self._call_began, end))
+        if len(self._spans) > MAX_SPANS:
+            self._spans = self._spans[MAX_SPANS // 2 :]
+            self._first_span = self._spans[0][0]
+        self._between = False
+        self.settle()
+
+    def _follow(self, tensors: Iterable[Tensor]) -> None:
+        """Hooks the autograd nodes that lead to ``tensors``, as far as the next ones that a module call has made."""
+        if self._thread != get_ident() or self._is_thin or not self.wanted():
+            return
+        plain = (t for t in tensors if type(t) is Tensor and t.device.type == "cpu" and not is_wrapped(t))
+        waiting = [node for tensor in plain if (node := tensor.grad_fn) is not None]
+        if len(self._hooked) > MAX_LINES:
+            self._hooked.clear()
+        for _ in range(MAX_WALKED):
+            if not waiting:
+                return
+            node = waiting.pop()
+            number = sequence_number(node)
+            if number in self._hooked or self._is_of_a_module(number):
+                continue
+            self._hooked.add(number)
+            node.register_prehook(self._entering)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+
+    def _is_of_a_module(self, number: int) -> bool:
+        """Whether the autograd node with this number was made in a module call, is too old to be known, or is the end of a leaf."""
+        if not self._first_span <= number < next_sequence_number():
+            return True
+        place = bisect_right(self._spans, (number, inf)) - 1
+        return place >= 0 and number < self._spans[place][1]
+
+    def _node_begins(self, _: Any) -> None:
+        """The engine is about to run a node that was made between module calls, and will take the mode off after it."""
+        if self._thread != get_ident() or self._pauses or self._position.muted or self.quiet() or self._is_there():
+            return
+        if not self._position.stack:
+            self._lent = True
+            self._into_stack()
+
+    def _is_there(self) -> bool:
+        return any(mode is self for mode in modes_on())
+
+    def _take_back(self) -> None:
+        """What was lent to a node is gone with it, and nobody has said so."""
+        self._on = self._is_there()
+        self._lent = self._position.backward_depth > 0
 
     def settle(self) -> None:
         """Puts the mode on the stack or takes it off, as the position of the program demands; cheap to call again."""
         if self._thread != get_ident():
             return
         with self._settling:
+            if self._lent:
+                self._take_back()
             wanted = not self._pauses and not self._position.stack and self._may_be_on()
             if wanted != self._on:
                 self._into_stack() if wanted else self.off()
@@ -237,6 +323,8 @@ class Sentinel(OperatorMode):
 
     def off(self) -> None:
         """Leaves the stack of modes until :meth:`settle` is called."""
+        if self._lent and self._thread == get_ident():
+            self._take_back()
         if not self._on or self._thread != get_ident():
             return
         self._on = False
@@ -313,7 +401,7 @@ class Sentinel(OperatorMode):
         node: Any = autograd_node()
         if node is None:
             line = line_of(sys._getframe(3))
-            if line is not None and not self._position.call:
+            if line is not None:
                 self._remember(line)
             return line, None
         name: str = node.name()
@@ -329,6 +417,7 @@ class Sentinel(OperatorMode):
         if number == self._last_node:
             return
         self._last_node = number
+        self._between = True
         if len(self._lines) >= MAX_LINES:
             for old in list(self._lines)[: MAX_LINES // 2]:
                 del self._lines[old]

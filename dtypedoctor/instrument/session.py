@@ -109,7 +109,8 @@ class Instruments:
             self._phases.on_failure.append(self.note_caught)
             self._modules.on_error.append(self._note_left)
             self._modules.before_any.append(self._enters_modules)
-            self._modules.after_any.append(self._settle)
+            self._modules.after_any.append(self._leaves_modules)
+            self._modules.hear_gradients(self._note_gradient)
             self._modules.before_root += [self._facts.tell, self.code_places.learn]
             self._phases.on_gradients.append(self._measure_returned)
             self._phases.pause, self._phases.resume, self._phases.settle = self._pause, self._resume, self._settle
@@ -257,7 +258,7 @@ class Instruments:
         self._windows.before_backward(tensors)
         if self._watch:
             if (sentinel := self._here()) is not None:
-                sentinel.backward_begins()
+                sentinel.backward_begins(tensors)
             if self._modules.whole:
                 self._leaves.before(tensors)
             found = [(0, str(i), t) for i, t in enumerate(map(values_of, tensors)) if t is not None]
@@ -289,9 +290,7 @@ class Instruments:
         if not self._bad.any:
             return
         for number, (_, _, tensor) in enumerate(found, first):
-            bad = self._bad.behind(tensor)
-            if bad is not None and bad.says is None:
-                self._bad.reached("loss" if kind == "loss" else "gradient", bad, sample=number)
+            self._bad.sampled("loss" if kind == "loss" else "gradient", tensor, number)
 
     def _measure_gradients(self, found: list[Rooted]) -> None:
         """Of gradients that no optimizer takes, all are measured; beyond the first few only those that are not finite are recorded."""
@@ -309,11 +308,24 @@ class Instruments:
 
     def _enters_modules(self, module: nn.Module) -> None:
         """An outermost call begins: hooks see what happens from here on; what goes in has been seen by the sentinel."""
-        if (sentinel := self._here()) is not None:
-            sentinel.off()
-        if self._bad.any:
+
+        def given() -> list[Tensor]:
             args, kwargs = call_arguments(module)
-            self._bad.enters([tensor for _, tensor in tensors_given(args, kwargs)], module)
+            return [tensor for _, tensor in tensors_given(args, kwargs)]
+
+        if (sentinel := self._here()) is not None:
+            sentinel.modules_begin(given)
+        if self._bad.any:
+            self._bad.enters(given(), module)
+
+    def _leaves_modules(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.modules_end()
+
+    def _note_gradient(self, gradient: Tensor, number: int) -> None:
+        """The gradient of what a module returned is sample ``number``: says where the sentinel has seen it, if it is not finite."""
+        if self._bad.any:
+            self._bad.sampled("gradient", gradient, number)
 
     def _look_closer(self) -> None:
         """Looks at all parameters where something has just been found not to be finite."""

@@ -133,6 +133,10 @@ class ModuleWatch:
             here = position.of.here or position.last
             self._writer.mark(position.step, here.call, self._sites.entry(place, here.phase))
 
+    def hear_gradients(self, listener: Callable[[Tensor, int], None]) -> None:
+        """Has ``listener`` called with each gradient of a module output, and the number of its sample."""
+        self._returned.heard = listener
+
     def flush(self) -> None:
         """A backward pass or an optimizer step begins or ends: sends off what has been put together. Never waits."""
         self._recorders.flush()

@@ -296,3 +296,139 @@ def test_a_loss_of_a_class_of_the_programs_own_is_read_without_running_its_code(
     watched(tmp_path, work)
     assert seen[0] == seen[1]
     assert any("sum" in call for call in seen[0])
+
+
+class Squared(torch.autograd.Function):
+    """A custom function whose backward divides zero by zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 2 * x * (x / x)  # 0/0, custom
+
+
+def _zero(x: torch.Tensor) -> torch.Tensor:
+    """0, which depends on ``x``."""
+    return x - x.detach()
+
+
+def _root_in_the_loss(x: torch.Tensor) -> torch.Tensor:
+    h = _zero(nn.Linear(4, 3)(x))
+    distance = (h * h).sum(-1)
+    return distance.sqrt().mean()  # bad
+
+
+def _root_before_another_module(x: torch.Tensor) -> torch.Tensor:
+    h = _zero(nn.Linear(4, 3)(x))
+    h = h + (h * h).sum(-1, keepdim=True).sqrt()  # bad
+    return nn.Linear(3, 2)(h.view(-1, 3)).square().mean()
+
+
+def _root_before_a_criterion(x: torch.Tensor) -> torch.Tensor:
+    h = _zero(nn.Linear(4, 3)(x))
+    h = h.pow(2).sum(-1).sqrt()  # bad
+    return nn.MSELoss()(h, torch.ones_like(h))
+
+
+def _root_two_modules_back(x: torch.Tensor) -> torch.Tensor:
+    h = _zero(nn.Linear(4, 3)(x))
+    h = h.expand(2, -1, -1).pow(2).sum(-1, keepdim=True).sqrt()  # bad
+    h = nn.Linear(1, 2)(h)
+    return nn.Linear(2, 2)(h * 2).mean()
+
+
+def _own_function(x: torch.Tensor) -> torch.Tensor:
+    h = Squared.apply(_zero(nn.Linear(4, 3)(x)))
+    return nn.Linear(3, 2)(h).mean()
+
+
+def _half_overflow(x: torch.Tensor) -> torch.Tensor:
+    h = nn.Linear(4, 3).half()(x.half())
+    return (h * 40000).float().mul(300).sum()  # bad
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [_root_in_the_loss, _root_before_another_module, _root_before_a_criterion, _root_two_modules_back, _own_function, _half_overflow],
+)  # fmt: skip
+def test_a_gradient_that_goes_bad_between_modules_is_named_by_operator_and_line(tmp_path: Path, loss_of: Any) -> None:
+    """One run is enough: nobody opens an op trace. The operator is that of the backward pass, the line the forward one."""
+
+    def work(_: Instruments) -> None:
+        torch.manual_seed(0)
+        for _ in range(2):
+            nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()  # another graph, of which nothing is left
+        loss_of(torch.randn(5, 4)).backward()
+
+    found = diagnose(watched(tmp_path, work))[0]
+    lines = Path(__file__).read_text().splitlines()
+    marked = [i for i, line in enumerate(lines, 1) if line.endswith(("# bad", "# 0/0, custom"))]
+    assert found.source is not None, found
+    assert str(found.op).startswith("aten."), found
+    assert found.phase == "backward"
+    assert int(found.source.rpartition(":")[2]) in marked
+
+
+def test_modes_are_as_they_were_after_a_backward_pass_that_fails(tmp_path: Path) -> None:
+    """An exception leaves an operator's backward while the sentinel is on for it; the program's own mode is where it was."""
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            raise ValueError("by the program")
+
+    stacks: list[Any] = []
+    mine = Counting()
+
+    def work(_: Instruments) -> None:
+        layer = nn.Linear(4, 3)
+        with mine:
+            for _ in range(2):
+                with pytest.raises(ValueError, match="by the program"):
+                    (Failing.apply(layer(torch.ones(2, 4)) * 2) * 3).sum().backward()
+                stacks.append([type(mode) for mode in _get_current_dispatch_mode_stack()])
+                (layer(torch.ones(2, 4)) * 2).sum().backward()
+                stacks.append([type(mode) for mode in _get_current_dispatch_mode_stack()])
+        stacks.append([type(mode) for mode in _get_current_dispatch_mode_stack()])
+
+    watched(tmp_path, work)
+    assert stacks == [[Sentinel, Counting]] * 4 + [[Sentinel]]
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_in_a_backward_pass_operators_of_modules_run_without_the_sentinel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that are recomputed included, with and without reentrant autograd."""
+    seen: list[tuple[str, bool]] = []
+    looked = Sentinel.__torch_dispatch__
+
+    def look(self: Sentinel, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            seen.append((node.name(), bool(self._position.stack)))
+        return looked(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(Sentinel, "__torch_dispatch__", look)
+
+    def work(_: Instruments) -> None:
+        block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        for reentrant in (False, True):
+            x = torch.ones(2, 4, requires_grad=True)
+            h = torch.utils.checkpoint.checkpoint(block, x.cos(), use_reentrant=reentrant)
+            (block(h.sin()) * 2).sum().backward()
+
+    watched(tmp_path, work)
+    names = {name for name, _ in seen}
+    assert names >= {"MulBackward0", "SinBackward0", "CosBackward0"}
+    assert not names & {"AddmmBackward0", "TanhBackward0"}
+    assert not any(inside for _, inside in seen)
