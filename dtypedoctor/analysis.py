@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.incidents import MEASURED, Incident, incidents
 from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.wording import failing_line
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Metric, Raised, Root, Sample, Site
 from dtypedoctor.trace.reader import Trace
 

@@ -17,10 +17,10 @@ from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.build import bisection_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD
 from dtypedoctor.report.model import Report
-from dtypedoctor.runner.gpus import gpu_environment, visible_gpus
-from dtypedoctor.runner.launch import Launcher, Run
-from dtypedoctor.runner.unused import clear, remove_unused
-from dtypedoctor.runner.warm import WarmServer
+from dtypedoctor.runner.directories import clear, remove_unused
+from dtypedoctor.runner.launch import Launcher, WarmServer
+from dtypedoctor.runner.machine import gpu_environment, visible_gpus
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trials.bisection.bisect import Told, bisect
 from dtypedoctor.trials.bisection.journal import JOURNAL, Journal

@@ -39,7 +39,7 @@ def compare(
     """
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.comparison_document import comparison_document
-    from dtypedoctor.runner.saved import open_run
+    from dtypedoctor.runner.run import open_run
     from dtypedoctor.trials.compare import compare_runs
     from dtypedoctor.trials.comparison import Verdict
 

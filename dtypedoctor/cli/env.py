@@ -21,7 +21,7 @@ def env(
     """
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.environment import environment_document
-    from dtypedoctor.runner.survey import survey
+    from dtypedoctor.runner.machine import survey
 
     show(
         environment_document(redact(survey())), format

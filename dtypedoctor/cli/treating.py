@@ -13,12 +13,11 @@ from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
 from dtypedoctor.report.model import Report
-from dtypedoctor.runner.child import STDERR
-from dtypedoctor.runner.launch import Launcher, Run
-from dtypedoctor.runner.script import run_script
-from dtypedoctor.runner.signals import outliving
-from dtypedoctor.runner.torchrun import run_ranks
-from dtypedoctor.runner.unused import remove_unused
+from dtypedoctor.runner.directories import remove_unused
+from dtypedoctor.runner.launch import Launcher
+from dtypedoctor.runner.process import outliving
+from dtypedoctor.runner.run import STDERR, Run
+from dtypedoctor.runner.script import run_ranks, run_script
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trials.treatment import Plan, Treatment, treat

@@ -15,7 +15,7 @@ from dtypedoctor.report.build import build_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
-from dtypedoctor.runner.launch import WorkerExit, collect
+from dtypedoctor.runner.run import WorkerExit, collect
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import End, NotWatched, Resources, Stage
 from dtypedoctor.trace.ranks import header, member, rank_directory

@@ -19,7 +19,7 @@ from dtypedoctor.report.picture import Picture
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import from_json, render_json
 from dtypedoctor.report.to_markdown import render_markdown
-from dtypedoctor.runner.saved import BEFORE, SavedRun, open_run
+from dtypedoctor.runner.run import BEFORE, SavedRun, open_run
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.ranks import leading_directory
 from dtypedoctor.trace.reader import Trace, read_trace

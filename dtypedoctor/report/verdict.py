@@ -7,7 +7,7 @@ from dtypedoctor.report.fixes import cured_sentence
 from dtypedoctor.report.measured import Measured
 from dtypedoctor.report.model import Status
 from dtypedoctor.report.text import one_line
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import (
     FAILED_THERE,
     NO_TORCH,

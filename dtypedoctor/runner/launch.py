@@ -1,7 +1,10 @@
 """Starts workers, each a process of its own, and collects what they left.
 
-Workers are forked from a warm server (the standard library's forkserver with torch and the trainers imported), so that
-a run starts in milliseconds instead of seconds. The server never touches CUDA.
+Workers are forked from a server (the standard library's forkserver with torch and the trainers imported), so that
+a run starts in milliseconds instead of seconds. The server never touches CUDA. A :class:`WarmServer` is one more between
+them, which has also built the models.
+
+What a worker does first (:func:`begin`) stands here too: both sides import this module, and it imports no torch.
 """
 
 import contextlib
@@ -9,116 +12,93 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection
+from functools import partial
+from importlib import import_module
+from multiprocessing import forkserver, parent_process, resource_tracker
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.redaction.messages import elided
-from dtypedoctor.redaction.process import masked
-from dtypedoctor.redaction.redact import forget_request, write_request_file
-from dtypedoctor.runner.child import PRELOAD, STDERR, begin, begin_warm
+from dtypedoctor.interruptions import noticing
 from dtypedoctor.runner.directories import make_directory
+from dtypedoctor.runner.run import STDERR, STDOUT, Run, WorkerExit, collect, write_request
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trace.events import Refused
-from dtypedoctor.trace.reader import Trace, read_trace, steps_by_call
-from dtypedoctor.trace.writer import EVENTS
-from dtypedoctor.unpatched import to_json
 
-EXIT = "exit.json"
 _SAFE_PATH = "PYTHONSAFEPATH"
-_LONGEST_LINE = 5000
 POLL_SECONDS = 0.05
 
+WORKER = "dtypedoctor.worker.main"
+"""The module on the other side of the border; it is imported by name, and only in worker processes."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerExit:
-    """How a worker process ended.
+WARM = "dtypedoctor.worker.warm"
+"""The same for a server that builds models and forks workers."""
 
-    Attributes:
-        code: exit status, or minus the signal that ended it.
-        timed_out: whether the doctor stopped it at its time limit.
-        seconds: wall-clock time from start to end.
-        unknown: whether nobody was there to see it.
-        asked_to_end: the signal that asked it to end and came by way of the doctor; 0 where none did. It may have heeded it in
-            its own time and with any status.
-    """
+PRELOAD = "dtypedoctor.worker.preload"
+"""What the warm server imports before it forks workers."""
 
-    code: int
-    timed_out: bool
-    seconds: float
-    unknown: bool = False
-    asked_to_end: int = 0
-
-    def describe(self) -> str:
-        """How it ended, in words."""
-        if self.unknown:
-            return "ended in a way that nobody has recorded"
-        if self.timed_out:
-            return f"was stopped at its time limit after {self.seconds:.0f} s"
-        if self.code >= 0:
-            return f"ended with status {self.code}"
-        try:
-            name = signal.Signals(-self.code).name
-        except ValueError:
-            name = f"signal {-self.code}"
-        likely = " (often: out of memory)" if -self.code == signal.SIGKILL else ""
-        return f"was killed by {name}{likely}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A finished run: its trace, how the worker ended, and where everything lies.
-
-    Attributes:
-        foreign: whether it ran a user's script, which may leave with any status, or without a word by ``os._exit``.
-        rank: which process of several it is; None where there is one only.
-        ranks: all of them, this one included, in order.
-        children: by number the processes that a script has spawned.
-        spawned: which of those it is; None where it is the script's own.
-        others: the other processes of the same script, where one of them stands for all.
-    """
-
-    trace: Trace
-    exit: WorkerExit
-    directory: Path
-    foreign: bool = False
-    rank: int | None = None
-    ranks: "tuple[Run, ...]" = ()
-    children: "Mapping[int, Run]" = field(default_factory=dict)
-    spawned: int | None = None
-    others: "tuple[Run, ...]" = ()
-
-    @property
-    def processes(self) -> "tuple[Run, ...]":
-        """All processes of the same program, this one included."""
-        return self.ranks or (self, *self.others)
-
-    @property
-    def died(self) -> bool:
-        """Whether the worker ended without finishing its trace, and not because a script wanted it so."""
-        wanted = self.foreign and self.exit.code >= 0 and not self.exit.unknown
-        return self.exit.timed_out or (self.trace.end is None and not wanted)
-
-    def last_words(self) -> str:
-        """How the worker ended; for a Python process that failed also the last line of its standard error."""
-        if self.exit.code <= 0 or self.exit.timed_out:
-            return self.exit.describe()
-        try:
-            lines = (self.directory / STDERR).read_text(encoding="utf-8", errors="replace").split("\n")
-        except OSError:
-            lines = []
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return self.exit.describe() + (f": {masked(elided(last[:_LONGEST_LINE]))[:200]}" if last else "")
-
+NO_ANSWER = 1
+"""Exit status of a worker whose server has died with it."""
 
 Progress = Callable[[Path], None]
 """Called now and then with the directory of the run that is going on."""
+
+
+class StartedWorker:
+    """A worker that may still be running.
+
+    Args:
+        directory: where it leaves what it leaves.
+        time_limit: seconds after which it is stopped.
+        status: its exit status, for which it waits at most so many seconds; None while it runs.
+        kill: ends it and everything that it started.
+    """
+
+    def __init__(
+        self, directory: Path, time_limit: float, status: Callable[[float], int | None], kill: Callable[[], None]
+    ) -> None:
+        self.directory = directory
+        self._ask_status = status
+        self._kill = kill
+        self._began = time.monotonic()
+        self._deadline = self._began + time_limit
+        self._timed_out = False
+        self._status: int | None = None
+        self._seconds = 0.0
+
+    def wait(self, seconds: float) -> bool:
+        """Waits at most so long; whether it has ended, which it also has when its time limit is over."""
+        if self._status is None:
+            self._look(min(seconds, self._deadline - time.monotonic()))
+        if self._status is None and time.monotonic() > self._deadline:
+            self._timed_out = True
+            self.stop()
+        return self._status is not None
+
+    def stop(self) -> None:
+        """Ends it and everything that it started."""
+        if self._status is None:
+            self._kill()
+            while self._status is None:
+                self._look(1.0)
+
+    def collect(self) -> Run:
+        """What it has left.
+
+        Raises:
+            UsageError: the worker says that the scenario cannot be run at all.
+        """
+        ended = WorkerExit(code=self._status or 0, timed_out=self._timed_out, seconds=self._seconds)
+        return collect(self.directory, ended)
+
+    def _look(self, seconds: float) -> None:
+        self._status = self._ask_status(max(0.0, seconds))
+        self._seconds = time.monotonic() - self._began
 
 
 class Launcher:
@@ -162,7 +142,7 @@ class Launcher:
             started.stop()
         return started.collect()
 
-    def start(self, request: Request, directory: Path, environment: Mapping[str, str] | None = None) -> "StartedWorker":
+    def start(self, request: Request, directory: Path, environment: Mapping[str, str] | None = None) -> StartedWorker:
         """Starts a worker and comes back at once; the caller stops and collects it.
 
         Args:
@@ -178,7 +158,7 @@ class Launcher:
         process = self._context.Process(target=begin, args=(str(directory), dict(environment or {})), daemon=False)
         with _safe_path():
             process.start()
-        return StartedWorker(process, directory, request.scenario.time_limit)
+        return StartedWorker(directory, request.scenario.time_limit, partial(_status, process), partial(_kill, process))
 
     def start_warm(self, request: Request, directory: Path) -> "tuple[ForkServerProcess, Connection]":
         """Starts a server that builds the models of ``request`` in advance and forks workers; see ``worker/warm.py``.
@@ -196,93 +176,18 @@ class Launcher:
         return process, ours
 
 
-class StartedWorker:
-    """A worker that may still be running."""
-
-    def __init__(self, process: ForkServerProcess, directory: Path, time_limit: float) -> None:
-        self.directory = directory
-        self._process = process
-        self._began = time.monotonic()
-        self._deadline = self._began + time_limit
-        self._timed_out = False
-
-    def wait(self, seconds: float) -> bool:
-        """Waits at most so long; whether it has ended, which it also has when its time limit is over."""
-        self._process.join(max(0.0, min(seconds, self._deadline - time.monotonic())))
-        if self._process.is_alive() and time.monotonic() > self._deadline:
-            self._timed_out = True
-            self.stop()
-        return not self._process.is_alive()
-
-    def stop(self) -> None:
-        """Ends it and everything that it started."""
-        _stop(self._process)
-
-    def collect(self) -> Run:
-        """What it has left.
-
-        Raises:
-            UsageError: the worker says that the scenario cannot be run at all.
-        """
-        seconds = time.monotonic() - self._began
-        ended = WorkerExit(code=self._process.exitcode or 0, timed_out=self._timed_out, seconds=seconds)
-        return collect(self.directory, ended)
+def _status(process: ForkServerProcess, seconds: float) -> int | None:
+    """The exit status of a process, for which it waits at most so long; None while it runs."""
+    process.join(seconds)
+    return process.exitcode
 
 
-def write_request(directory: Path, request: Request) -> None:
-    """Writes down what the worker of ``directory`` is to do.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    try:
-        write_request_file(directory, request.model_dump_json())
-    except OSError as error:
-        raise UsageError(f"{directory}: cannot be written ({error.strerror})", "Give another --out.") from error
-
-
-def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run:
-    """The run that a worker has left in ``directory``; how it ended is written down beside it.
-
-    Raises:
-        UsageError: the worker says that what it was asked for cannot be run at all.
-    """
-    forget_request(directory)
-    with contextlib.suppress(OSError):  # a full disk, or the directory is gone: what is known is told all the same
-        (directory / EXIT).write_text(to_json(asdict(ended)), encoding="utf-8")
-    trace = _trace(directory)
-    run = Run(trace=steps_by_call(trace) if foreign else trace, exit=ended, directory=directory, foreign=foreign)
-    refused = run.trace.last(Refused)
-    if refused is not None:
-        raise UsageError(refused.message, refused.hint)
-    return run
-
-
-def _trace(directory: Path) -> Trace:
-    if not (directory / EVENTS).exists():
-        return _nothing(f"there is none in {directory}")
-    try:
-        return read_trace(directory)
-    except (
-        UsageError,
-        OSError,
-    ) as error:  # something has gone over it: that must not cost what else is known of the run
-        return _nothing(f"it cannot be read: {error}")
-
-
-def _nothing(why: str) -> Trace:
-    return Trace(records=(), samples=(), sites={}, damage=(why,))
-
-
-def _stop(process: ForkServerProcess) -> None:
-    """Ends the worker and everything that it started."""
-    if process.pid is None:
-        return
-    if process.is_alive():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-    process.join()
+def _kill(process: ForkServerProcess) -> None:
+    """Ends a process, the first of its group, and everything that it started."""
+    assert process.pid is not None  # it has been started
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 @contextlib.contextmanager
@@ -314,3 +219,138 @@ def _streams_to(path: Path) -> Iterator[None]:
         for descriptor, original in enumerate(kept, start=1):
             os.dup2(original, descriptor)
             os.close(original)
+
+
+class WarmServer:
+    """Starts workers in milliseconds. Use as a context manager.
+
+    Where the models cannot be built in advance (on a GPU, whose state does not survive a fork, or because building raises),
+    workers are started by the launcher and build for themselves.
+
+    Args:
+        launcher: started already.
+        request: its scenario names the models to build.
+        directory: for what the server prints; must not exist yet.
+    """
+
+    def __init__(self, launcher: Launcher, request: Request, directory: Path) -> None:
+        self._launcher = launcher
+        self._request = request
+        self._directory = directory
+        self._process: ForkServerProcess | None = None
+        self._ended: dict[str, int] = {}
+        self.is_warm = False
+        """Whether the models are built."""
+        self.device = "cpu"
+        """Type of the device that the scenario runs on."""
+
+    def __enter__(self) -> Self:
+        self._process, self._channel = self._launcher.start_warm(self._request, self._directory)
+        with noticing(lambda _: self.__exit__(None, None, None)):  # Ctrl-C, say: nobody else ends the server then
+            try:
+                _, self.is_warm, self.device = self._channel.recv()
+            except EOFError:  # the server has died while building: a worker will tell of what
+                self.is_warm = False
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._channel.close()
+        if self._process is not None:
+            self._process.join(1.0)
+            self._process.kill()
+            self._process.join()
+
+    def start(self, request: Request, directory: Path, environment: Mapping[str, str] | None = None) -> StartedWorker:
+        """Starts a worker and comes back at once; the caller stops and collects it.
+
+        Args:
+            request: what it is to do.
+            directory: where everything that it leaves will lie; must not exist yet.
+            environment: variables for it alone; a worker that is forked from a warm server has that one's.
+
+        Raises:
+            UsageError: the directory cannot be written.
+        """
+        if not self.is_warm:
+            return self._launcher.start(request, directory, environment)
+        make_directory(directory)
+        write_request(directory, request)
+        self._send("run", directory)
+        status, kill = partial(self._status, directory), partial(self._send, "stop", directory)
+        return StartedWorker(directory, request.scenario.time_limit, status, kill)
+
+    def _status(self, directory: Path, seconds: float) -> int | None:
+        """The exit status of the worker of ``directory``, for which it waits at most so long; None while it runs."""
+        deadline = time.monotonic() + seconds
+        while str(directory) not in self._ended:
+            left = deadline - time.monotonic()
+            if left < 0 or not wait([self._channel], left):
+                break
+            try:
+                _, where, status = self._channel.recv()
+            except (EOFError, ConnectionError):
+                return NO_ANSWER
+            self._ended[where] = status
+        return self._ended.get(str(directory))
+
+    def _send(self, verb: str, directory: Path) -> None:
+        try:
+            self._channel.send((verb, str(directory)))
+        except (BrokenPipeError, ConnectionError):
+            self._ended[str(directory)] = NO_ANSWER
+
+
+def begin(directory: str, environment: Mapping[str, str] | None = None) -> None:
+    """Cuts the process loose from the doctor's streams and session, then serves the request in ``directory``.
+
+    Args:
+        directory: holds the request.
+        environment: variables to set before anything is imported.
+    """
+    place = _set_apart(directory)
+    os.environ.update(environment or {})
+    _leave_with_the_doctor()
+    status = import_module(WORKER).serve(place)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # the trace is complete: libraries' exit handlers can only hang or fail here
+
+
+def begin_warm(directory: str, channel: Connection) -> None:
+    """The same for a server of workers, which ends when the doctor closes ``channel``."""
+    place = _set_apart(directory)
+    import_module(WARM).serve_warm(place, channel, redirect)
+    os._exit(0)
+
+
+def _set_apart(directory: str) -> Path:
+    os.setsid()  # so that the doctor can stop the process together with everything that it starts
+    place = Path(directory)
+    redirect(place)
+    return place
+
+
+def redirect(directory: Path) -> None:
+    """Lets what this process writes to its standard streams go into files of a run's directory."""
+    _redirect(directory / STDOUT, 1)
+    _redirect(directory / STDERR, 2)
+
+
+def _redirect(path: Path, descriptor: int) -> None:
+    """Lets what is written to ``descriptor`` go to the end of ``path``, which is the user's alone: it is raw."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(handle, descriptor)
+    os.close(handle)
+
+
+def _leave_with_the_doctor() -> None:
+    """A worker whose doctor was killed must not go on for hours."""
+    parent = parent_process()
+    if parent is None:
+        return
+
+    def die_with_parent() -> None:
+        parent.join()
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # and with it what it has started itself
+
+    threading.Thread(target=die_with_parent, daemon=True, name="dtypedoctor-parent").start()

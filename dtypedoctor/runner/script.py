@@ -1,33 +1,29 @@
-"""Runs a user's script in a fresh interpreter and collects what it left.
+"""Runs Python programs in fresh interpreters: a user's script, the processes that torchrun starts, and a script without the doctor.
 
-The script's process differs from that of ``python script.py`` as little as can be: the same interpreter, environment,
-working directory and standard input. It has a process group of its own, so that it can be stopped with all that it started.
+A user's script differs from ``python script.py`` as little as can be: the same interpreter, environment, working directory
+and standard input. It has a process group of its own, so that it can be stopped with all that it started.
 """
 
-import contextlib
-import os
-import stat
+import json
+import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from dtypedoctor.redaction.redact import write_request_file
 from dtypedoctor.runner.directories import make_directory
-from dtypedoctor.runner.ending import end
-from dtypedoctor.runner.guardian import Guardian
-from dtypedoctor.runner.launch import Run, WorkerExit, collect, write_request
-from dtypedoctor.runner.signals import PassedOn
-from dtypedoctor.runner.streams import Streams
-from dtypedoctor.runner.terminal import Foreground
+from dtypedoctor.runner.process import run_process
+from dtypedoctor.runner.run import Run, WorkerExit, collect, write_request
 from dtypedoctor.scenario.model import Script
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trace.ranks import child_directories
+from dtypedoctor.trace.ranks import child_directories, lead, rank_directory
+
+__all__ = ["BOOT", "led_by", "run_clean", "run_ranks", "run_script"]
 
 BOOT = Path(__file__).resolve().parents[1] / "worker" / "boot.py"
-LONGEST_WAIT = 0.5
 
 
 def run_script(request: Request, directory: Path, *, live: bool) -> Run:
@@ -51,73 +47,128 @@ def run_script(request: Request, directory: Path, *, live: bool) -> Run:
     return replace(own, children={number: collect(place, ended, foreign=True) for number, place in spawned.items()})
 
 
-def run_process(
-    command: Sequence[str],
-    directory: Path,
-    *,
-    live: bool,
-    time_limit: float,
-    meanwhile: Callable[[], None] = lambda: None,
-    ranks: Sequence[Path] = (),
-    stdin_is_read: bool = False,
-) -> WorkerExit:
-    """Runs a command in a process group of its own until it ends or its time limit is over.
+ELASTIC = BOOT.with_name("elastic.py")
+FAILURES = "failures.json"
+LOGS = "torchrun"
+"""Folder of torchrun's own logs."""
 
-    Signals that this process is sent go to the command. If this process is killed, the command is.
+
+def run_ranks(
+    request: Request, directory: Path, *, live: bool, progress: Callable[[Path], None] = lambda _: None
+) -> Run:
+    """Runs ``request`` in as many processes as its scenario says, on this machine.
 
     Args:
-        command: the program and its arguments.
-        directory: where what it writes is kept.
-        live: see :func:`run_script`.
-        time_limit: seconds.
-        meanwhile: called now and then while it runs.
-        stdin_is_read: standard input has been read to its end, and is not begun again.
-        ranks: directories of the processes that it starts itself, whose output is shown and kept as well.
+        request: what each of them is to do.
+        directory: holds afterwards a directory for each rank, and what torchrun itself printed; must not exist yet.
+        live: show what the processes write, as it comes.
+        progress: called now and then, while they run, with the directory of rank 0.
+
+    Returns:
+        The run of the rank that failed first, or of rank 0; its ``ranks`` are those of all.
+
+    Raises:
+        UsageError: the directory cannot be written, or the scenario cannot be run at all.
     """
-    began = time.monotonic()
-    with Streams(directory, live=live, ranks=ranks) as streams, PassedOn(streams.resize) as signals:
-        with streams.ends() as (out, err), _standard_input(live, again=not stdin_is_read) as given:
-            process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, process_group=0)
-        with Guardian(process), Foreground(process) if live else nullcontext() as foreground:
-            signals.to(process)
-            timed_out = not _wait(
-                process, streams, began + time_limit, lambda: signals.stop_together(foreground), meanwhile
-            )
-        streams.show_rest()
-    return WorkerExit(
-        code=process.wait(),
-        timed_out=timed_out,
-        seconds=time.monotonic() - began,
-        asked_to_end=signals.asked_to_end,
+    assert request.scenario.distributed is not None  # whoever asks for ranks says how many
+    count = request.scenario.distributed.processes
+    make_directory(directory)
+    for rank in range(count):
+        place = rank_directory(directory, rank)
+        place.mkdir()
+        write_request_file(place, _for_rank(request, rank).model_dump_json())
+    command = [sys.executable, "-P", *_torchrun(directory.resolve(), count)]
+    places = [rank_directory(directory, rank) for rank in range(count)]
+    ended = run_process(
+        command,
+        directory,
+        live=live,
+        time_limit=request.scenario.time_limit,
+        meanwhile=lambda: progress(places[0]),
+        ranks=places,
     )
+    failures = _failures(directory)
+    foreign = isinstance(request.scenario.steps[0].workload, Script)
+    runs = [_collect(directory, rank, ended, failures, foreign=foreign) for rank in range(count)]
+    leading = min(failures, key=lambda rank: float(failures[rank]["time"]), default=0)
+    return led_by(tuple(runs), leading)
 
 
-@contextlib.contextmanager
-def _standard_input(live: bool, *, again: bool) -> Iterator[int | None]:
-    if live:
-        yield None  # the same as this process's
-    elif again and stat.S_ISREG(os.fstat(0).st_mode):
-        with open("/proc/self/fd/0", "rb") as anew:  # so it begins at the beginning
-            yield anew.fileno()
-    else:
-        yield subprocess.DEVNULL
+def led_by(ranks: tuple[Run, ...], rank: int) -> Run:
+    """The run of one rank, which stands for that of all; it is also noted where they lie."""
+    lead(ranks[rank].directory.parent, rank)
+    return replace(ranks[rank], ranks=ranks)
 
 
-def _wait(
-    process: "subprocess.Popen[bytes]", streams: Streams, deadline: float, *meanwhile: Callable[[], None]
-) -> bool:
-    """Waits for the process, showing what it writes; False if it had to be stopped at its time limit."""
-    ended = os.pidfd_open(process.pid)
+def _torchrun(directory: Path, count: int) -> list[str]:
+    return [
+        str(ELASTIC),
+        str(directory / FAILURES),
+        "--standalone",
+        f"--nproc-per-node={count}",
+        f"--log-dir={directory / LOGS}",
+        str(BOOT),
+        "--rank",
+        str(directory),
+    ]
+
+
+def _for_rank(request: Request, rank: int) -> Request:
+    """The request as one rank gets it: what it repeats is what the same rank did before."""
+    if request.repeats is None:
+        return request
+    return request.model_copy(update={"repeats": str(rank_directory(Path("..") / request.repeats, rank))})
+
+
+def _failures(directory: Path) -> dict[int, dict[str, Any]]:
     try:
-        while process.poll() is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                end(process.pid)
-                process.wait()
-                return False
-            streams.show(min(left, LONGEST_WAIT), ended)
-            for act in meanwhile:
-                act()
-    finally:
-        os.close(ended)
-    return True
+        found = json.loads((directory / FAILURES).read_text(encoding="utf-8"))
+    except OSError:  # none has failed, or torchrun itself was ended
+        return {}
+    return {int(rank): failure for rank, failure in found.items()}
+
+
+def _collect(
+    directory: Path, rank: int, ended: WorkerExit, failures: dict[int, dict[str, Any]], *, foreign: bool
+) -> Run:
+    """One rank's run.
+
+    When a rank fails, torchrun stops the others. Those whose traces had an end by then are taken at the word of these.
+    """
+    place = rank_directory(directory, rank)
+    code = int(failures[rank]["code"]) if rank in failures else -signal.SIGTERM if failures else ended.code
+    run = collect(place, ended if ended.timed_out else replace(ended, code=code), foreign=foreign)
+    end = run.trace.end
+    if end is not None and run.exit.code == -signal.SIGTERM:
+        run = collect(place, replace(run.exit, code=int(end.outcome != "completed")), foreign=foreign)
+    return replace(run, rank=rank)
+
+
+_RUN = """
+import runpy, sys
+sys.path.append(sys.argv.pop())
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_clean(script: Path, time_limit: float) -> tuple[int, str, str]:
+    """Runs ``script`` in its own directory; modules of the present directory can be imported where no other has their name.
+
+    Returns:
+        The exit status (minus the signal that ended it, -1 at the time limit), its output, and what it wrote of errors.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _RUN, script.name, str(Path.cwd())],
+            cwd=script.parent,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=time_limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return -1, "", f"it was stopped after {time_limit:.0f} s"
+    return done.returncode, done.stdout, done.stderr

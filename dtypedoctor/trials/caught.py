@@ -8,7 +8,7 @@ from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import REFUSED
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of
 from dtypedoctor.diagnosis.window import is_dtype_error
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised
 from dtypedoctor.trace.reader import Trace
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.window import eager_window, shows_failure, suspicious_windows
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request, Window
 from dtypedoctor.trials.later_runs import LaterRuns, was_asked_to_end

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from dtypedoctor.runner.saved import SavedRun
+from dtypedoctor.runner.run import SavedRun
 from dtypedoctor.trace.events import Resources
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.alignment import align

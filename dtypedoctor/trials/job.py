@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dtypedoctor.diagnosis.distributed import leading_rank
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner.saved import BEFORE, SavedRun, open_run
+from dtypedoctor.runner.run import BEFORE, SavedRun, open_run
 from dtypedoctor.trace.ranks import rank_directories
 from dtypedoctor.trials.ranks import ranks_of
 

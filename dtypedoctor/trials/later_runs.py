@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 
 from dtypedoctor.errors import DoctorError
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.request import Request
 
 __all__ = ["LaterRuns", "RunRequest", "was_asked_to_end"]

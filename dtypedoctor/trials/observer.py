@@ -4,8 +4,7 @@ import re
 from dataclasses import replace
 
 from dtypedoctor.analysis import analysis_of
-from dtypedoctor.runner.child import STDOUT
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import STDOUT, Run
 from dtypedoctor.trace.events import Metric, Raised, Resources
 from dtypedoctor.trials.results import Observer
 

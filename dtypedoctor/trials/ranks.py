@@ -2,8 +2,8 @@
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.diagnosis.distributed import Rank, leading_rank
-from dtypedoctor.runner.launch import Run
-from dtypedoctor.runner.torchrun import led_by
+from dtypedoctor.runner.run import Run
+from dtypedoctor.runner.script import led_by
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trials.later_runs import RunRequest
 

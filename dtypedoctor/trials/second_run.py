@@ -7,7 +7,7 @@ from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.wording import short
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Raised, Sample, Site
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trace.records.execution import CompileCounts

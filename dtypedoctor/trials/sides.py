@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dtypedoctor.analysis import How, ending_of
-from dtypedoctor.runner.saved import SavedRun
+from dtypedoctor.runner.run import SavedRun
 from dtypedoctor.trials.alignment import ALIGNED
 from dtypedoctor.trials.comparison import Setting, Side
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.distributed import SENT, Rank, leading_rank
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trials.later_runs import RunRequest
 

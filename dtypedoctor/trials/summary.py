@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from dtypedoctor.analysis import analysis_of, ending_of
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Metric, Resources
 from dtypedoctor.trace.reader import Trace

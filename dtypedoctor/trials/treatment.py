@@ -7,7 +7,7 @@ from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.distributed import across_ranks
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.reader import Trace

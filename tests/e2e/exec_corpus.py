@@ -25,7 +25,7 @@ from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.to_json import render_json
-from dtypedoctor.runner.launch import Run, WorkerExit, collect
+from dtypedoctor.runner.run import Run, WorkerExit, collect
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.scenario.request import REQUEST, Request
 from dtypedoctor.trials.treatment import Plan, Treatment, treat

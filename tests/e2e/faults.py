@@ -22,7 +22,7 @@ from nursery import Child, fork
 
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report
-from dtypedoctor.runner.launch import Run, WorkerExit, collect
+from dtypedoctor.runner.run import Run, WorkerExit, collect
 from dtypedoctor.runner.script import run_script
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.scenario.request import REQUEST, Request

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from command import report_of
 
-from dtypedoctor.runner.signals import outliving
+from dtypedoctor.runner.process import outliving
 
 CAUGHT = (
     signal.SIGUSR1,

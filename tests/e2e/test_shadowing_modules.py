@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from shadows import hostile_folder, imported
 
-from dtypedoctor.runner.clean import run_clean
+from dtypedoctor.runner.script import run_clean
 
 COMMAND = "from dtypedoctor.__main__ import main\nif __name__ == '__main__':\n    main()\n"
 """What pip installs as ``bin/dtypedoctor``."""
@@ -136,7 +136,7 @@ def test_a_script_imports_what_it_would_without_the_doctor(tmp_path: Path, how: 
 
 def booted(directory: Path, program: list[str], tells: Path) -> list[str]:
     """The command that the doctor runs for a script, without the doctor around it."""
-    from dtypedoctor.runner.launch import write_request
+    from dtypedoctor.runner.run import write_request
     from dtypedoctor.runner.script import BOOT
     from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
     from dtypedoctor.scenario.request import Request

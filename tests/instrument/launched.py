@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.runner.launch import Launcher, Run
+from dtypedoctor.runner.launch import Launcher
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
 

@@ -15,7 +15,7 @@ from dtypedoctor.instrument import raising
 from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report
-from dtypedoctor.runner.launch import Run, WorkerExit
+from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import Caught
 from dtypedoctor.trials.treatment import examine

@@ -10,7 +10,8 @@ from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.registry import rules
 from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.report.build import build_report
-from dtypedoctor.runner.launch import Launcher, Run
+from dtypedoctor.runner.launch import Launcher
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.reader import Trace

@@ -5,8 +5,7 @@ from typing import Any
 
 from traces import TraceBuilder
 
-from dtypedoctor.runner.launch import Run, WorkerExit
-from dtypedoctor.runner.saved import SavedRun
+from dtypedoctor.runner.run import Run, SavedRun, WorkerExit
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.compare import compare_runs
 from dtypedoctor.trials.comparison import TraceComparison

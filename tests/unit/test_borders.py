@@ -19,7 +19,7 @@ Lint = Callable[[dict[str, str]], str]
 CROSSINGS = {
     "instrument/guard.py": "from dtypedoctor.diagnosis import wording",
     "corrections/counters.py": "import dtypedoctor.report.text",
-    "worker/boot.py": "from dtypedoctor.runner import child",
+    "worker/boot.py": "from dtypedoctor.runner import launch",
     "models/builtin.py": "from dtypedoctor.trials import remedies",
     "report/text.py": "from dtypedoctor.instrument import operators",
     "scenario/model.py": "from dtypedoctor.corrections import counters",

@@ -12,7 +12,7 @@ from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.runner.launch import Run, WorkerExit
+from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Correction, End, Metric, ProbeLogProbs, Raised, Resources
 from dtypedoctor.trace.reader import Trace

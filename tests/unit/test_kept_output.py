@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.runner.kept import KeptOutput
+from dtypedoctor.runner.streams import KeptOutput
 
 LEFT_OUT = re.compile(rb"\n\[dtypedoctor: ([0-9,]+) bytes of output are left out here\]\n")
 

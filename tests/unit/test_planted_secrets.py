@@ -32,7 +32,7 @@ from dtypedoctor.report.formats import FORMATS, format_named
 from dtypedoctor.report.matrix import matrix_document, row_of
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_terminal import print_document
-from dtypedoctor.runner.saved import open_run
+from dtypedoctor.runner.run import open_run
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trials.compare import compare_runs
 

@@ -8,8 +8,8 @@ import pytest
 
 from dtypedoctor.errors import DoctorError, UsageError, WorkerDiedError
 from dtypedoctor.report.build import build_report
-from dtypedoctor.runner.launch import Run, WorkerExit
-from dtypedoctor.runner.unused import clear, remove_unused
+from dtypedoctor.runner.directories import clear, remove_unused
+from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Header, Refused

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dtypedoctor.errors import EmptyTraceError, ExitCode, UsageError
-from dtypedoctor.runner.saved import open_run
+from dtypedoctor.runner.run import open_run
 from dtypedoctor.trace.events import End, Header
 from dtypedoctor.trace.writer import TraceWriter
 

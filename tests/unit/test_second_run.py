@@ -9,7 +9,7 @@ from nonfinite_examples import overflow
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.finding import Confidence
-from dtypedoctor.runner.launch import Run, WorkerExit
+from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Op, Raised, Replay

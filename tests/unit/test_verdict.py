@@ -18,7 +18,7 @@ from dtypedoctor.report.formats import format_named
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.run_facts import measured_sentence, status_word
-from dtypedoctor.runner.launch import Run, WorkerExit
+from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import (
     NO_TORCH,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.bisection.laboratory import Laboratory

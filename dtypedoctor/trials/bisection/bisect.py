@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.errors import UsageError, WorkerDiedError
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Root

@@ -10,8 +10,8 @@ from typing import Protocol
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.redaction.redact import public_text
-from dtypedoctor.runner.launch import EXIT, Run, WorkerExit, collect
-from dtypedoctor.runner.unused import clear
+from dtypedoctor.runner.directories import clear
+from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
 from dtypedoctor.scenario.request import REQUEST, Request
 
 __all__ = ["Done", "Laboratory", "Start", "Started"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
-from dtypedoctor.runner.clean import run_clean
+from dtypedoctor.runner.script import run_clean
 from dtypedoctor.scenario.request import Capture, Request
 from dtypedoctor.trials.bisection.bench import Bench
 from dtypedoctor.trials.bisection.laboratory import Laboratory

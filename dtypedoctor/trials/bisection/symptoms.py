@@ -11,7 +11,7 @@ from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.window import is_dtype_error
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.dtypes import DTYPES
-from dtypedoctor.runner.launch import Run
+from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Correction, ProbeLogProbs, Raised, Sample, Site
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.bisection.tolerance import Tolerance

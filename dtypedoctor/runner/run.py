@@ -1,0 +1,255 @@
+"""A finished run: what its worker has left and how that ended, whether it was just collected or lies on disk."""
+
+import contextlib
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtypedoctor.errors import EmptyTraceError, UsageError
+from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file
+from dtypedoctor.redaction.messages import elided
+from dtypedoctor.redaction.process import masked
+from dtypedoctor.redaction.redact import forget_request, write_request_file
+from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.trace.events import Refused, Stage
+from dtypedoctor.trace.ranks import leading_directory
+from dtypedoctor.trace.reader import Trace, read_trace, steps_by_call
+from dtypedoctor.trace.writer import EVENTS
+from dtypedoctor.unpatched import to_json
+
+__all__ = [
+    "BEFORE",
+    "EXIT",
+    "STDERR",
+    "STDOUT",
+    "Run",
+    "SavedRun",
+    "WorkerExit",
+    "collect",
+    "open_run",
+    "write_request",
+]
+
+STDOUT, STDERR = "stdout.txt", "stderr.txt"
+"""Where a worker's streams go, in its directory."""
+EXIT = "exit.json"
+"""Where it is written down how the worker ended."""
+_LONGEST_LINE = 5000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExit:
+    """How a worker process ended.
+
+    Attributes:
+        code: exit status, or minus the signal that ended it.
+        timed_out: whether the doctor stopped it at its time limit.
+        seconds: wall-clock time from start to end.
+        unknown: whether nobody was there to see it.
+        asked_to_end: the signal that asked it to end and came by way of the doctor; 0 where none did. It may have heeded it in
+            its own time and with any status.
+    """
+
+    code: int
+    timed_out: bool
+    seconds: float
+    unknown: bool = False
+    asked_to_end: int = 0
+
+    def describe(self) -> str:
+        """How it ended, in words."""
+        if self.unknown:
+            return "ended in a way that nobody has recorded"
+        if self.timed_out:
+            return f"was stopped at its time limit after {self.seconds:.0f} s"
+        if self.code >= 0:
+            return f"ended with status {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        likely = " (often: out of memory)" if -self.code == signal.SIGKILL else ""
+        return f"was killed by {name}{likely}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished run: its trace, how the worker ended, and where everything lies.
+
+    Attributes:
+        foreign: whether it ran a user's script, which may leave with any status, or without a word by ``os._exit``.
+        rank: which process of several it is; None where there is one only.
+        ranks: all of them, this one included, in order.
+        children: by number the processes that a script has spawned.
+        spawned: which of those it is; None where it is the script's own.
+        others: the other processes of the same script, where one of them stands for all.
+    """
+
+    trace: Trace
+    exit: WorkerExit
+    directory: Path
+    foreign: bool = False
+    rank: int | None = None
+    ranks: "tuple[Run, ...]" = ()
+    children: "Mapping[int, Run]" = field(default_factory=dict)
+    spawned: int | None = None
+    others: "tuple[Run, ...]" = ()
+
+    @property
+    def processes(self) -> "tuple[Run, ...]":
+        """All processes of the same program, this one included."""
+        return self.ranks or (self, *self.others)
+
+    @property
+    def died(self) -> bool:
+        """Whether the worker ended without finishing its trace, and not because a script wanted it so."""
+        wanted = self.foreign and self.exit.code >= 0 and not self.exit.unknown
+        return self.exit.timed_out or (self.trace.end is None and not wanted)
+
+    def last_words(self) -> str:
+        """How the worker ended; for a Python process that failed also the last line of its standard error."""
+        if self.exit.code <= 0 or self.exit.timed_out:
+            return self.exit.describe()
+        try:
+            lines = (self.directory / STDERR).read_text(encoding="utf-8", errors="replace").split("\n")
+        except OSError:
+            lines = []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return self.exit.describe() + (f": {masked(elided(last[:_LONGEST_LINE]))[:200]}" if last else "")
+
+
+def write_request(directory: Path, request: Request) -> None:
+    """Writes down what the worker of ``directory`` is to do.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        write_request_file(directory, request.model_dump_json())
+    except OSError as error:
+        raise UsageError(f"{directory}: cannot be written ({error.strerror})", "Give another --out.") from error
+
+
+def collect(directory: Path, ended: WorkerExit, *, foreign: bool = False) -> Run:
+    """The run that a worker has left in ``directory``; how it ended is written down beside it.
+
+    Raises:
+        UsageError: the worker says that what it was asked for cannot be run at all.
+    """
+    forget_request(directory)
+    with contextlib.suppress(OSError):  # a full disk, or the directory is gone: what is known is told all the same
+        (directory / EXIT).write_text(to_json(asdict(ended)), encoding="utf-8")
+    trace = _trace(directory)
+    run = Run(trace=steps_by_call(trace) if foreign else trace, exit=ended, directory=directory, foreign=foreign)
+    refused = run.trace.last(Refused)
+    if refused is not None:
+        raise UsageError(refused.message, refused.hint)
+    return run
+
+
+def _trace(directory: Path) -> Trace:
+    if not (directory / EVENTS).exists():
+        return _nothing(f"there is none in {directory}")
+    try:
+        return read_trace(directory)
+    except (
+        UsageError,
+        OSError,
+    ) as error:  # something has gone over it: that must not cost what else is known of the run
+        return _nothing(f"it cannot be read: {error}")
+
+
+def _nothing(why: str) -> Trace:
+    return Trace(records=(), samples=(), sites={}, damage=(why,))
+
+
+BEFORE = "before"
+"""The run of a treatment that stands for it: the untreated one."""
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """A run from disk.
+
+    Attributes:
+        label: the directory as the user would name it.
+        run: what was left.
+        request: what the worker was asked to do; empty where that is not known.
+    """
+
+    label: str
+    run: Run
+    request: dict[str, Any] = field(default_factory=dict)
+
+
+def open_run(place: Path) -> SavedRun:
+    """Reads the run in ``place``: a run directory (of which its ``before`` is taken), one of its parts, or a trace.
+
+    Raises:
+        UsageError: no run was left there, or its trace cannot be read.
+        EmptyTraceError: the run died before it wrote a whole record.
+    """
+    directory = _trace_directory(place)
+    trace = read_trace(directory)
+    if not trace.usable:
+        raise _died_at_once(directory)
+    request = _json(directory / REQUEST)
+    scenario = request.get("scenario")
+    foreign = _is_script(scenario) or any(stage.workload == "script" for stage in trace.all(Stage))
+    run = Run(trace=trace, exit=_exit(directory), directory=directory, foreign=foreign)
+    return SavedRun(label=str(directory), run=run, request=request)
+
+
+def _died_at_once(directory: Path) -> EmptyTraceError:
+    printed = directory / STDERR
+    return EmptyTraceError(
+        f"{directory}: an empty trace: the run died before it wrote anything, so there is nothing to compare",
+        f"What it printed last may say why: {printed}" if printed.is_file() else "Run it again.",
+    )
+
+
+def _trace_directory(place: Path) -> Path:
+    for directory in map(leading_directory, (place, *([place / BEFORE] if is_real_directory(place / BEFORE) else []))):
+        if (directory / EVENTS).is_file():
+            return directory
+        if (directory / REQUEST).is_file() and not (directory / EVENTS).exists():
+            raise _died_at_once(directory)
+    if not place.exists():
+        raise UsageError(f"{place}: no such directory", "Give a directory that a run has left.")
+    parts = list(_parts(place)) if place.is_dir() else []
+    hint = f"It holds these runs: {', '.join(parts[:_MOST_NAMED])}" + (", …" if len(parts) > _MOST_NAMED else "")
+    raise UsageError(f"{place}: no trace here", hint if parts else "Give a directory that a run has left.")
+
+
+def _parts(place: Path) -> Iterator[str]:
+    for pattern in ("*", "*/*"):
+        for path in sorted(place.glob(f"{pattern}/{EVENTS}")):
+            yield str(path.parent)
+
+
+def _exit(directory: Path) -> WorkerExit:
+    """How the worker ended; a trace that came without that and has an end is taken at its own word."""
+    found = _json(directory / EXIT)
+    try:
+        return WorkerExit(code=int(found["code"]), timed_out=bool(found["timed_out"]), seconds=float(found["seconds"]))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return WorkerExit(code=0, timed_out=False, seconds=0.0, unknown=True)
+
+
+def _is_script(scenario: Any) -> bool:
+    try:
+        return bool(scenario["steps"][0]["workload"]["kind"] == "script")
+    except (KeyError, IndexError, TypeError):
+        return False
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(read_file(path))
+    except (OSError, ValueError):  # what lies beside a trace is a help, never a condition
+        return {}
+    return found if isinstance(found, dict) else {}
