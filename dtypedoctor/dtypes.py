@@ -5,7 +5,7 @@ Limits are those of IEEE 754 binary16/32/64, of bfloat16 (8 exponent bits, 7 fra
 
 from dataclasses import dataclass
 
-__all__ = ["DTYPES", "DType", "headroom", "short_name"]
+__all__ = ["DTYPES", "HALF", "DType", "headroom", "short_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,9 @@ DTYPES: dict[str, DType] = {
         DType(name="float8_e4m3fn", short="f8e4", bits=8, max=448.0, tiny=2.0**-6, smallest=2.0**-9, epsilon=2.0**-3),
     )
 }  # fmt: skip
+
+HALF = frozenset({"float16", "bfloat16"})
+"""The 16-bit formats that models are trained in."""
 
 
 def short_name(dtype: str) -> str:

@@ -6,9 +6,7 @@ from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.nonfinite_origin import FLOAT32_MAX, Origin, found_at
 from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import bad_elements, differentiated, how_the_run_ended, magnitudes, place, short
-
-HALF = frozenset({"float16", "bfloat16"})
-"""Dtypes in which a difference of two close numbers, or a small one, is easily rounded to 0."""
+from dtypedoctor.dtypes import HALF
 
 
 def judge_domain(origin: Origin) -> Finding | None:

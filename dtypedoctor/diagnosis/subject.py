@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtypedoctor.dtypes import HALF
 from dtypedoctor.trace.events import ParameterNote
 from dtypedoctor.trace.reader import Trace
 
-HALF = frozenset({"float16", "bfloat16"})
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 

@@ -8,7 +8,7 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.reader import Trace
 
-__all__ = ["bad_elements", "differentiated", "failing_line", "how_the_run_ended", "limit_of", "listed", "magnitudes", "module_of", "place", "raising_line",
+__all__ = ["bad_elements", "differentiated", "failing_line", "how_the_run_ended", "limit_of", "listed", "magnitudes", "module_of", "named_module", "place", "raising_line",
            "short", "short_parameter"]  # fmt: skip
 
 OUTSIDE = -1
@@ -20,6 +20,11 @@ def short(fqn: str | None) -> str:
     if fqn is None:
         return "the code outside of all modules"
     return ".".join(fqn.split(".")[-3:]) or "the outermost module"
+
+
+def named_module(fqn: str | None) -> str:
+    """A dotted name in a list of modules, where the outermost one's would be empty."""
+    return fqn or "(the outermost module)"
 
 
 def short_parameter(name: str) -> str:

@@ -1,8 +1,17 @@
-"""``checkpoint-dtype-mismatch``: a model in another dtype than its checkpoint or the request says."""
+"""``checkpoint-dtype-mismatch``: a model in another dtype than its checkpoint or the request says, loaded or about to be."""
 
-from dtypedoctor.diagnosis.finding import Severity
-from dtypedoctor.diagnosis.loading import detect_loading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
+from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.subject import Subject, plain_dtype
+from dtypedoctor.diagnosis.wording import limit_of, listed
+from dtypedoctor.trace.events import Observed
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
 
 SPEC = FindingSpec(
     id="checkpoint-dtype-mismatch",
@@ -15,4 +24,171 @@ SPEC = FindingSpec(
     ),
 )
 
-RULES = (Rule(name="loading", specs=(SPEC,), detect=detect_loading),)
+LOST = 1e-3
+"""Share of elements that a cast may turn into zero without a word."""
+NATIVE_RANGE = "bfloat16"
+"""A checkpoint in this dtype may hold anything that float32 can, and was never tried in float16."""
+
+
+def detect_loading(trace: Trace) -> Iterator[Finding]:
+    """What loading did to the dtypes of the weights."""
+    for model in trace.observed(Pretrained):
+        yield from _pretrained(model)
+    for state in trace.observed(StateLoaded):
+        yield from _state(state)
+    for trained in trace.observed(RoundedAndTrained):
+        yield _trained(trained)
+
+
+def _pretrained(seen: Observed[Pretrained]) -> Iterator[Finding]:
+    what = seen.what
+    stored, loaded, requested = _main(what.stored), _main(what.loaded), what.requested
+    if requested is not None and requested != loaded and requested in ("float16", "bfloat16", "float32"):
+        summary = f"{what.model} was asked for in {requested} and is {loaded}."
+        cause = "The request did not reach the model, or not all of it; nothing says so."
+    elif stored == NATIVE_RANGE and loaded == "float16":
+        summary = (
+            f"{what.model} is stored in bfloat16 and was loaded in float16, whose range ends at {limit_of(loaded):.6g}."
+        )
+        cause = (
+            "A bfloat16 checkpoint has weights and makes activations that never had to fit into float16. The cast itself is "
+            "silent: what is too large becomes inf, what is below 6e-8 becomes zero."
+        )
+    else:
+        return
+    asked = requested or "nothing (the default decides)"
+    evidence = (f"Stored: {_census(what.stored)}. Loaded: {_census(what.loaded)}. Asked for: {asked}.",)
+    yield _finding(summary, cause, evidence, loaded)
+
+
+def _state(seen: Observed[StateLoaded]) -> Iterator[Finding]:
+    what = seen.what
+    lost = what.became_inf + what.became_zero
+    if not what.became_inf and what.became_zero <= LOST * max(1, what.elements):
+        return
+    casts = ", ".join(name.replace("->", " to ") for name in what.casts)
+    yield _finding(
+        f"load_state_dict cast {casts} and lost {lost} of {what.elements} elements.",
+        (
+            "load_state_dict copies into the tensors that are there, whatever the file holds. In a narrower dtype values that are "
+            "too large become inf and those that are too small zero, without a word."
+        ),
+        (
+            f"{what.became_inf} elements became inf and {what.became_zero} became zero.",
+            f"Tensors that were cast to a smaller range: {listed(what.names)}.",
+        ),
+        next(iter(what.casts)).partition("->")[2],
+    )
+
+
+def _trained(seen: Observed[RoundedAndTrained]) -> Finding:
+    """Bits of a checkpoint are gone, and what is trained has no room for them: the run does not go on where the last one ended."""
+    what = seen.what
+    casts = ", ".join(name.replace("->", " to ") for name in what.casts)
+    stored, dtype = next(iter(what.casts)).split("->")
+    return _finding(
+        f"load_state_dict cast {casts}, and {what.parameters} parameters that lost bits by it are trained in {dtype}.",
+        (
+            f"load_state_dict copies into the tensors that are there. The checkpoint holds {stored} values; the {dtype} parameters that "
+            f"the optimizer steps on keep {_BITS.get(dtype, 'fewer')} bits of each, and an update that is smaller than a bit is lost as well. "
+            f"Build the model in {stored} and use autocast, or keep {stored} master weights."
+        ),
+        (
+            f"{what.rounded:,} of {what.elements:,} elements were rounded, by {what.mean_change:.2g} of their value in the mean.",
+            f"In the optimizer: {listed(what.names)}.",
+        ),
+        dtype,
+    )
+
+
+_BITS = {"bfloat16": "8", "float16": "11"}
+
+
+def _finding(summary: str, cause: str, evidence: tuple[str, ...], dtype: str) -> Finding:
+    said = Statement(
+        id="checkpoint-dtype-mismatch",
+        severity=Severity.WARNING,
+        proven_by="the dtypes before and after loading were compared",
+        summary=summary,
+        cause=cause,
+        evidence=evidence,
+    )
+    return located(said, phase="static", dtype=dtype)
+
+
+def _main(census: Mapping[str, int]) -> str:
+    """The dtype of most elements."""
+    return max(census, key=lambda dtype: census[dtype])
+
+
+def _census(census: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} elements {dtype}" for dtype, count in census.items())
+
+
+def check_configured(subject: Subject) -> Iterator[Finding]:
+    """What is stored against what the config says, the config against its own parts, what is stored against the request."""
+    stored, said = subject.stored_dtype, subject.config_dtype
+    if subject.loaded or stored is None:
+        return
+    if said is not None and said != stored:
+        yield _inspected(
+            Severity.WARNING,
+            said,
+            f"The files hold {stored} weights and the config says {said}.",
+            f"Who loads without naming a dtype gets {said}: the weights are cast in silence{_harm(stored, said)}.",
+            (_counts(subject), f"config: dtype is {said}."),
+        )
+    yield from _parts(subject.config, said)
+    wanted = subject.intent.dtype
+    if wanted is not None and wanted != stored and (stored, wanted) == ("bfloat16", "float16"):
+        yield _inspected(
+            Severity.WARNING,
+            wanted,
+            "A bfloat16 checkpoint is loaded as float16, which has a smaller range.",
+            "Weights and, more often, activations that bfloat16 holds become inf in float16 above 65504.",
+            (_counts(subject), "It is to be loaded as float16."),
+        )
+
+
+def _parts(config: Mapping[str, Any], said: str | None) -> Iterator[Finding]:
+    for name, part in config.items():
+        other = plain_dtype(part.get("dtype") or part.get("torch_dtype")) if isinstance(part, dict) else None
+        if other is not None and said is not None and other != said:
+            yield _inspected(
+                Severity.INFO,
+                other,
+                f"{name} says {other} and the config as a whole {said}.",
+                "Which of them wins depends on the version of the library and on how the model is loaded.",
+                (f"dtype is {said}; {name}.dtype is {other}.",),
+            )
+
+
+def _harm(stored: str, said: str) -> str:
+    if (stored, said) == ("bfloat16", "float16"):
+        return ", and values above 65504 become inf"
+    if (stored, said) == ("float16", "bfloat16"):
+        return ", and 3 bits of each are lost for good"
+    return ", and half of their bits are lost" if stored == "float32" else ""
+
+
+def _counts(subject: Subject) -> str:
+    tensors = Counter(tensor.dtype for tensor in subject.floating)
+    return "Stored: " + ", ".join(f"{count} tensor(s) in {dtype}" for dtype, count in tensors.most_common()) + "."
+
+
+def _inspected(severity: Severity, dtype: str, summary: str, cause: str, evidence: tuple[str, ...]) -> Finding:
+    said = Statement(
+        id="checkpoint-dtype-mismatch",
+        severity=severity,
+        confidence=Confidence.LIKELY,
+        summary=summary,
+        cause=cause,
+        evidence=evidence,
+    )
+    return located(said, phase="static", dtype=dtype)
+
+
+RULES = (
+    Rule(name="loading", specs=(SPEC,), detect=detect_loading),
+    Rule(name="loaded-dtype", specs=(SPEC,), inspect=check_configured),
+)

@@ -1,8 +1,18 @@
-"""``torch.compile`` that gives up."""
+"""``torch.compile`` that gives up: graphs that it breaks, functions that it recompiles until it stops."""
 
-from dtypedoctor.diagnosis.compilation import detect_compilation
-from dtypedoctor.diagnosis.finding import Severity
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
+from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.trace.events import Observed, ParameterNote, Raised
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.execution import CompileCounts, GraphBreak, Recompiled, RecompileLimit
+
+__all__ = ["detect_compilation"]
 
 COMPILE_GRAPH_BREAK = FindingSpec(
     id="compile-graph-break",
@@ -26,5 +36,176 @@ RECOMPILE_LIMIT = FindingSpec(
     ),
     ablations=("eager-attention",),
 )
+
+REFUSED = "Unsupported"
+"""Type of the exception that a graph break is under ``fullgraph=True``."""
+REFUSED_LIMIT = "FailOnRecompileLimitHit"
+"""Type of the exception that the recompile limit is under ``fullgraph=True``."""
+
+SHOWN = 4
+"""Places and functions that are named one by one."""
+
+MAX_GUARD = 160
+"""Characters of a guard; one that compares objects can fill a page."""
+
+_REST = re.compile(r"torch_dynamo_resume_in_(?P<function>.+)_at_(?P<line>\d+)")
+"""Dynamo's name for what follows a graph break."""
+_FOREIGN = re.compile(r"_ctypes|_FuncPtr|PyCSimpleType|get_ptr")
+"""What a C function that is called through ctypes looks like to Dynamo."""
+_OF_PRECISION = re.compile(r"dtype|autocast|quant|bitsandbytes", re.IGNORECASE)
+"""What a break that has to do with number formats speaks of."""
+_EXPLANATION = re.compile(r"^ +Explanation: (?P<text>.+)$", re.MULTILINE)
+_USER_LINE = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/|.*/(?=dtypedoctor/)")
+"""What stands before the package that a file belongs to."""
+_TORCH = re.compile(r"/torch/(nn|_dynamo|_compile|utils)/")
+
+
+def detect_compilation(trace: Trace) -> Iterator[Finding]:
+    """Graph breaks first, because the functions behind them are those that are compiled again."""
+    raised = trace.last(Raised)
+    breaks = trace.observed(GraphBreak)
+    if raised is not None and raised.type == REFUSED:
+        yield _refused(trace, raised)
+    elif breaks:
+        yield _broken(trace, breaks)
+    hits = trace.observed(RecompileLimit)
+    if hits or (raised is not None and raised.type == REFUSED_LIMIT):
+        yield _exhausted(trace, hits, raised)
+
+
+def _broken(trace: Trace, breaks: Sequence[Observed[GraphBreak]]) -> Finding:
+    counts = next((seen.what for seen in trace.observed(CompileCounts)), None)
+    total = sum(one.what.count for one in breaks)
+    graphs = counts.unique_graphs if counts is not None else 0
+    first = breaks[0].what
+    places = f"{len(breaks)} places" if len(breaks) > 1 else "one place"
+    ours = any(_FOREIGN.search(text) or _OF_PRECISION.search(text) for text in map(_reason, breaks))
+    said = Statement(
+        id="compile-graph-break",
+        severity=Severity.WARNING if ours else Severity.INFO,  # a print in a forward is the user's business
+        confidence=Confidence.LIKELY,
+        summary=f"torch.compile breaks the graph {_times(total)} at {places}, first of all at {_short(first.frames[-1])}.",
+        cause=(
+            f"Dynamo stops at what it cannot trace ({first.explanation or first.kind}), compiles the pieces by themselves "
+            "and runs what lies between them in plain Python. The results are right; what compiling is for is lost."
+        ),
+        evidence=(
+            *(_evidence_of_break(one) for one in breaks[:SHOWN]),
+            *_more(len(breaks) - SHOWN, "place", "places"),
+            f"{graphs} graphs were compiled in place of one.",
+        ),
+    )
+    finding = located(said, phase="compile", fqn=breaks[0].fqn, source=_file_and_line(first.frames[-1]))
+    return _with_custom_op(finding, trace, [str(one.what) for one in breaks])
+
+
+def _refused(trace: Trace, raised: Raised) -> Finding:
+    """A graph break under ``fullgraph=True``, told from the exception alone."""
+    explanation = _EXPLANATION.search(raised.message)
+    kind = raised.message.split("\n", 1)[0]
+    lines = [found for found in _USER_LINE.finditer(raised.message) if not _TORCH.search(found["file"])]
+    place = f"{lines[-1]['file']}:{lines[-1]['line']}" if lines else None
+    said = Statement(
+        id="compile-graph-break",
+        confidence=Confidence.LIKELY,
+        summary=f"torch.compile with fullgraph=True refuses the model{f' at {_short(place)}' if place else ''}: {kind}.",
+        cause=(
+            f"Dynamo cannot trace what is there ({explanation['text'] if explanation else kind}). Without fullgraph=True it would "
+            "break the graph there and go on; with it a graph break is an exception."
+        ),
+        evidence=(f"The run ended in step {raised.step} with {raised.type}: {kind}",),
+    )
+    finding = located(said, phase="compile", step=raised.step, source=_file_and_line(place) if place else None)
+    return _with_custom_op(finding, trace, [raised.message])
+
+
+def _exhausted(trace: Trace, hits: Sequence[Observed[RecompileLimit]], raised: Raised | None) -> Finding:
+    fatal = raised is not None and raised.type == REFUSED_LIMIT
+    first = hits[0].what if hits else None
+    name = _function(first.function if first is not None else "a function")
+    guard = _guard(first.guard if first is not None else "")
+    place = first.place if first is not None else ""
+    versions = first.value if first is not None else "too many"
+    said = Statement(
+        id="recompile-limit",
+        severity=Severity.ERROR if fatal else Severity.WARNING,
+        confidence=Confidence.LIKELY,
+        summary=(
+            f"Dynamo gives up compiling {name} after {versions} versions of it"
+            f"{f'; the guard that failed last: {guard}' if guard else ''}."
+        ),
+        cause=(
+            "A compiled graph holds for what it was traced with: dtypes, sizes, Python values. Each call that no version fits "
+            "compiles another one, up to a limit; beyond it the function runs in plain Python for the rest of the process."
+        ),
+        evidence=tuple(_evidence_of_recompiles(trace.observed(Recompiled), hits)),
+    )
+    finding = located(
+        said, phase="compile", fqn=hits[0].fqn if hits else None, source=_file_and_line(place) if place else None
+    )
+    return _with_custom_op(finding, trace, [str(one.what) for one in (*hits, *trace.observed(GraphBreak))])
+
+
+def _reason(seen: Observed[GraphBreak]) -> str:
+    return f"{seen.what.kind} {seen.what.explanation} {seen.what.context}"
+
+
+def _evidence_of_break(seen: Observed[GraphBreak]) -> str:
+    reason = seen.what.explanation or seen.what.kind
+    return f"{_times(seen.what.count)} at {_short(seen.what.frames[-1])}: {reason}"
+
+
+def _evidence_of_recompiles(
+    recompiles: Sequence[Observed[Recompiled]], hits: Sequence[Observed[RecompileLimit]]
+) -> Iterator[str]:
+    for hit in (seen.what for seen in hits[:SHOWN]):
+        yield f"{hit.limit} ({hit.value}) was hit by {_function(hit.function)}, {_short(hit.place)}."
+    yield from _more(len(hits) - SHOWN, "limit hit", "limit hits")
+    for one in (seen.what for seen in recompiles[:SHOWN]):
+        guards = "; ".join(map(_guard, one.guards[:2]))
+        yield f"{_function(one.function)}, {_short(one.place)}, was compiled again {_times(one.count)}: {guards}"
+    yield from _more(len(recompiles) - SHOWN, "function", "functions")
+
+
+def _with_custom_op(finding: Finding, trace: Trace, texts: Sequence[str]) -> Finding:
+    """The finding; for C functions between packed weights, what hides them from Dynamo comes first among the remedies."""
+    packed = any(note.quant for note in trace.all(ParameterNote))
+    foreign = any(_FOREIGN.search(text) for text in texts)
+    hiding = spec_of(finding.id).settled_by if packed and foreign else ()
+    return replace(finding, remedies=(*hiding, *finding.remedies))
+
+
+def _function(name: str) -> str:
+    """A function's name; Dynamo's own names for the rest of a function behind a break are put in words."""
+    rest = _REST.fullmatch(name)
+    return f"the rest of {rest['function']} after line {rest['line']}" if rest else name
+
+
+def _guard(text: str) -> str:
+    """A guard without the advice and the source line that Dynamo adds to it."""
+    return re.split(r"\. Guard failed|\s{2,}#", text)[0][:MAX_GUARD].rstrip()
+
+
+def _more(count: int, one: str, several: str) -> tuple[str, ...]:
+    return (f"And {count} more {one if count == 1 else several}.",) if count > 0 else ()
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _file_and_line(frame: str) -> str:
+    """``package/file.py:line`` of ``/path/package/file.py:line function``; of a script, its name."""
+    place = frame.partition(" ")[0]
+    packaged = _PACKAGES.match(place)
+    return place[packaged.end() :] if packaged else place.rsplit("/", 1)[-1]
+
+
+def _short(frame: str) -> str:
+    """``file.py:line`` with the function where the frame has one."""
+    function = frame.partition(" ")[2]
+    return f"{_file_and_line(frame)}{f' ({function})' if function else ''}"
+
 
 RULES = (Rule(name="compilation", specs=(COMPILE_GRAPH_BREAK, RECOMPILE_LIMIT), detect=detect_compilation),)

@@ -1,7 +1,18 @@
-"""A gradient scaler that raises, or that finds no scale."""
+"""A gradient scaler that raises, that finds no scale, or that would raise: float16 gradients, no gradients at all, a scale that never fits."""
 
+from collections.abc import Iterator, Mapping
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import LOSS_SCALING, OF_ANY_FINDING, FindingSpec, Rule
-from dtypedoctor.diagnosis.scaling import detect_exhausted_scale, detect_scaling
+from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.subject import StaticTensor, Subject
+from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line
+from dtypedoctor.dtypes import HALF
+from dtypedoctor.trace.events import Raised, ScalerState
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.execution import Unscaled
+
+__all__ = ["detect_exhausted_scale", "detect_scaling"]
 
 UNSCALE_FLOAT16_GRADIENTS = FindingSpec(
     id="unscale-float16-gradients",
@@ -35,7 +46,222 @@ LOSS_SCALE_EXHAUSTED = FindingSpec(
     ablations=(*OF_ANY_FINDING, "loss-scale-one"),
 )
 
+
+FLOAT16_GRADIENTS = "Attempting to unscale FP16 gradients"
+NOTHING_CHECKED = "No inf checks were recorded for this optimizer"
+BFLOAT16_KERNEL = "_amp_foreach_non_finite_check_and_unscale"
+AT_MINIMUM = "loss scale already at minimum"
+
+STUCK = 5
+"""Steps skipped one after another, the scale not even halved in all of them, after which it is called stuck."""
+HOPELESS = 20
+"""Steps skipped one after another after which halving has gone from 65536 to less than 1."""
+
+UNKNOWN = Unscaled(scale=1.0, params={}, gradients={}, names={})
+"""Stands for an optimizer of which nothing was told."""
+
+
+def detect_scaling(trace: Trace) -> Iterator[Finding]:
+    """What goes wrong between a gradient scaler and the parameters that it serves."""
+    raised = trace.last(Raised)
+    message = raised.message if raised is not None else ""
+    seen = [seen.what for seen in trace.observed(Unscaled)]
+    if raised is not None and FLOAT16_GRADIENTS in message:
+        yield _float16_gradients(trace, raised, seen)
+    if raised is not None and NOTHING_CHECKED in message:
+        yield _nothing_checked(trace, raised, seen)
+    refused = raised if raised is not None and BFLOAT16_KERNEL in message and "BFloat16" in message else None
+    hostile = next((one for one in seen if one.gradients.get("bfloat16")), None)
+    if refused is not None or hostile is not None:
+        yield _bfloat16_gradients(trace, refused, hostile)
+
+
+def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
+    """A scale that never fits; what is not finite at any scale is its cause and comes before it."""
+    raised = trace.last(Raised)
+    yield from _exhausted(trace, raised if raised is not None and AT_MINIMUM in raised.message else None)
+
+
+def _float16_gradients(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Finding:
+    last = seen[-1] if seen else UNKNOWN
+    names, params = last.names.get("float16", []), last.params
+    owners = list(dict.fromkeys(module_of(name) for name in names))
+    few = bool(owners) and params.get("float16", 0) < sum(params.values())
+    said = Statement(
+        id="unscale-float16-gradients",
+        confidence=Confidence.LIKELY,
+        summary=f"The gradient scaler is to unscale gradients of float16 parameters ({listed(names) or 'names unknown'}).",
+        cause=(
+            "A scaler multiplies the loss so that float16 gradients do not vanish, and divides float32 gradients by the same "
+            "number. Trainable parameters in float16 have float16 gradients, in which the quotient would be lost. Keep what is "
+            "trained in float32 and let autocast make the float16 copies."
+            + (" peft lifts its adapters to float32, but not the copies of `modules_to_save`." if few else "")
+        ),
+        evidence=(
+            *((f"The optimizer holds {_counted(params)} parameters.",) if params else ()),
+            *how_the_run_ended(trace),
+        ),
+    )
+    return located(
+        said,
+        phase="optimizer",
+        step=raised.step,
+        fqn=owners[0] if few else "",
+        dtype="float16",
+        source=raising_line(raised),
+    )
+
+
+def _nothing_checked(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Finding:
+    last = seen[-1] if seen else UNKNOWN
+    params, strangers, frozen = last.params, last.strangers, last.frozen
+    count = sum(params.values())
+    if strangers:
+        why = (
+            f"{strangers} of its {count} parameters belong to no module that was called: the optimizer was made before the "
+            "model was changed (a layer replaced, the model copied or moved), or for another model."
+        )
+    elif count and frozen == count:
+        why = "All its parameters are frozen."
+    else:
+        why = "Its parameters are in the model and trainable, but the loss does not depend on them (no_grad, detach)."
+    said = Statement(
+        id="no-inf-checks",
+        confidence=Confidence.LIKELY,
+        summary="The scaler steps an optimizer none of whose parameters has a gradient.",
+        cause=f"The scaler looks for inf in the gradients of the optimizer's parameters and found no gradient at all. {why}",
+        evidence=(
+            *((f"{last.optimizer} holds {_counted(params)} parameters; gradients: 0.",) if params else ()),
+            *((f"{strangers} of them are in no module that was called.",) if strangers else ()),
+            *((f"{frozen} of them do not require a gradient.",) if frozen else ()),
+            *how_the_run_ended(trace),
+        ),
+    )
+    return located(said, phase="optimizer", step=raised.step, source=raising_line(raised))
+
+
+def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Unscaled | None) -> Finding:
+    served = seen if seen is not None else UNKNOWN
+    names = served.names.get("bfloat16", [])
+    said = Statement(
+        id="scaler-bfloat16",
+        severity=Severity.ERROR if refused is not None else Severity.WARNING,
+        confidence=Confidence.LIKELY,
+        summary="A gradient scaler serves bfloat16 parameters, which need none and on CUDA cannot be served.",
+        cause=(
+            "bfloat16 has the range of float32, so its gradients do not vanish for want of range and scaling the loss gains "
+            "nothing. On CUDA the scaler has no kernel for them and raises; on a CPU it goes along."
+        ),
+        evidence=(
+            *((f"The optimizer holds {_counted(served.params)} parameters: {listed(names)}.",) if names else ()),
+            *(how_the_run_ended(trace) if refused is not None else ()),
+        ),
+    )
+    if refused is None:
+        return located(said, phase="static", dtype="bfloat16")
+    return located(said, phase="optimizer", step=refused.step, dtype="bfloat16", source=raising_line(refused))
+
+
+def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
+    """The scale has come to its end, or does not come down, and every step is skipped."""
+    states = trace.all(ScalerState)
+    taken = max((i for i, state in enumerate(states) if not state.skipped), default=-1)
+    skipped = states[taken + 1 :]
+    if refused is None and not _is_exhausted(skipped):
+        return
+    first = skipped[0].step if skipped else None
+    spoilt = _forward_is_not_finite(trace, first)
+    scales = f"from {skipped[0].scale:.6g} to {skipped[-1].scale:.6g}" if skipped else "to its minimum"
+    said = Statement(
+        id="loss-scale-exhausted",
+        severity=Severity.WARNING if spoilt else Severity.ERROR,
+        confidence=Confidence.LIKELY,
+        summary=f"{len(skipped) or 'All'} steps in a row are skipped while the loss scale goes {scales}: nothing is learnt.",
+        cause=(
+            "A scaler skips a step whose gradients are not finite and lowers its scale until they are. "
+            + (
+                "Here the forward pass is not finite, so no scale can help; see the other finding."
+                if spoilt
+                else "Here the forward pass is finite, and the scale does not get to where the gradients fit: it is held up by a "
+                "floor or a backoff close to 1, or even a scale of 1 is too large."
+            )
+        ),
+        evidence=(
+            *(
+                (f"Skipped: steps {skipped[0].step} to {skipped[-1].step}; steps taken before: {taken + 1}.",)
+                if skipped
+                else ()
+            ),
+            *how_the_run_ended(trace),
+        ),
+    )
+    at = refused.step if first is None and refused is not None else first
+    yield located(said, phase="optimizer", step=at, source=raising_line(refused) if refused is not None else None)
+
+
+def _is_exhausted(skipped: tuple[ScalerState, ...]) -> bool:
+    if not skipped:
+        return False
+    stuck = len(skipped) >= STUCK and skipped[-1].scale > skipped[0].scale / 2
+    return stuck or len(skipped) >= HOPELESS or skipped[-1].scale <= 1.0
+
+
+def _forward_is_not_finite(trace: Trace, step: int | None) -> bool:
+    if step is None:
+        return False
+    bad = (s for s in trace.samples if not s.finite and s.step >= step)
+    return any(trace.sites[s.site].kind in ("output", "loss") for s in bad if s.site in trace.sites)
+
+
+def _counted(params: Mapping[str, int]) -> str:
+    return " and ".join(f"{number} {dtype}" for dtype, number in sorted(params.items(), key=lambda item: -item[1]))
+
+
+REJECTED = {"float16": "unscale-float16-gradients", "bfloat16": "scaler-bfloat16"}
+WHY_REJECTED = {
+    "float16": "torch.amp.GradScaler raises “Attempting to unscale FP16 gradients.” at the first step.",
+    "bfloat16": "On CUDA the scaler's unscale kernel is not implemented for bfloat16 gradients, and raises.",
+}
+
+
+def check_trainable(subject: Subject) -> Iterator[Finding]:
+    """Half-precision tensors that will be trained: an error where a scaler is wanted, else worth knowing for adapters."""
+    wanted = subject.intent.scaler
+    if not wanted and subject.adapter is None:
+        return
+    for dtype, finding in REJECTED.items():
+        hostile = [tensor for tensor in _what_training_updates(subject) if subject.in_memory(tensor) == dtype]
+        if hostile:
+            said = Statement(
+                id=finding,
+                severity=Severity.ERROR if wanted else Severity.INFO,
+                confidence=Confidence.LIKELY if wanted else Confidence.POSSIBLE,
+                summary=f"{len(hostile)} trainable tensor(s) are {dtype}, which a gradient scaler does not take.",
+                cause=f"{WHY_REJECTED[dtype]} Weights that are trained with a scaler have to be float32.",
+                evidence=(f"They are {listed([tensor.name for tensor in hostile])}.",),
+            )
+            yield located(said, phase="static", dtype=dtype)
+
+
+def _what_training_updates(subject: Subject) -> Iterator[StaticTensor]:
+    """What training would update: an adapter's own weights, or everything that is not known to be frozen."""
+    adapter = subject.adapter
+    for tensor in subject.floating:
+        if tensor.trainable is False:
+            continue
+        if adapter is None or _saved_whole(tensor, adapter.get("modules_to_save") or ()):
+            yield tensor
+        elif adapter.get("autocast_adapter_dtype") is False and tensor.dtype in HALF:
+            yield tensor  # peft makes float32 of the others when it loads them
+
+
+def _saved_whole(tensor: StaticTensor, modules: object) -> bool:
+    parts = tensor.name.split(".")
+    return isinstance(modules, (list, tuple)) and any(module in parts for module in modules)
+
+
 RULES = (
     Rule(name="scaling", specs=(UNSCALE_FLOAT16_GRADIENTS, SCALER_BFLOAT16, NO_INF_CHECKS), detect=detect_scaling),
     Rule(name="loss-scale", specs=(LOSS_SCALE_EXHAUSTED,), detect=detect_exhausted_scale),
+    Rule(name="trainable-weights", specs=(UNSCALE_FLOAT16_GRADIENTS, SCALER_BFLOAT16), inspect=check_trainable),
 )

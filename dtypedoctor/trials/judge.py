@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.silent.agreement import never_called
 from dtypedoctor.diagnosis.wording import failing_line
+from dtypedoctor.rules.silent.patch_not_applied import never_called
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Correction, Raised

@@ -9,7 +9,7 @@ from scaling_examples import scales, unscaling
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.scaling import detect_exhausted_scale, detect_scaling
+from dtypedoctor.rules.loss_scaling import detect_exhausted_scale, detect_scaling
 from dtypedoctor.trace.events import ScalerState
 
 

@@ -14,7 +14,7 @@ from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.subject import Intent
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.inspection import census
-from dtypedoctor.rules.inspected.rotary import rounded_to
+from dtypedoctor.rules.silent.rounded_rotary_buffer import rounded_to
 
 
 def found(folder: Path, **intent: object) -> dict[str, Finding]:

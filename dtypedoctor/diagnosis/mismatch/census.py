@@ -15,9 +15,8 @@ from dtypedoctor.trace.events import ParameterNote, Site
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trace.records.models import ModelConfig
 
-__all__ = ["HALF", "Census", "owner_of"]
+__all__ = ["Census", "owner_of"]
 
-HALF = frozenset({"float16", "bfloat16"})
 ADAPTER_LEVELS = 3
 """Levels above a low-rank weight at which the frozen weight that it adapts may sit (peft: two)."""
 

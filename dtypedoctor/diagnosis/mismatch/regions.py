@@ -7,12 +7,13 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.mismatch.arguments import who_is_what
 from dtypedoctor.diagnosis.mismatch.birth import Reason
 from dtypedoctor.diagnosis.mismatch.case import Case, Operand
-from dtypedoctor.diagnosis.mismatch.census import HALF, Census
+from dtypedoctor.diagnosis.mismatch.census import Census
 from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CASTS, CONVOLUTIONS, PRODUCTS, writes
 from dtypedoctor.diagnosis.mismatch.report import Verdict, described, ran_in, said
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
+from dtypedoctor.dtypes import HALF
 from dtypedoctor.trace.events import Flow
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trace.records.execution import AutocastRegion, CustomFunction, OpenRegions

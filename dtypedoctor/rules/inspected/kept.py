@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.diagnosis.subject import HALF, StaticTensor, Subject
+from dtypedoctor.diagnosis.subject import StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import listed
+from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules.mismatch.rule import NORM_PROMOTES_TO_FLOAT32
 
 ID = "norm-promotes-to-float32"

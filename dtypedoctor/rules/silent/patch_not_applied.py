@@ -1,8 +1,15 @@
 """``patch-not-applied``: a correction that nothing calls."""
 
-from dtypedoctor.diagnosis.finding import Severity
+from collections import Counter
+from collections.abc import Iterator
+
+from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.silent.agreement import detect_missing_patches
+from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.wording import short
+from dtypedoctor.trace.events import Correction
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.silent import Unpatched
 
 SPEC = FindingSpec(
     id="patch-not-applied",
@@ -11,5 +18,64 @@ SPEC = FindingSpec(
     severity=Severity.WARNING,
     references=("https://github.com/unslothai/unsloth-zoo/pull/600",),
 )
+
+
+def detect_missing_patches(trace: Trace) -> Iterator[Finding]:
+    """Corrections that were asked for and do not run, and originals kept for a patch that was not made."""
+    for seen in trace.observed(Unpatched):
+        what = seen.what
+        yield _not_applied(
+            fqn=seen.fqn,
+            source=what.source,
+            summary=f"A patch of {what.class_}.{what.method} was prepared and is not in place.",
+            evidence=(
+                (
+                    f"{what.class_}.{what.attribute} keeps the original, and {what.class_}.{what.method} still "
+                    f"runs the same code object, {what.source}."
+                ),
+            ),
+        )
+    last = {record.id: record for record in trace.all(Correction)}
+    for record in last.values():
+        if not record.installed:
+            yield _not_applied(
+                fqn=None,
+                source=None,
+                summary=f"The correction {record.id} was asked for and is not in place: {record.reason}",
+                evidence=(f"Installing it failed: {record.reason}",),
+            )
+        elif record in never_called(trace):
+            yield _not_applied(
+                fqn=None,
+                source=None,
+                summary=f"The correction {record.id} is installed in {record.target}, and nothing has called it.",
+                evidence=(f"It was called 0 times by the end of the run ({record.proof}).",),
+            )
+
+
+def never_called(trace: Trace) -> tuple[Correction, ...]:
+    """The last records of the corrections that were installed and that nothing had called by the end of the run."""
+    if trace.end is None:
+        return ()
+    records = trace.all(Correction)
+    last = {record.id: record for record in records}
+    counted = Counter(record.id for record in records)
+    return tuple(r for r in last.values() if r.installed and r.hits == 0 and counted[r.id] > 1)
+
+
+def _not_applied(*, fqn: str | None, source: str | None, summary: str, evidence: tuple[str, ...]) -> Finding:
+    said = Statement(
+        id="patch-not-applied",
+        severity=Severity.WARNING,
+        proven_by="the code that runs was looked at: it is not the patch, or nothing has called it",
+        summary=summary,
+        cause=(
+            "Whoever patches a method may find that it has changed and leave it as it is; nobody notices unless the code "
+            f"object that runs is looked at. What the patch was meant to cure in {short(fqn)} is not cured."
+        ),
+        evidence=evidence,
+    )
+    return located(said, phase="static", fqn=fqn, source=source)
+
 
 RULES = (Rule(name="missing-patches", specs=(SPEC,), detect=detect_missing_patches),)

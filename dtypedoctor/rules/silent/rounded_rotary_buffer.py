@@ -1,8 +1,17 @@
 """``rounded-rotary-buffer``: positions and rotary tables in half precision."""
 
-from dtypedoctor.diagnosis.finding import Severity
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.silent.positional import detect_rotary_tables, detect_rounded_positions
+from dtypedoctor.diagnosis.statement import Statement, found_in, located
+from dtypedoctor.diagnosis.subject import StaticTensor, Subject
+from dtypedoctor.diagnosis.wording import module_of, short
+from dtypedoctor.dtypes import HALF
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.silent import RotaryTable, RoundedPositions
 
 SPEC = FindingSpec(
     id="rounded-rotary-buffer",
@@ -15,7 +24,124 @@ SPEC = FindingSpec(
     ),
 )
 
+
+def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
+    """Rotary frequencies that equal their own rounding."""
+    for seen in trace.observed(RotaryTable):
+        what = seen.what
+        restored = what.dtype != what.rounded_to
+        was = f"has the dtype {what.dtype} again and still" if restored else f"is {what.dtype}, so it"
+        said = Statement(
+            id="rounded-rotary-buffer",
+            severity=Severity.WARNING,
+            proven_by=(
+                f"a table computed in float32 differs from the one that is read by up to {100 * what.deviation:.2g}%"
+                if what.read
+                else None
+            ),
+            summary=(
+                f"The frequencies {short(what.name)} are rounded to {what.rounded_to}: at position "
+                f"{what.position} an angle is off by {what.angle_error:.2g} rad."
+            ),
+            cause=(
+                f"{what.name} {was} holds {what.rounded_to} values. Casting a whole model casts its buffers too. The error "
+                "of a frequency is multiplied by the position; casting back does not bring the bits back."
+            ),
+            evidence=(
+                (
+                    f"{what.length} values from {what.first:.6g} to {what.last:.6g}, all equal to their own "
+                    f"rounding to {what.rounded_to}."
+                ),
+                (
+                    f"They are up to {100 * what.deviation:.2g} % off the geometric progression through the first and the "
+                    "last, which a table in float32 follows."
+                ),
+            ),
+        )
+        yield replace(found_in(seen, said, dtype=what.dtype), phase="static", step=None)
+
+
+def detect_rounded_positions(trace: Trace) -> Iterator[Finding]:
+    """Positions of which half precision has made fewer."""
+    for seen in trace.observed(RoundedPositions):
+        what = seen.what
+        said = Statement(
+            id="rounded-rotary-buffer",
+            severity=Severity.WARNING,
+            proven_by=f"the same positions in float32 are up to {what.largest_error:g} apart from those that are used",
+            summary=(
+                f"{short(seen.fqn)} counts positions in {what.dtype}: of {what.length} only {what.distinct} are left."
+            ),
+            cause=(
+                f"{what.dtype} does not have every whole number above {_exact(what.dtype)}, so neighbouring tokens of a "
+                "longer text share a position. Count in int64 or float32, and cast what is computed from the positions."
+            ),
+            evidence=(
+                f"{what.op} at {what.source} rounds them by up to {what.largest_error:g}.",
+                f"{what.used_by} at {what.used_at} computes with the rounded numbers.",
+            ),
+        )
+        yield found_in(seen, said, dtype=what.dtype, op=what.op, source=what.source)
+
+
+def _exact(dtype: str) -> int:
+    """The largest whole number up to which a format has all of them."""
+    return 256 if dtype == "bfloat16" else 2048
+
+
+TABLES = ("inv_freq", "freqs_cis", "cos_cached", "sin_cached")
+"""How models name their tables of frequencies."""
+
+
+def check_rotary(subject: Subject) -> Iterator[Finding]:
+    """Tables in half precision, and float32 tables all of whose values are those of a half-precision one."""
+    for tensor in subject.tensors:
+        if not tensor.name.endswith(TABLES):
+            continue
+        lost = tensor.dtype if tensor.dtype in HALF else rounded_to(tensor.values)
+        if lost is not None:
+            yield _inspected(tensor, lost)
+            return  # one table stands for all layers
+
+
+def _inspected(tensor: StaticTensor, lost: str) -> Finding:
+    now = f"is {lost}" if tensor.dtype == lost else f"is float32 and holds only values that {lost} has too"
+    said = Statement(
+        id="rounded-rotary-buffer",
+        severity=Severity.WARNING,
+        confidence=Confidence.LIKELY,
+        summary=f"The rotary frequencies were rounded to {lost}.",
+        cause="An angle is a frequency times a position, so the rounding of the frequency grows with the position. "
+        "A later cast to float32 does not bring the bits back.",
+        evidence=(f"{tensor.name} {now}.",),
+    )
+    return located(said, phase="static", fqn=module_of(tensor.name), dtype=tensor.dtype)
+
+
+def rounded_to(values: tuple[float, ...]) -> str | None:
+    """The half-precision dtype that every value survives, where there are enough values to say so; else None."""
+    telling = [value for value in values if value not in (0.0, 1.0)]
+    if len(telling) < 2:
+        return None
+    if all(_bits(value) & 0xFFFF == 0 for value in telling):
+        return "bfloat16"
+    return "float16" if all(_survives_float16(value) for value in telling) else None
+
+
+def _bits(value: float) -> int:
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return bits
+
+
+def _survives_float16(value: float) -> bool:
+    try:
+        return bool(struct.unpack("<e", struct.pack("<e", value))[0] == value)
+    except OverflowError:
+        return False
+
+
 RULES = (
     Rule(name="rounded-positions", specs=(SPEC,), detect=detect_rounded_positions),
     Rule(name="rotary-tables", specs=(SPEC,), detect=detect_rotary_tables),
+    Rule(name="rotary-weights", specs=(SPEC,), inspect=check_rotary),
 )

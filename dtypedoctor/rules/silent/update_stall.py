@@ -1,8 +1,17 @@
 """``update-stall``: weights that the optimizer's updates do not move."""
 
-from dtypedoctor.diagnosis.finding import Severity
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod, sqrt
+
+from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.silent.training import detect_partial_stall, detect_stall
+from dtypedoctor.diagnosis.statement import Statement, found_in
+from dtypedoctor.diagnosis.wording import listed, module_of, short_parameter
+from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.trace.events import Observed
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.silent import StalledParameter, Updates
 
 SPEC = FindingSpec(
     id="update-stall",
@@ -15,6 +24,103 @@ SPEC = FindingSpec(
         "https://github.com/meta-pytorch/torchtune/issues/2254",
     ),
 )
+
+STALLED = 0.95
+"""Share of the updates, over all checked steps, that has to be lost."""
+MOSTLY = 0.5
+"""Share of all updates of an optimizer that has to be lost before its training stands still."""
+ENOUGH = 8
+"""Updates by which a parameter is judged."""
+FEW = 3
+"""Steps by which a parameter of few elements is judged, a temperature of one, say."""
+NOISE = 4.0
+"""Standard deviations of rounding below which the gradient of a sum is nothing else. Measured on the bias of attention's keys, which
+is zero in exact arithmetic, in float16 and bfloat16: 0.06 to 0.25; on the biases of queries and values 50 and more."""
+
+
+def detect_stall(trace: Trace) -> Iterator[Finding]:
+    """Parameters that stay where they are although a float32 copy of them moves, where most of what is trained stands still."""
+    return _stalls(trace, mostly=True)
+
+
+def detect_partial_stall(trace: Trace) -> Iterator[Finding]:
+    """The same of a few parameters beside others that move."""
+    return _stalls(trace, mostly=False)
+
+
+def _stalls(trace: Trace, *, mostly: bool) -> Iterator[Finding]:
+    last = {o.what.optimizer: o for o in trace.observed(Updates)}
+    for seen in last.values():
+        named = seen.what.parameters.items()
+        stalled = {name: one for name, one in named if _is_stalled(one) and not _is_rounding(trace, name)}
+        if stalled and mostly is (seen.what.lost >= MOSTLY * seen.what.wanted):
+            yield _stall(seen, stalled)
+
+
+def _is_stalled(one: StalledParameter) -> bool:
+    enough = min(ENOUGH, FEW * (one.elements if one.elements is not None else ENOUGH))
+    return one.wanted >= enough and one.lost >= STALLED * one.wanted
+
+
+def _is_rounding(trace: Trace, name: str) -> bool:
+    """Whether the gradients of a parameter that is added to each row are no larger than what rounding leaves of a sum that cancels.
+
+    The bias of an attention's keys moves all scores of a query alike, and softmax does not see that.
+    """
+    summed: dict[int, tuple[float, float]] = {}
+    for sample in trace.samples:
+        site = trace.sites.get(sample.site)
+        if site is None or not sample.finite:
+            continue
+        gradient, noise = summed.get(sample.step, (0.0, 0.0))
+        if site.kind == "grad" and site.fqn == name and len(site.shape) == 1:
+            summed[sample.step] = (max(gradient, sample.absmax), noise)
+        elif site.kind == "grad_output" and site.fqn == module_of(name) and site.dtype in DTYPES:
+            rows = prod(max(size, 1) for size in site.shape[:-1])
+            summed[sample.step] = (gradient, max(noise, DTYPES[site.dtype].epsilon * sqrt(rows) * sample.absmax))
+    known = [pair for pair in summed.values() if all(pair)]
+    return bool(known) and all(gradient <= NOISE * noise for gradient, noise in known)
+
+
+def _others(count: int) -> str:
+    return f", and so it is with {count} more parameter{'s' if count > 1 else ''}" if count else ""
+
+
+def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Finding:
+    what = seen.what
+    name, worst = next(iter(stalled.items()))
+    epsilon = DTYPES[worst.dtype].epsilon
+    said = Statement(
+        id="update-stall",
+        severity=Severity.WARNING,
+        proven_by=f"the same {what.optimizer} steps on a float32 copy of the parameter move it",
+        summary=(
+            f"{short_parameter(name)} does not move: {worst.dtype} rounds {100 * worst.lost / worst.wanted:.0f} % of its "
+            f"updates away{_others(len(stalled) - 1)}."
+        ),
+        cause=(
+            f"Near 1 the spacing of {worst.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
+            "of the spacing is rounded away, each time, without adding up."
+        ),
+        evidence=(
+            *(
+                f"{one} ({it.dtype}, magnitudes up to {it.absmax:.3g}): {it.lost} of {it.wanted} updates lost; the "
+                f"largest update in float32 is {it.update:.3g}."
+                for one, it in list(stalled.items())[:3]
+            ),
+            (
+                f"The same {what.optimizer} (learning rate {what.lr:g}) took the same steps on float32 copies, compared "
+                f"in the first {what.checks} step(s)."
+            ),
+            (
+                f"Parameters that stall: {listed(list(stalled))}. Of the updates of all parameters together "
+                f"{100 * what.lost / what.wanted:.2g} % are lost."
+            ),
+        ),
+    )
+    found = found_in(seen, said, dtype=worst.dtype)
+    return replace(found, fqn=module_of(name), phase="optimizer", step=what.first_step)
+
 
 RULES = (
     Rule(name="update-stall", specs=(SPEC,), detect=detect_stall),
