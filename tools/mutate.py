@@ -1,4 +1,4 @@
-"""A sample of mutants of the diagnosis and the trials, and which of them the unit tests notice.
+"""A sample of mutants of the diagnosis, the rules and the trials, and which of them the unit tests notice.
 
 A mutant is one small change of one function: a comparison turned, `and` for `or`, a condition negated, a number one larger, nothing
 returned. It is compiled into a fork of this process, which has imported what the tests import, and the unit tests that call the function
@@ -32,7 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / ".mutation"
-MUTATED = ("diagnosis", "trials")
+MUTATED = ("diagnosis", "rules", "trials")
 TESTS = ROOT / "tests" / "unit"
 
 MOST_TESTS = 80

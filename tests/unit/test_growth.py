@@ -5,7 +5,7 @@ from dataclasses import replace
 from nonfinite_examples import diverging
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.divergence import growth_before, judge_divergence
+from dtypedoctor.rules.nonfinite.divergence import growth_before, judge_divergence
 
 
 def test_growth_goes_from_the_first_step_to_the_last() -> None:

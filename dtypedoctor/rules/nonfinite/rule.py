@@ -1,7 +1,24 @@
-"""Where the first inf or NaN that matters comes from."""
+"""The non-finite family: looks for the origin of the first inf or NaN that matters, and asks one judge after another what it is."""
 
-from dtypedoctor.diagnosis.nonfinite import detect_nonfinite
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.nonfinite_origin import Origin, that_matter
+from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, NON_FINITE, OF_ANY_FINDING, FindingSpec, Rule
+from dtypedoctor.rules.nonfinite.divergence import judge_divergence
+from dtypedoctor.rules.nonfinite.overflow import (
+    judge_attention_scores,
+    judge_backward,
+    judge_masked_row,
+    judge_norm_square,
+    judge_overflow,
+)
+from dtypedoctor.rules.nonfinite.undefined import judge_domain, judge_optimizer_step, judge_rounded, judge_unexamined
+from dtypedoctor.rules.nonfinite.unrecorded import judge_by_module, judge_compiled, judge_constant, judge_given
+from dtypedoctor.rules.silent.silent_rescue import swallowed_overflows
+from dtypedoctor.trace.reader import Trace
 
 FLOAT16_OVERFLOW = FindingSpec(
     id="float16-overflow",
@@ -143,5 +160,47 @@ SPECS = (
     DOMAIN_ERROR,
     COMPILE_ONLY_NONFINITE,
 )
+
+
+JUDGES: tuple[Callable[[Origin], Finding | None], ...] = (
+    judge_given,
+    judge_masked_row,
+    judge_optimizer_step,
+    judge_norm_square,
+    judge_attention_scores,
+    judge_backward,
+    judge_overflow,
+    judge_unexamined,
+    judge_rounded,
+    judge_domain,
+)
+"""What an origin may be, the most specific first; the last one always has an answer."""
+
+
+def detect_nonfinite(trace: Trace) -> Iterator[Finding]:
+    """The origin of the first inf or NaN that gets anywhere, overflows that were swallowed on the way, and one that was refused."""
+    refused = judge_constant(trace)
+    found = tuple(_first_that_matters(trace)) if refused is None else (refused,)
+    diverged = next((cause for finding in found if (cause := judge_divergence(trace, finding)) is not None), None)
+    if diverged is not None:
+        yield diverged
+        found = tuple(replace(finding, remedies=(), consequence_of=diverged.id) for finding in found)
+    yield from found
+    places = {(finding.op, finding.source) for finding in found}
+    yield from (f for f in swallowed_overflows(trace) if (f.op, f.source) not in places)
+
+
+def _first_that_matters(trace: Trace) -> Iterator[Finding]:
+    """The verdict on the first incident that matters; all later ones follow from it."""
+    for incident, found in that_matter(graph_of(trace)):
+        compiled = judge_compiled(trace, incident)
+        if compiled is not None:
+            yield compiled
+        elif found.origin is None:
+            yield judge_by_module(trace, incident)
+        else:
+            yield next(finding for judge in JUDGES if (finding := judge(found.origin)) is not None)
+        return
+
 
 RULES = (Rule(name="non-finite", specs=SPECS, detect=detect_nonfinite),)

@@ -1,0 +1,279 @@
+"""Results that float32 holds and their own dtype does not: in any operator, in a norm's squares, in attention scores, in gradients.
+
+``fully-masked-row`` is here as well, because an overflow and a mask can leave the same rows of ``-inf`` before a softmax.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.nonfinite_origin import (
+    PRODUCTS,
+    SOFTMAX,
+    Origin,
+    attention_experiment,
+    found_at,
+    skipped_scale,
+)
+from dtypedoctor.diagnosis.ops import OpGraph, ancestry, has_inf, overload_free
+from dtypedoctor.diagnosis.statement import Statement
+from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, magnitudes, module_of, place, short
+from dtypedoctor.dtypes import short_name
+from dtypedoctor.trace.events import Op
+
+
+def judge_overflow(origin: Origin) -> Finding | None:
+    """An overflow that none of the more specific findings explains."""
+    if not origin.leaves_a_narrow_range:
+        return None
+    op, dtype = origin.op, origin.result.dtype
+    limit = limit_of(dtype)
+    said = Statement(
+        id="float16-overflow",
+        proven_by=proof(origin),
+        summary=f"{short(place(op))} overflows {dtype} in step {op.step} ({op.phase}): {needs(origin)}.",
+        cause=(
+            f"{op.op} at {op.source} has finite operands, and a sum inside of it grows beyond the largest finite {dtype} value, "
+            f"{limit:.6g}, although the result would not. Modules after it only propagate the inf."
+            if fits(origin)
+            else f"{op.op} at {op.source} has finite operands and a result larger than the largest finite {dtype} value, "
+            f"{limit:.6g}, which becomes inf. Modules after it only pass the inf on."
+        ),
+        evidence=tuple(overflow_evidence(origin)),
+    )
+    return found_at(origin, said)
+
+
+def proof(origin: Origin) -> str | None:
+    """The replay that proves an overflow; None where it shows nothing that the op's own dtype could not hold."""
+    op, replay = origin.op, origin.replay
+    if not origin.is_proven or replay is None or replay.absmax is None:
+        return None
+    dtype = origin.result.dtype
+    if fits(origin):
+        return (
+            f"{op.op} run again on the same operands in {replay.how} is finite, and its result would fit into {dtype}"
+        )
+    return (
+        f"{op.op} run again on the same operands in {replay.how} gives finite values up to {replay.absmax:,.6g}, "
+        f"beyond {dtype} max ({limit_of(dtype):,.6g})"
+    )
+
+
+def fits(origin: Origin) -> bool:
+    """Whether the result, computed in a wider dtype, is one that the op's own dtype can hold: a sum on the way to it is not."""
+    replay = origin.replay
+    if replay is None or not replay.finite or replay.absmax is None:
+        return False
+    return replay.absmax <= limit_of(origin.result.dtype)
+
+
+def needs(origin: Origin) -> str:
+    """The range that the result needs against the range that there is."""
+    replay, dtype = origin.replay, origin.result.dtype
+    if replay is not None and fits(origin):
+        return (
+            f"a sum inside of {origin.op.op} exceeds {dtype} max ({limit_of(dtype):,.6g}), "
+            f"although its result would be {replay.absmax:,.6g}"
+        )
+    wanted = f"{replay.absmax:.6g}" if replay is not None and replay.absmax is not None else "more"
+    return f"{origin.op.op} needs {wanted}, {dtype} ends at {limit_of(dtype):.6g}"
+
+
+def overflow_evidence(origin: Origin) -> Iterator[str]:
+    """What was measured about an op whose finite operands gave something that is not finite."""
+    op, replay, result = origin.op, origin.replay, origin.result
+    limit = f"largest {result.dtype}: {limit_of(result.dtype):.6g}"
+    yield f"The operands of {op.op} are finite: absmax {magnitudes(op)} ({limit})."
+    yield f"{bad_elements(result)} of its {short_name(result.dtype)} result are inf or NaN."
+    if replay is not None and replay.finite and replay.absmax is not None:
+        yield f"The same op on the same operands in {replay.how} is finite, absmax {replay.absmax:.6g}."
+    seen = origin.incident.site
+    if seen is not None and seen.kind == "output" and seen.fqn != place(op):
+        yield f"{short(seen.fqn)} ({seen.cls}) is the first module that returns the bad value; it only passes it on."
+    yield from how_the_run_ended(origin.trace)
+
+
+REDUCTIONS = frozenset({"sum", "mean"})
+LENGTHS = frozenset({"linalg_vector_norm", "norm"})
+ROOTS = frozenset({"sqrt", "rsqrt"})
+DIVISIONS = frozenset({"div", "reciprocal"})
+TO_ROOT = 8
+"""The mean, an epsilon, casts and reshapes lie between the squares and the root."""
+
+CAUSE_IN_A_NORM = (
+    "A norm computes the root of a mean of squares. The square of 256 is already beyond float16's 65504; it becomes inf, its "
+    "reciprocal root 0, and the norm returns zeros that carry no information. Norms that compute in float32 inside and cast "
+    "their result are not affected."
+)
+
+
+def judge_norm_square(origin: Origin) -> Finding | None:
+    """An overflow in the squares, their sum or their root inside a norm."""
+    op = origin.op
+    if not origin.leaves_a_narrow_range or not is_in_norm(origin.graph, op):
+        return None
+    said = Statement(
+        id="norm-square-overflow",
+        proven_by=proof(origin),
+        summary=f"The squares inside {short(place(op))} overflow in step {op.step}: {needs(origin)}.",
+        cause=CAUSE_IN_A_NORM,
+        evidence=tuple(overflow_evidence(origin)),
+    )
+    return found_at(origin, said)
+
+
+def is_in_norm(graph: OpGraph, op: Op) -> bool:
+    """Whether ``op`` squares, sums squares or takes a length, and a root or division follows."""
+    name = overload_free(op.op)
+    after = {overload_free(user.op) for user in graph.downstream(op, TO_ROOT, ends=ROOTS | DIVISIONS)}
+    if name in LENGTHS:
+        return bool(after & DIVISIONS)
+    squares = is_square(op) or (name in REDUCTIONS and _sums_squares(graph, op))
+    return squares and bool(after & ROOTS)
+
+
+def is_square(op: Op) -> bool:
+    """Whether ``op`` multiplies a tensor with itself."""
+    name = overload_free(op.op)
+    if name == "pow":
+        return any(text in ("2", "2.0") for text in op.scalars)
+    return name == "square" or (name == "mul" and len(op.inputs) == 2 and op.inputs[0].id == op.inputs[1].id)
+
+
+def _sums_squares(graph: OpGraph, op: Op) -> bool:
+    makers = (graph.producer(t) for t in op.inputs)
+    return any(maker is not None and is_square(maker) for maker in makers)
+
+
+TO_SOFTMAX = 12
+"""Scaling, soft capping, masks, casts and reshapes lie between the scores and their softmax, each an op."""
+_FUSED = "the same attention with its scores in float32 is finite"
+_UNMASKED = "the same softmax on the same scores without the mask is finite"
+
+_CURES = {
+    False: "A query that may look at nothing needs a rule of its own, or a mask that leaves it one position.",
+    True: (
+        "Not every entry was -inf at first: the mask holds finite numbers, and what was added to them left the range. One mask made by "
+        "torch.where, or scores and mask added in float32, leave such a row finite."
+    ),
+}
+"""What to do, by whether the mask was finite."""
+
+
+def judge_attention_scores(origin: Origin) -> Finding | None:
+    """A product of two activations whose overflow goes into a softmax."""
+    if not origin.leaves_a_narrow_range or not _is_score(origin):
+        return None
+    op, dtype = origin.op, origin.result.dtype
+    tried = attention_experiment(origin.trace, op)
+    said = Statement(
+        id="attention-score-overflow",
+        proven_by=proof(origin) or (_FUSED if tried is not None and tried.is_of_the_scores else None),
+        summary=f"The attention scores of {short(place(op))} overflow {dtype} in step {op.step}: {needs(origin)}.",
+        cause=(
+            f"Queries and keys are multiplied in {dtype} and scaled afterwards, so the product has to fit below "
+            f"{limit_of(dtype):.6g} unscaled. Softmax makes NaN of the inf. Fused attention keeps the scores in float32."
+        ),
+        evidence=(*overflow_evidence(origin), *(tried.evidence if tried is not None else ())),
+    )
+    return found_at(origin, said)
+
+
+def _is_score(origin: Origin) -> bool:
+    op = origin.op
+    if overload_free(op.op) not in PRODUCTS or any(t.origin == "parameter" for t in op.inputs):
+        return False
+    after = origin.graph.downstream(op, TO_SOFTMAX, ends=PRODUCTS | SOFTMAX)
+    return any(overload_free(user.op) in SOFTMAX for user in after)
+
+
+def judge_masked_row(origin: Origin) -> Finding | None:
+    """A softmax over rows in which every entry is ``-inf``."""
+    if not origin.masked:
+        return None
+    op = origin.op
+    scores = next(t for t in op.inputs if has_inf(t))
+    tried = attention_experiment(origin.trace, op)
+    left = next(iter(ancestry(origin.graph, op).computed), None)
+    said = Statement(
+        id="fully-masked-row",
+        proven_by=_UNMASKED if tried is not None and tried.is_of_the_mask else _in_a_wider_dtype(origin),
+        summary=f"{short(place(op))} takes a softmax over rows in which every position is masked, in step {op.step}.",
+        cause=(
+            "Softmax subtracts the largest entry of a row. Where every entry is -inf that is -inf - (-inf), which is NaN "
+            f"in every dtype. {_CURES[left is not None]}"
+        ),
+        evidence=(
+            *((_how_it_left(left),) if left is not None else ()),
+            f"The scores that {op.op} got hold {scores.num_neginf} times -inf, no +inf and no NaN.",
+            f"{bad_elements(origin.result)} of its result are NaN.",
+            *(tried.evidence if tried is not None else ()),
+            *how_the_run_ended(origin.trace),
+        ),
+    )
+    return found_at(origin, said)
+
+
+def _in_a_wider_dtype(origin: Origin) -> str | None:
+    """What the softmax makes of the same rows in a wider dtype; None where it was not run again."""
+    replay = origin.replay
+    if replay is None or replay.note or replay.finite:
+        return None
+    return f"the same softmax on the same rows in {replay.how} is NaN too, and every entry of these rows is -inf"
+
+
+def _how_it_left(op: Op) -> str:
+    made = next(t for t in op.outputs if not t.finite)
+    return f"{op.op} at {op.source} made -inf of finite {made.dtype} numbers, absmax {magnitudes(op)}."
+
+
+def judge_backward(origin: Origin) -> Finding | None:
+    """An overflow of a backward op."""
+    op, dtype = origin.op, origin.result.dtype
+    if op.phase != "backward" or not origin.leaves_a_narrow_range:
+        return None
+    parameter = _added_up(origin)
+    if parameter is not None:
+        return replace(found_at(origin, _of_a_sum(origin, parameter)), fqn=module_of(parameter))
+    said = Statement(
+        id="backward-overflow",
+        proven_by=proof(origin),
+        summary=f"The gradients overflow {dtype} in the backward of {short(place(op))}, in step {op.step}: {needs(origin)}.",
+        cause=(
+            "Gradients have their own magnitudes: the product of all slopes between the loss and a tensor. The values of the "
+            f"forward pass are finite, this gradient is not: {dtype} ends at {limit_of(dtype):.6g} here too."
+        ),
+        evidence=(*overflow_evidence(origin), *_about_the_scale(origin)),
+    )
+    return found_at(origin, said)
+
+
+def _added_up(origin: Origin) -> str | None:
+    """The parameter to whose gradient the op adds that of one more backward pass; None for every other op."""
+    op, seen = origin.op, origin.incident
+    if not op.inplace or place(op) is not None or seen.kind != "grad":
+        return None
+    sites = [origin.trace.sites[sample.site] for sample in seen.samples]
+    return next((s.fqn for s in sites if s.kind == "grad" and s.shape == origin.result.shape), None)
+
+
+def _of_a_sum(origin: Origin, parameter: str) -> Statement:
+    op, dtype = origin.op, origin.result.dtype
+    return Statement(
+        id="backward-overflow",
+        proven_by=proof(origin),
+        summary=f"The gradient of {short(parameter)} overflows {dtype} where backward passes are added up, in step {op.step}: "
+        f"{needs(origin)}.",
+        cause=(
+            f"Each backward pass adds to the gradient that the ones before it have left, in the parameter's own {dtype}. Every part "
+            f"is finite, their sum is not. Divide the loss by the number of passes, or keep the parameters in float32."
+        ),
+        evidence=(*overflow_evidence(origin), *_about_the_scale(origin)),
+    )
+
+
+def _about_the_scale(origin: Origin) -> Iterator[str]:
+    scale, replay = skipped_scale(origin.trace, origin.op.step), origin.replay
+    if scale is not None and replay is not None and replay.absmax is not None:
+        yield f"The loss scale was {scale:g}; at scale 1 the result would be {replay.absmax / scale:.6g}, still too large."

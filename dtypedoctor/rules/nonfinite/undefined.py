@@ -1,0 +1,249 @@
+"""Operators that are not defined for their operands: in float32 either, because rounding made 0 of one, in an optimizer step.
+
+Last, an operator that could not be run again, so that nothing says which of the two it is.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.nonfinite_origin import FLOAT32_MAX, NARROW, Origin, Vanished, found_at, is_zero_in, vanished
+from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.statement import Statement
+from dtypedoctor.diagnosis.wording import (
+    bad_elements,
+    differentiated,
+    how_the_run_ended,
+    limit_of,
+    magnitudes,
+    module_of,
+    place,
+    short,
+)
+from dtypedoctor.dtypes import DTYPES, HALF
+
+
+def judge_domain(origin: Origin) -> Finding | None:
+    """What no wider dtype would have helped; the last of the judges, on whatever none of the others explains."""
+    op = origin.op
+    proof = _proof_of_domain(origin)
+    said = Statement(
+        id="domain-error",
+        proven_by=proof,
+        summary=f"{_operator(origin)} has no finite float32 result for its operands, in step {op.step} ({op.phase}).",
+        cause=_cause_of_domain(origin, proven=proof is not None),
+        evidence=tuple(_domain_evidence(origin)),
+    )
+    return found_at(origin, said)
+
+
+def _operator(origin: Origin) -> str:
+    op, forward = origin.op, differentiated(origin.op)
+    if forward is not None:
+        return f"{op.op} in the backward of `{forward}` at {op.source}"
+    return f"{op.op} in {short(place(op))}"
+
+
+def _proof_of_domain(origin: Origin) -> str | None:
+    """What shows that float32 has it too: the op on its own operands and on those of the float32 program.
+
+    In a program without half precision these are the same.
+    """
+    op, replay, program = origin.op, origin.replay, origin.program
+    if replay is None or replay.note:
+        return None
+    if program is not None and not program.note:
+        return (
+            None if program.finite else f"{op.op} on the operands of the same program in float32 is not finite either"
+        )
+    before = (t.dtype for one in origin.graph.ops if one.n <= op.n for t in (*one.inputs, *one.outputs))
+    if any(dtype in HALF for dtype in before):
+        return None
+    return f"{op.op} run again on the same operands in {replay.how} has no finite float32 result either"
+
+
+def _cause_of_domain(origin: Origin, *, proven: bool) -> str:
+    replay = origin.replay
+    if replay is not None and replay.finite and replay.absmax is not None and replay.absmax > FLOAT32_MAX:
+        return (
+            "The operands have grown so far that the result is beyond float32's range too: the run diverges (learning rate, "
+            "initialisation, gradients that are not clipped). This is not a mixed-precision problem."
+        )
+    undefined = (
+        "The operation is not defined for these operands (a division by zero, the logarithm of a negative number …)"
+    )
+    narrow = next((t.dtype for t in origin.op.inputs if t.dtype in HALF), "half-precision")
+    if proven:
+        return f"{undefined} or its result is larger than float32 can hold. This is not a mixed-precision problem."
+    return (
+        f"{undefined}, and no wider dtype helps it. Some of what it computes with is {narrow}, though, and was not computed again "
+        "in float32: a number that was rounded to 0 (or to 1) before would be another one."
+    )
+
+
+def _domain_evidence(origin: Origin) -> Iterator[str]:
+    op, replay = origin.op, origin.replay
+    if all(t.finite for t in op.inputs):
+        yield f"The operands of {op.op} are finite: absmax {magnitudes(op)}."
+    else:
+        yield f"{op.op} was given infinities that the program asked for, and made NaN of them."
+    yield f"{bad_elements(origin.result)} of its {origin.result.dtype} result are inf or NaN."
+    if replay is None or replay.note:
+        why = f": {replay.note}" if replay is not None else ""
+        yield f"It could not be run again in a wider dtype{why}."
+    elif not replay.finite:
+        yield f"The same op on the same operands in {replay.how} is not finite either."
+        if origin.program is not None and not origin.program.finite:
+            yield "Nor is it on the operands that the program has when all of it is computed in float32 since the op trace began."
+    elif replay.absmax is not None and replay.absmax > FLOAT32_MAX:
+        yield f"The same op in {replay.how} gives {replay.absmax:.6g}, beyond float32's largest, {FLOAT32_MAX:.6g}."
+    else:
+        yield f"The same op in {replay.how} is finite."
+    yield from how_the_run_ended(origin.trace)
+
+
+def judge_rounded(origin: Origin) -> Finding | None:
+    """An op that has no finite result for its operands in any dtype, and has one for those of the float32 program."""
+    op, again, program = origin.op, origin.replay, origin.program
+    if again is None or again.note or program is None or not program.finite or program.absmax is None:
+        return None
+    if again.finite and (again.absmax is None or again.absmax <= FLOAT32_MAX):
+        return None  # a wider dtype is all that this op needs
+    found = vanished(origin.graph, op)
+    said = Statement(
+        id="rounds-out-of-domain",
+        proven_by=(
+            f"{op.op} on the operands of the same program in float32, since the op trace began, is finite (up to "
+            f"{program.absmax:,.6g}); on its own operands it is not, in {again.how} either"
+        ),
+        summary=f"{_what_vanished(found)}, and {op.op} in {short(place(op))} makes {_result(origin)} of it in step {op.step} ({op.phase}).",
+        cause=_cause_of_rounding(found),
+        evidence=tuple(_rounding_evidence(origin, found)),
+    )
+    return found_at(origin, said)
+
+
+def _what_vanished(found: Vanished | None) -> str:
+    if found is None:
+        return "Rounding moves an operand to where the operator is not defined"
+    dtype = found.tensor.dtype
+    if found.number is not None and found.maker is not None:
+        return f"The number {found.number} rounds to 0 in {found.maker.outputs[0].dtype}"
+    if found.maker is not None:
+        return f"The result of {found.maker.op} rounds to 0 in {dtype}"
+    if found.tensor.name is not None:
+        return f"The {found.tensor.origin} {found.tensor.name} rounds to 0 in {dtype}"
+    return f"A number or tensor from before rounds to 0 in {dtype}"
+
+
+def _result(origin: Origin) -> str:
+    return "NaN" if origin.result.num_nan else "inf"
+
+
+def _cause_of_rounding(found: Vanished | None) -> str:
+    if found is None:
+        return (
+            "In float32 the same program is finite here. Its values differ by rounding only, and one of them has crossed a border: "
+            "1 - 1e-4 is 1 in bfloat16, and a small negative number under a root was positive."
+        )
+    known = DTYPES[found.tensor.dtype] if found.tensor.dtype in DTYPES else DTYPES["float16"]
+    return (
+        f"The smallest positive {known.name} number is {known.smallest:.3g}; whatever is below half of that becomes 0, and so does "
+        "a difference below half of the spacing of numbers. An epsilon that guards a division has to be representable: take one from "
+        "torch.finfo(dtype).tiny or eps on, or compute the guarded part in float32."
+    )
+
+
+def _rounding_evidence(origin: Origin, found: Vanished | None) -> Iterator[str]:
+    op = origin.op
+    yield f"{bad_elements(origin.result)} of the {origin.result.dtype} result of {op.op} are inf or NaN; its operands are finite."
+    if found is not None:
+        at = f" at {found.maker.source}" if found.maker is not None and found.maker.source else ""
+        yield f"{found.tensor.lost} elements that {_maker(found)}{at} leaves are 0; in float32 they are not."
+    yield from how_the_run_ended(origin.trace)
+
+
+def _maker(found: Vanished) -> str:
+    return found.maker.op if found.maker is not None else found.tensor.name or "the program"
+
+
+DIVISIONS = frozenset(
+    {"div", "addcdiv", "reciprocal", "rsqrt", "_foreach_div", "_foreach_addcdiv", "_foreach_reciprocal", "_fused_adam",
+     "_fused_adamw"}
+)  # fmt: skip
+
+
+def judge_optimizer_step(origin: Origin) -> Finding | None:
+    """A division in the optimizer step whose finite float16 operands give NaN or inf."""
+    op, dtype = origin.op, origin.result.dtype
+    if op.phase != "optimizer" or dtype not in NARROW or overload_free(op.op) not in DIVISIONS:
+        return None
+    seen = origin.incident.site
+    fqn = module_of(seen.fqn) if seen is not None else place(op)
+    vanished = _vanished_epsilon(origin)
+    said = Statement(
+        id="optimizer-epsilon-underflow",
+        proven_by=(
+            f"the epsilon {vanished} that guards the division rounds to 0 in {dtype}, and does not in float32"
+            if vanished is not None
+            else None
+        ),
+        summary=f"The optimizer divides by zero in {dtype} in step {op.step} and writes NaN or inf into {short(fqn)}.",
+        cause=(
+            f"The optimizer keeps its state in the parameters' dtype. The smallest positive {dtype} is "
+            f"{DTYPES[dtype].smallest:.3g}: the epsilon that guards the division and small second moments are zero in it."
+        ),
+        evidence=tuple(_step_evidence(origin, vanished)),
+    )
+    return replace(found_at(origin, said), fqn=fqn)
+
+
+def _vanished_epsilon(origin: Origin) -> str | None:
+    """The number that was added to a denominator and is zero in its dtype, as it stands in the code."""
+    makers = (origin.graph.producer(t) for t in origin.op.inputs)
+    for maker in [op for op in makers if op is not None and overload_free(op.op) in ("add", "_foreach_add")]:
+        for text in maker.scalars:
+            if is_zero_in(text, maker):
+                return text
+    return None
+
+
+def _step_evidence(origin: Origin, vanished: str | None) -> Iterator[str]:
+    op = origin.op
+    yield f"The operands of {op.op} are finite, its result is not: {bad_elements(origin.result)}."
+    if vanished is not None:
+        yield f"The epsilon {vanished} that was added to the denominator is zero in {origin.result.dtype}."
+    yield "The gradients of this step are finite."
+
+
+COLLECTIVE = "_c10d_functional."
+
+
+def judge_unexamined(origin: Origin) -> Finding | None:
+    """An op on finite operands of which no replay says whether a wider dtype helps; never more than possible."""
+    op, replay, dtype = origin.op, origin.replay, origin.result.dtype
+    if (replay is not None and not replay.note) or not all(t.finite for t in op.inputs):
+        return None
+    why = _why(origin)
+    said = Statement(
+        id="float16-overflow" if dtype in NARROW else "domain-error",
+        confidence=Confidence.POSSIBLE,
+        summary=f"{op.op} in {short(place(op))} is where {dtype} first stops being finite, in step {op.step}; it was not examined.",
+        cause=(
+            f"{op.op} at {op.source} has finite operands and a result that is not. {why}, so whether float32 holds the result is "
+            "not known: run the program with this part in float32 to tell an overflow from an undefined operation."
+        ),
+        evidence=(
+            f"The operands of {op.op} are finite: absmax {magnitudes(op)} ({dtype} max: {limit_of(dtype):,.6g}).",
+            f"{bad_elements(origin.result)} of its {dtype} result are inf or NaN.",
+            *how_the_run_ended(origin.trace),
+        ),
+    )
+    return found_at(origin, said)
+
+
+def _why(origin: Origin) -> str:
+    if origin.op.op.startswith(COLLECTIVE):
+        return "It is computed by several ranks, and one of them cannot repeat it alone"
+    note = origin.replay.note if origin.replay is not None else ""
+    return f"It could not be run again in a wider dtype{f' ({note})' if note else ''}"

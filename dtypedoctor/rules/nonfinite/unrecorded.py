@@ -1,0 +1,279 @@
+"""Non-finite values that no recorded operator made: weights and inputs, numbers in the code, calls without an op trace, compiled code."""
+
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding
+from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, Reached
+from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, finite_in_eager_mode, found_at
+from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.wording import (
+    bad_elements,
+    class_of,
+    failing_line,
+    how_the_run_ended,
+    limit_of,
+    module_of,
+    place,
+    short,
+)
+from dtypedoctor.trace.events import Op, Raised, Sample, Site, TensorNote
+from dtypedoctor.trace.reader import Trace
+
+__all__ = ["judge_compiled", "judge_constant"]
+
+HELD = frozenset({"parameter", "buffer", "attribute"})
+
+
+def judge_given(origin: Origin) -> Finding | None:
+    """An operand that no op of the watched part has made."""
+    if origin.given is None:
+        return None
+    return _of_model(origin, origin.given) if origin.given.origin in HELD else _of_batch(origin, origin.given)
+
+
+def _of_model(origin: Origin, tensor: TensorNote) -> Finding:
+    op = origin.op
+    name = tensor.name or "a tensor of the model"
+    said = Statement(
+        id="nonfinite-parameters",
+        confidence=Confidence.LIKELY,
+        summary=f"The {tensor.origin} {name} is not finite before step {op.step} uses it.",
+        cause=(
+            f"{bad_elements(tensor).capitalize()} of {name} were NaN or inf when {op.op} at {op.source} read it. An earlier "
+            "run, a conversion to a narrower dtype, memory that was never written or a damaged file has left them so."
+        ),
+        evidence=(
+            f"{name} ({tensor.dtype}): {tensor.num_nan} NaN, {tensor.num_posinf + tensor.num_neginf} inf.",
+            f"{op.op} at {op.source} is the first that uses it; no op that was watched has written it.",
+            *how_the_run_ended(origin.trace),
+        ),
+    )
+    return replace(found_at(origin, said), fqn=module_of(name), op=None, phase="static", source=None)
+
+
+def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
+    op = origin.op
+    what = f"The input {tensor.name} of {short(_outermost(origin))}" if tensor.origin == "input" else "A tensor"
+    said = Statement(
+        id="nonfinite-input",
+        confidence=Confidence.LIKELY,
+        summary=f"{what} that {op.op} at {op.source} uses is not finite already, in step {op.step}.",
+        cause=f"The data holds NaN or inf before the model computes anything, so no dtype of the model can help.{_cast(tensor)}",
+        evidence=(
+            f"{bad_elements(tensor)} ({tensor.dtype}): {tensor.num_nan} NaN, {tensor.num_posinf + tensor.num_neginf} inf.",
+            f"{op.op} at {op.source} is the first that uses it; no op that was watched has made it.",
+            *how_the_run_ended(origin.trace),
+        ),
+    )
+    fqn = _outermost(origin) if tensor.origin == "input" else place(op)
+    return replace(found_at(origin, said), fqn=fqn, op=None, phase=_phase(op))
+
+
+def _cast(tensor: TensorNote) -> str:
+    """What infinities in a narrow dtype suggest, where nothing was divided to make NaN."""
+    if tensor.dtype not in NARROW or tensor.num_nan:
+        return ""
+    return f" It is {tensor.dtype}: numbers beyond {limit_of(tensor.dtype):.6g} become inf when data is cast to it."
+
+
+def _phase(op: Op) -> str:
+    """Data goes into the forward pass; a loss reads its targets there even where no module is open."""
+    return "forward" if op.phase in ("backward", "optimizer") else op.phase
+
+
+def _outermost(origin: Origin) -> str | None:
+    """Dotted name of the outermost module that the input was given to."""
+    return None if place(origin.op) is None else ""
+
+
+CONVERSION_FAILED = (
+    "cannot be converted to type at::Half without overflow",
+    "cannot be converted to type c10::Half without overflow",
+)
+
+
+def judge_constant(trace: Trace) -> Finding | None:
+    """The number that ended the run because float16 does not hold it, such as the ``-1e9`` of a mask."""
+    raised = trace.last(Raised)
+    if raised is None or not any(text in raised.message for text in CONVERSION_FAILED):
+        return None
+    fqn = raised.modules[-1] if raised.modules else None
+    what = raised.op or "an operation"
+    said = Statement(
+        id="float16-overflow",
+        confidence=Confidence.LIKELY,
+        summary=f"{what} in {short(fqn)} is given a number that float16 cannot hold, in step {raised.step} ({raised.phase}).",
+        cause=(
+            f"The number is written in the code or computed outside of tensors, and the tensor that it is to go into is float16, "
+            f"which ends at {limit_of('float16'):.6g}; torch refuses instead of writing inf. A mask's -1e9 is the usual case: "
+            "torch.finfo(x.dtype).min fits every dtype."
+        ),
+        evidence=how_the_run_ended(trace),
+    )
+    return located(
+        said,
+        phase=raised.phase,
+        step=raised.step,
+        fqn=fqn,
+        op=raised.op,
+        dtype="float16",
+        source=failing_line(raised),
+        cls=class_of(trace, fqn or ""),
+    )
+
+
+NO_OPS = "no op trace says which operation made it"
+
+
+def judge_by_module(trace: Trace, incident: Incident) -> Finding:
+    """The module that first returned the bad value, or whose own code made it; never more than possible."""
+    sample, site = incident.sample, incident.site
+    if sample is None or site is None:
+        return _outside(trace, incident)
+    came_in = site.kind == "output" and _input_was_bad(trace, sample, site)
+    fqn = _fqn(site, came_in=came_in)
+    if came_in and site.phase == "forward" and _outermost_was_given_it(trace, sample, site):
+        return _of_the_input(trace, incident, sample, site)
+    said = Statement(
+        id=_finding_id(site),
+        confidence=Confidence.POSSIBLE,
+        summary=f"{short(fqn)} is where {site.dtype} first stops being finite, in step {sample.step} ({incident.phase}).",
+        cause=f"The first inf or NaN was seen {_where(site)}; {NO_OPS}.",
+        evidence=(
+            (
+                f"{sample.num_nan} NaN and {sample.num_inf} inf; largest finite magnitude {sample.absmax:.6g} "
+                f"(largest {site.dtype}: {limit_of(site.dtype):.6g})."
+            ),
+            *(
+                (("Its input was already not finite." if came_in else "Its input was finite."),)
+                if site.kind == "output"
+                else ()
+            ),
+            *how_the_run_ended(trace),
+        ),
+    )
+    cls = class_of(trace, fqn or "")
+    return located(said, phase=incident.phase, step=sample.step, fqn=fqn, dtype=site.dtype, cls=cls)
+
+
+def _of_the_input(trace: Trace, incident: Incident, sample: Sample, site: Site) -> Finding:
+    said = Statement(
+        id="nonfinite-input",
+        confidence=Confidence.LIKELY,
+        summary=f"The input of the model is not finite already, in step {sample.step}.",
+        cause="The data holds NaN or inf before the model computes anything, so no dtype of the model can help.",
+        evidence=(
+            f"{short(site.fqn)} is the first module to output it: {sample.num_nan} NaN and {sample.num_inf} inf.",
+            "The outermost module was called with a tensor that is not finite.",
+            *how_the_run_ended(trace),
+        ),
+    )
+    return located(said, phase=incident.phase, step=sample.step, fqn="", dtype=site.dtype, cls=class_of(trace, ""))
+
+
+def _outermost_was_given_it(trace: Trace, sample: Sample, site: Site) -> bool:
+    """Whether the outermost module of the same call has output something bad as well, and had a bad input."""
+    given = (
+        later
+        for later in trace.samples
+        if later.n >= sample.n
+        and later.call == sample.call
+        and (other := trace.sites.get(later.site)) is not None
+        and (other.kind, other.root, other.fqn) == ("input", site.root, "")
+    )
+    return any(not later.finite for later in given)
+
+
+def _outside(trace: Trace, incident: Incident) -> Finding:
+    if incident.reached is not None:
+        return _read(trace, incident.reached)
+    said = Statement(
+        id="domain-error",
+        confidence=Confidence.POSSIBLE,
+        summary=f"Code outside of all modules refused a value that is not finite, in step {incident.step} ({incident.phase}).",
+        cause=f"Everything that modules returned was finite; {NO_OPS}.",
+        evidence=how_the_run_ended(trace),
+    )
+    return located(said, phase=incident.phase, step=incident.step)
+
+
+def _read(trace: Trace, value: Reached) -> Finding:
+    seen = value.seen
+    first = next(
+        (site for s in trace.samples if not s.finite and (site := trace.sites[s.site]).kind == "operator"), None
+    )
+    op, _, source = first.fqn.partition(" ") if first is not None else (None, "", None)
+    made = (
+        f"{op} at {source} is the first operator outside of modules seen to output one."
+        if first is not None
+        else f"{NO_OPS}."
+    )
+    said = Statement(
+        id="domain-error",
+        confidence=Confidence.POSSIBLE,
+        summary=f"A value that is not finite {value.got} in step {seen.step} ({seen.phase}).",
+        cause=f"The value was computed outside of all modules; {made}",
+        evidence=how_the_run_ended(trace),
+    )
+    return located(said, phase=seen.phase, step=seen.step, op=op, source=source or value.source)
+
+
+def _finding_id(site: Site) -> str:
+    if site.dtype != "float16":
+        return "domain-error"
+    if site.kind == "param":
+        return "optimizer-epsilon-underflow"
+    return "backward-overflow" if site.kind in GRADIENTS else "float16-overflow"
+
+
+def _fqn(site: Site, *, came_in: bool) -> str | None:
+    if site.kind == "loss" or (site.kind == "accumulated" and not site.root):
+        return None
+    if site.kind in ("param", "grad"):
+        return module_of(site.fqn)
+    return module_of(site.fqn) if came_in else site.fqn
+
+
+def _where(site: Site) -> str:
+    if site.kind == "loss":
+        return "in the loss, and everything that modules returned was finite"
+    return f"at {short(site.fqn)}"
+
+
+def _input_was_bad(trace: Trace, sample: Sample, site: Site) -> bool:
+    """Whether an input of the module was not finite either; inputs are measured right after a bad output."""
+    for later in trace.samples:
+        other = trace.sites.get(later.site)
+        if other is None or other.kind != "input" or later.n < sample.n or later.call != sample.call:
+            continue
+        if (other.root, other.fqn) == (site.root, site.fqn):
+            return not later.finite
+    return False
+
+
+COMPILED = "_orig_mod"
+
+
+def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
+    """The verdict on an incident whose call was made again in eager mode and was finite there."""
+    again = finite_in_eager_mode(trace, incident)
+    if again is None:
+        return None
+    site = incident.site
+    fqn = ".".join(part for part in site.fqn.split(".") if part != COMPILED) if site is not None else None
+    said = Statement(
+        id="compile-only-nonfinite",
+        proven_by="the same call on the same input in eager mode is finite",
+        summary=f"{short(fqn)} returns NaN or inf in step {incident.step} only because it is compiled.",
+        cause=(
+            "Compiled code keeps intermediate values in float32 and rounds once at the end, where eager mode rounds after each "
+            "operation. That is closer to exact arithmetic and changes results at cliffs (a root of 1 - 1, say); a defect of the "
+            "compiler looks the same. `torch._inductor.config.emulate_precision_casts` tells them apart."
+        ),
+        evidence=(
+            f"The same call on the same input in eager mode is finite, absmax {again.eager_absmax:.6g}.",
+            "With the op trace on, under which nothing is compiled, the failure did not come back either.",
+        ),
+    )
+    dtype = site.dtype if site is not None else None
+    return located(said, phase="compile", step=incident.step, fqn=fqn, dtype=dtype)
