@@ -5,25 +5,25 @@ from dtypedoctor.plugins import Correction
 CORRECTIONS = (
     Correction(
         id="keep-float32",
-        summary="keep the named modules in float32: parameters, inputs and arithmetic; their outputs get their dtype back",
+        summary="run the named modules in float32: parameters, inputs and arithmetic; outputs are cast back to their original dtype",
         install="dtypedoctor.corrections.keep_float32:install_keep_float32",
         needs_modules=True,
     ),
     Correction(
         id="quant-state-dtype",
         summary="set quant_state.dtype of every packed weight to the activations' dtype",
-        install="dtypedoctor.corrections.quant_state_dtype:install_quant_state_dtype",
+        install="dtypedoctor.corrections.casts:install_quant_state_dtype",
         fixes=(("quant-state-dtype", ""),),
         proves=("quant-state-dtype",),
-        prefer="the weights were packed under another dtype than the run's: put right once, after loading",
+        prefer="the weights were packed in another dtype than the run's: corrected once, after loading",
     ),
     Correction(
         id="norm-output-cast",
         summary="cast the output of the norms back to the dtype of their input; their weights stay in float32",
-        install="dtypedoctor.corrections.norm_output_cast:install_norm_output_cast",
+        install="dtypedoctor.corrections.casts:install_norm_output_cast",
         fixes=(("norm-promotes-to-float32", ""),),
         proves=("norm-promotes-to-float32",),
-        prefer="the norms' weights are to stay exact in float32",
+        prefer="the norms' weights must stay in float32",
     ),
 )
 """The corrections that come with dtypedoctor and are for no ticket."""

@@ -1,22 +1,24 @@
-"""Arithmetic of chosen Python frames in float32, whatever dtype their operands have.
+"""Arithmetic of chosen Python frames in float32, whatever dtype their operands have, and float32 storage for what modules hold.
 
 A *frame* is the code of one module's ``forward`` and of the functions that it calls, without the modules that it calls.
 Inside, every float16 or bfloat16 operand of a torch function is widened to float32 first, and where the code asks for one
 of these dtypes it gets float32. Such a tensor remembers the dtype that it stands for, its *nominal* dtype (an attribute of
 the tensor object, which ``.dtype`` answers with inside the frame), and has it again when it leaves for code that is not
-kept in float32: :func:`narrow` casts it back and holds it within the dtype's range, so that a value which was never
+kept in float32: :func:`narrow` casts it back and clamps it to the dtype's range, so that a value which was never
 too large for float32 does not become inf at the border.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dtypedoctor._torch_private import graph_task, qualified_name
-from dtypedoctor.corrections.counters import Counters
+from dtypedoctor._torch_private import graph_task, parameters_of, qualified_name
+from dtypedoctor.corrections.contract import Counters
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -102,11 +104,15 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor], depth: int = 0) -> An
     if type(value) in (tuple, list):
         return type(value)(mapped(item, change, depth + 1) for item in value)
     if isinstance(value, dict):
-        for key, item in list(value.items()):
-            new = mapped(item, change, depth + 1)
-            if new is not item:
-                value[key] = new
+        _map_in_place(value, change, depth + 1)
     return value
+
+
+def _map_in_place(values: dict[Any, Any], change: Callable[[Tensor], Tensor], depth: int) -> None:
+    for key, item in list(values.items()):
+        new = mapped(item, change, depth)
+        if new is not item:
+            values[key] = new
 
 
 def _inside(value: Any) -> list[Tensor]:
@@ -181,7 +187,7 @@ class Float32Frame(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__get__":
             return _attribute(func, args)
-        if name in _CASTS and args and isinstance(args[0], Tensor):
+        if name in _CASTS and isinstance(next(iter(args), None), Tensor):
             return _cast(func, name, args, kwargs)
         if name in _SAME_VALUES:
             return _described(func(*args, **kwargs), _promoted(args, kwargs))
@@ -298,3 +304,80 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         items: Iterable[Any] = value
         for item in items:
             yield from _tensors(item)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widened:
+    """What was changed.
+
+    Attributes:
+        tensors: how many parameters and buffers got float32 storage.
+        shared: how many did not because a module outside holds them, too (a tied embedding).
+        put_back: restores every dtype; values trained since are rounded to it.
+    """
+
+    tensors: int
+    shared: int
+    put_back: Callable[[], None]
+
+
+def widen_storage(model: nn.Module, modules: Sequence[nn.Module]) -> Widened:
+    """Gives the own parameters and buffers of ``modules`` float32 storage, with the dtype they had as the nominal one.
+
+    bitsandbytes' 4-bit linears keep their packed weights and dequantize to float32.
+
+    Args:
+        model: all of it, to find out which tensors are shared.
+        modules: modules of it; only what they hold directly is changed.
+    """
+    inside = {id(module) for module in modules}
+    owners: defaultdict[int, set[int]] = defaultdict(set)
+    for module in model.modules():
+        for tensor in _held(module):
+            owners[id(tensor)].add(id(module))
+    found = {id(tensor): tensor for module in modules for tensor in _held(module) if is_narrow(tensor)}
+    shared = {key for key in found if not owners[key] <= inside}
+    dtypes = {key: tensor.dtype for key, tensor in found.items() if key not in shared}
+    for key, dtype in dtypes.items():
+        _store(found[key], torch.float32, nominal=dtype)
+    restore = [undo for module in modules for undo in _compute_in_float32(module)]
+
+    def put_back() -> None:
+        for key, dtype in dtypes.items():
+            _store(found[key], dtype, nominal=None)
+        while restore:
+            restore.pop()()
+
+    return Widened(tensors=len(dtypes), shared=len(shared), put_back=put_back)
+
+
+def _held(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _store(tensor: Tensor, dtype: torch.dtype, nominal: torch.dtype | None) -> None:
+    gradient, tensor.grad = tensor.grad, None  # torch refuses a gradient of another dtype than its tensor
+    tensor.data = tensor.data.to(dtype)
+    set_nominal(tensor, nominal)
+    if gradient is not None:
+        tensor.grad = gradient.to(dtype)
+
+
+def _compute_in_float32(module: nn.Module) -> list[Callable[[], None]]:
+    """Lets a 4-bit linear dequantize to float32 and multiply in it; gives what undoes that."""
+    state: Any = getattr(parameters_of(module).get("weight"), "quant_state", None)
+    if state is None:
+        return []
+    undo = [_set(state, "dtype", torch.float32)]
+    wanted = {
+        "compute_dtype": torch.float32,
+        "compute_type_is_set": True,  # else the first input decides anew
+        "support_avx512bf16_for_cpu": False,  # else a first forward in evaluation mode repacks the weight to bfloat16
+    }
+    return undo + [_set(module, name, value) for name, value in wanted.items() if hasattr(module, name)]
+
+
+def _set(owner: Any, name: str, value: object) -> Callable[[], None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)

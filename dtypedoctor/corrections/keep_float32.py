@@ -18,11 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor.corrections.contract import Installed, TargetMismatchError
-from dtypedoctor.corrections.counters import Counters
-from dtypedoctor.corrections.float32_frames import CallNotes, Float32Frame, is_narrow, mapped, narrow, widen
-from dtypedoctor.corrections.float32_storage import Widened, widen_storage
-from dtypedoctor.corrections.module_forward import runs_other_forward
+from dtypedoctor.corrections.contract import Counters, Installed, TargetMismatchError, runs_other_forward
+from dtypedoctor.corrections.float32_frames import (
+    CallNotes,
+    Float32Frame,
+    Widened,
+    is_narrow,
+    mapped,
+    narrow,
+    widen,
+    widen_storage,
+)
 
 OWN = "::self"
 

@@ -1,4 +1,4 @@
-"""Builds or loads what a scenario's ``model:`` asks for."""
+"""Builds or loads what a scenario's ``model:`` asks for, and changes its weights as asked: outliers, noise, float32 copies."""
 
 import fnmatch
 import importlib
@@ -11,21 +11,18 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import set_seed
 
 from dtypedoctor._torch_private import buffers_of, is_persistent
+from dtypedoctor.corrections.contract import runs_other_forward
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import contained
-from dtypedoctor.models.builtin import builder_arguments
-from dtypedoctor.models.float32_twin import widen
-from dtypedoctor.models.perturbation import perturb
-from dtypedoctor.models.pretrained import load_pretrained
-from dtypedoctor.models.quantization import quantize_linears
-from dtypedoctor.models.tokenizer import byte_tokenizer
+from dtypedoctor.models.builtin import builder_arguments, byte_tokenizer
+from dtypedoctor.models.pretrained import load_pretrained, quantize_linears
 from dtypedoctor.plugins import Model as Registered
 from dtypedoctor.plugins import known, registered, resolve
-from dtypedoctor.scenario.model import Lora, Model, Outlier
+from dtypedoctor.scenario.model import Lora, Model, Outlier, Perturbation
 
 BUILTIN = "builtin:"
 
@@ -201,3 +198,69 @@ def _adapt(model: nn.Module, spec: Lora) -> nn.Module:
         return get_peft_model(model, config, autocast_adapter_dtype=spec.autocast_adapter_dtype)
     except ValueError as error:
         raise UsageError(f"lora: {str(error).splitlines()[0]}", "Check `targets` and `modules_to_save`.") from error
+
+
+def perturb(model: nn.Module, spec: Perturbation) -> None:
+    """Moves every unpacked floating parameter of ``model``, up or down at random, by one unit in the last place of ``spec.dtype``,
+    and so each gradient that comes back to a parameter or to the output of a module without modules in it.
+
+    The unit of a value x with 2^e <= |x| < 2^(e+1) is 2^e * eps, whatever dtype it is stored in (which should be float32, or
+    the move is rounded); zeros stay zeros. A gradient's unit is no smaller than the smallest number of the dtype: a weight below
+    that was rounded when the model was cast, a gradient is rounded in each backward pass anew. In float16 that is most of what a
+    training step rounds.
+    """
+    generator = torch.Generator().manual_seed(spec.seed)
+    limits = torch.finfo(getattr(torch, spec.dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
+                parameter.add_(_unit(parameter, limits.eps) * _signs(parameter, generator))
+
+    def moved(gradient: Tensor) -> Tensor:
+        unit = _unit(gradient, limits.eps, at_least=limits.smallest_normal * limits.eps)
+        return gradient + unit * _signs(gradient, generator)
+
+    _on_gradients(model, moved)
+
+
+def _on_gradients(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    def watch_output(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(change)
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(change)
+    for module in model.modules():
+        if next(module.children(), None) is None:
+            module.register_forward_hook(watch_output)
+
+
+def _unit(tensor: Tensor, eps: float, at_least: float = 0.0) -> Tensor:
+    _, exponent = torch.frexp(tensor.float())  # |x| = m * 2^exponent with 0.5 <= m < 1
+    unit = torch.ldexp(torch.full_like(tensor, eps, dtype=torch.float32), exponent - 1).clamp_min(at_least)
+    return torch.where(tensor == 0, torch.zeros_like(unit), unit).to(tensor.dtype)
+
+
+def _signs(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    bits = torch.randint(0, 2, tensor.shape, generator=generator)
+    return (2 * bits - 1).to(device=tensor.device, dtype=tensor.dtype)
+
+
+def widen(model: nn.Module) -> None:
+    """Makes ``model`` its own float32 twin, in place.
+
+    Floating parameters and buffers become float32, packed weights keep their codes but dequantize to float32, and fused
+    modules go back to the forward methods of their class, whose kernels are not under suspicion.
+    """
+    for module in model.modules():
+        if runs_other_forward(module):
+            del module.__dict__["forward"]
+        if hasattr(module, "compute_dtype"):
+            vars(module)["compute_dtype"] = torch.float32
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            state: Any = getattr(tensor, "quant_state", None)
+            if state is not None:
+                state.dtype = torch.float32
+            elif tensor.is_floating_point():
+                tensor.data = tensor.data.float()

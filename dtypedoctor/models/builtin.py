@@ -1,15 +1,14 @@
-"""Tiny models with seeded random weights; nothing is downloaded.
+"""Tiny models with seeded random weights, and their byte-level tokenizer; nothing is downloaded.
 
 Their builders take the scenario's ``options`` and return a float32 model on the CPU; everything else (outliers, dtype,
-quantisation, adapters) is the same for all of them and happens in ``build.py``.
+quantization, adapters) is the same for all of them and happens in ``build.py``.
 """
 
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from dtypedoctor.models.tokenizer import SPECIAL_TOKENS, VOCABULARY_SIZE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def llama_tiny(*, layers: int = 2, hidden: int = 64, intermediate: int = 128) -> nn.Module:
@@ -30,3 +29,31 @@ def llama_tiny(*, layers: int = 2, hidden: int = 64, intermediate: int = 128) ->
 def builder_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """The options as keyword arguments; YAML keys with dashes become Python names."""
     return {key.replace("-", "_"): value for key, value in options.items()}
+
+
+SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
+
+SPECIAL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+"""Their ids, as configurations of models name them."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per byte (256) after the special tokens pad=0, eos=1, bos=2, unk=3."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+VOCABULARY_SIZE = len(SPECIAL) + 256

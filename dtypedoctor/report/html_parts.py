@@ -63,7 +63,7 @@ Values = Sequence[float | None]
 def line_chart(title: str, lines: Sequence[tuple[str, Values]]) -> Html:
     """One line per run over the steps; a missing or non-finite value is a gap, a lone value a dot.
 
-    Lines differ in dash and marker as well as in colour. Returns nothing if there is no finite value at all.
+    Lines differ in dash and marker as well as in color. Returns nothing if there is no finite value at all.
     """
     known = [value for _, values in lines for value in values if _finite(value)]
     longest = max((len(values) for _, values in lines), default=0)

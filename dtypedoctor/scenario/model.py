@@ -51,7 +51,7 @@ class Quantization(Strict):
     quant_state_dtype: DTypeName | None = Field(
         default=None, description="dtype stored in each `quant_state`; the model's dtype if left out."
     )
-    nested: bool = Field(default=True, description="Quantise the statistics too (double quantisation).")
+    nested: bool = Field(default=True, description="Quantize the statistics too (double quantization).")
     skip: list[str] = Field(
         default_factory=lambda: ["lm_head"], description="Modules that stay unquantised (matched by name part)."
     )
@@ -71,7 +71,7 @@ class Model(Strict):
     dtype: DTypeName = Field(default="float32", description="dtype of the weights.")
     outliers: list[Outlier] = Field(default_factory=list, description="Scaled parameters (builtin models only).")
     lora: Lora | None = Field(default=None, description="LoRA adapters.")
-    quantization: Quantization | None = Field(default=None, description="4-bit quantisation.")
+    quantization: Quantization | None = Field(default=None, description="4-bit quantization.")
     attention: Literal["eager", "sdpa", "flash_attention_2"] | None = Field(
         default=None, description="Attention implementation; transformers' choice if left out."
     )

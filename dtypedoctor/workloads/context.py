@@ -1,4 +1,4 @@
-"""What a workload is given to work with."""
+"""What a workload works with: one stage's model, device and instruments, random batches and the loss on them, and the probe batch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -8,15 +8,59 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.statistics import is_spread
 from dtypedoctor.interruptions import contained
 from dtypedoctor.models.build import Built
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
 from dtypedoctor.trace.events import Metric, NotWatched, ProbeLogProbs
-from dtypedoctor.workloads.probe import token_log_probabilities, vocabulary_of
+
+PROBE_SEQUENCES = 2
+PROBE_TOKENS = 24
+FIRST_ORDINARY = 4
+"""Smaller ids are special tokens of the builtin tokenizer."""
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """Number of tokens that ``model`` knows; None for a model that does not say."""
+    config = getattr(model, "config", None)
+    size = getattr(config, "vocab_size", None) or getattr(getattr(config, "text_config", None), "vocab_size", None)
+    return int(size) if isinstance(size, int) else None
+
+
+def random_tokens(vocabulary: int, shape: tuple[int, int], seed: int, device: torch.device) -> Tensor:
+    """Ordinary token ids of ``shape`` from a generator of their own, the same for the same seed on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(min(FIRST_ORDINARY, vocabulary - 1), vocabulary, shape, generator=generator).to(device)
+
+
+def token_log_probabilities(model: nn.Module, seed: int, device: torch.device) -> list[float | None]:
+    """log p(token | tokens before it) for every token of the probe batch but the first of each sequence, in float32.
+
+    The probe batch holds (2, 24) token ids; an encoder-decoder reads them and is asked to repeat them. The model is put into evaluation mode for the pass and back afterwards; an
+    element that is not finite is None.
+    """
+    vocabulary = vocabulary_of(model)
+    assert vocabulary is not None  # the caller has looked
+    tokens = random_tokens(vocabulary, (PROBE_SEQUENCES, PROBE_TOKENS), seed, device)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=tokens, **_decoded(model, tokens)).logits[:, :-1].float()
+    finally:
+        model.train(training)
+    values = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).flatten().tolist()
+    return [value if isfinite(value) else None for value in values]
+
+
+def _decoded(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """What a decoder reads beside the encoder; nothing for a model without one."""
+    both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return {"decoder_input_ids": tokens} if both else {}
 
 
 @dataclass(slots=True)
@@ -147,3 +191,45 @@ def _held(counters: list[Any]) -> Iterator[None]:
     finally:
         for counter in counters:
             counter.paused = False
+
+
+RANK_STRIDE = 1_000_003
+"""Distance of the seeds of two ranks: more than a run has batches."""
+
+
+def training_tokens(context: Context, shape: tuple[int, int], number: int) -> Tensor:
+    """Token ids of ``shape`` (batch, tokens): batch ``number`` (from 1) of the scenario's seed, for each rank another.
+
+    Raises:
+        UsageError: the model does not say how many tokens it knows.
+    """
+    model = context.built.model
+    vocabulary = vocabulary_of(model)
+    if vocabulary is None:
+        raise UsageError(
+            f"{type(model).__name__} has no config.vocab_size, so there are no tokens to give it",
+            "Wrap it in a factory (package.module:factory) with config.vocab_size and a forward of input_ids and labels, or run a script.",
+        )
+    seed = context.scenario.seed + number + RANK_STRIDE * context.rank
+    return random_tokens(vocabulary, shape, seed, context.device)
+
+
+def value_of(norm: Tensor) -> float:
+    """A norm over gradients, of which after FSDP each rank holds a part only; every rank has to ask for it."""
+    whole = norm.full_tensor() if is_spread(norm) else norm  # type: ignore[attr-defined]  # that of a DTensor
+    return float(whole.item())
+
+
+def language_model_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The mean cross entropy of predicting ``tokens`` (batch, tokens); a scalar.
+
+    Raises:
+        UsageError: the model returns none.
+    """
+    loss = model(input_ids=tokens, labels=tokens).loss
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(
+            f"{type(model).__name__} returns no loss for its labels",
+            "Its forward must take input_ids and labels and return an object with `loss` and `logits`.",
+        )
+    return loss

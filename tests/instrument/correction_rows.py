@@ -11,7 +11,7 @@ import torch
 from fused_llama import DTYPES, nf4_llama, normal, packed, relative_error
 from torch import Tensor, nn
 
-from dtypedoctor.models.float32_twin import widen
+from dtypedoctor.models.build import widen
 from dtypedoctor.tickets.custom_moe.model import CustomMoeConfig, build_custom_moe
 from dtypedoctor.tickets.fused_llama import dequantize
 from dtypedoctor.tickets.gemma4.model import gemma4_tiny

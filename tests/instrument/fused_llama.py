@@ -14,11 +14,10 @@ from torch.nn.functional import silu
 
 from dtypedoctor.corrections.contract import Installed, put_in
 from dtypedoctor.models.builtin import llama_tiny
-from dtypedoctor.models.quantization import quantize_linears
+from dtypedoctor.models.pretrained import quantize_linears
 from dtypedoctor.scenario.model import Quantization
 from dtypedoctor.tickets.fused_llama.fused_lora import Base
-from dtypedoctor.tickets.fused_llama.lora_functions import LoraMlp, LoraO, LoraQkv, for_device
-from dtypedoctor.tickets.fused_llama.model import fuse
+from dtypedoctor.tickets.fused_llama.model import LoraMlp, LoraO, LoraQkv, for_device, fuse
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}

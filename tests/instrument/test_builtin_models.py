@@ -16,13 +16,11 @@ from watched import watched
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.session import Instruments
-from dtypedoctor.models.build import build
-from dtypedoctor.models.perturbation import perturb
+from dtypedoctor.models.build import build, perturb
 from dtypedoctor.scenario.model import Model, Perturbation, Scenario
-from dtypedoctor.tickets.fused_llama.forward import is_fused
-from dtypedoctor.workloads.context import Context, Holder
-from dtypedoctor.workloads.probe import random_tokens, token_log_probabilities
-from dtypedoctor.workloads.unload import run_unload
+from dtypedoctor.tickets.fused_llama.model import is_fused
+from dtypedoctor.workloads.context import Context, Holder, random_tokens, token_log_probabilities
+from dtypedoctor.workloads.loops import run_unload
 
 CPU = torch.device("cpu")
 LORA = {"r": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}

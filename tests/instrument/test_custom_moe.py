@@ -11,13 +11,15 @@ from watched import watched
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.session import Instruments
-from dtypedoctor.tickets.custom_moe.dtype_policy import cast_to_dtype, load_weights, reconcile_dtypes
 from dtypedoctor.tickets.custom_moe.layers import Attention, MixtureOfExperts, clamped_gate, rotate
 from dtypedoctor.tickets.custom_moe.model import (
     GPT_OSS_KEEP_LIST,
     CustomMoeConfig,
     CustomMoeForCausalLM,
     build_custom_moe,
+    cast_to_dtype,
+    load_weights,
+    reconcile_dtypes,
 )
 from dtypedoctor.trace.events import Flow, ParameterNote, Raised
 

@@ -22,8 +22,7 @@ from dtypedoctor.corrections.contract import TargetMismatchError, put_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.models.builtin import llama_tiny
 from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
-from dtypedoctor.tickets.fused_llama.forward import is_fused
-from dtypedoctor.tickets.fused_llama.model import fuse
+from dtypedoctor.tickets.fused_llama.model import fuse, is_fused
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +149,7 @@ def test_setting_quant_state_dtype_cures_a_model_and_is_undone() -> None:
     ("dtype", "state", "message"),
     [
         ("bf16", "bf16", "there is nothing to set: each of 14 quant_states already says torch.bfloat16"),
-        ("f32", "f16", "there is no dequantise kernel for torch.float32"),
+        ("f32", "f16", "there is no dequantize kernel for torch.float32"),
     ],
 )
 def test_setting_quant_state_dtype_is_refused_where_it_cannot_help(dtype: str, state: str, message: str) -> None:

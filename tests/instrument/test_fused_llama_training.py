@@ -9,7 +9,7 @@ from datasets import Dataset
 from fused_llama import LINEARS, cause, corrected, nf4_llama, region
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from dtypedoctor.models.tokenizer import byte_tokenizer
+from dtypedoctor.models.builtin import byte_tokenizer
 from dtypedoctor.tickets.fused_llama import dequantize
 
 pytestmark = pytest.mark.slow

@@ -34,8 +34,8 @@ def fused() -> nn.Module:
 
 
 STRICT = [
-    ("off", "bf16", "f16", "the dequantised weight is torch.float16 but the activations are torch.bfloat16"),
-    ("bf16", "bf16", "f16", "the dequantised weight is torch.float16 but the activations are torch.bfloat16"),
+    ("off", "bf16", "f16", "the dequantized weight is torch.float16 but the activations are torch.bfloat16"),
+    ("bf16", "bf16", "f16", "the dequantized weight is torch.float16 but the activations are torch.bfloat16"),
     ("f16", "bf16", "bf16", "autocast is torch.float16 but the activations are torch.bfloat16"),
     ("off", "f32", "f32", "quant_state is torch.float32, its kernel torch.bfloat16, the buffer torch.float32"),
 ]

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import dtypedoctor
-from dtypedoctor.models.tokenizer import byte_tokenizer
+from dtypedoctor.models.builtin import byte_tokenizer
 from dtypedoctor.trace.events import Metric, Raised
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dtypedoctor.corrections.contract import TargetMismatchError
 from dtypedoctor.corrections.keep_float32 import install_keep_float32
-from dtypedoctor.models.float32_twin import widen
+from dtypedoctor.models.build import widen
 
 WIDTH, HIDDEN = 32, 64
 HALF = (torch.float16, torch.bfloat16)

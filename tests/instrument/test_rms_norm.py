@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dtypedoctor.corrections.casts import install_norm_output_cast
 from dtypedoctor.corrections.contract import TargetMismatchError
-from dtypedoctor.corrections.norm_output_cast import install_norm_output_cast
 from dtypedoctor.models.builtin import llama_tiny
 from dtypedoctor.tickets.custom_moe.corrections import install_cast_at_lora_input
-from dtypedoctor.tickets.custom_moe.lora_linear import CastingLinearLoRA, LinearLoRA
+from dtypedoctor.tickets.custom_moe.layers import CastingLinearLoRA, CastingRMSNorm, LinearLoRA, PromotingRMSNorm
 from dtypedoctor.tickets.custom_moe.model import CustomMoeConfig, CustomMoeForCausalLM, build_custom_moe
-from dtypedoctor.tickets.custom_moe.rms_norm import CastingRMSNorm, PromotingRMSNorm
 
 MISMATCH = "expected m(at)?1 and m(at)?2 to have the same dtype, but got: float != c10::BFloat16"
 EVERY_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
@@ -113,7 +112,7 @@ def test_the_output_cast_cures_and_equals_the_casting_norm_bit_for_bit() -> None
             assert torch.equal(parameter.grad, gradients[name])
     assert installed.counters.hits == 5, "two norms in each of two layers, and the last"
     assert "bfloat16" in installed.proof
-    assert "norm_output_cast.py:" in installed.proof
+    assert "corrections/casts.py:" in installed.proof
 
 
 def test_the_output_cast_is_undone_and_can_be_undone_twice() -> None:

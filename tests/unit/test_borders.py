@@ -18,14 +18,14 @@ Lint = Callable[[dict[str, str]], str]
 
 CROSSINGS = {
     "instrument/guard.py": "from dtypedoctor.diagnosis import wording",
-    "corrections/counters.py": "import dtypedoctor.report.text",
+    "corrections/contract.py": "import dtypedoctor.report.text",
     "worker/boot.py": "from dtypedoctor.runner import launch",
     "models/builtin.py": "from dtypedoctor.trials import remedies",
     "report/text.py": "from dtypedoctor.instrument import operators",
-    "scenario/model.py": "from dtypedoctor.corrections import counters",
+    "scenario/model.py": "from dtypedoctor.corrections import contract",
     "diagnosis/ops.py": "import torch",
     "trace/events.py": "from dtypedoctor.diagnosis import wording",
-    "workloads/sft.py": "from dtypedoctor.tickets import gemma4",
+    "workloads/trainers.py": "from dtypedoctor.tickets import gemma4",
 }
 """An import that must not be, by the file of the package that it is planted in."""
 

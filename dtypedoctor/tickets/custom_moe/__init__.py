@@ -9,7 +9,7 @@ MODELS = (Model(name="custom-moe", build=f"{_HERE}.model:custom_moe", finished=T
 CORRECTIONS = (
     Correction(
         id="cast-at-lora-input",
-        summary="cast the input of every LoRA layer; defensive: whatever widened the activations still does",
+        summary="cast the input of every LoRA layer; defensive: the activations are still promoted before it",
         install=f"{_HERE}.corrections:install_cast_at_lora_input",
         in_scripts=False,
         safe=False,

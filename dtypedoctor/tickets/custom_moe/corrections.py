@@ -4,10 +4,15 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from dtypedoctor.corrections.contract import Installed, TargetMismatchError
-from dtypedoctor.corrections.counters import Counters
-from dtypedoctor.corrections.module_forward import Forward, named_modules_of, wrap_forwards
-from dtypedoctor.tickets.custom_moe.lora_linear import LinearLoRA
+from dtypedoctor.corrections.contract import (
+    Counters,
+    Forward,
+    Installed,
+    TargetMismatchError,
+    named_modules_of,
+    wrap_forwards,
+)
+from dtypedoctor.tickets.custom_moe.layers import LinearLoRA
 
 
 def install_cast_at_lora_input(model: nn.Module, modules: Sequence[str]) -> Installed:

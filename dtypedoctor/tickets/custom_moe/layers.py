@@ -1,8 +1,91 @@
-"""The layers of the custom decoder: attention with sinks, a mixture of experts, a plain gated MLP."""
+"""The layers of the custom decoder: RMSNorm, low-rank updates, attention with sinks, a mixture of experts, a plain gated MLP."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+def normalize(x: Tensor, eps: float) -> Tensor:
+    """``x`` divided by its root mean square over the last dimension.
+
+    Args:
+        x: (..., hidden), any floating dtype.
+        eps: added to the mean square.
+
+    Returns:
+        (..., hidden) in float32.
+    """
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
+class PromotingRMSNorm(nn.Module):
+    """Returns ``weight * normalized.to(x.dtype)``: type promotion gives the output the wider of the two dtypes.
+
+    Args:
+        hidden: size of the last dimension.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, hidden: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden) to (..., hidden), in ``torch.promote_types(weight.dtype, x.dtype)``."""
+        return self.weight * normalize(x, self.eps).to(x.dtype)
+
+
+class CastingRMSNorm(PromotingRMSNorm):
+    """The correction: the same product, cast back to the dtype of the input.
+
+    In a 16-bit dtype of epsilon ``e`` the output is rounded twice, so it differs from float32's by at most ``e`` relatively.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden) to (..., hidden), in ``x.dtype``."""
+        return super().forward(x).to(x.dtype)
+
+
+class LinearLoRA(nn.Module):
+    """Adds a trainable update of rank ``rank`` to a frozen linear layer; no cast anywhere.
+
+    Args:
+        base: the layer to adapt, ``nn.Linear`` or a layer of the same interface; it is frozen.
+        rank: inner dimension of the update.
+        alpha: the update is scaled by ``alpha / rank``.
+        dtype: dtype of the update's weights.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, *, alpha: float = 16.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.scale = alpha / rank
+        device = base.weight.device
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False, device=device, dtype=dtype)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False, device=device, dtype=dtype)
+        nn.init.zeros_(self.lora_b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features).
+
+        Raises:
+            RuntimeError: ``x`` has another dtype than a dense weight it meets, and no autocast region covers the call.
+        """
+        return self.base(x) + self.lora_b(self.lora_a(x) * self.scale)
+
+
+class CastingLinearLoRA(LinearLoRA):
+    """The defensive correction: casts the input to the dtype of the update's weights.
+
+    It protects this layer only. Whoever widened the input still did, and every other consumer of it still gets it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features), in the dtype of ``lora_a``'s weight."""
+        return super().forward(x.to(self.lora_a.weight.dtype))
+
 
 ROTARY_BASE = 10000.0
 GATE_LIMIT = 7.0
@@ -54,7 +137,7 @@ class Attention(nn.Module):
             allowed: bool, (batch, 1, tokens, tokens); True where the query of a row may see the key of a column.
 
         Returns:
-            (batch, tokens, hidden); scores are normalised in float32 and cast to the dtype of the values.
+            (batch, tokens, hidden); scores are normalized in float32 and cast to the dtype of the values.
         """
         query = rotate(self._heads(self.q_proj(x)))
         key = rotate(self._heads(self.k_proj(x))).repeat_interleave(self.groups, dim=1)
@@ -89,7 +172,7 @@ class MixtureOfExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.randn(experts, intermediate, hidden) * intermediate**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, hidden) to (batch, tokens, hidden); routing weights are normalised in float32."""
+        """(batch, tokens, hidden) to (batch, tokens, hidden); routing weights are normalized in float32."""
         flat = x.flatten(0, 1)
         best, chosen = self.router(flat).topk(self.top_k, dim=-1)
         weights = best.softmax(-1, dtype=torch.float32).to(x.dtype)

@@ -1,7 +1,7 @@
 """A 4-bit Llama with fused LoRA projections: scenarios ``bnb4bit_grpo_*``, ``sequential_loads_*`` and ``quant_state_float32``.
 
 Two tickets share this code: mixed dtypes in the hand-written autograd functions (unsloth#4918), and the buffer and kernels that
-dequantise (unsloth#4026, axolotl#3799).
+dequantize (unsloth#4026, axolotl#3799).
 """
 
 from dtypedoctor.plugins import Correction, Model
@@ -13,7 +13,7 @@ MODELS = (Model(name="llama-nf4-fused", build=f"{_HERE}.model:llama_nf4_fused"),
 CORRECTIONS = (
     Correction(
         id="cast-after-dequantize",
-        summary="cast each dequantised weight to the activations' dtype, whatever it was",
+        summary="cast each dequantized weight to the activations' dtype",
         install=f"{_HERE}.corrections:install_cast_after_dequantize",
         in_scripts=False,
         safe=False,
@@ -28,7 +28,7 @@ CORRECTIONS = (
     ),
     Correction(
         id="out-of-place-addmm",
-        summary="add the LoRA products out of place, where autocast casts them; the autocast dtype stays as it is",
+        summary="add the LoRA products out of place, so that autocast casts them; the autocast dtype is unchanged",
         install=f"{_HERE}.corrections:install_out_of_place_addmm",
         in_scripts=False,
         safe=False,
@@ -43,35 +43,35 @@ CORRECTIONS = (
     ),
     Correction(
         id="strict",
-        summary="cast nothing: raise where weight, quantisation state, activations and autocast disagree",
+        summary="cast nothing: raise where the dtypes of weight, quant_state, activations and autocast disagree",
         install=f"{_HERE}.corrections:install_strict",
         in_scripts=False,
         strict=True,
     ),
     Correction(
         id="dequant-buffer-keyed-by-dtype",
-        summary="keep one dequantise buffer per device and dtype",
+        summary="keep one dequantization buffer per device and dtype",
         install=f"{_HERE}.corrections:install_dequant_buffer_keyed_by_dtype",
         in_scripts=False,
         fixes=(("stale-dequant-buffer", ""),),
         proves=("stale-dequant-buffer",),
-        prefer="models of several dtypes take turns in one process, and speed matters",
+        prefer="models of several dtypes alternate in one process, and speed matters",
     ),
     Correction(
         id="dequant-no-shared-buffer",
-        summary="dequantise each weight into memory of its own",
+        summary="dequantize each weight into newly allocated memory",
         install=f"{_HERE}.corrections:install_dequant_no_shared_buffer",
         in_scripts=False,
         fixes=(("stale-dequant-buffer", ""),),
-        prefer="threads or streams share the process, and an allocation per weight is no matter",
+        prefer="several threads or streams dequantize at once, and an allocation per weight is acceptable",
     ),
     Correction(
         id="dequant-float32-kernel",
-        summary="dequantise a float32 quantisation state with the float32 kernel",
+        summary="dequantize a float32 quant_state with the float32 kernel",
         install=f"{_HERE}.corrections:install_dequant_float32_kernel",
         in_scripts=False,
         fixes=(("quant-state-dtype", ""),),
         proves=("quant-state-dtype",),
-        prefer="the packed weights are to stay float32",
+        prefer="quant_state.dtype must stay float32",
     ),
 )

@@ -1,4 +1,4 @@
-"""Corrections of the fused LoRA projections and of dequantising: steps of the kernels swapped for their corrective forms.
+"""Corrections of the fused LoRA projections and of dequantizing: steps of the kernels swapped for their corrective forms.
 
 Which of them cures which failure is for the trials to show.
 """
@@ -11,10 +11,15 @@ from typing import Any
 
 from torch import nn
 
-from dtypedoctor.corrections.contract import Installed, TargetMismatchError, replace_attribute, require_signature
-from dtypedoctor.corrections.counters import Counters
+from dtypedoctor.corrections.contract import (
+    Counters,
+    Installed,
+    TargetMismatchError,
+    replace_attribute,
+    require_signature,
+)
 from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
-from dtypedoctor.tickets.fused_llama.forward import is_fused
+from dtypedoctor.tickets.fused_llama.model import is_fused
 
 
 def swapping(kernels: ModuleType, **steps: Callable[..., Any]) -> Callable[[nn.Module, Sequence[str]], Installed]:

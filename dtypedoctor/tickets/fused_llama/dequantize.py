@@ -5,7 +5,7 @@ a correction replaces the faulty name in this module:
 
 * :func:`shared_buffer` finds the memory. The faulty form looks at device and size only, so a second model is handed the
   dtype of the first (public description: https://github.com/unslothai/unsloth/pull/4026).
-* :func:`choose_kernel` picks the kernel. The faulty form knows two 16-bit kernels, so a float32 quantisation state gets the
+* :func:`choose_kernel` picks the kernel. The faulty form knows two 16-bit kernels, so a float32 quantization state gets the
   bfloat16 one (public description: https://github.com/axolotl-ai-cloud/axolotl/pull/3799).
 
 A kernel writes the bit patterns of its own format to an address; what the memory is typed as does not concern it. That is
@@ -53,7 +53,7 @@ def _at_least(key: object, dtype: torch.dtype, device: torch.device, numel: int)
 
 
 def choose_kernel(dtype: torch.dtype) -> torch.dtype:
-    """Format of the kernel for a quantisation state of ``dtype``: float16 for float16, bfloat16 for everything else."""
+    """Format of the kernel for a quantization state of ``dtype``: float16 for float16, bfloat16 for everything else."""
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
@@ -68,7 +68,7 @@ def dequantize(weight: Tensor, state: QuantState | None, *, use_buffer: bool = F
     Args:
         weight: packed bytes of shape (numel / 2, 1); of shape (1, numel / 2) they stand for the transposed matrix, which is
             bitsandbytes' own convention. A dense matrix where ``state`` is None.
-        state: the quantisation state; its ``dtype`` names the kernel and the dtype asked of the buffer.
+        state: the quantization state; its ``dtype`` names the kernel and the dtype asked of the buffer.
         use_buffer: return a view of the shared buffer, which the next call overwrites.
 
     Returns:

@@ -2,7 +2,7 @@
 
 A projection computes ``Y = X Wᵀ + s (X Aᵀ) Bᵀ`` with a frozen, mostly packed W of shape (out, in) and the adapters A (r, in)
 and B (out, r). The faulty forms follow the public description of https://github.com/unslothai/unsloth/pull/4918 and
-https://github.com/unslothai/unsloth/pull/7534: nothing makes the dtypes of X, of the dequantised W and of an active
+https://github.com/unslothai/unsloth/pull/7534: nothing makes the dtypes of X, of the dequantized W and of an active
 autocast region agree, and the sums are taken in place, where autocast does not reach.
 
 Other modules call these functions as attributes of this module, so that a correction can replace them one by one.
@@ -25,7 +25,7 @@ class MixedDtypesError(TypeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """The frozen part of a projection: W as stored, its quantisation state (None for a dense W) and LoRA's scale s."""
+    """The frozen part of a projection: W as stored, its quantization state (None for a dense W) and LoRA's scale s."""
 
     weight: Tensor
     state: QuantState | None
@@ -41,7 +41,7 @@ def strict_dense_weight(weight: Tensor, state: QuantState | None, dtype: torch.d
     """Form of :func:`dense_weight` for finding errors that a cast or autocast would hide.
 
     Raises:
-        MixedDtypesError: W was dequantised by a kernel or into a buffer of another dtype than that of its quantisation
+        MixedDtypesError: W was dequantized by a kernel or into a buffer of another dtype than that of its quantization
             state, or this is not the dtype of the activations, or an autocast region of yet another dtype is active.
     """
     dense = dequantize.dequantize(weight, state, use_buffer=use_buffer)
@@ -50,7 +50,7 @@ def strict_dense_weight(weight: Tensor, state: QuantState | None, dtype: torch.d
         if not kernel == dense.dtype == state.dtype:
             raise MixedDtypesError(f"quant_state is {state.dtype}, its kernel {kernel}, the buffer {dense.dtype}")
     if dense.dtype != dtype:
-        raise MixedDtypesError(f"the dequantised weight is {dense.dtype} but the activations are {dtype}")
+        raise MixedDtypesError(f"the dequantized weight is {dense.dtype} but the activations are {dtype}")
     device = weight.device.type
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:
         raise MixedDtypesError(f"autocast is {torch.get_autocast_dtype(device)} but the activations are {dtype}")
@@ -88,7 +88,7 @@ def lora_matmul(
 def lora_matmul_cast_after_dequantize(
     X: Tensor, W: Tensor, quant_state: QuantState | None, A: Tensor | None, B: Tensor | None, s: float
 ) -> Tensor:
-    """Corrective form of :func:`lora_matmul`: casts the dequantised W and the first product to the dtype of X.
+    """Corrective form of :func:`lora_matmul`: casts the dequantized W and the first product to the dtype of X.
 
     Inside an autocast region of another dtype ``X Aᵀ`` still comes in that dtype, so the sum still mixes two.
     """
@@ -103,7 +103,7 @@ def lora_matmul_cast_after_dequantize(
 
 
 def backward_weight(weight: Tensor, state: QuantState | None, dtype: torch.dtype, use_buffer: bool) -> Tensor:
-    """W for the backward pass, in whatever dtype it is dequantised to."""
+    """W for the backward pass, in whatever dtype it is dequantized to."""
     return dense_weight(weight, state, dtype, use_buffer)
 
 
@@ -130,7 +130,7 @@ def run_backward_without_autocast(body: Callable[..., Any], ctx: Any, *gradients
 def decode_linear(X: Tensor, base: Base, A: Tensor | None, B: Tensor | None) -> Tensor:
     """A projection for one new token, without gradients, into an output of the dtype of X.
 
-    On CUDA a single row goes through :func:`packed_gemv`; otherwise W is dequantised and multiplied with ``out=``, which
+    On CUDA a single row goes through :func:`packed_gemv`; otherwise W is dequantized and multiplied with ``out=``, which
     autocast does not touch either.
 
     Args:
@@ -156,14 +156,14 @@ def decode_linear(X: Tensor, base: Base, A: Tensor | None, B: Tensor | None) -> 
 
 
 def packed_gemv(row: Tensor, weight: Tensor, state: QuantState) -> Tensor:
-    """``row Wᵀ`` on the packed W with the kernel that the quantisation state names, whatever the row's dtype is.
+    """``row Wᵀ`` on the packed W with the kernel that the quantization state names, whatever the row's dtype is.
 
     Like the real call, which hands over addresses, the kernel reads and writes memory of another 16-bit format as its own.
 
     Args:
         row: shape (1, in), on CUDA.
         weight: the packed bytes of W.
-        state: its quantisation state.
+        state: its quantization state.
 
     Returns:
         Shape (1, out), typed as ``row``.

@@ -1,23 +1,184 @@
-"""Corrections of transformers' Gemma-4 text model."""
+"""Corrections of transformers' Gemma-4 text model: MLP product, RMSNorm, scaled embedding and attention in float32."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dtypedoctor.corrections.contract import (
+    Counters,
     Installed,
     TargetMismatchError,
     replace_attribute,
     require_signature,
 )
-from dtypedoctor.corrections.counters import Counters
-from dtypedoctor.tickets.gemma4.attention import attention_float32
-from dtypedoctor.tickets.gemma4.float32 import held, rms_norm_float32, scaled_embedding_float32
-from dtypedoctor.tickets.gemma4.mlp import gated_mlp_float32_product
+
+SAFE_LIMIT = 65280.0
+"""The largest value that float16 and bfloat16 both represent exactly; 65504 would round up to 65536 in bfloat16."""
+
+Layer = Callable[[Tensor], Tensor]
+
+
+def gated_mlp(x: Tensor, gate_proj: Layer, up_proj: Layer, down_proj: Layer, activation: Layer) -> Tensor:
+    """The original: every intermediate in the dtype of the projections.
+
+    Args:
+        x: hidden states, (..., hidden).
+        gate_proj, up_proj: (..., hidden) to (..., intermediate).
+        down_proj: (..., intermediate) to (..., hidden).
+        activation: elementwise, applied to the gate.
+
+    Returns:
+        (..., hidden) in the dtype of ``down_proj``'s output.
+    """
+    return down_proj(activation(gate_proj(x)) * up_proj(x))
+
+
+def gated_mlp_float32_product(
+    x: Tensor, gate_proj: Layer, up_proj: Layer, down_proj: Layer, activation: Layer, counters: Counters
+) -> Tensor:
+    """The correction: product in float32, clamped to ±65,280, cast back before ``down_proj``.
+
+    Where the gate is not float16 the original formula runs, bit for bit. Elements that the limit changes are counted as
+    ``clamped``. ``down_proj`` may still give NaN or inf (one NaN in a row of the product spoils the whole row of the
+    result, its own accumulation may overflow); such elements are set to zero, so that the residual passes unchanged, and
+    counted as ``rescued``: a run with many of them trains without this MLP.
+
+    Args and return value are those of :func:`gated_mlp`.
+    """
+    gate = gate_proj(x)
+    if gate.dtype is not torch.float16:
+        return down_proj(activation(gate) * up_proj(x))
+    counters.hit()
+    product = activation(gate.float()) * up_proj(x).float()
+    counters.add("clamped", product.abs() > SAFE_LIMIT)
+    out = down_proj(product.clamp(-SAFE_LIMIT, SAFE_LIMIT).to(gate.dtype))
+    counters.add("rescued", ~torch.isfinite(out))
+    return torch.nan_to_num(out, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def held(x: Tensor, dtype: torch.dtype, counters: Counters) -> Tensor:
+    """A float32 tensor of any shape in ``dtype``; for float16 clamped to ±65,280, the elements that this changes counted as ``clamped``."""
+    if dtype is torch.float16:
+        counters.add("clamped", x.abs() > SAFE_LIMIT)
+        x = x.clamp(-SAFE_LIMIT, SAFE_LIMIT)
+    return x.to(dtype)
+
+
+def rms_norm_float32(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of ``x`` over the last dimension, scaled by ``weight`` where there is one.
+
+    Args:
+        x: (..., hidden), any floating dtype.
+        weight: (hidden,).
+        eps: added to the mean square.
+
+    Returns:
+        (..., hidden) in float32.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed if weight is None else normed * weight.float()
+
+
+def scaled_embedding_float32(
+    tokens: Tensor, weight: Tensor, scale: Tensor, padding: int | None, counters: Counters
+) -> Tensor:
+    """Looks up token ids (...) in ``weight`` (vocabulary, hidden) and multiplies by ``scale`` (a scalar) in float32.
+
+    The row of the token ``padding`` gets no gradient, as in ``torch.nn.Embedding``.
+
+    Returns:
+        (..., hidden) in the dtype of ``weight``.
+    """
+    counters.hit()
+    wide = torch.nn.functional.embedding(tokens, weight, padding).float() * scale.float()
+    return held(wide, weight.dtype, counters)
+
+
+def attention_float32(
+    layer: Any,
+    x: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    mask: Tensor | None,
+    shared: MutableMapping[str, tuple[Tensor, Tensor]],
+    cache: Any,
+    counters: Counters,
+) -> Tensor:  # fmt: skip
+    """The output of one attention layer.
+
+    Keys and values are cached and shared in the dtype of ``x``, as other layers and later calls expect them. What enters the
+    output projection is clamped to ±65,280 (``clamped``); elements of its result that are not finite become zero, so that
+    the residual passes unchanged (``rescued``).
+
+    Args:
+        layer: a ``Gemma4TextAttention``: projections, norms, ``head_dim``, ``scaling`` and its place among the layers.
+        x: (batch, tokens, hidden).
+        rotation: cosine and sine, each (batch, tokens, head_dim).
+        mask: added to the scores, or boolean (True is attended); None is causal where the layer is.
+        shared: keys and values by layer type, filled by the layers that others take them from.
+        cache: key-value cache or None.
+
+    Returns:
+        (batch, tokens, hidden) in the dtype of the output projection.
+    """
+    counters.hit()
+    query = _rotated(_normed(layer.q_proj(x), layer.q_norm, layer.head_dim), rotation).transpose(1, 2)
+    if layer.is_kv_shared_layer:
+        key, value = shared[layer.layer_type]
+    else:
+        key, value = _keys_and_values(layer, x, rotation, counters)
+        if cache is not None:
+            key, value = cache.update(key, value, layer.layer_idx)
+    if layer.store_full_length_kv:
+        shared[layer.layer_type] = key, value
+    mixed = _mixed(layer, query, key, value, mask)
+    mixed = mixed.transpose(1, 2).reshape(*x.shape[:-1], -1)
+    out = layer.o_proj(held(mixed, x.dtype, counters))
+    counters.add("rescued", ~torch.isfinite(out))
+    return torch.nan_to_num(out, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _keys_and_values(
+    layer: Any, x: Tensor, rotation: tuple[Tensor, Tensor], counters: Counters
+) -> tuple[Tensor, Tensor]:
+    projected = layer.k_proj(x)
+    key = _rotated(_normed(projected, layer.k_norm, layer.head_dim), rotation)
+    value = _normed(projected if layer.v_proj is None else layer.v_proj(x), layer.v_norm, layer.head_dim)
+    return held(key, x.dtype, counters).transpose(1, 2), held(value, x.dtype, counters).transpose(1, 2)
+
+
+def _normed(projected: Tensor, norm: Any, head_dim: int) -> Tensor:
+    """(batch, tokens, heads * head_dim) to (batch, tokens, heads, head_dim) in float32."""
+    heads = projected.view(*projected.shape[:-1], -1, head_dim)
+    return rms_norm_float32(heads, norm.weight if norm.with_scale else None, norm.eps)
+
+
+def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding of (batch, tokens, heads, head_dim): halves of the last dimension turn into each other."""
+    cosine, sine = (part.float().unsqueeze(2) for part in rotation)
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+def _mixed(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled dot-product attention in float32: (batch, heads, tokens, head_dim)."""
+    if mask is not None and mask.is_floating_point():
+        mask = mask.float()
+    return functional.scaled_dot_product_attention(
+        query,
+        key.float().repeat_interleave(layer.num_key_value_groups, dim=1),
+        value.float().repeat_interleave(layer.num_key_value_groups, dim=1),
+        attn_mask=mask,
+        dropout_p=layer.attention_dropout if layer.training else 0.0,
+        is_causal=mask is None and layer.is_causal and query.shape[2] > 1,
+        scale=layer.scaling,
+    )
+
 
 Forward = Callable[..., Any]
 

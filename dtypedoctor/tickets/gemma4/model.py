@@ -3,7 +3,7 @@
 from torch import nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-from dtypedoctor.models.tokenizer import SPECIAL_TOKENS, VOCABULARY_SIZE
+from dtypedoctor.models.builtin import SPECIAL_TOKENS, VOCABULARY_SIZE
 
 
 def gemma4_tiny(*, layers: int = 2, hidden: int = 64, intermediate: int = 128) -> nn.Module:

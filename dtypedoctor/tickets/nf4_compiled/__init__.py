@@ -16,11 +16,11 @@ MODELS = (
 CORRECTIONS = (
     Correction(
         id="nf4-custom-op",
-        summary="register the NF4 fast path as an operator that the compiler does not look into",
+        summary="register the NF4 fast path as a custom operator, opaque to the compiler",
         install=f"{_HERE}.corrections:install_custom_op",
         in_scripts=False,
         proves=("compile-graph-break", "recompile-limit"),
-        prefer="the call is compiled: it stays one operator in one graph",
+        prefer="the call is compiled: it becomes one operator in one graph",
     ),
     Correction(
         id="nf4-stream-per-call",

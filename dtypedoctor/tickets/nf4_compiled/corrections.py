@@ -8,12 +8,12 @@ from torch import nn
 
 from dtypedoctor._torch_private import schema_of
 from dtypedoctor.corrections.contract import (
+    Counters,
     Installed,
     TargetMismatchError,
     replace_attribute,
     require_signature,
 )
-from dtypedoctor.corrections.counters import Counters
 from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.models.tokenizer import VOCABULARY_SIZE
+from dtypedoctor.models.builtin import VOCABULARY_SIZE
 from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
 
 
@@ -24,7 +24,7 @@ class Nf4CompiledConfig:
     """What to build.
 
     Attributes:
-        dtype: dtype of everything that is not packed, and of the quantisation states.
+        dtype: dtype of everything that is not packed, and of the quantization states.
         kv_sizes: width of keys and values of each layer; each divides ``hidden``.
         intermediate_sizes: inner size of each layer's MLP.
         nested: whether the statistics are packed too.
@@ -55,7 +55,7 @@ class Nf4LoraLinear(nn.Module):
         in_features, out_features: sizes.
         rank: inner dimension of the update.
         nested: pack the statistics too.
-        dtype: dtype of the quantisation state and of the update.
+        dtype: dtype of the quantization state and of the update.
     """
 
     def __init__(self, in_features: int, out_features: int, *, rank: int, nested: bool, dtype: torch.dtype) -> None:

@@ -72,7 +72,7 @@ def dequantize(packed: Tensor, quant_state: QuantState) -> Tensor:
     Args:
         packed: packed bytes of shape (numel / 2, 1); of shape (1, numel / 2) they stand for the transposed matrix, which is
             bitsandbytes' own convention.
-        quant_state: quantisation state of the weight, its statistics nested or not.
+        quant_state: quantization state of the weight, its statistics nested or not.
 
     Returns:
         A matrix of ``quant_state.shape`` (or its transpose) in ``quant_state.dtype``, bit for bit that of
@@ -112,7 +112,7 @@ def check(packed: Tensor, quant_state: QuantState) -> None:
     if quant_state.quant_type != "nf4" or len(shape) != 2:
         raise ValueError(f"not an NF4 matrix: {quant_state.quant_type} of shape {tuple(shape)}")
     if functions is None or quant_state.dtype not in functions:
-        raise ValueError(f"no function dequantises NF4 to {quant_state.dtype} on {packed.device.type}")
+        raise ValueError(f"no function dequantizes NF4 to {quant_state.dtype} on {packed.device.type}")
     if 2 * packed.numel() * packed.element_size() != shape[0] * shape[1]:
         raise ValueError(f"{packed.numel()} packed elements are not a matrix of shape {tuple(shape)}")
     if "packing_format_for_cpu" in vars(quant_state):
@@ -171,7 +171,7 @@ def run_kernels(
 
 
 def _unpacked_statistics(statistics: list[Tensor], blocksize: int, stream: Stream) -> Tensor:
-    """Block maxima from their 8-bit form (double quantisation of QLoRA, https://arxiv.org/abs/2305.14314)."""
+    """Block maxima from their 8-bit form (double quantization of QLoRA, https://arxiv.org/abs/2305.14314)."""
     packed, code, absmax, offset = statistics
     out = torch.empty(packed.shape, dtype=torch.float32, device=packed.device)
     function = STATISTICS_FUNCTIONS[packed.device.type]
@@ -210,7 +210,7 @@ def _describe_output(
 
 
 def _parts(state: QuantState) -> tuple[list[Tensor], list[int], list[int], torch.dtype]:
-    """A quantisation state as the arguments of :func:`run_kernels`: statistics, block sizes, shape, dtype."""
+    """A quantization state as the arguments of :func:`run_kernels`: statistics, block sizes, shape, dtype."""
     shape = list(state.shape)
     if not state.nested:
         return [state.absmax], [state.blocksize], shape, state.dtype

@@ -92,7 +92,7 @@ class ComparedOperand:
         operand: index over its inputs.
         weight: name of the packed weight.
         dtype: of the operand.
-        quant_dtype: dtype that the quantisation state says.
+        quant_dtype: dtype that the quantization state says.
         relative_error: norm of the difference over the norm of the weight; None where it is not finite.
     """
 
@@ -118,7 +118,7 @@ class PackedWeight(ComparedOperand):
 class PackedBits(ComparedOperand):
     """An operand of a product, or of an op on the way to one, whose memory was filled in one format and is read in another.
 
-    Its dtype is not the quantisation state's, and its bits are those of the weight in the state's own dtype.
+    Its dtype is not the quantization state's, and its bits are those of the weight in the state's own dtype.
     """
 
     KIND: ClassVar[str] = "packed-bits"

@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from dtypedoctor.corrections.contract import Counters, Installed, TargetMismatchError
-from dtypedoctor.corrections.module_forward import wrap_forwards
+from dtypedoctor.corrections.contract import Counters, Installed, TargetMismatchError, wrap_forwards
 from tinylab.model import GatedLayer
 
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from dtypedoctor.workloads.batches import language_model_loss, training_tokens
-from dtypedoctor.workloads.context import Context
+from dtypedoctor.workloads.context import Context, language_model_loss, training_tokens
 
 
 def run(context: Context) -> None:

@@ -1,9 +1,11 @@
-"""What TRL's trainers have in common here: their settings, and how their own numbers get into the trace."""
+"""The workloads with TRL's trainers: SFTTrainer and GRPOTrainer on small arithmetic data sets, their numbers written into the trace."""
 
 import time
 from typing import Any
 
+from datasets import Dataset
 from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from dtypedoctor.scenario.model import Grpo, Sft
 from dtypedoctor.workloads.context import Context
@@ -67,3 +69,60 @@ class StepReporter(TrainerCallback):
             return
         values = {name: float(logs[name]) for name in REPORTED if name in logs}
         self._context.metric(state.global_step, values | {"step_time": self._seconds})
+
+
+def run_sft(context: Context) -> None:
+    """Trains the model for the scenario's number of steps; exceptions of the trainer are the scenario's result."""
+    settings = context.stage.workload
+    assert isinstance(settings, Sft)
+    reporter = StepReporter(context)
+    trainer = SFTTrainer(
+        model=context.model,
+        args=SFTConfig(max_length=settings.max_length, **shared_settings(context, settings)),
+        train_dataset=sums(settings.examples),
+        processing_class=context.tokenizer,
+        callbacks=[reporter],
+    )
+    reporter.trainer = trainer
+    with context.region():
+        trainer.train()
+
+
+def sums(count: int) -> Dataset:
+    """Sums with their results, as plain text."""
+    return Dataset.from_list([{"text": f"What is {i}+{i + 1}? {2 * i + 1}."} for i in range(count)])
+
+
+def run_grpo(context: Context) -> None:
+    """Trains the policy for the scenario's number of steps; exceptions of the trainer are the scenario's result."""
+    settings = context.stage.workload
+    assert isinstance(settings, Grpo)
+    config = GRPOConfig(
+        num_generations=settings.generations,
+        max_completion_length=settings.new_tokens,
+        beta=settings.beta,
+        **shared_settings(context, settings),
+    )
+    reporter = StepReporter(context)
+    trainer = GRPOTrainer(
+        model=context.model,
+        reward_funcs=distinct_characters,
+        args=config,
+        train_dataset=prompts(settings.prompts),
+        processing_class=context.tokenizer,
+        callbacks=[reporter],
+    )
+    reporter.trainer = trainer
+    with context.region():
+        trainer.train()
+
+
+def prompts(count: int) -> Dataset:
+    """Questions with one user message each, so that the tokenizer's chat template is exercised."""
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {i}+{i + 1}?"}]} for i in range(count)])
+
+
+def distinct_characters(completions: list[Any], **_: Any) -> list[float]:
+    """Rewards variety: the number of distinct characters of a completion, over ten."""
+    texts = (c if isinstance(c, str) else c[0]["content"] for c in completions)
+    return [len(set(text)) / 10 for text in texts]
