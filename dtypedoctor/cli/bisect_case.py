@@ -10,7 +10,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.directories import new_directory
 from dtypedoctor.scenario.loading import case_of, override, resolve
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trials.bisection.journal import Asked, Journal
+from dtypedoctor.trials.bisection.laboratory import Asked, Journal
 
 __all__ = ["Case", "Options", "new_case", "resumed_case"]
 

@@ -22,11 +22,9 @@ from dtypedoctor.runner.launch import Launcher, WarmServer
 from dtypedoctor.runner.machine import gpu_environment, visible_gpus
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trials.bisection.bisect import Told, bisect
-from dtypedoctor.trials.bisection.journal import JOURNAL, Journal
-from dtypedoctor.trials.bisection.laboratory import Laboratory
+from dtypedoctor.trials.bisection.bisect import Bisection, End, Told, bisect
+from dtypedoctor.trials.bisection.laboratory import JOURNAL, Journal, Laboratory
 from dtypedoctor.trials.bisection.questions import Measured
-from dtypedoctor.trials.bisection.results import Bisection, End
 
 __all__ = ["bisect_case"]
 

@@ -10,9 +10,8 @@ from rich.text import Text
 
 from dtypedoctor.cli.region import Region
 from dtypedoctor.report.text import counted, duration, number, one_line
-from dtypedoctor.trials.bisection.forest import Forest
 from dtypedoctor.trials.bisection.progress import Branch, Progress
-from dtypedoctor.trials.bisection.questions import Measured
+from dtypedoctor.trials.bisection.questions import Forest, Measured
 from dtypedoctor.trials.bisection.symptoms import part_in_words
 from dtypedoctor.trials.reduction import Outcome
 

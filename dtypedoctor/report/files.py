@@ -24,7 +24,7 @@ from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.ranks import leading_directory
 from dtypedoctor.trace.reader import Trace, read_trace
 from dtypedoctor.trace.writer import EVENTS
-from dtypedoctor.trials.job import is_job, open_job
+from dtypedoctor.trials.runs import is_job, open_job
 from dtypedoctor.trials.treatment import examine
 
 REPORT_JSON = "report.json"

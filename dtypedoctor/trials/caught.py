@@ -9,10 +9,11 @@ from dtypedoctor.diagnosis.incidents import REFUSED
 from dtypedoctor.diagnosis.mismatch.messages import complaint_of
 from dtypedoctor.diagnosis.window import is_dtype_error
 from dtypedoctor.runner.run import Run
-from dtypedoctor.trace.events import Caught, Metric, Raised
+from dtypedoctor.trace.events import Caught, Metric, Raised, Sample, Site
 from dtypedoctor.trace.reader import Trace
 
 __all__ = ["noted", "said_of_caught", "with_caught"]
+
 
 _OF_A_SCALER = ("Attempting to unscale", "No inf checks were recorded")
 OFTEN = 3
@@ -68,14 +69,25 @@ def said_of_caught(findings: tuple[Finding, ...], trace: Trace) -> tuple[Finding
 
 def _failures(run: Run) -> Iterator[Caught]:
     """The exceptions that are failures, the likeliest first: what the program ended with, then what it never got past."""
-    found = [caught for caught in run.trace.all(Caught) if _is_complaint(caught)]
-    passed = run.exit.code == 0
-    found = [caught for caught in found if not (caught.tested and passed)]
-    for ending in (caught for caught in found if caught.ending):
-        yield next((c for c in found if (c.type, c.message) == (ending.type, ending.message)), ending)
-    for caught in found:
+    complaints = list(_complaints(run))
+    for ending in complaints:
+        if ending.ending:
+            yield next(one for one in complaints if _is_same(one, ending))
+    for caught in complaints:
         if not caught.ending and not _went_on(run.trace, caught):
             yield caught
+
+
+def _complaints(run: Run) -> Iterator[Caught]:
+    """The exceptions about dtypes or values, those left out that a test expects which passes."""
+    passed = run.exit.code == 0
+    for caught in run.trace.all(Caught):
+        if _is_complaint(caught) and not (caught.tested and passed):
+            yield caught
+
+
+def _is_same(one: Caught, other: Caught) -> bool:
+    return (one.type, one.message) == (other.type, other.message)
 
 
 def _is_complaint(raised: Raised | Caught) -> bool:
@@ -95,16 +107,22 @@ def _went_on(trace: Trace, caught: Caught) -> bool:
     """Whether what raised it, or what was around it, has succeeded since, or the program has gone on training."""
     if any(metric.n > caught.n for metric in trace.all(Metric)):
         return True
-    outside = caught.root < 0 and not caught.modules and caught.phase in ("forward", "generate")
-    if outside and sum((c.type, c.message) == (caught.type, caught.message) for c in trace.all(Caught)) >= OFTEN:
+    if _is_outside(caught) and sum(_is_same(one, caught) for one in trace.all(Caught)) >= OFTEN:
         return False
-    at = (caught.root, caught.modules[-1] if caught.modules else "")
-    for sample in trace.samples:
-        if sample.n < caught.n:
-            continue
-        site = trace.sites[sample.site]
-        if site.kind == "param" or (outside and site.kind in ("output", "loss")):
-            return True
-        if site.kind == "output" and (sample.call == caught.call or (site.root, site.fqn) == at):
-            return True
-    return False
+    later = (sample for sample in trace.samples if sample.n >= caught.n)
+    return any(_is_success(sample, trace.sites[sample.site], caught) for sample in later)
+
+
+def _is_outside(caught: Caught) -> bool:
+    """Whether an operator outside of all modules raised it."""
+    return caught.root < 0 and not caught.modules and caught.phase in ("forward", "generate")
+
+
+def _is_success(sample: Sample, site: Site, caught: Caught) -> bool:
+    """Whether a measurement shows an optimizer's step, or the return of what had raised ``caught`` or of the call around it."""
+    if site.kind == "param":
+        return True
+    if _is_outside(caught):
+        return site.kind in ("output", "loss")
+    raised_in = (caught.root, caught.modules[-1] if caught.modules else "")
+    return site.kind == "output" and (sample.call == caught.call or (site.root, site.fqn) == raised_in)

@@ -1,20 +1,19 @@
 """Compares two runs, whatever made them different: dtype, device, library versions, attention implementation."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
+from dtypedoctor.analysis import How, ending_of
 from dtypedoctor.runner.run import SavedRun
 from dtypedoctor.trace.events import Resources
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trials.alignment import align
-from dtypedoctor.trials.comparison import TraceComparison, Verdict
-from dtypedoctor.trials.drift import drifts
-from dtypedoctor.trials.missing import missing
-from dtypedoctor.trials.series import compare_logprobs, compare_metrics
-from dtypedoctor.trials.sides import describe, differing, end_of, settings_of
-from dtypedoctor.trials.tolerance import Tolerance, default_tolerance
+from dtypedoctor.trials.alignment import ALIGNED, align, missing
+from dtypedoctor.trials.comparison import Setting, Side, Tolerance, TraceComparison, Verdict, default_tolerance
+from dtypedoctor.trials.drift import compare_logprobs, compare_metrics, drifts
 
-__all__ = ["compare_runs"]
+__all__ = ["compare_runs", "describe", "differing", "end_of", "settings_of"]
 
 
 def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> TraceComparison:
@@ -92,3 +91,75 @@ def _parameters_equal(a: Trace, b: Trace) -> bool | None:
     if ours is None or theirs is None or ours.checksum is None or theirs.checksum is None:
         return None
     return ours.checksum == theirs.checksum
+
+
+_ABOUT = frozenset({"name", "summary", "references", "expect", "remedies", "reference", "time_limit", "watch_every"})
+"""What a scenario says about itself and its treatment; none of it changes the run."""
+
+
+def describe(saved: SavedRun) -> Side:
+    """One side of a comparison."""
+    trace = saved.run.trace
+    sites = {number: site for number, site in trace.sites.items() if site.kind in ALIGNED}
+    outputs = [site for site in sites.values() if site.kind == "output"]
+    return Side(
+        label=saved.label,
+        watched=trace.header is not None and trace.header.watched,
+        complete=trace.end is not None,
+        tensors=sum(sample.site in sites for sample in trace.samples),
+        modules=len({(site.root, site.fqn) for site in outputs}),
+        steps_completed=trace.steps_done,
+        ended=ending_of(saved.run).words,
+        device="+".join(sorted({site.device for site in sites.values()})),
+        dtypes=_commonest_first(site.dtype for site in outputs),
+        damage=_damage(trace),
+    )
+
+
+def _commonest_first(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name, _ in Counter(names).most_common())
+
+
+def _damage(trace: Trace) -> tuple[str, ...]:
+    """What a trace lacks; of a long run the steps that were folded into totals."""
+    return trace.damage if trace.folded is None else (*trace.damage, trace.folded.describe())
+
+
+def end_of(saved: SavedRun) -> tuple[str, ...]:
+    """How a run ended, in terms that are the same for two runs that ended alike."""
+    run, ending = saved.run, ending_of(saved.run)
+    if ending.how is How.DIED:
+        return "died", str(run.exit.code), str(run.exit.timed_out)
+    if ending.raised is not None:
+        return "raised", ending.raised.type, str(ending.raised.step)
+    return "completed", str(run.exit.code) if run.foreign else "0"
+
+
+def settings_of(saved: SavedRun) -> dict[str, Any]:
+    """What the worker was asked to do, as far as it can change the run."""
+    scenario = saved.request.get("scenario")
+    values = scenario if isinstance(scenario, Mapping) else {}
+    return {str(name): value for name, value in values.items() if name not in _ABOUT}
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Setting, ...]:
+    """The entries of two nested mappings that are not the same, under dotted names, in the order of ``a``."""
+    ours, theirs = dict(_flat("", a)), dict(_flat("", b))
+    return tuple(
+        Setting(name=name, a=ours.get(name), b=theirs.get(name))
+        for name in ours | theirs
+        if ours.get(name) != theirs.get(name)
+    )
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _flat(f"{prefix}.{name}" if prefix else str(name), item)
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
+        for index, item in enumerate(value):
+            yield from _flat(f"{prefix}.{index}", item)
+    elif isinstance(value, (list, tuple)):
+        yield prefix, ", ".join(map(str, value))
+    elif value is not None:
+        yield prefix, str(value)

@@ -1,15 +1,103 @@
-"""How far aligned measurements are apart: in sum, module by module, and where that begins."""
+"""How far two aligned runs are apart: where they first differ, each module, and what both report per step."""
 
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import hypot
+from typing import NamedTuple, TypeVar
 
-from dtypedoctor.trace.events import Sample, Site
+from dtypedoctor.trace.events import Metric, ProbeLogProbs, Sample, Site
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.alignment import Alignment, Lone, Pair, Stream, lane_of
-from dtypedoctor.trials.comparison import Difference, Divergence, ModuleDrift
-from dtypedoctor.trials.divergence import Found, divergence_of, first_divergence
-from dtypedoctor.trials.tolerance import Tolerance, drift, relative_error
+from dtypedoctor.trials.comparison import (
+    Difference,
+    Divergence,
+    LogProbDrift,
+    Measured,
+    MetricDrift,
+    ModuleDrift,
+    Tolerance,
+    drift,
+    relative_error,
+)
 
-__all__ = ["Drifts", "drifts"]
+__all__ = ["Drifts", "Found", "compare_logprobs", "compare_metrics", "divergence_of", "drifts", "first_divergence"]
+
+
+class Found(NamedTuple):
+    """A pair that differs, and its number among all pairs, from 0."""
+
+    number: int
+    pair: Pair
+    difference: Difference
+
+
+def first_divergence(a: Trace, b: Trace, alignment: Alignment, found: Found | None) -> Divergence | None:
+    """The earlier of the first pair that differs, ``found``, and the first call that one run makes and the other does not."""
+    lone = min(_surplus(alignment), key=lambda one: one.before, default=None)
+    if found is not None and (lone is None or found.number < lone.before):
+        return divergence_of(a, b, found)
+    return _of_lone(a if lone.side == "A" else b, lone) if lone is not None else None
+
+
+def _surplus(alignment: Alignment) -> Iterator[Lone]:
+    """Calls of streams that both traces have, which only one of them makes.
+
+    Where only one run goes on after the last thing in common, it is merely longer: that is no divergence.
+    """
+    shared, end = alignment.shared, len(alignment.pairs)
+    calls = [lone for lone in alignment.lone if lone.place.stream in shared]
+    both_go_on = len({lone.side for lone in calls if lone.before == end}) == 2
+    return (lone for lone in calls if lone.before < end or both_go_on)
+
+
+def divergence_of(a: Trace, b: Trace, found: Found) -> Divergence:
+    """What is to be said about a pair that differs."""
+    pair, place = found.pair, found.pair.place
+    by_magnitude = found.difference is Difference.MAGNITUDE
+    return Divergence(
+        fqn=place.stream.fqn,
+        cls=a.sites[pair.a.site].cls,
+        lane=lane_of(place.stream),
+        path=place.stream.path,
+        step=place.step,
+        nth=place.nth,
+        difference=found.difference,
+        a=_measured(a, pair.a),
+        b=_measured(b, pair.b),
+        error=relative_error(pair.a.absmax, pair.b.absmax) if by_magnitude else None,
+        pairs_before=found.number,
+    )
+
+
+def _of_lone(trace: Trace, lone: Lone) -> Divergence:
+    place, measured = lone.place, _measured(trace, lone.sample)
+    in_a = lone.side == "A"
+    return Divergence(
+        fqn=place.stream.fqn,
+        cls=trace.sites[lone.sample.site].cls,
+        lane=lane_of(place.stream),
+        path=place.stream.path,
+        step=place.step,
+        nth=place.nth,
+        difference=Difference.ONLY_A if in_a else Difference.ONLY_B,
+        a=measured if in_a else None,
+        b=None if in_a else measured,
+        error=None,
+        pairs_before=lone.before,
+    )
+
+
+def _measured(trace: Trace, sample: Sample) -> Measured:
+    site = trace.sites[sample.site]
+    return Measured(
+        dtype=site.dtype,
+        shape=tuple(site.shape),
+        absmax=sample.absmax,
+        num_nan=sample.num_nan,
+        num_inf=sample.num_inf,
+    )
+
 
 _ModuleLane = tuple[int, str, str]
 
@@ -157,3 +245,85 @@ class _Row:
 
 def _row(rows: dict[_ModuleLane, _Row], stream: Stream) -> _Row:
     return rows.setdefault((stream.root, stream.fqn, lane_of(stream)), _Row())
+
+
+_NOT_COMPARED = frozenset({"step_time"})
+"""Measurements of the machine, not of the training."""
+
+_Record = TypeVar("_Record", Metric, ProbeLogProbs)
+_Key = tuple[int, int]
+"""Step, and which of the step's records it is."""
+
+
+def compare_metrics(a: Trace, b: Trace, tolerance: Tolerance) -> tuple[MetricDrift, ...]:
+    """One value for each number that either run reports, in the order in which they are first reported."""
+    ours, theirs = _by_key(a.all(Metric)), _by_key(b.all(Metric))
+    names = dict.fromkeys(
+        name for record in (*ours.values(), *theirs.values()) for name in (*record.values, *record.nonfinite)
+    )
+    return tuple(_metric(name, ours, theirs, tolerance) for name in names if name not in _NOT_COMPARED)
+
+
+def _metric(name: str, ours: Mapping[_Key, Metric], theirs: Mapping[_Key, Metric], tolerance: Tolerance) -> MetricDrift:
+    a, b = _values(ours, name), _values(theirs, name)
+    keys, shared = sorted(a.keys() | b.keys()), sorted(a.keys() & b.keys())
+    errors = {key: _error(a[key], b[key], tolerance.at(key[0])) for key in shared}
+    return MetricDrift(
+        name=name,
+        steps=tuple(step for step, _ in keys),
+        a=tuple(map(a.get, keys)),
+        b=tuple(map(b.get, keys)),
+        max_error=max(errors.values(), default=0.0),
+        beyond=tuple(step for (step, _), error in errors.items() if error > tolerance.at(step)),
+        lone=tuple(step for step, _ in sorted(a.keys() ^ b.keys())),
+    )
+
+
+def _error(a: float | None, b: float | None, tolerance: float) -> float:
+    """Relative error; 1 where only one is finite, 0 where neither is or both are too close to tell."""
+    if a is None or b is None:
+        return 0.0 if a is b else 1.0
+    return drift(a, b, tolerance)
+
+
+def _values(records: Mapping[_Key, Metric], name: str) -> dict[_Key, float | None]:
+    """One number of the records that report it; None where it is not finite."""
+    return {
+        key: record.values.get(name)
+        for key, record in records.items()
+        if name in record.values or name in record.nonfinite
+    }
+
+
+def _by_key(records: Iterable[_Record]) -> dict[_Key, _Record]:
+    seen: Counter[int] = Counter()
+    found = {}
+    for record in records:
+        seen[record.step] += 1
+        found[record.step, seen[record.step]] = record
+    return found
+
+
+def compare_logprobs(a: Trace, b: Trace) -> tuple[LogProbDrift, ...]:
+    """One value for each probe that both runs hold, in order."""
+    ours, theirs = _by_key(a.all(ProbeLogProbs)), _by_key(b.all(ProbeLogProbs))
+    return tuple(_logprobs(record, theirs[key]) for key, record in ours.items() if key in theirs)
+
+
+def _logprobs(ours: ProbeLogProbs, theirs: ProbeLogProbs) -> LogProbDrift:
+    a, b = ours.values, theirs.values
+    pairs = [(x, y) for x, y in zip(a, b, strict=False) if x is not None and y is not None]
+    unmatched = sum((x is None) != (y is None) for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
+    return LogProbDrift(
+        step=ours.step,
+        untrained=ours.untrained,
+        tokens=len(pairs),
+        error=_norm_error(pairs),
+        max_difference=max((abs(x - y) for x, y in pairs), default=0.0),
+        unmatched=unmatched,
+    )
+
+
+def _norm_error(pairs: Sequence[tuple[float, float]]) -> float:
+    largest = max(hypot(*(x for x, _ in pairs)), hypot(*(y for _, y in pairs)))
+    return hypot(*(x - y for x, y in pairs)) / largest if largest else 0.0

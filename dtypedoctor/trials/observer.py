@@ -1,6 +1,7 @@
 """The observer certificate: did watching change the run?"""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dtypedoctor.analysis import analysis_of
@@ -105,13 +106,10 @@ def _sorted(printed: re.Match[str]) -> str:
 
 
 def _difference(watched: Run, unwatched: Run) -> str:
-    ours, theirs = watched.trace.all(Metric), unwatched.trace.all(Metric)
-    if len(ours) != len(theirs):
-        return f"{len(ours)} steps when watched, {len(theirs)} when not"
-    for one, other in zip(ours, theirs, strict=True):
-        for name in COMPARED:
-            if one.values.get(name) != other.values.get(name):
-                return f"{name} of step {one.step} is {one.values.get(name)} when watched, {other.values.get(name)} when not"
+    """In what the two runs differ first; empty where they do not."""
+    metrics = _metric_difference(watched.trace.all(Metric), unwatched.trace.all(Metric))
+    if metrics:
+        return metrics
     raised, raised_unwatched = analysis_of(watched.trace).uncaught, analysis_of(unwatched.trace).uncaught
     if raised is not None and raised_unwatched is not None and _text(raised) != _text(raised_unwatched):
         return "the exceptions differ"
@@ -120,4 +118,15 @@ def _difference(watched: Run, unwatched: Run) -> str:
     mine, yours = watched.trace.last(Resources), unwatched.trace.last(Resources)
     if mine is not None and yours is not None and mine.checksum != yours.checksum:
         return "the trained parameters differ"
+    return ""
+
+
+def _metric_difference(ours: Sequence[Metric], theirs: Sequence[Metric]) -> str:
+    if len(ours) != len(theirs):
+        return f"{len(ours)} steps when watched, {len(theirs)} when not"
+    for one, other in zip(ours, theirs, strict=True):
+        for name in COMPARED:
+            mine, yours = one.values.get(name), other.values.get(name)
+            if mine != yours:
+                return f"{name} of step {one.step} is {mine} when watched, {yours} when not"
     return ""

@@ -8,8 +8,7 @@ that a caller can run several at a time, log each outcome as it arrives, and go 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dtypedoctor.trials.candidates import Node, leaves_of, require_usable
-from dtypedoctor.trials.search import BaselineError, Outcome, Round, Stage, search
+from dtypedoctor.trials.search import BaselineError, Node, Outcome, Round, Stage, leaves_of, require_usable, search
 
 __all__ = [
     "BaselineError",
@@ -25,6 +24,7 @@ __all__ = [
     "Test",
     "reduce",
 ]
+
 
 Test = Callable[[frozenset[str]], Outcome]
 

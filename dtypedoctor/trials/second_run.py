@@ -1,18 +1,108 @@
-"""Whether a second run shows what the first one did: only then does what it shows explain the first."""
+"""Runs a scenario that failed once more with the op trace on, and says whether that run explains the first."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import Incident
+from dtypedoctor.diagnosis.window import eager_window, shows_failure, suspicious_windows
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.runner.run import Run
+from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.scenario.request import Request, Window
 from dtypedoctor.trace.events import Raised, Sample, Site
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trace.records.execution import CompileCounts
+from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
 
-__all__ = ["another_way", "unconfirmed"]
+__all__ = ["CloserLook", "another_way", "look_closer", "unconfirmed"]
+
+MAX_LOOKS = 2
+"""Runs with the op trace on; each costs about as much as the first run."""
+NOT_WANTED = "a second run was not wanted"
+NOT_REPEATED = "a run that was stopped is not repeated"
+NOTHING_POINTED = "nothing pointed to a moment at which to look closer"
+STOPPED = "the second run was stopped before its end"
+NOT_MADE = "the second run could not be made"
+NOT_SEEN_AGAIN = "the failure did not come back in a second run, so no op trace shows it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloserLook:
+    """What came of looking a second time.
+
+    Attributes:
+        before: the first run.
+        closer: the second, where it shows the same failure with the op trace on.
+        no_closer: why there is none, where there is none.
+        other: a second run that shows something else.
+        doubt: what that run did instead, in words.
+    """
+
+    before: Run
+    closer: Run | None = None
+    no_closer: str = ""
+    other: Run | None = None
+    doubt: str = ""
+
+    @property
+    def seen(self) -> Run:
+        """The run that the findings come from: the second where it explains the first."""
+        return self.closer if self.closer is not None else self.before
+
+    def weighed(self, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+        """The findings; where a second run shows something else, none that it does not show as well is called proven."""
+        return findings if self.other is None else unconfirmed(findings, self.other.trace, self.doubt)
+
+
+def look_closer(scenario: Scenario, before: Run, later: LaterRuns, *, wanted: bool) -> CloserLook:
+    """The same run again with the op trace on where the first one failed, or why there is none."""
+    if not wanted:
+        return CloserLook(before=before, no_closer=NOT_WANTED)
+    if _was_stopped(before):
+        return CloserLook(before=before, no_closer=NOT_REPEATED)
+    look = _looked(scenario, before, later)
+    if look.closer is None:
+        return look
+    doubt = another_way(before, look.closer)
+    if not doubt:
+        return look
+    no_closer = f"a second run went another way: {doubt}"
+    return replace(look, closer=None, no_closer=no_closer, other=look.closer, doubt=doubt)
+
+
+def _looked(scenario: Scenario, before: Run, later: LaterRuns) -> CloserLook:
+    """Opens the likeliest window; where the op trace shows that what looked like a failure got nowhere, the next one as well."""
+    windows: list[Window] = []
+    closer: Run | None = None
+    while len(windows) < MAX_LOOKS and (unsettled := suspicious_windows((closer or before).trace)):
+        windows.append(unsettled[0])
+        label = "closer" if closer is None else f"closer-{len(windows)}"
+        looked = later(label, Request(scenario=scenario, windows=windows, repeats="before"))
+        if looked is None:
+            return CloserLook(before=before, closer=closer, no_closer="" if closer is not None else NOT_MADE)
+        if _was_stopped(looked):
+            return CloserLook(before=before, no_closer=STOPPED)
+        if not shows_failure(looked.trace):
+            return _not_seen_again(scenario, before, later, may_look=len(windows) < MAX_LOOKS)
+        closer = looked
+    return CloserLook(before=before, closer=closer, no_closer="" if closer is not None else NOTHING_POINTED)
+
+
+def _not_seen_again(scenario: Scenario, before: Run, later: LaterRuns, *, may_look: bool) -> CloserLook:
+    """A failure that went away with the op trace may have been the compiler's: the call is made compiled and in eager mode."""
+    window = eager_window(before.trace, analysis_of(before.trace).incidents) if may_look else None
+    if window is not None:
+        eager = later("closer-eager", Request(scenario=scenario, windows=[window], repeats="before"))
+        if eager is not None and shows_failure(eager.trace):
+            return CloserLook(before=before, closer=eager)
+    return CloserLook(before=before, no_closer=NOT_SEEN_AGAIN, other=later.last, doubt=NOT_SEEN_AGAIN)
+
+
+def _was_stopped(run: Run) -> bool:
+    """Whether somebody, or the time limit, has ended it from outside."""
+    return run.exit.timed_out or was_asked_to_end(run)
 
 
 def another_way(first: Run, second: Run) -> str:
@@ -24,14 +114,27 @@ def another_way(first: Run, second: Run) -> str:
     one, other = analysis_of(first.trace).raised, analysis_of(again).raised
     if _key(one, first.trace) != _key(other, first.trace):
         return f"the first run {_raised(one, first.trace)}, the second {_raised(other, again)}"
-    incident, early = analysis_of(first.trace).measured_incident, analysis_of(again).measured_incident
-    if incident is not None and early is not None and _is_new(first.trace, early, before=incident.step):
-        place, when = short(early.site.fqn if early.site is not None else None), first.trace.moment(early.step)
-        return f"in the second run {place} was not finite in {when} already, in the first it was finite there"
-    if incident is None or incident.site is None or _is_bad_there(again, incident.site, incident.step):
+    incident = analysis_of(first.trace).measured_incident
+    if incident is None:
+        return ""
+    return _earlier(first.trace, again, before=incident.step) or _not_again(first.trace, again, incident)
+
+
+def _earlier(first: Trace, second: Trace, *, before: int) -> str:
+    """What is not finite in the second run in an earlier step, where the first run was finite; empty where nothing is."""
+    early = analysis_of(second).measured_incident
+    if early is None or early.site is None or not _is_new(first, early, before=before):
+        return ""
+    place, when = short(early.site.fqn), first.moment(early.step)
+    return f"in the second run {place} was not finite in {when} already, in the first it was finite there"
+
+
+def _not_again(first: Trace, second: Trace, incident: Incident) -> str:
+    """What was not finite in the first run only; empty where it is so in the second as well."""
+    if incident.site is None or _is_bad_there(second, incident.site, incident.step):
         return ""
     name = "the loss" if incident.kind == "loss" else short(incident.site.fqn)
-    when = f"{first.trace.moment(incident.step)} ({incident.phase})"
+    when = f"{first.moment(incident.step)} ({incident.phase})"
     return f"in the first run {name} was not finite in {when}, in the second it was finite there"
 
 
@@ -91,10 +194,9 @@ def _is_bad_there(trace: Trace, place: Site, step: int) -> bool:
 def _measured_there(trace: Trace, place: Site, step: int) -> Iterator[Sample]:
     for sample in trace.samples:
         site = trace.sites[sample.site]
-        if sample.step == step and (site.kind, site.root, site.fqn, site.phase) == (
-            place.kind,
-            place.root,
-            place.fqn,
-            place.phase,
-        ):
+        if sample.step == step and _whereabouts(site) == _whereabouts(place):
             yield sample
+
+
+def _whereabouts(site: Site) -> tuple[object, ...]:
+    return site.kind, site.root, site.fqn, site.phase

@@ -12,18 +12,14 @@ from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.caught import said_of_caught, with_caught
-from dtypedoctor.trials.closer_look import look_closer
-from dtypedoctor.trials.conditions import weighed
 from dtypedoctor.trials.judge import Yardstick, judge, not_tried
-from dtypedoctor.trials.later_runs import LaterRuns, RunRequest
 from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.preflight import check_checkpoints, joined
-from dtypedoctor.trials.ranks import led, rank_of, ranks_of
-from dtypedoctor.trials.references import float32_twin, healthy_reference, is_script
-from dtypedoctor.trials.remedies import Remedy, exec_option, remedies
+from dtypedoctor.trials.proof import settled, weighed
+from dtypedoctor.trials.remedies import Remedy, exec_option, float32_twin, healthy_reference, is_script, remedies
 from dtypedoctor.trials.results import Observer, RunSummary, Trial
-from dtypedoctor.trials.settle import settled
-from dtypedoctor.trials.spawned import led_by_spawned, said_of_spawned
+from dtypedoctor.trials.runs import LaterRuns, RunRequest, led, led_by_spawned, rank_of, ranks_of, said_of_spawned
+from dtypedoctor.trials.second_run import look_closer
 from dtypedoctor.trials.summary import summarise
 
 WATCHED_LIVE = "the program was watched while it ran, and is not run again from here (`dtypedoctor exec` does that)"

@@ -14,7 +14,7 @@ from command import Finished, dtypedoctor, report_of
 
 from dtypedoctor.trace.events import SCHEMA, Header, Site
 from dtypedoctor.trace.writer import EVENTS, TraceWriter
-from dtypedoctor.trials.bisection.journal import JOURNAL
+from dtypedoctor.trials.bisection.laboratory import JOURNAL
 
 TRAINING = """
 import torch

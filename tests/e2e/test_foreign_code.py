@@ -14,7 +14,7 @@ from dtypedoctor.cli.bisect_case import Options, resumed_case
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.loading import available, resolve
-from dtypedoctor.trials.bisection.journal import Asked, Journal
+from dtypedoctor.trials.bisection.laboratory import Asked, Journal
 
 FACTORY = """\
 name: foreign

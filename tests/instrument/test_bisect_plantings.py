@@ -11,7 +11,7 @@ from planted_blocks import NAMES, planted
 from torch import nn
 
 from dtypedoctor.corrections.keep_float32 import install_keep_float32
-from dtypedoctor.trials.bisection.forest import Forest, plant
+from dtypedoctor.trials.bisection.questions import Forest, plant
 from dtypedoctor.trials.reduction import Options, Outcome, Result, reduce
 
 MODULES = 128

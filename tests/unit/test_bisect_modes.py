@@ -6,8 +6,7 @@ import pytest
 
 from dtypedoctor.scenario.loading import case_of
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trials.bisection.modes import Mode, modes
-from dtypedoctor.trials.bisection.probes import Workload, cheaper, reference
+from dtypedoctor.trials.bisection.probes import Mode, Workload, cheaper, modes, reference
 
 CULPRIT = "model.layers.0.mlp::self"
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dtypedoctor.trials.bisection.progress import Branch, Progress
 from dtypedoctor.trials.bisection.questions import Measured
 from dtypedoctor.trials.bisection.symptoms import Kind, Symptom
-from dtypedoctor.trials.candidates import Node
 from dtypedoctor.trials.reduction import Outcome, Probe, Stage
+from dtypedoctor.trials.search import Node
 
 BLOCKS = tuple(
     Node(id=f"layers.{i}", children=(Node(id=f"layers.{i}.attn"), Node(id=f"layers.{i}.mlp"))) for i in range(3)

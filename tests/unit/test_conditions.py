@@ -16,8 +16,8 @@ from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_facts import summary_facts
 from dtypedoctor.scenario.model import ConditionName, Scenario
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
-from dtypedoctor.trials.conditions import diagnostic, weighed, without_effect
 from dtypedoctor.trials.judge import not_tried
+from dtypedoctor.trials.proof import diagnostic, weighed, without_effect
 from dtypedoctor.trials.remedies import ABLATIONS, remedies
 from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, Trial
 

@@ -4,7 +4,7 @@ import pytest
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.scenario.model import Expectation
-from dtypedoctor.trials.expectation import expectation_on, is_met
+from dtypedoctor.trials.judge import expectation_on, is_met
 from dtypedoctor.trials.results import Outcome, Trial
 
 EXPECTED = Expectation(findings=["root", "consequence"], cured_by=["cure"], not_cured_by=["cast"])

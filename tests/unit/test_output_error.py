@@ -5,7 +5,7 @@ from traces import TraceBuilder
 
 from dtypedoctor.trace.events import ProbeLogProbs
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trials.output_error import output_error
+from dtypedoctor.trials.summary import output_error
 
 EXACT = [-1.0, -3.0, -5.0, -3.0]  # mean -3, root of the summed squared deviations √8
 

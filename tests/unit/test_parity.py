@@ -7,7 +7,7 @@ from traces import TraceBuilder
 
 from dtypedoctor.trace.events import Metric, ProbeLogProbs
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trials.parity import parity
+from dtypedoctor.trials.summary import parity
 
 
 def run(*steps: list[float | None], rewards: tuple[float, ...] = ()) -> Trace:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtypedoctor.trials.candidates import cover, leaves_of
 from dtypedoctor.trials.reduction import BaselineError, Node, Options, Outcome, Probe, Result, Stage, reduce
+from dtypedoctor.trials.search import cover, leaves_of
 
 Oracle = Callable[[frozenset[str]], Outcome]
 

@@ -6,9 +6,16 @@ import pytest
 
 from dtypedoctor.scenario.loading import available, load_scenario
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trials.changes import all_of, autocast_of_model, fresh_process, with_autocast, with_corrections
-from dtypedoctor.trials.references import float32_twin, healthy_reference
-from dtypedoctor.trials.remedies import remedies
+from dtypedoctor.trials.remedies import (
+    all_of,
+    autocast_of_model,
+    float32_twin,
+    fresh_process,
+    healthy_reference,
+    remedies,
+    with_autocast,
+    with_corrections,
+)
 
 LLAMA: dict[str, Any] = {
     "name": "builtin:llama-nf4-fused",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dtypedoctor.trials.bisection.script_text import Claim, script_text
+from dtypedoctor.trials.bisection.reproduction import Claim, script_text
 
 PAYLOAD = "open('owned', 'w')"
 HOSTILE = (

@@ -11,7 +11,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.registry import PRECEDENCE, canonical, finding_ids, in_order, page, rules, spec_of, typed_ids
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
 from dtypedoctor.scenario.model import Expectation
-from dtypedoctor.trials.expectation import is_met
+from dtypedoctor.trials.judge import is_met
 from dtypedoctor.trials.remedies import remedies
 
 ALIASES = {

@@ -6,9 +6,9 @@ import pytest
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
+from dtypedoctor.trials.proof import settled
 from dtypedoctor.trials.remedies import remedies
 from dtypedoctor.trials.results import Diagnostic, Outcome, RunSummary, Trial
-from dtypedoctor.trials.settle import settled
 
 
 def finding(name: str = "quant-state-dtype") -> Finding:

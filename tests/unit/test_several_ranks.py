@@ -21,7 +21,7 @@ from dtypedoctor.trace.ranks import (
     rank_directory,
 )
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trials.spawned import led_by_spawned
+from dtypedoctor.trials.runs import led_by_spawned
 
 FOUND = Finding(id="float16-overflow", severity=Severity.ERROR, confidence=Confidence.LIKELY, summary="s", cause="c")
 

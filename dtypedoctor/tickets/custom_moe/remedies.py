@@ -1,7 +1,6 @@
 """Fixes that are options of the custom decoder: other owners of a model change its keep list or its loading."""
 
-from dtypedoctor.trials.changes import with_options
-from dtypedoctor.trials.remedies import Remedy
+from dtypedoctor.trials.remedies import Remedy, with_options
 
 _MODEL = "builtin:custom-moe"
 

@@ -1,7 +1,6 @@
 """Fixes that switch several corrections of the fused kernels on at once, as the ticket's pull request did."""
 
-from dtypedoctor.trials.changes import with_kernels
-from dtypedoctor.trials.remedies import Remedy
+from dtypedoctor.trials.remedies import Remedy, with_kernels
 
 REMEDIES = (
     Remedy(

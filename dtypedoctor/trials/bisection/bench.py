@@ -1,17 +1,32 @@
-"""One workload with everything that judges it: the float32 reference, and how far from it a run may be."""
+"""What is measured on one workload beside the search: its float32 reference, the verdict table of modes, the cost of a fix."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from statistics import median
+from typing import Any
 
+from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.run import Run
+from dtypedoctor.scenario.model import Forward, Scenario, Train
 from dtypedoctor.scenario.request import Request
+from dtypedoctor.trace.events import Metric, ParameterNote, Resources
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.bisection.laboratory import Laboratory
-from dtypedoctor.trials.bisection.probes import Workload, perturbed, reference, samples_tokens
-from dtypedoctor.trials.bisection.symptoms import Symptom, refused, symptom_of
-from dtypedoctor.trials.bisection.tolerance import Tolerance, derive
+from dtypedoctor.trials.bisection.probes import (
+    Mode,
+    Workload,
+    describe,
+    perturbed,
+    reference,
+    samples_tokens,
+    with_kept,
+)
+from dtypedoctor.trials.bisection.symptoms import Kind, Symptom, Tolerance, derive, refused, symptom_of
+from dtypedoctor.trials.reduction import Outcome
 
-__all__ = ["Bench", "set_up"]
+__all__ = ["Bench", "Cost", "Verdict", "measure", "measure_cost", "set_up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,3 +71,138 @@ def set_up(lab: Laboratory, workload: Workload, given: float | None) -> Bench:
         healthy=symptom_of(exact),
         tolerance=derive(exact.trace, moved, sampled=samples_tokens(scenario), given=given),
     )
+
+
+OUTERMOST = ""
+"""Dotted name of the model itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A row of the table: a mode and what it came to.
+
+    Attributes:
+        workload: what was run, in a few words.
+        outcome: relative to the failure under bisection.
+    """
+
+    mode: str
+    workload: str
+    outcome: Outcome
+    symptom: Symptom
+
+
+def measure(lab: Laboratory, bench: Bench, wanted: Sequence[Mode], failure: Symptom) -> tuple[Verdict, ...]:
+    """Runs every mode.
+
+    Finiteness and exceptions decide. How exact a mode is, is asked only where that is what failed.
+    """
+    order = sorted(wanted, key=lambda mode: not _compiles(mode))  # the slowest first
+    found: dict[str, Symptom] = {}
+    for done in lab.run_all([Request(scenario=mode.scenario) for mode in order]):
+        mode, run = order[done.index], done.run
+        symptom = (
+            refused(run.message) if isinstance(run, UsageError) else symptom_of(run, _tolerance(bench, mode, failure))
+        )
+        found[mode.name] = _as_far_as_seen(symptom, mode)
+    return tuple(
+        Verdict(
+            mode=mode.name,
+            workload=describe(mode.scenario),
+            outcome=found[mode.name].outcome(failure),
+            symptom=found[mode.name],
+        )
+        for mode in wanted
+        if found[mode.name].kind is not Kind.REFUSED  # what the model cannot do is no verdict about it
+    )
+
+
+def _tolerance(bench: Bench, mode: Mode, failure: Symptom) -> Tolerance | None:
+    """What is accepted of a mode's run; of another workload only the outputs before any training can be compared."""
+    if failure.kind is not Kind.INACCURATE:
+        return None
+    same = _work(mode.scenario) == _work(bench.workload.scenario)
+    return bench.tolerance if same else bench.tolerance.of_first_outputs()
+
+
+def _work(scenario: Scenario) -> list[dict[str, Any]]:
+    """What is done with the models, however many steps of it."""
+    return [step.workload.model_dump(exclude={"steps"}) for step in scenario.steps]
+
+
+def _as_far_as_seen(symptom: Symptom, mode: Mode) -> Symptom:
+    """Inside compiled code nothing is watched: what it returns stands for all of it, the model's own name for its module.
+
+    Modules that stay out of it, as those that are kept in float32 do, are watched, and may be what comes nearest to the end of
+    its dtype's range; but where it fails they may only have been given what was inf or NaN.
+    """
+    if not _compiles(mode):
+        return symptom
+    seen = replace(symptom, absmax=symptom.absmax or None)  # of nothing but NaN it is 0
+    if symptom.kind is not Kind.NOT_FINITE:
+        return seen
+    where = f", step {symptom.step} ({symptom.phase})" if symptom.phase else ""
+    return replace(seen, fqn=OUTERMOST, reason=f"inf or NaN in what the compiled code returns{where}")
+
+
+def _compiles(mode: Mode) -> bool:
+    return any(step.compile is not None for step in mode.scenario.steps)
+
+
+STEPS = 6
+"""Of a workload whose steps are cheap; the first one, which warms up, does not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Compared with the same run untreated; None where one of the two did not live long enough to say.
+
+    Attributes:
+        parameter_bytes: how much more the parameters and buffers take.
+        memory_bytes: how much more the run took at its peak.
+        step_time: median seconds of a step with the modules in float32.
+        step_time_ratio: that over the untreated run's.
+    """
+
+    parameter_bytes: int
+    memory_bytes: int | None
+    step_time: float | None
+    step_time_ratio: float | None
+
+
+def measure_cost(lab: Laboratory, workload: Workload, modules: Sequence[str]) -> Cost | None:
+    """Runs ``workload`` untreated and with ``modules`` in float32, one after the other; None where that is not possible."""
+    scenario = _longer(workload.scenario)
+    try:
+        plain = lab.run(Request(scenario=scenario), "cost-untreated").trace
+        kept = lab.run(Request(scenario=with_kept(scenario, modules)), "cost-kept").trace
+    except UsageError:
+        return None
+    times = _step_time(plain), _step_time(kept)
+    peaks = plain.last(Resources), kept.last(Resources)
+    return Cost(
+        parameter_bytes=_parameter_bytes(kept) - _parameter_bytes(plain),
+        memory_bytes=peaks[1].peak_memory - peaks[0].peak_memory if peaks[0] and peaks[1] else None,
+        step_time=times[1],
+        step_time_ratio=times[1] / times[0] if times[0] and times[1] else None,
+    )
+
+
+def _longer(scenario: Scenario) -> Scenario:
+    steps = scenario.model_dump()["steps"]
+    if len(steps) == 1 and isinstance(scenario.steps[0].workload, (Forward, Train)):
+        steps[0]["workload"]["steps"] = STEPS
+    return scenario.with_changes(steps=steps)
+
+
+def _step_time(trace: Trace) -> float | None:
+    times = [m.values["step_time"] for m in trace.all(Metric) if "step_time" in m.values]
+    return median(times[1:]) if len(times) > 1 else None
+
+
+def _parameter_bytes(trace: Trace) -> int:
+    """Bytes of all parameters and buffers as they were first noted."""
+    notes: dict[tuple[int, str], ParameterNote] = {}
+    for note in trace.all(ParameterNote):
+        notes.setdefault((note.root, note.name), note)
+    return sum(prod(note.shape) * DTYPES[note.dtype].bits // 8 for note in notes.values() if note.dtype in DTYPES)

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dtypedoctor.trials.bisection.questions import Measured
-from dtypedoctor.trials.candidates import Node, leaves_of
 from dtypedoctor.trials.reduction import Outcome
+from dtypedoctor.trials.search import Node, leaves_of
 
 __all__ = ["Branch", "Progress"]
 

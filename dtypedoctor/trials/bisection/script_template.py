@@ -3,8 +3,6 @@
 Its first lines are fixed: a comment there could choose another encoding of the file, in which what follows means something else.
 """
 
-__all__ = ["TEMPLATE"]
-
 TEMPLATE = '''"""One call of a module that fails by itself: it needs torch and the library of the module, nothing else.
 
 Run:     python repro.py

@@ -1,6 +1,6 @@
-"""What a run under another condition says: whether the failure needs the condition that was taken away."""
+"""What runs with one thing changed prove: a cause that a remedy alone takes away, a condition that a failure requires."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from dtypedoctor.analysis import analysis_of
@@ -9,9 +9,10 @@ from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Condition
 from dtypedoctor.trace.reader import Trace
-from dtypedoctor.trials.results import Bearing, Diagnostic, Trial
+from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, RunSummary, Trial
 
-__all__ = ["diagnostic", "weighed", "without_effect"]
+__all__ = ["diagnostic", "settled", "weighed", "without_effect"]
+
 
 FLOAT32 = "autocast-off"
 """The ablation under which a program that relies on autocast computes in float32."""
@@ -100,3 +101,27 @@ def _said(trial: Trial, found: Diagnostic, *, claimed: bool) -> Iterator[str]:
             yield "That contradicts the cause named here, so it is not called proven."
     else:
         yield f"{run} fails elsewhere ({trial.reason}), so it does not tell whether what was taken away is necessary."
+
+
+def settled(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Finding, ...]:
+    """The findings, those proven whose cause was taken away in a trial and took the failure with it."""
+    fixed = {t.remedy: t for t in trials if t.outcome is Outcome.FIXED and t.diagnostic is None}
+    return tuple(_settled(finding, fixed) for finding in findings)
+
+
+def _settled(finding: Finding, fixed: Mapping[str, Trial]) -> Finding:
+    spec = spec_of(finding.id)
+    proving = next((fixed[name] for name in spec.settled_by if name in fixed), None)
+    if proving is None or proving.run is None:
+        return finding
+    others = [fixed[name] for name in spec.supported_by if name in fixed]
+    said = [
+        f"The same run with {proving.remedy} ({proving.summary}) does {_steps(proving.run)} and shows nothing of this.",
+        *(f"So does the run with {t.remedy} ({t.summary}): {_steps(t.run)}." for t in others if t.run),
+    ]
+    proof = f"the same run with only {proving.remedy} changed ({proving.summary}) shows nothing of this"
+    return replace(finding, confidence=Confidence.PROVEN, proven_by=proof, evidence=(*finding.evidence, *said))
+
+
+def _steps(run: RunSummary) -> str:
+    return f"{run.steps_completed} of {run.steps_planned} steps"

@@ -1,0 +1,186 @@
+"""Makes the runs of a treatment.
+
+What several processes have recorded (the ranks of a job, what a script has spawned) is brought to one run that stands for all of
+them; and the runs after the first one never raise.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from dtypedoctor.analysis import analysis_of, ending_of
+from dtypedoctor.diagnosis.distributed import SENT, Rank, leading_rank
+from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.errors import DoctorError, UsageError
+from dtypedoctor.runner.run import BEFORE, Run, SavedRun, open_run
+from dtypedoctor.runner.script import led_by
+from dtypedoctor.scenario.request import Request
+from dtypedoctor.trace.ranks import rank_directories
+
+__all__ = [
+    "LaterRuns",
+    "RunRequest",
+    "is_job",
+    "led",
+    "led_by_spawned",
+    "open_job",
+    "rank_of",
+    "ranks_of",
+    "said_of_spawned",
+    "was_asked_to_end",
+]
+
+
+RunRequest = Callable[[str, Request], Run]
+"""Runs a request under a label that is unique within the treatment, e.g. ``before`` or ``remedy-bfloat16``."""
+
+ENDED = "a run before it was stopped from outside"
+
+
+class LaterRuns:
+    """Makes the runs that follow the first. That one cannot be made is never raised: the first is over, and is reported."""
+
+    def __init__(self, run: RunRequest, first: Run) -> None:
+        self._run = run
+        self._ended = was_asked_to_end(first)
+        self.refusals: list[str] = []
+        self.last: Run | None = None
+
+    def __call__(self, label: str, request: Request) -> Run | None:
+        """The run; where it cannot be made None, and the reason is noted."""
+        made = self.attempt(label, request)
+        if isinstance(made, Run):
+            return made
+        self.refusals.append(f"the run {label!r} could not be made: {made}")
+        return None
+
+    def attempt(self, label: str, request: Request) -> Run | str:
+        """The run, or why it cannot be made, or not be recorded to its end: that a failure is missing in it says nothing."""
+        if self._ended:
+            return ENDED
+        try:
+            made = self.last = self._run(label, request)
+        except DoctorError as error:
+            return error.message
+        except OSError as error:
+            return error.strerror or str(error)
+        self._ended = was_asked_to_end(made)
+        return made if made.trace.stopped is None else os.strerror(made.trace.stopped.errno)
+
+
+def was_asked_to_end(run: Run) -> bool:
+    """Whether somebody wants it all to end, so that nothing more is to be run."""
+    return bool(run.exit.asked_to_end) or -run.exit.code in (signal.SIGINT, signal.SIGTERM)
+
+
+def led(run: RunRequest) -> RunRequest:
+    """``run``, whose results are those of the rank in which a failure began."""
+
+    def launch(label: str, request: Request) -> Run:
+        finished = run(label, request)
+        return led_by(finished.ranks, leading_rank(ranks_of(finished))) if finished.ranks else finished
+
+    return launch
+
+
+def ranks_of(run: Run) -> tuple[Rank, ...]:
+    """What the diagnosis wants to know of each rank; empty for a run of one process."""
+    return tuple(
+        Rank(
+            number=one.rank if one.rank is not None else number,
+            trace=one.trace,
+            code=one.exit.code,
+            ended=ending_of(one).words,
+            stopped=one.exit.timed_out and one.trace.end is None,
+        )
+        for number, one in enumerate(run.ranks)
+    )
+
+
+def rank_of(run: Run) -> int:
+    """The rank that ``run`` is about; 0 where there is one process only."""
+    return run.rank or 0
+
+
+def led_by_spawned(run: RunRequest) -> RunRequest:
+    """``run``, whose results are those of the process in which something is found first; the same one in each run."""
+    chosen: list[int] = []
+
+    def launch(label: str, request: Request) -> Run:
+        finished = run(label, request)
+        if not finished.children:
+            return finished
+        if not chosen:
+            chosen.append(_leading(finished))
+        return _led_by(finished, chosen[0])
+
+    return launch
+
+
+def said_of_spawned(findings: tuple[Finding, ...], run: Run) -> tuple[Finding, ...]:
+    """The findings, with the process that they were seen in, if that is one that the script has spawned."""
+    if run.spawned is None:
+        return findings
+    said = f"Seen in spawned process {run.spawned} of {len(run.others)}."
+    return tuple(replace(finding, evidence=(*finding.evidence, said)) for finding in findings)
+
+
+def _leading(run: Run) -> int:
+    """Number of the process to lead with, 0 for the script's own: the first with a finding, of several that work together the one in which it began, else the one that was measured most.
+
+    The script's own comes last unless it was measured itself: what it raises is what a process that it has spawned raised.
+    """
+    others = {number: child for number, child in run.children.items() if child.trace.usable}
+    processes = {0: run, **others} if run.trace.samples else {**others, 0: run}
+    failed = {number: one for number, one in processes.items() if analysis_of(one.trace).failures}
+    if not failed:
+        return max({0: run, **others}.items(), key=lambda pair: len(pair[1].trace.samples))[0]
+    began_in = _first_through_collectives({number: one for number, one in failed.items() if number})
+    return next(iter(failed)) if began_in is None else began_in
+
+
+def _first_through_collectives(failed: Mapping[int, Run]) -> int | None:
+    """Number of the process in which it began, of several that work together: what arrived through a collective began elsewhere."""
+    ranks = [Rank(number=number, trace=one.trace, code=one.exit.code, ended="") for number, one in failed.items()]
+    together = len(ranks) > 1 and all(rank.collectives[SENT] for rank in ranks)
+    return leading_rank(ranks) if together else None
+
+
+def _led_by(run: Run, number: int) -> Run:
+    if number not in run.children:  # the script itself, or in this run there is no such process
+        return replace(run, others=tuple(run.children.values()))
+    others = tuple(child for other, child in run.children.items() if other != number)
+    lead = run.children[number]
+    return replace(lead, exit=run.exit, spawned=number, others=(replace(run, children={}), *others))
+
+
+def is_job(place: Path) -> bool:
+    """Whether ``place`` holds the traces of several processes."""
+    return bool(_directories(place))
+
+
+def open_job(place: Path) -> SavedRun:
+    """The run of the rank in which a failure began; its ``ranks`` are those that have left a trace.
+
+    Raises:
+        UsageError: none has, or they cannot be read.
+    """
+    saved: dict[int, SavedRun] = {}
+    problem = UsageError(f"{place}: no trace here", "Give a directory that a run has left.")
+    for rank, directory in _directories(place).items():
+        try:
+            saved[rank] = open_run(directory)
+        except UsageError as error:  # this rank may have died before it had begun
+            problem = error
+    if not saved:
+        raise problem
+    ranks = tuple(replace(one.run, rank=rank) for rank, one in saved.items())
+    leading = leading_rank(ranks_of(replace(ranks[0], ranks=ranks)))
+    run = next(one for one in ranks if one.rank == leading)
+    return replace(saved[leading], label=str(place), run=replace(run, ranks=ranks))
+
+
+def _directories(place: Path) -> dict[int, Path]:
+    return rank_directories(place) or rank_directories(place / BEFORE)
