@@ -6,8 +6,8 @@ from dataclasses import replace
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import REFUSED
-from dtypedoctor.diagnosis.mismatch.messages import complaint_of
 from dtypedoctor.diagnosis.window import is_dtype_error
+from dtypedoctor.rules.mismatch.messages import complaint_of
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised, Sample, Site
 from dtypedoctor.trace.reader import Trace

@@ -8,12 +8,12 @@ from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.finding import Confidence, Severity
-from dtypedoctor.diagnosis.mismatch.census import Census
-from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
-from dtypedoctor.diagnosis.mismatch.kinds import is_dequantisation
-from dtypedoctor.diagnosis.mismatch.messages import complaint_of, dtype_named
 from dtypedoctor.diagnosis.registry import by_family
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH
+from dtypedoctor.rules.mismatch.census import Census
+from dtypedoctor.rules.mismatch.dtype_origin import is_dequantisation
+from dtypedoctor.rules.mismatch.messages import complaint_of, dtype_named
+from dtypedoctor.rules.mismatch.rule import detect_mismatch
 from dtypedoctor.trace.events import Flow, Observed, Replay
 from dtypedoctor.trace.records.models import ModelConfig
 

@@ -6,9 +6,9 @@ import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
-from dtypedoctor.diagnosis.mismatch.report import described
-from dtypedoctor.diagnosis.mismatch.shards import mixed_shard_units
+from dtypedoctor.rules.mismatch.case import described
+from dtypedoctor.rules.mismatch.dtype_origin import Birth, Reason
+from dtypedoctor.rules.mismatch.explained_by_torch import mixed_shard_units
 from dtypedoctor.trace.events import Observation, Raised
 
 MIXED = {"bfloat16": ["0.weight", "0.bias"], "float32": ["1.weight"]}

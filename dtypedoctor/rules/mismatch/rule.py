@@ -1,8 +1,37 @@
-"""Two dtypes meet in one operator: what that may come from."""
+"""Two dtypes meet in one operator: every finding of the family, and the checks in the order in which they are asked; the first that explains it wins."""
 
-from dtypedoctor.diagnosis.finding import Severity
-from dtypedoctor.diagnosis.mismatch.detect import detect_mismatch
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, OF_ANY_FINDING, FindingSpec, Rule
+from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.wording import failing_line, how_the_run_ended, short
+from dtypedoctor.rules.mismatch.case import Case, Verdict, case_of, finding
+from dtypedoctor.rules.mismatch.explained_by_torch import (
+    context_without_region,
+    mixed_shard_units,
+    recomputed_outside_of_the_region,
+    recomputed_with_other_dtypes,
+)
+from dtypedoctor.rules.mismatch.messages import Complaint, complaint_of
+from dtypedoctor.rules.mismatch.operands import attention_operands, by_origin, cache_of_another_dtype, merged_features
+from dtypedoctor.rules.mismatch.packed import (
+    dequantised_to_another_dtype,
+    packed_weight_used_as_dense,
+    silently_wrong_weights,
+    stale_buffer,
+)
+from dtypedoctor.rules.mismatch.regions import (
+    autocast_bypass,
+    contradicted_by,
+    contradicting_region,
+    custom_function,
+    region_without_effect,
+    wrong_device,
+)
+from dtypedoctor.trace.events import Raised
+from dtypedoctor.trace.reader import Trace
 
 OPERAND_DTYPE_MISMATCH = FindingSpec(
     id="operand-dtype-mismatch",
@@ -189,5 +218,89 @@ SPECS = (
     FSDP_MIXED_DTYPES,
     AUTOCAST_WRONG_DEVICE,
 )
+
+
+CHECKS: tuple[Callable[[Case], Verdict | None], ...] = (
+    packed_weight_used_as_dense,
+    recomputed_outside_of_the_region,
+    stale_buffer,
+    dequantised_to_another_dtype,
+    cache_of_another_dtype,
+    custom_function,
+    autocast_bypass,
+    merged_features,
+    wrong_device,
+    attention_operands,
+    by_origin,
+)
+"""In this order: what is wrong with the operand itself, then what the region did or did not do, then where it came from."""
+
+OF_A_REGION = frozenset({"autocast-bypass", "custom-function-autocast"})
+"""Findings that an autocast region in the model's own dtype would not have led to."""
+
+SPOKEN_FOR = frozenset({"recompute", "shards"})
+"""Families of complaints with detectors of their own."""
+
+
+def detect_mismatch(trace: Trace) -> Iterator[Finding]:
+    """Everything about dtypes that do not go together, the root before its consequences."""
+    explained = tuple(_refusal(trace))
+    yield from explained
+    yield from context_without_region(trace)
+    yield from recomputed_with_other_dtypes(trace)
+    yield from mixed_shard_units(trace)
+    if not any(f.id in ("stale-dequant-buffer", "quant-state-dtype") for f in explained):
+        yield from silently_wrong_weights(trace)
+    if not any(f.id == "autocast-contradicts-model" for f in explained):
+        yield from contradicting_region(trace)
+    if not any(f.id == "autocast-wrong-device" for f in explained):
+        yield from region_without_effect(trace)
+
+
+def _refusal(trace: Trace) -> Iterator[Finding]:
+    raised = trace.last(Raised)
+    complaint = complaint_of(raised.message) if raised is not None else None
+    if raised is None or (complaint is not None and complaint.family in SPOKEN_FOR):
+        return
+    case = case_of(trace)
+    verdict = _verdict(case) if case is not None else None
+    if case is not None and verdict is not None:
+        root = contradicted_by(case) if verdict.id in OF_A_REGION else None
+        found = finding(case, verdict)
+        yield from (found,) if root is None else (root, replace(found, consequence_of=root.id))
+    elif complaint is not None and case is None:
+        yield _by_message(trace, raised, complaint)
+
+
+def _verdict(case: Case) -> Verdict | None:
+    about_dtypes = case.complaint is not None or len(case.dtypes) > 1
+    checks = (
+        CHECKS if about_dtypes else (packed_weight_used_as_dense,)
+    )  # packed bytes may have a wrong shape first of all
+    return next((verdict for check in checks if (verdict := check(case)) is not None), None)
+
+
+def _by_message(trace: Trace, raised: Raised, complaint: Complaint) -> Finding:
+    """What the exception alone says, where no op trace was open."""
+    module = raised.modules[-1] if raised.modules else None
+    dtypes = " and ".join(complaint.dtypes) or "different dtypes"
+    statement = Statement(
+        id="operand-dtype-mismatch",
+        confidence=Confidence.POSSIBLE,
+        summary=f"{raised.op or 'An operation'} in {short(module)} got {dtypes}.",
+        cause="The message says so; no op trace shows the operands, so where the odd one comes from is not known.",
+        evidence=how_the_run_ended(trace),
+    )
+    dtype = complaint.dtypes[0] if complaint.dtypes else None
+    return located(
+        statement,
+        phase=raised.phase,
+        step=raised.step,
+        fqn=module,
+        op=raised.op,
+        dtype=dtype,
+        source=failing_line(raised),
+    )
+
 
 RULES = (Rule(name="mismatch", specs=SPECS, detect=detect_mismatch),)

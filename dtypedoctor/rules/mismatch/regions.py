@@ -4,16 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.mismatch.arguments import who_is_what
-from dtypedoctor.diagnosis.mismatch.birth import Reason
-from dtypedoctor.diagnosis.mismatch.case import Case, Operand
-from dtypedoctor.diagnosis.mismatch.census import Census
-from dtypedoctor.diagnosis.mismatch.kinds import ACCUMULATIONS, CASTS, CONVOLUTIONS, PRODUCTS, writes
-from dtypedoctor.diagnosis.mismatch.report import Verdict, described, ran_in, said
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
 from dtypedoctor.dtypes import HALF
+from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, ran_in, said, who_is_what
+from dtypedoctor.rules.mismatch.census import Census
+from dtypedoctor.rules.mismatch.dtype_origin import ACCUMULATIONS, CASTS, CONVOLUTIONS, PRODUCTS, Reason, writes
 from dtypedoctor.trace.events import Flow
 from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trace.records.execution import AutocastRegion, CustomFunction, OpenRegions
@@ -26,7 +23,6 @@ __all__ = [
     "region_without_effect",
     "wrong_device",
 ]
-
 
 CAST_BY_AUTOCAST = PRODUCTS | CONVOLUTIONS | {"scaled_dot_product_attention"}
 """Ops that an autocast region makes agree, where it is one for their device."""

@@ -1,16 +1,188 @@
-"""Puts what is known of a refused operation into a finding."""
+"""One rejected operator: its operands, which of them is the odd one and why, and the finding that a verdict on it becomes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dtypedoctor.diagnosis.finding import Finding, Link
-from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
-from dtypedoctor.diagnosis.mismatch.case import Case, Operand
+from dtypedoctor.diagnosis.ops import OpGraph, graph_of, overload_free
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended, place, short, short_parameter
 from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.rules.mismatch.census import Census
+from dtypedoctor.rules.mismatch.dtype_origin import MERGES, WRITES_AT_INDEX, Birth, Provenance, Reason
+from dtypedoctor.rules.mismatch.messages import Complaint, complaint_of
+from dtypedoctor.trace.events import Op, Raised, Replay, TensorNote
+from dtypedoctor.trace.reader import Trace
 
-__all__ = ["Verdict", "described", "finding", "is_settled", "met", "ran_in", "said", "settled_by"]
+__all__ = [
+    "Case",
+    "Operand",
+    "Verdict",
+    "case_of",
+    "described",
+    "finding",
+    "is_settled",
+    "met",
+    "ran_in",
+    "said",
+    "settled_by",
+    "who_is_what",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A floating-point operand of the refused op; ``index`` counts over ``Op.inputs``."""
+
+    index: int
+    tensor: TensorNote
+    birth: Birth
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype."""
+        return self.tensor.dtype
+
+
+@dataclass(frozen=True)
+class Case:
+    """A refused op.
+
+    Attributes:
+        trace: the trace it is in.
+        raised: the exception that it became.
+        op: the op.
+        provenance: the op trace and the models.
+    """
+
+    trace: Trace
+    raised: Raised
+    op: Op
+    provenance: Provenance
+
+    @property
+    def graph(self) -> OpGraph:
+        """The op trace."""
+        return self.provenance.graph
+
+    @property
+    def census(self) -> Census:
+        """What is known of the models."""
+        return self.provenance.census
+
+    @property
+    def family(self) -> str:
+        """Name of the op without namespace and overload."""
+        return overload_free(self.op.op)
+
+    @cached_property
+    def complaint(self) -> Complaint | None:
+        """What the message says."""
+        return complaint_of(self.raised.message)
+
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        """The floating-point operands, each with where its dtype was born."""
+        return tuple(
+            Operand(index=i, tensor=t, birth=self.provenance.of(t, self.op))
+            for i, t in enumerate(self.op.inputs)
+            if t.dtype in DTYPES
+        )
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """The floating-point dtypes that met, in the order of the operands."""
+        return tuple(dict.fromkeys(t.dtype for t in self.op.inputs if t.dtype in DTYPES))
+
+    @property
+    def model_dtype(self) -> str | None:
+        """The dtype of the model that the op runs in."""
+        return self.census.dtype_of(self.op.root)
+
+    @cached_property
+    def rule(self) -> str | None:
+        """The dtype that the operands should have: autocast's where it is among them, else the model's.
+
+        What is written into a tensor should have the dtype of that tensor.
+        """
+        if self.family in MERGES:
+            return self.dtypes[0] if self.dtypes else None
+        if self.op.autocast in self.dtypes:
+            return self.op.autocast
+        model = self.model_dtype
+        if model in self.dtypes:
+            return model
+        weight = next((o.dtype for o in self.operands if o.tensor.origin == "parameter"), None)
+        return weight or (self.dtypes[-1] if self.dtypes else None)
+
+    @cached_property
+    def odd(self) -> Operand | None:
+        """The operand that does not have the dtype it should have; of several the one whose birth says most."""
+        deviating = [operand for operand in self.operands if operand.dtype != self.rule]
+        telling = [operand for operand in deviating if operand.birth.reason not in _SAYS_LITTLE]
+        return next(iter([*telling, *deviating]), None)
+
+    @property
+    def writes_at_index(self) -> bool:
+        """Whether the op writes a source into a destination of the same dtype."""
+        return self.family in WRITES_AT_INDEX
+
+    def replay(self, how: str) -> Replay | None:
+        """A replay of the op that was made in the given way."""
+        return self.graph.replay(self.op, how)
+
+    def ran(self, how: str) -> bool:
+        """Whether the op, replayed in the given way, ran."""
+        replay = self.replay(how)
+        return replay is not None and not replay.note
+
+    def ran_with(self, operand: Operand) -> bool:
+        """Whether the op ran when ``operand`` alone was cast to the dtype of the others, or all to the one they should have."""
+        return self.ran(f"operand-{operand.index}-as-{self.rule}") or self.ran(f"all-as-{self.rule}")
+
+
+_SAYS_LITTLE = frozenset({Reason.ELSEWHERE, Reason.CAST, Reason.AUTOCAST_LIST, Reason.FACTORY})
+
+
+def case_of(trace: Trace) -> Case | None:
+    """The op whose refusal ended the run; None where none did, or the op trace was not open there."""
+    raised = trace.last(Raised)
+    if raised is None:
+        return None
+    graph = graph_of(trace)
+    op = next((o for o in reversed(graph.ops) if o.error is not None and o.error in raised.message), None)
+    return Case(trace, raised, op, Provenance(graph, Census(trace))) if op is not None else None
+
+
+_NAMES = {
+    "mm": ("self", "mat2"),
+    "addmm": ("self", "mat1", "mat2"),
+    "bmm": ("self", "mat2"),
+    "baddbmm": ("self", "batch1", "batch2"),
+    "addbmm": ("self", "batch1", "batch2"),
+    "addmv": ("self", "mat", "vec"),
+    "addr": ("self", "vec1", "vec2"),
+}
+"""Parameters of the operators in torch's native_functions.yaml, by family."""
+
+
+def who_is_what(case: Case) -> str:
+    """The dtype of every operand, the odd one first: ``Operand 2 (mat2) is bfloat16, operands 0 (self) and 1 (mat1) are float16``."""
+    dtypes = list(dict.fromkeys(operand.dtype for operand in case.operands))
+    if case.odd is not None:
+        dtypes.sort(key=case.odd.dtype.__ne__)
+    said = ", ".join(_those_of(case, [o for o in case.operands if o.dtype == dtype]) for dtype in dtypes)
+    return said[:1].upper() + said[1:]
+
+
+def _those_of(case: Case, operands: list[Operand]) -> str:
+    names = _NAMES.get(case.family.rstrip("_"), ())
+    known = names if len(names) == len(case.op.inputs) else ()
+    called = [f"{o.index} ({known[o.index]})" if known else str(o.index) for o in operands]
+    listed = " and ".join(part for part in (", ".join(called[:-1]), called[-1]) if part)
+    return f"operand{'s' if len(called) > 1 else ''} {listed} {'are' if len(called) > 1 else 'is'} {operands[0].dtype}"
+
 
 _MODULE = "module."
 

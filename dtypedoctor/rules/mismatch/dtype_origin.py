@@ -1,27 +1,152 @@
-"""Walks the op trace back from an operand to where its dtype was born, and gives one named reason."""
+"""Where the dtype of a tensor originates: the op trace is walked back from an operand until one named reason explains it.
 
-from dataclasses import replace
+In the middle: what torch's operators do with the dtypes of their operands. Names are without namespace and overload.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from dtypedoctor.diagnosis.finding import Link
-from dtypedoctor.diagnosis.mismatch.birth import Birth, Reason
-from dtypedoctor.diagnosis.mismatch.census import Census, owner_of
-from dtypedoctor.diagnosis.mismatch.kinds import (
-    CASTS,
-    CONVOLUTIONS,
-    LIKE,
-    LOOKUPS,
-    PRODUCTS,
-    ROOTS,
-    VIEWS,
-    is_dequantisation,
-    writes,
-)  # fmt: skip
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
 from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.rules.mismatch.census import Census, owner_of
 from dtypedoctor.trace.events import Flow, Op, TensorNote
 from dtypedoctor.trace.records.models import ShardUnit
 
-__all__ = ["Provenance"]
+__all__ = [
+    "ACCUMULATIONS",
+    "ATTENTION",
+    "CASTS",
+    "CONVOLUTIONS",
+    "LIKE",
+    "LOOKUPS",
+    "MERGES",
+    "PRODUCTS",
+    "ROOTS",
+    "UNCOMPUTED",
+    "VIEWS",
+    "WRITES_AT_INDEX",
+    "Birth",
+    "Provenance",
+    "Reason",
+    "is_dequantisation",
+    "writes",
+]
+
+
+class Reason(StrEnum):
+    """Why a tensor has its dtype; the values are what reports say."""
+
+    NORM = "norm"
+    """The weight of a norm."""
+    BUFFER = "buffer"
+    EMBEDDING = "embedding"
+    AUTOCAST_LIST = "autocast-list"
+    """An op on autocast's own list, whose operands or result it casts."""
+    QUANT_STATE = "quant-state"
+    """What a packed weight was dequantised to."""
+    REINTERPRETED = "reinterpreted"
+    """A packed weight, dequantised to one format and read as another."""
+    COMPUTE_DTYPE = "compute-dtype"
+    """A 4-bit layer that computes in a dtype of its own."""
+    ADAPTER = "adapter"
+    MODULES_TO_SAVE = "modules-to-save"
+    """peft's fully trained copy of a module."""
+    KEEP_IN_FP32 = "keep-in-fp32"
+    """A parameter that the model's keep list left in float32."""
+    FSDP_OUTPUT = "fsdp-output"
+    """The output dtype of a shard unit's mixed-precision policy."""
+    ATTRIBUTE = "attribute"
+    """A tensor that is a plain attribute of a module, which ``module.to(dtype)`` does not touch."""
+    CACHE = "cache"
+    """Memory that outlives the call and is written to in it."""
+    MODEL_INPUT = "model-input"
+    LOAD_DTYPE = "load-dtype"
+    """A parameter that is in this dtype for no reason that the trace shows: it was made or loaded so."""
+    INPLACE = "inplace"
+    """An op that writes to memory which exists already, where autocast casts nothing."""
+    CUSTOM_FUNCTION = "custom-fwd"
+    """A custom autograd function that does not carry its autocast region over into the backward pass, or carries it too far."""
+    CAST = "cast"
+    """A cast that the code asks for."""
+    FACTORY = "factory"
+    """A tensor made on the spot (``torch.zeros``), in the default dtype or one that was named."""
+    ELSEWHERE = "elsewhere"
+    """Nothing that the trace shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Birth:
+    """Where the dtype of a tensor comes from.
+
+    Attributes:
+        reason: the named reason.
+        dtype: the dtype.
+        root, fqn: the module where it was born: the one that holds the tensor ``name``, else the one whose code ran.
+        name: the parameter, buffer, attribute, input or packed weight that gave the dtype, where it is one.
+        op: the op at which the tensor got this dtype; None where no op of the window did.
+        promoted: the op of mixed dtypes, nearest to the birth, whose result took over the wider one.
+        quant_dtype: the dtype that was dequantised to, where the tensor goes back to a packed weight.
+        chain: from the operand back, views left out; the last link names the reason.
+    """
+
+    reason: Reason
+    dtype: str
+    root: int
+    fqn: str | None
+    name: str | None = None
+    op: Op | None = None
+    promoted: Op | None = None
+    quant_dtype: str | None = None
+    chain: tuple[Link, ...] = ()
+
+
+VIEWS = frozenset({
+    "t", "view", "_unsafe_view", "transpose", "permute", "reshape", "expand", "slice", "select", "unsqueeze", "squeeze",
+    "alias", "detach", "contiguous", "clone", "split", "split_with_sizes", "chunk", "unbind", "as_strided", "unfold", "narrow",
+    "_reshape_alias", "flatten", "movedim", "diagonal", "lift_fresh",
+})  # fmt: skip
+"""Ops that look at their operand in another way; chains leave them out."""
+
+PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_grouped_mm", "addbmm", "mv", "addmv", "dot"}
+)
+CONVOLUTIONS = frozenset(
+    {"convolution", "_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"}
+)
+"""With :data:`PRODUCTS` the ops that take one dtype only, so a weight among their operands decides it."""
+
+CASTS = frozenset({"_to_copy", "to", "type_as"})
+LIKE = frozenset({"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full",
+                  "new_empty_strided", "rand_like", "randn_like"})  # fmt: skip
+LOOKUPS = frozenset({"embedding", "embedding_bag", "_embedding_bag"})
+
+ROOTS = frozenset({"rsqrt", "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit",
+                   "_fused_rms_norm", "linalg_vector_norm", "std", "var", "var_mean"})  # fmt: skip
+"""Ops that a norm has upstream of the multiplication by its weight."""
+
+UNCOMPUTED = frozenset({"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like"})
+"""Ops whose result is memory that nobody has written to yet."""
+
+MERGES = frozenset({"index_put", "_index_put_impl", "masked_scatter", "index_copy", "scatter", "slice_scatter"})
+ACCUMULATIONS = frozenset({"index_add", "scatter_add", "scatter_reduce"})
+WRITES_AT_INDEX = MERGES | ACCUMULATIONS
+"""Ops that write a source into a destination of the same dtype, in place or into a copy of it."""
+
+ATTENTION = frozenset({"scaled_dot_product_attention", "_scaled_dot_product_attention_math", "multi_head_attention_forward",
+                       "_flash_attn_forward", "flash_attn_func"})  # fmt: skip
+
+
+def is_dequantisation(op: Op) -> bool:
+    """Whether an op unpacks quantised weights (bitsandbytes' operators, and those of others that say so)."""
+    namespace, _, name = op.op.partition(".")
+    return namespace != "aten" and "dequantize" in name
+
+
+def writes(op: Op) -> bool:
+    """Whether an op writes to memory that existed before."""
+    return op.inplace or op.out_variant or overload_free(op.op) == "copy"
+
 
 MAX_LINKS = 12
 """Links of a chain that are kept, from both of its ends."""

@@ -1,0 +1,218 @@
+"""Mismatches that torch detects itself and names in its message: recomputed activations, FSDP units, a custom backward without its region."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
+from dtypedoctor.diagnosis.ops import OpGraph, graph_of
+from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, raising_line, short
+from dtypedoctor.rules.mismatch.case import Case, Verdict, ran_in, said
+from dtypedoctor.rules.mismatch.messages import complaint_of, dtype_named
+from dtypedoctor.trace.events import Observed, Op, Raised
+from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.records.models import ShardCall, ShardUnit
+
+__all__ = [
+    "context_without_region",
+    "mixed_shard_units",
+    "recomputed_outside_of_the_region",
+    "recomputed_with_other_dtypes",
+]
+
+_METADATA = re.compile(
+    r"saved metadata: .*?'dtype': torch\.(\w+).*?recomputed metadata: .*?'dtype': torch\.(\w+)", re.DOTALL
+)
+
+
+def recomputed_outside_of_the_region(case: Case) -> Verdict | None:
+    """An op refuses in a recomputation what it took in the forward pass, where an autocast region was open."""
+    if case.op.phase != "recompute" or case.op.autocast is not None:
+        return None
+    twin = next((op for op in case.graph.ops if op.fqn == case.op.fqn and op.root == case.op.root and op.op == case.op.op
+                 and op.phase == "forward" and op.autocast is not None), None)  # fmt: skip
+    if twin is None:
+        return None
+    unit = case.raised.modules[0] if case.raised.modules else case.op.fqn
+    return Verdict(
+        id="recompute-dtype-mismatch",
+        fqn=unit,
+        summary=f"{short(unit)} is recomputed without the {twin.autocast} autocast region of its forward pass.",
+        cause=(
+            f"The forward pass ran inside a {twin.autocast} autocast region. Whoever recomputes it in the backward pass enters "
+            f"none, so {said(case)} gets {' and '.join(case.dtypes)} as they are."
+        ),
+        proven_by=ran_in(case, twin.autocast),
+        evidence=(f"In the forward pass {twin.op} got {', '.join(t.dtype for t in twin.inputs)}, cast by autocast.",),
+    )
+
+
+def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
+    """torch's own check has found that a recomputation saved tensors of other dtypes than the forward pass."""
+    raised = trace.last(Raised)
+    complaint = complaint_of(raised.message) if raised is not None else None
+    if raised is None or complaint is None or complaint.family != "recompute":
+        return
+    changed = next(((saved, again) for saved, again in _METADATA.findall(raised.message) if saved != again), None)
+    if changed is None:
+        return
+    saved, again = (dtype_named(word) for word in changed)
+    unit = raised.modules[0] if raised.modules else None
+    split = _first_difference(graph_of(trace), unit)
+    evidence = [f"The forward pass saved {saved} where the recomputation has {again}."]
+    if split is not None:
+        evidence.append(
+            f"The first op that differs is {split[1].op} at {split[1].source}: {split[0].outputs[0].dtype} in the forward pass, "
+            f"{split[1].outputs[0].dtype} in the recomputation."
+        )
+    statement = Statement(
+        id="recompute-dtype-mismatch",
+        proven_by=(
+            f"{split[1].op} ran twice, in the forward pass and in the recomputation, and returned two dtypes"
+            if split is not None
+            else None
+        ),
+        summary=f"{short(unit)} is recomputed in {again} where its forward pass was in {saved}.",
+        cause=(
+            "Checkpointing runs the module a second time in the backward pass and expects the same tensors. Something that "
+            "decides dtypes (the default dtype, an autocast region, a cast of the inputs) was different by then."
+        ),
+        evidence=(*evidence, *how_the_run_ended(trace)),
+    )
+    yield located(
+        statement,
+        phase="recompute",
+        step=raised.step,
+        fqn=unit,
+        op=split[1].op if split is not None else None,
+        dtype=again,
+        source=split[1].source if split is not None else None,
+        provenance=(_link(split[0]), _link(split[1])) if split is not None else (),
+    )
+
+
+def _first_difference(graph: OpGraph, unit: str | None) -> tuple[Op, Op] | None:
+    """The first op of the recomputation whose results have other dtypes than its twin's in the forward pass."""
+    if unit is None:
+        return None
+    inside = [op for op in graph.ops if op.fqn == unit or op.fqn.startswith(f"{unit}.")]
+    again = [op for op in inside if op.phase == "recompute"]
+    first = [op for op in inside if op.phase == "forward"]
+    for before, after in zip(first, again, strict=False):
+        if before.op != after.op:
+            return None
+        if [t.dtype for t in before.outputs] != [t.dtype for t in after.outputs]:
+            return before, after
+    return None
+
+
+def _link(op: Op) -> Link:
+    return Link(
+        fqn=op.fqn,
+        op=op.op,
+        dtype_in=op.inputs[0].dtype if op.inputs else None,
+        dtype_out=op.outputs[0].dtype if op.outputs else None,
+        source=op.source,
+    )
+
+
+FSDP2 = "fully_shard"
+
+
+def mixed_shard_units(trace: Trace) -> Iterator[Finding]:
+    """FSDP has refused a unit because its parameters (or gradients) do not have one dtype, or is going to.
+
+    ``fully_shard`` takes any parameters, and refuses them when the unit is first called: what it was given is enough to tell.
+    """
+    raised = trace.last(Raised)
+    complaint = complaint_of(raised.message) if raised is not None else None
+    if raised is not None and complaint is not None and complaint.family == "shards":
+        yield _of_a_unit(trace, _mixed(trace), raised)
+    elif not trace.observed(ShardUnit):  # no unit has been called yet
+        calls = (o for o in trace.observed(ShardCall) if o.what.api == FSDP2)
+        call = next((o for o in calls if len(_dtypes(o.what)) > 1), None)
+        if call is not None:
+            yield _of_a_unit(trace, call, None)
+
+
+def _mixed(trace: Trace) -> Observed[ShardUnit | ShardCall] | None:
+    """The unit that was refused: known by its name where it has been called, else from the call that made it."""
+    units: tuple[Observed[ShardUnit | ShardCall], ...] = (*trace.observed(ShardUnit), *trace.observed(ShardCall))
+    return next((unit for unit in units if len(_dtypes(unit.what)) > 1), None)
+
+
+def _dtypes(unit: ShardUnit | ShardCall) -> Mapping[str, list[str]]:
+    """Names of parameters by dtype, of those that have to agree: FSDP2 asks it of trainable ones only."""
+    is_first = isinstance(unit, ShardCall) and unit.api != FSDP2
+    return unit.dtypes if is_first or unit.trainable is None else unit.trainable
+
+
+def _of_a_unit(trace: Trace, unit: Observed[ShardUnit | ShardCall] | None, raised: Raised | None) -> Finding:
+    dtypes = _dtypes(unit.what) if unit is not None else {}
+    fqn = unit.fqn if unit is not None else None
+    if fqn is None and raised is not None and raised.modules:
+        fqn = raised.modules[-1]
+    cls = unit.what.cls if unit is not None and isinstance(unit.what, ShardCall) else "of FSDP"
+    name = short(fqn) if fqn is not None else cls
+    statement = Statement(
+        id="fsdp-mixed-dtypes",
+        confidence=Confidence.LIKELY,
+        summary=f"The shard unit {name} holds parameters of {' and '.join(dtypes) or 'more than one dtype'}.",
+        cause=(
+            "FSDP puts the parameters of a unit into one flat buffer, which has one dtype. Adapters, norms kept in float32 and "
+            "4-bit storage (whose storage dtype counts) are the usual exceptions inside a unit of half-precision weights."
+        ),
+        evidence=tuple(_unit_evidence(trace, dtypes, raised)),
+    )
+    calls = (seen.what for seen in trace.observed(ShardCall))
+    sources = (call.source for call in calls if _dtypes(call) and _same(call, dtypes))
+    return located(
+        statement,
+        phase=raised.phase if raised is not None else "static",
+        step=raised.step if raised is not None else None,
+        fqn=fqn,
+        dtype=min(dtypes, key=lambda dtype: len(dtypes[dtype])) if dtypes else None,
+        source=next(sources, None),
+    )
+
+
+def _unit_evidence(trace: Trace, dtypes: Mapping[str, list[str]], raised: Raised | None) -> Iterator[str]:
+    for dtype, names in dtypes.items():
+        yield f"{dtype}: {listed(sorted(names))}."
+    yield from how_the_run_ended(trace)
+    if raised is None:
+        yield "The unit has not been called: FSDP2 refuses the mixture in the first forward pass."
+
+
+def _same(call: ShardCall, dtypes: Mapping[str, list[str]]) -> bool:
+    """Whether a call made the unit with these parameters; its names are relative to that unit."""
+    made = _dtypes(call)
+    return made.keys() == dtypes.keys() and all(
+        any(name == own or name.endswith(f".{own}") for name in dtypes[dtype]) for dtype in made for own in made[dtype]
+    )
+
+
+MISSING = re.compile(r"'(?P<function>\w+?)(?:Backward)?' object has no attribute '_(?:fwd_used_autocast|dtype)'")
+"""What ``custom_bwd`` says of a context that ``custom_fwd`` has not written to."""
+
+
+def context_without_region(trace: Trace) -> Iterator[Finding]:
+    """``custom_bwd`` without a ``custom_fwd`` that could have left it anything: none at all, or one without ``ctx``."""
+    raised = trace.last(Raised)
+    found = MISSING.search(raised.message) if raised is not None and raised.type == "AttributeError" else None
+    if raised is None or found is None:
+        return
+    function = found["function"]
+    statement = Statement(
+        id="custom-function-autocast",
+        confidence=Confidence.LIKELY,
+        summary=f"The backward of {function} asks for the autocast region of its forward, which was not noted.",
+        cause=(
+            "custom_fwd leaves the region's dtype in the ctx that forward gets as its first argument, and custom_bwd reads it "
+            f"there. The forward of {function} is not decorated, or has no ctx because the function defines setup_context."
+        ),
+        evidence=how_the_run_ended(trace),
+    )
+    finding = located(statement, phase=raised.phase, step=raised.step, source=raising_line(raised))
+    yield replace(finding, references=("https://github.com/pytorch/pytorch/issues/132388", *finding.references))
