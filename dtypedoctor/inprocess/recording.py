@@ -23,6 +23,7 @@ from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.trials.treatment import examine
 from dtypedoctor.unpatched import getpid, perf_counter, say
 from dtypedoctor.worker.elsewhere import Elsewhere
+from dtypedoctor.worker.on_import import keep_out_of_compiler
 from dtypedoctor.worker.process_watch import ProcessWatch
 from dtypedoctor.worker.tracebacks import hide_in_excepthook, hide_own_frames
 
@@ -93,7 +94,7 @@ class Recording:
         writer.write(Stage(n=writer.next_n(), index=0, name="watched", workload="script"))
         os.register_at_fork(after_in_child=writer.disown)
         self._elsewhere.begin()
-        self._elsewhere.torch_is_there()
+        keep_out_of_compiler(Elsewhere.heard)
         self._watch = ProcessWatch(writer, every=self._every)
         self._watch.start()
         # What ends the program is shown before anybody can tell the watch of it.

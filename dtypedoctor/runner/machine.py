@@ -33,7 +33,7 @@ def gpu_environment(slot: int, gpus: tuple[str, ...]) -> dict[str, str]:
     return {VARIABLE: gpus[slot % len(gpus)]} if len(gpus) > 1 else {}
 
 
-_WORKER = "dtypedoctor.worker.survey"
+_WORKER = "dtypedoctor.worker.environment"
 _TIME_LIMIT = 180
 
 

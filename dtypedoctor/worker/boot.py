@@ -4,6 +4,7 @@ Started so, the process finds on ``sys.path`` what ``python script.py`` would fi
 would put the working directory in front while the doctor's own modules are imported.
 """
 
+import os
 import sys
 
 AT_START = frozenset(sys.modules)
@@ -21,21 +22,42 @@ def begin() -> None:
     installed = home in sys.path
     if not installed:
         sys.path.append(home)
-    from dtypedoctor.worker.shadows import real_modules_first
-
-    before = real_modules_first()
+    before = _real_modules_first()
     from pathlib import Path
 
-    from dtypedoctor.worker import main_module, rank, script
+    from dtypedoctor.worker import main_module, script
 
+    is_rank = sys.argv[1] == RANK
+    if is_rank:
+        _die_with_torchrun()
     sys.path[:] = before
     if not installed:
         sys.path.remove(home)
     main_module.at_start = AT_START
-    if sys.argv[1] == RANK:
-        rank.serve(rank.enter(Path(sys.argv[2])))
+    if is_rank:
+        script.serve_rank(Path(sys.argv[2]))
     else:
         script.serve(Path(sys.argv[1]))
+
+
+def _die_with_torchrun() -> None:
+    """However torchrun is ended, this process, which it has started, ends with it."""
+    import ctypes
+    import signal
+
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _real_modules_first() -> list[str]:
+    """Puts what ``PYTHONPATH`` names behind everything else on ``sys.path``; what stood there before, to be put back.
+
+    So this package imports the real modules of the standard library where the user has others of the same names.
+    """
+    before = list(sys.path)
+    named = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
+    sys.path.sort(key=named.__contains__)
+    return before
 
 
 if __name__ == "__main__":

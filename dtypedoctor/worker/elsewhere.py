@@ -1,15 +1,19 @@
-"""Where else a program was at work: in other processes and in code that torch does not know, where nobody watches."""
+"""Where else a program was at work: in other processes and in code that torch does not know, where nobody watches.
+
+torch is imported by the functions that need it: this module begins to listen before the program has imported it.
+"""
 
 import os
 import resource
 import sys
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE
-from dtypedoctor.worker.on_import import after_import
 
 _SYSTEM = (
     "libc.",
@@ -57,13 +61,7 @@ class Elsewhere:
         """Begins to listen; to be called once."""
         self._listening = True
         os.register_at_fork(after_in_parent=self._forked)
-        sys.addaudithook(self._heard)
-
-    def torch_is_there(self) -> None:
-        """Torch has been imported: its compiler, which may come later, is to leave the listening alone."""
-        from dtypedoctor._torch_private import FRAME_SKIPPER, skip_frames
-
-        after_import(FRAME_SKIPPER, lambda: skip_frames(Elsewhere._heard))
+        sys.addaudithook(self.heard)
 
     def end(self) -> None:
         """Stops listening."""
@@ -72,7 +70,8 @@ class Elsewhere:
     def _forked(self) -> None:
         self._forks += self._listening
 
-    def _heard(self, event: str, details: tuple[Any, ...]) -> None:
+    def heard(self, event: str, details: tuple[Any, ...]) -> None:
+        """The audit hook."""
         if not self._listening:
             return
         if event in ("subprocess.Popen", "os.posix_spawn"):
@@ -137,3 +136,83 @@ def _has_child() -> bool:
 
 def _base(program: Any) -> str:
     return Path(os.fsdecode(program)).name
+
+
+WHY_NOT_INSIDE = "what it reads and writes passes no operator of torch; what watched modules return was watched"
+
+_TRITON = "triton.runtime.jit"
+_KERNEL_CLASSES = frozenset({"JITFunction", "InterpretedFunction", "Autotuner", "Heuristics"})
+_NOT_THE_PROGRAMS = frozenset({"torch", "triton", "dtypedoctor"})
+_TORCHS_NAMESPACES = frozenset(
+    {
+        "aten", "c10d", "c10d_functional", "cplib", "debug_mode_ops", "debugprims", "export", "flex_lib", "fsdp", "inductor",
+        "mkl", "mkldnn", "onednn", "onnx", "onnx_symbolic", "prim", "prims", "profiler", "quantized", "quantized_decomposed",
+        "rngprims", "sparse", "streams", "symm_mem", "triton",
+    }
+)  # fmt: skip
+"""Namespaces of operators that torch itself defines from Python, in 2.9 to 2.13; those with a leading underscore besides."""
+
+
+def own_kernels(libraries: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each kind of such code that the process has loaded, in words, and why it is not watched.
+
+    That it is loaded can be seen; whether it ever ran cannot.
+
+    Args:
+        libraries: names of the C libraries that were loaded by ctypes.
+    """
+    import torch
+
+    for what, found in (
+        ("C code loaded by ctypes", sorted(libraries)),
+        ("C++ operators", sorted(Path(str(path)).name for path in torch.ops.loaded_libraries)),
+        ("compiled extension modules", sorted(_extension_modules())),
+        ("Triton kernels", _counted(_triton_kernels())),
+    ):
+        if found:
+            yield f"{what} ({', '.join(found)})", WHY_NOT_INSIDE
+    if operators := _counted(_operators()):
+        yield f"the inside of custom operators ({', '.join(operators)})", "an operator is one step for every instrument"
+
+
+def _operators() -> Iterator[str]:
+    """Namespace of each operator that was defined from Python and is not torch's own."""
+    from dtypedoctor._torch_private import defined_operators
+
+    for name in defined_operators():
+        namespace = str(name).partition("::")[0]
+        if namespace not in _TORCHS_NAMESPACES and not namespace.startswith("_"):
+            yield namespace
+
+
+def _triton_kernels() -> Iterator[str]:
+    """Package of each Triton kernel that a loaded module holds under a name of its own."""
+    if _TRITON not in sys.modules:
+        return
+    for name, module in list(sys.modules.items()):
+        package = name.partition(".")[0]
+        if package in _NOT_THE_PROGRAMS:
+            continue
+        for value in list(getattr(module, "__dict__", {}).values()):
+            cls = type(value)
+            if cls.__name__ in _KERNEL_CLASSES and cls.__module__.startswith("triton.runtime"):
+                yield package
+
+
+def _extension_modules() -> Iterator[str]:
+    """Modules of machine code that are part of no installed package: what a program has built for itself."""
+    import sysconfig
+
+    import torch
+
+    folders = [path for key, path in sysconfig.get_paths().items() if key.endswith("lib")]
+    installed = (*folders, str(Path(torch.__file__).parents[1]), sys.base_prefix)
+    for name, module in list(sys.modules.items()):
+        origin = getattr(getattr(module, "__spec__", None), "origin", None)
+        compiled = isinstance(origin, str) and origin.endswith(tuple(EXTENSION_SUFFIXES))
+        if compiled and not str(origin).startswith(installed):
+            yield name
+
+
+def _counted(names: Iterable[str]) -> list[str]:
+    return [f"{name}: {count}" for name, count in sorted(Counter(names).items())]

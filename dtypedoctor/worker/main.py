@@ -25,14 +25,10 @@ from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Correction, End, Environment, NotWatched, Refused, Resources, Stage
 from dtypedoctor.trace.ranks import header
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.worker.capturing import capturing
-from dtypedoctor.worker.compiling import compiling
 from dtypedoctor.worker.conditions import Conditions
-from dtypedoctor.worker.environment import describe_environment
-from dtypedoctor.worker.parallel import parallel, take_device
-from dtypedoctor.worker.resources import MemoryMeter, checksum
+from dtypedoctor.worker.environment import MemoryMeter, checksum, describe_environment
+from dtypedoctor.worker.stage import capturing, compiling, parallel, streaming, take_device
 from dtypedoctor.worker.stock import Stock
-from dtypedoctor.worker.streaming import streaming
 from dtypedoctor.workloads.context import Context, Holder
 
 

@@ -1,4 +1,8 @@
-"""Runs a program as ``python script.py``, ``python -m module``, ``python -c text`` and ``python -`` do."""
+"""Runs a program as ``python script.py``, ``python -m module``, ``python -c text`` and ``python -`` do.
+
+When it begins, more of the standard library has been imported than with ``python script.py``. Where the program has a module
+of such a name, it gets that one, and this package keeps the real one (:func:`let_through`).
+"""
 
 import builtins
 import io
@@ -10,8 +14,6 @@ from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder, SourceF
 from importlib.util import MAGIC_NUMBER, find_spec
 from types import CodeType, ModuleType
 from typing import Any
-
-from dtypedoctor.worker.shadows import let_through
 
 at_start = frozenset(sys.modules)
 """Names of the modules that the interpreter had imported before this package was."""
@@ -165,3 +167,20 @@ def _is_package(path: str) -> bool:
             continue
         return True
     return False
+
+
+def let_through(folders: Sequence[str], at_start: frozenset[str]) -> None:
+    """Forgets each module of the standard library that this package has imported and that ``folders`` have one of their own for.
+
+    Args:
+        folders: what stands before the standard library on ``sys.path``.
+        at_start: names of the modules that the interpreter itself had imported.
+    """
+    imported = {name.partition(".")[0] for name in sys.modules}
+    kept = {name.partition(".")[0] for name in at_start} | set(sys.builtin_module_names)
+    for name in imported & sys.stdlib_module_names - kept:
+        found = PathFinder.find_spec(name, list(folders))
+        if found is None or found.loader is None:  # a folder without code does not hide a module that comes later
+            continue
+        for one in [one for one in sys.modules if one == name or one.startswith(name + ".")]:
+            del sys.modules[one]

@@ -25,6 +25,13 @@ def after_import(name: str, listener: Listener) -> Callable[[], None]:
     return finder.leave
 
 
+def keep_out_of_compiler(function: Callable[..., object]) -> None:
+    """Has torch's compiler leave the frames of ``function`` alone, which Python may call inside of a compiled one; torch must be there."""
+    from dtypedoctor._torch_private import FRAME_SKIPPER, skip_frames
+
+    after_import(FRAME_SKIPPER, lambda: skip_frames(function))
+
+
 class _Finder(MetaPathFinder):
     """Lets the other finders find the module, and puts a loader around theirs that calls the listener."""
 

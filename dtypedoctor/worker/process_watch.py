@@ -1,9 +1,11 @@
 """The instruments around a process that is not the doctor's: a user's script, or a program that has asked to be watched."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,9 @@ from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import Environment, Metric, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import getpid, perf_counter
-from dtypedoctor.worker.environment import describe_environment
-from dtypedoctor.worker.failed_tests import follow_test_runners
+from dtypedoctor.worker.elsewhere import own_kernels
+from dtypedoctor.worker.environment import describe_environment, peak_resident, resident
 from dtypedoctor.worker.on_import import after_import
-from dtypedoctor.worker.own_kernels import own_kernels
-from dtypedoctor.worker.resources import peak_resident, resident
 
 PRETRAINED = "transformers.modeling_utils"
 """Holds ``from_pretrained``, which may run before any module is called."""
@@ -195,3 +195,52 @@ class ProcessWatch:
                     why="compiled code runs no module hooks; what goes into watched modules and comes out was watched",
                 )
             )
+
+
+Told = Callable[[BaseException], None]
+
+
+def follow_test_runners(tell: Told) -> Callable[[], None]:
+    """Has ``tell`` called with each exception that pytest or unittest takes for a test's failure; returns what ends that."""
+    undo: list[Callable[[], None]] = []
+    waiting = [
+        after_import("_pytest.runner", lambda: undo.append(_follow_pytest(tell))),
+        after_import("unittest.result", lambda: undo.append(_follow_unittest(tell))),
+    ]
+
+    def stop() -> None:
+        for end in (*waiting, *undo):
+            end()
+
+    return stop
+
+
+def _follow_pytest(tell: Told) -> Callable[[], None]:
+    from _pytest.runner import CallInfo
+
+    original = CallInfo.__dict__["from_call"]
+
+    @functools.wraps(original.__func__)
+    def from_call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original.__func__(cls, *args, **kwargs)
+        if result.excinfo is not None:
+            tell(result.excinfo.value)
+        return result
+
+    CallInfo.from_call = classmethod(from_call)  # type: ignore[assignment,method-assign]
+    return lambda: setattr(CallInfo, "from_call", original)
+
+
+def _follow_unittest(tell: Told) -> Callable[[], None]:
+    from unittest.result import TestResult
+
+    original = TestResult.addError
+
+    @functools.wraps(original)
+    def add_error(self: TestResult, test: Any, err: Any) -> None:
+        if err[1] is not None:
+            tell(err[1])
+        original(self, test, err)
+
+    TestResult.addError = add_error  # type: ignore[method-assign]
+    return lambda: setattr(TestResult, "addError", original)

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,13 @@ from dtypedoctor.trace.events import (
     Resources,
     Stage,
 )
-from dtypedoctor.trace.ranks import header, member
+from dtypedoctor.trace.ranks import STREAMS, header, member, rank_directory
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import from_json, getpid, perf_counter
 from dtypedoctor.worker import main_module
 from dtypedoctor.worker.elsewhere import Elsewhere
-from dtypedoctor.worker.first_run_files import FirstRunFiles
-from dtypedoctor.worker.on_import import after_import
-from dtypedoctor.worker.randomness import RandomStates
+from dtypedoctor.worker.on_import import after_import, keep_out_of_compiler
+from dtypedoctor.worker.repeated import FirstRunFiles, RandomStates
 from dtypedoctor.worker.tracebacks import hide_in_excepthook, hide_own_frames
 
 if TYPE_CHECKING:
@@ -64,6 +64,49 @@ def serve(directory: Path) -> None:
     with noticing(recording.end):
         main_module.run(program, settings["args"])
     recording.end(None)
+
+
+def serve_rank(directory: Path) -> None:
+    """The same for one rank, whose directory lies in that of the run; it serves a scenario, too.
+
+    Raises:
+        RuntimeError: the process was not started by torchrun.
+    """
+    directory = _enter_rank(directory)
+    steps = from_json(read_request(directory))["scenario"]["steps"]
+    if steps[0]["workload"]["kind"] == "script":
+        serve(directory)
+        return
+    status = import_module("dtypedoctor.worker.main").serve(directory)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # the trace is complete: libraries' exit handlers can only hang or fail here
+
+
+def _enter_rank(directory: Path) -> Path:
+    """This rank's own directory in that of the run; its output goes from now on where the doctor reads it.
+
+    Raises:
+        RuntimeError: the process was not started by torchrun.
+    """
+    here = member()
+    if here is None:
+        raise RuntimeError("RANK and WORLD_SIZE are not set: this process was not started by torchrun")
+    place = rank_directory(directory, here.rank)
+    _write_to(place / STREAMS)
+    return place
+
+
+def _write_to(streams: Path) -> None:
+    """Lets this process's output and error go where the doctor wants them; to torchrun's own where that is not possible."""
+    try:
+        paths = from_json(streams.read_bytes())
+        for descriptor, path in enumerate(paths, start=1):
+            end = os.open(path, os.O_WRONLY | os.O_NOCTTY)  # torchrun has made this process the first of a session
+            os.dup2(end, descriptor)
+            os.close(end)
+    except OSError:
+        return
 
 
 class Recording:
@@ -112,9 +155,8 @@ class Recording:
 
             self._watch = ScriptWatch(self._writer, self._request)
             self._watch.start()
-            self._elsewhere.torch_is_there()
-            if self._first_run_files is not None:
-                self._first_run_files.torch_is_there()
+            for hook in (Elsewhere.heard, FirstRunFiles.heard):
+                keep_out_of_compiler(hook)
         if ours.error is not None:
             self._writer.write(NotWatched(what=NOTHING_WATCHED, why=f"{type(ours.error).__name__}: {ours.error}"))
 

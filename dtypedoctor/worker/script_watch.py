@@ -8,8 +8,8 @@ from torch import nn
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.conditions import Conditions
+from dtypedoctor.worker.environment import StepDigest
 from dtypedoctor.worker.process_watch import ProcessWatch
-from dtypedoctor.worker.resources import StepDigest
 
 if TYPE_CHECKING:
     from dtypedoctor.worker.outside import OutsideCorrections

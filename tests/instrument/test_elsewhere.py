@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE
-from dtypedoctor.worker.elsewhere import Elsewhere
-from dtypedoctor.worker.own_kernels import WHY, own_kernels
+from dtypedoctor.worker.elsewhere import WHY_NOT_INSIDE, Elsewhere, own_kernels
 
 ANY_LIBRARY = Path(str(importlib.util.find_spec("_json").origin))  # type: ignore[union-attr]
 """A small shared library that comes with Python."""
@@ -121,7 +120,7 @@ def test_libraries_loaded_by_ctypes_are_named_and_the_systems_left_out(tmp_path:
         ctypes.CDLL(own)
 
     assert seen(load).libraries == ["libfast_norm.so"]
-    assert ("C code loaded by ctypes (libfast_norm.so)", WHY) in list(own_kernels(["libfast_norm.so"]))
+    assert ("C code loaded by ctypes (libfast_norm.so)", WHY_NOT_INSIDE) in list(own_kernels(["libfast_norm.so"]))
 
 
 def notes() -> str:

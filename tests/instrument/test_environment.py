@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import collect_env
 
 from dtypedoctor.redaction.secrets import ALLOWED_VARIABLES
-from dtypedoctor.worker import environment, survey
-from dtypedoctor.worker.environment import PACKAGES, VARIABLES, describe_environment
+from dtypedoctor.worker import environment
+from dtypedoctor.worker.environment import PACKAGES, VARIABLES, describe_environment, survey
 
 
 def test_every_recorded_variable_may_stand_in_a_public_report() -> None:
@@ -36,7 +37,7 @@ def test_a_failure_of_torchs_own_tool_costs_its_part_only(monkeypatch: pytest.Mo
     def fails() -> None:
         raise OSError("lscpu: no such program")
 
-    monkeypatch.setattr(survey.collect_env, "get_env_info", fails)
-    found = survey.survey()
+    monkeypatch.setattr(collect_env, "get_env_info", fails)
+    found = survey()
     assert found["collect_env"] == {"error": "OSError: lscpu: no such program"}
     assert found["versions"]["torch"] == torch.__version__

@@ -1,20 +1,23 @@
-"""Keeps a later run of a script away from what the first one has written.
+"""Makes a later run of a script the same program as the first: it draws the same random numbers and reads no file that the first has written.
+
+Python's and numpy's generators begin with entropy of the system. Their first state is kept beside the trace of the first
+run and set in the later ones. torch's begins with the same seed in every process anyway.
 
 A training that saves checkpoints and resumes from them, or appends to its log, is another program when it runs a second time: it begins where the
 first run ended, and what it writes is not what the user's run wrote. Python's audit events tell of a file before it is opened.
 """
 
 import os
+import random
 import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.unpatched import time_ns
-from dtypedoctor.worker.on_import import after_import
+from dtypedoctor.unpatched import from_json, time_ns, to_json
 
-__all__ = ["FirstRunFiles"]
+__all__ = ["FirstRunFiles", "RandomStates"]
 
 _CLOCK_STEP = 50_000_000
 """Nanoseconds by which a file's time may lie before the moment of writing; file systems use the coarse clock of the kernel."""
@@ -42,27 +45,18 @@ class FirstRunFiles:
 
     def begin(self) -> None:
         """Begins to listen; an audit hook cannot be taken back."""
-        sys.addaudithook(self._heard)
+        sys.addaudithook(self.heard)
 
-    def torch_is_there(self) -> None:
-        """Torch has been imported: its compiler, which may come later, is to leave the listening alone."""
-        from dtypedoctor._torch_private import FRAME_SKIPPER, skip_frames
-
-        after_import(FRAME_SKIPPER, lambda: skip_frames(FirstRunFiles._heard))
-
-    def _heard(self, event: str, details: tuple[Any, ...]) -> None:
+    def heard(self, event: str, details: tuple[Any, ...]) -> None:
+        """The audit hook."""
         if event != "open":
             return
         try:
             path, _, flags = details
             path = os.path.abspath(os.fsdecode(path))
             written = not flags & os.O_TRUNC and self._was_written_by_the_first(path)
-        except (
-            OSError,
-            TypeError,
-            ValueError,
-        ):  # a descriptor, no such file, no working directory, another event of this name
-            return
+        except (OSError, TypeError, ValueError):
+            return  # a descriptor, no such file, no working directory, another event of this name
         if written:
             self._found(path)
 
@@ -71,3 +65,45 @@ class FirstRunFiles:
             return False
         status = os.stat(path)
         return stat.S_ISREG(status.st_mode) and self._began <= status.st_mtime_ns < self._ended
+
+
+STATES = "random_states.json"
+
+
+class RandomStates:
+    """The generators' states at the beginning of a run.
+
+    Args:
+        directory: where they are kept.
+        repeats: directory of the run whose states this one begins with; None for a run that begins with its own.
+    """
+
+    def __init__(self, directory: Path, repeats: Path | None) -> None:
+        self._kept = directory / STATES
+        self._states: dict[str, Any] = {}
+        if repeats is not None and (repeats / STATES).exists():
+            self._states = from_json((repeats / STATES).read_bytes())
+
+    def begin(self) -> None:
+        """The script is about to start."""
+        if "python" in self._states:
+            version, internal, gauss = self._states["python"]
+            random.setstate((version, tuple(internal), gauss))
+        else:
+            self._keep("python", random.getstate())
+
+    def numpy_is_there(self) -> None:
+        """numpy's random module has been imported."""
+        numpy_random: Any = sys.modules["numpy.random"]
+        if "numpy" in self._states:
+            numpy_random.set_state(tuple(self._states["numpy"]))
+        else:
+            name, keys, *rest = numpy_random.get_state()
+            self._keep("numpy", (name, keys.tolist(), *rest))
+
+    def _keep(self, name: str, state: Any) -> None:
+        self._states[name] = state
+        try:
+            self._kept.write_text(to_json(self._states), encoding="ascii")
+        except OSError:  # a full disk: the script goes on, and a second look at it may draw other numbers
+            return

@@ -1,0 +1,178 @@
+"""What may be around the workload of a stage: a call that is captured, a CUDA stream of its own, the compiler, a group of processes."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.instrument.capture import Capture
+from dtypedoctor.instrument.compile_events import CompileWatch, observations
+from dtypedoctor.instrument.cuda_streams import StreamWatch
+from dtypedoctor.instrument.observing import observe
+from dtypedoctor.instrument.recorder import residual_blocks
+from dtypedoctor.scenario.model import Distributed, Grpo, Sft
+from dtypedoctor.scenario.request import Capture as Wanted
+from dtypedoctor.trace.events import NotWatched
+from dtypedoctor.trace.ranks import member
+from dtypedoctor.trace.records.execution import StreamLaunches
+from dtypedoctor.workloads.context import Context
+
+
+@contextmanager
+def capturing(context: Context, wanted: Wanted | None, directory: Path) -> Iterator[None]:
+    """Inside, the wanted call is watched for; it is written to ``directory`` at the end, also when the workload raises.
+
+    Raises:
+        UsageError: the model has no such module.
+    """
+    if wanted is None or context.holder.built is None:
+        yield
+        return
+    position = context.instruments.position
+    try:
+        capture = Capture(context.built.model, wanted.module, own=wanted.own, call=wanted.call, position=position)
+    except KeyError:
+        raise UsageError(f"the model has no module {wanted.module!r} to capture") from None
+    try:
+        yield
+    finally:
+        capture.write(directory)
+
+
+@contextmanager
+def streaming(context: Context) -> Iterator[None]:
+    """Around a workload; streams exist on CUDA only. Where they are not looked at, that is recorded.
+
+    Which stream a kernel is launched on can be seen where the model says which functions choose it
+    (:class:`dtypedoctor.plugins.Model`). For each kind of launch a :class:`StreamLaunches` is written.
+    """
+    choosers = context.holder.built.stream_choosers if context.holder.built is not None else ()
+    why_not = _why_streams_are_not_watched(context)
+    if why_not and (choosers or context.stage.side_stream):
+        context.instruments.writer.write(NotWatched(what="CUDA streams", why=why_not))
+    if context.device.type != "cuda":
+        yield
+        return
+    listened_to = choosers if not why_not and context.instruments.watching else ()
+    with ExitStack() as listening:
+        watches = [listening.enter_context(_stream_watch(chooser)) for chooser in listened_to]
+        if context.stage.side_stream:
+            torch.cuda.synchronize(context.device)  # what the default stream has prepared must be there
+            with torch.cuda.stream(torch.cuda.Stream(context.device)):
+                yield
+            torch.cuda.synchronize(context.device)
+        else:
+            yield
+    for watch in watches:
+        _write_launches(context, watch)
+
+
+def _stream_watch(chooser: str) -> StreamWatch:
+    module, _, function = chooser.partition(":")
+    return StreamWatch(import_module(module), function)
+
+
+def _why_streams_are_not_watched(context: Context) -> str:
+    """Why launches are not listened to; empty if they are."""
+    if context.device.type != "cuda":
+        return "there is no CUDA device here"
+    if context.stage.compile is not None:
+        return "the model is compiled, and whoever listens would be compiled with it"
+    return ""
+
+
+def _write_launches(context: Context, watch: StreamWatch) -> None:
+    writer, position = context.instruments.writer, context.instruments.position
+    for use in watch.uses():
+        observe(writer, position, StreamLaunches(**asdict(use), stale=use.stale))
+
+
+@contextmanager
+def compiling(context: Context) -> Iterator[None]:
+    """Inside, ``context.model`` is compiled if the stage asks for it; what Dynamo reports is recorded at the end.
+
+    The records are written also when the workload raises: with ``fullgraph`` a graph break is an exception.
+    """
+    spec = context.stage.compile
+    if spec is None:
+        yield
+        return
+    model = context.built.model
+    compiled: Any = torch.compile(model, backend=spec.backend, fullgraph=spec.fullgraph, dynamic=spec.dynamic)
+    context.compiled = compiled
+    context.instruments.name_as(compiled, model)
+    if not context.instruments.watching:
+        yield
+        return
+    watch = CompileWatch()
+    try:
+        with watch:
+            yield
+    finally:
+        writer, position = context.instruments.writer, context.instruments.position
+        for what, fqn in observations(watch.report(), context.instruments.code_places.module_at):
+            observe(writer, position, what, fqn=fqn, phase="compile")
+
+
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+def take_device(device: torch.device) -> None:
+    """Gives this process, if it is one of several, a GPU of its own.
+
+    Raises:
+        UsageError: there are not enough of them.
+    """
+    here = member()
+    if here is None or device.type != "cuda":
+        return
+    count = torch.cuda.device_count()
+    if here.local_rank >= count:
+        raise UsageError(
+            f"{here.world_size} processes need a CUDA device each, and there are {count}", "Add `--device cpu`."
+        )
+    torch.cuda.set_device(here.local_rank)
+
+
+@contextmanager
+def parallel(context: Context) -> Iterator[None]:
+    """Inside, ``context.model`` is wrapped as the scenario asks, and this process belongs to the group of all ranks."""
+    spec = context.scenario.distributed
+    here = member()
+    if spec is None or here is None:
+        yield
+        return
+    context.rank = here.rank
+    dist.init_process_group(BACKENDS[context.device.type])
+    try:
+        model = context.built.model
+        if spec.strategy == "fsdp":
+            _shard(model, spec)
+        elif isinstance(context.stage.workload, (Sft, Grpo)):
+            pass  # the trainer finds the group, and wraps the model itself
+        elif any(parameter.requires_grad for parameter in model.parameters()):
+            context.wrapped = nn.parallel.DistributedDataParallel(model)
+            context.instruments.name_as(context.wrapped, model)
+        yield
+    finally:
+        context.wrapped = None
+        dist.destroy_process_group()
+
+
+def _shard(model: nn.Module, spec: Distributed) -> None:
+    from torch.distributed import fsdp
+
+    names = (spec.param_dtype, spec.reduce_dtype, spec.output_dtype)
+    param, reduce, output = (getattr(torch, name) if name is not None else None for name in names)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+    blocks = residual_blocks(model) - {id(model)}
+    for module in [module for module in model.modules() if id(module) in blocks]:
+        fsdp.fully_shard(module, mp_policy=policy)
+    fsdp.fully_shard(model, mp_policy=policy)
