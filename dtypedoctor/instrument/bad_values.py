@@ -17,18 +17,15 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtypedoctor._torch_private import memory_key
-from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.operators import Arguments, has_out, is_inplace, scalars, tensors_of
-from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.replay import replay_wider
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, measurable, measure, real_of
 from dtypedoctor.instrument.whereabouts import OUTSIDE
 from dtypedoctor.trace.events import Op, TensorNote
 from dtypedoctor.trace.records.execution import NonfiniteReached
-from dtypedoctor.trace.writer import TraceWriter
 
 EACH = 3
 """Records of one operator at one line that does the same with the same kind of values."""
@@ -144,17 +141,10 @@ class BadValues:
     ``numbers``: a list or an array of numpy; ``saved``: a file or another process; ``loss``: a backward pass begins there; ``gradient``; ``call``: an argument of a module; ``alive``: there at the end of the program and
     never used; ``unused``: gone before that, and never used), ``id`` of the tensor in the ops (0 where it is not known), ``value`` (``nan``, ``inf``
     or ``-inf``), ``source``, and for a loss or a gradient the number of its ``sample``.
-
-    Args:
-        writer: where the records go.
-        position: shared coordinates.
-        autocast: tells the autocast dtype in force.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position, autocast: AutocastLog) -> None:
-        self._writer = writer
-        self._position = position
-        self._autocast = autocast
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._held: dict[int, Bad] = {}
         self._ids = FIRST_ID
         self._seen: Counter[Any] = Counter()
@@ -227,7 +217,7 @@ class BadValues:
             value=bad.kind if bad is not None and value is None else value,
             sample=sample,
         )
-        observe(self._writer, self._position, found)
+        self._session.emit(found)
 
     def sampled(self, what: str, tensor: Tensor, sample: int) -> None:
         """A ``loss`` or a ``gradient`` has been measured as number ``sample``."""
@@ -406,13 +396,13 @@ class BadValues:
         if not ran.exact or torch.Tag.nondeterministic_seeded in ran.func.tags or ran.func.namespace != "aten":
             return
         if 0 < sum(t.numel() for t in ran.operands) <= REPLAYED:
-            replay_wider(self._writer, n, ran.func, *ran.arguments)
+            replay_wider(self._session.writer, n, ran.func, *ran.arguments)
 
     def _write(self, ran: Ran, inputs: list[TensorNote], outputs: list[TensorNote]) -> int:
-        position = self._position
-        n = self._writer.next_n()
+        position, writer = self._session.position, self._session.writer
+        n = writer.next_n()
         device = next((t.device.type for t in ran.operands if t.device.type != "cpu"), "cpu")
-        self._writer.write(
+        writer.write(
             Op(
                 n=n,
                 step=position.step,
@@ -425,7 +415,7 @@ class BadValues:
                 source=ran.source,
                 inplace=is_inplace(ran.func),
                 out_variant=has_out(ran.func),
-                autocast=self._autocast.dtype(device),
+                autocast=self._session.autocast.dtype(device),
                 scalars=scalars(ran.arguments),
                 root=OUTSIDE,
                 node=ran.node,

@@ -33,14 +33,10 @@ from dtypedoctor._torch_private import (
     version_of,
 )
 from dtypedoctor.instrument.frames import local_of
-from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.naming import Names
-from dtypedoctor.instrument.observing import observe
-from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.recorder import Looks, Place
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.models import ProcessGroup
-from dtypedoctor.trace.writer import TraceWriter
 
 
 class Followed(NamedTuple):
@@ -226,25 +222,13 @@ class Collectives:
     For each process group a :class:`ProcessGroup` is written.
 
     Args:
-        writer: where groups are described.
-        position: shared coordinates.
-        names: knows the modules that are open.
-        guard: keeps this watch's own errors from the program.
+        session: where groups are described; knows the modules that are open.
         sample: measures rows; the second argument says whether now, or with what else there is to measure.
     """
 
-    def __init__(
-        self,
-        writer: TraceWriter,
-        position: Position,
-        names: Names,
-        guard: Guard,
-        sample: Callable[[Sequence[Row], bool], None],
-    ) -> None:
-        self._writer = writer
-        self._position = position
-        self._names = names
-        self._guard = guard
+    def __init__(self, session: Session, sample: Callable[[Sequence[Row], bool], None]) -> None:
+        self._session = session
+        self._position, self._names, self._guard = session.position, session.names, session.guard
         self._sample = sample
         self._library: torch.library.Library | None = None
         self._undo: Callable[[], None] = lambda: None
@@ -338,7 +322,7 @@ class Collectives:
         route = route_of(followed.name, args, place, group)
         there = f"{group.group_name}:{route or ''}"
         if followed.name in SHARED:
-            self._writer.entered_collective()
+            self._session.writer.entered_collective()
         if followed.results is not None and self._about_to_overwrite(args[followed.results]):
             self._sample((), True)
         is_root = root is None or root == group.rank()
@@ -429,4 +413,4 @@ class Collectives:
         described = ProcessGroup(
             name=group.group_name, ranks=dist.get_process_group_ranks(group), backend=dist.get_backend(group)
         )
-        observe(self._writer, self._position, described)
+        self._session.emit(described)

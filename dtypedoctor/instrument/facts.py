@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from dtypedoctor._torch_private import SHARDING_COPIES, unit_policy, without_autocast
 from dtypedoctor.instrument.frames import source_of
-from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import Names, dtype_name, quantization_of
-from dtypedoctor.instrument.observing import observe
-from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.events import ParameterNote
 from dtypedoctor.trace.records.models import ModelConfig, PackedBits, PackedWeight, ShardCall, ShardUnit
-from dtypedoctor.trace.writer import TraceWriter
 
 SHARDING = "torch.distributed.fsdp"
 """The module that holds both generations of FSDP; it is not imported for this."""
@@ -33,10 +30,8 @@ class ShardCalls:
     Writes a :class:`ShardCall` before each ``fully_shard``, and where FSDP1 refuses a unit.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position, guard: Guard) -> None:
-        self._writer = writer
-        self._position = position
-        self._guard = guard
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._undo: list[Callable[[], None]] = []
         self._refused = 0
         self._watching = False
@@ -72,7 +67,7 @@ class ShardCalls:
         self._undo.append(lambda: setattr(owner, name, original))
 
     def _before_fully_shard(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        note = self._guard.shield(self._note, "some calls of fully_shard")
+        note = self._session.guard.shield(self._note, "some calls of fully_shard")
 
         @functools.wraps(original)
         def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +77,7 @@ class ShardCalls:
         return fully_shard
 
     def _around_first(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        note = self._guard.shield(self._note, "what FSDP1 refused")
+        note = self._session.guard.shield(self._note, "what FSDP1 refused")
 
         @functools.wraps(original)
         def wrap(unit: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +108,7 @@ class ShardCalls:
             trainable=_by_dtype((name, p) for name, p in held if p.requires_grad),
             **_dtypes_of(given.get("mp_policy")),
         )
-        observe(self._writer, self._position, called)
+        self._session.emit(called)
 
 
 def shard_units(module: nn.Module, root: int) -> Iterator[tuple[str, ShardUnit]]:
@@ -201,9 +196,8 @@ class WeightCheck:
     another format than its dtype says.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position) -> None:
-        self._writer = writer
-        self._position = position
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._packed: list[_Packed] = []
         self._left = MAX_CHECKS
 
@@ -241,7 +235,7 @@ class WeightCheck:
                     quant_dtype=_name(stored),
                     relative_error=error if isfinite(error) else None,
                 )
-                observe(self._writer, self._position, bits, fqn=packed.owner)
+                self._session.emit(bits, fqn=packed.owner)
 
     def _compare(self, n: int, index: int, operand: Tensor, root: int, fqn: str) -> None:
         fitting = self._fitting(operand, root, fqn)
@@ -258,7 +252,7 @@ class WeightCheck:
             quant_dtype=_name(closest.state.dtype),
             relative_error=error if isfinite(error) else None,
         )
-        observe(self._writer, self._position, compared, fqn=closest.owner)
+        self._session.emit(compared, fqn=closest.owner)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -353,15 +347,13 @@ _KEEP_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 class ModelFacts:
     """Writes, when an outermost module is first called, each :class:`ModelConfig` and :class:`ShardUnit` of it and the modules inside it."""
 
-    def __init__(self, writer: TraceWriter, position: Position, names: Names) -> None:
-        self._writer = writer
-        self._position = position
-        self._names = names
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._told: set[int] = set()
 
     def tell(self, module: nn.Module) -> None:
         """An outermost module is called."""
-        place = self._names.find(module)
+        place = self._session.names.find(module)
         if place is None or place[0] in self._told:
             return
         root, prefix = place
@@ -369,16 +361,16 @@ class ModelFacts:
         self._note_packed(module, root)
         for name, fact in (*_configurations(module, root), *shard_units(module, root)):
             fqn = ".".join(part for part in (prefix, name) if part)
-            observe(self._writer, self._position, fact, fqn=fqn)
+            self._session.emit(fact, fqn=fqn)
 
     def _note_packed(self, module: nn.Module, root: int) -> None:
         """Notes packed weights that no parameter holds as if one did."""
         for child in module.modules():
-            fqn = (self._names.find(child) or (root, ""))[1]
+            fqn = (self._session.names.find(child) or (root, ""))[1]
             for name, weight, state in packed_attributes(child):
-                self._writer.write(
+                self._session.writer.write(
                     ParameterNote(
-                        n=self._writer.next_n(),
+                        n=self._session.writer.next_n(),
                         root=root,
                         name=f"{fqn}.{name}",
                         dtype=dtype_name(weight),

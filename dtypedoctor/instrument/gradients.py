@@ -17,14 +17,13 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import scale_where_it_lies
-from dtypedoctor.instrument.naming import Names, dtype_name
-from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.readable import Arrivals, Coverage, values_of
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.readable import Arrivals, values_of
 from dtypedoctor.instrument.recorder import When
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Rooted, local_part, measurable
 from dtypedoctor.trace.events import Observed, ScalerState
 from dtypedoctor.trace.records.execution import Unscaled
-from dtypedoctor.trace.writer import TraceWriter
 
 BYTES_A_STEP = 64 << 20
 """Parameters measured after an ordinary step; what a CPU reads in a few milliseconds and a GPU in 20 microseconds."""
@@ -52,21 +51,14 @@ class OptimizerSamples:
     """Measures around optimizer steps.
 
     Args:
-        writer: gives sequence numbers.
-        position: shared coordinates.
-        names: knows the parameters' names.
+        session: knows the parameters' names; counts the gradients, and those that were measured.
         sample: measures named tensors as a kind of site in a phase.
-        coverage: counts the gradients, and those that were measured.
     """
 
-    def __init__(
-        self, writer: TraceWriter, position: Position, names: Names, sample: Sample, coverage: Coverage
-    ) -> None:
-        self._writer = writer
-        self._position = position
-        self._names = names
+    def __init__(self, session: Session, sample: Sample) -> None:
+        self._writer, self._position = session.writer, session.position
+        self._names, self._coverage = session.names, session.coverage
         self._sample = sample
-        self._coverage = coverage
         self._kept: WeakKeyDictionary[Optimizer, _Kept] = WeakKeyDictionary()
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -175,15 +167,10 @@ class LeafGradients:
     """The leaves of the graph of the backward pass that is running.
 
     Where no optimizer has taken a gradient yet, they are looked up, and what the pass has added up in them is measured when it is over.
-
-    Args:
-        coverage: counts the gradients.
-        names: knows the parameters' names.
     """
 
-    def __init__(self, coverage: Coverage, names: Names) -> None:
-        self._coverage = coverage
-        self._names = names
+    def __init__(self, session: Session) -> None:
+        self._coverage, self._names = session.coverage, session.names
         self._known: tuple[int, dict[int, tuple[int, str]]] = (-1, {})
         self._leaves: list[Tensor] = []
         self._claimed = False
@@ -265,14 +252,12 @@ class ScalerLog:
     """Writes a :class:`ScalerState` for each step of a gradient scaler, when the scale has arrived.
 
     Args:
-        writer: where the records go.
-        position: shared coordinates.
+        session: where the records go.
         arrivals: brings the scale.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position, arrivals: Arrivals) -> None:
-        self._writer = writer
-        self._position = position
+    def __init__(self, session: Session, arrivals: Arrivals) -> None:
+        self._writer, self._position = session.writer, session.position
         self._arrivals = arrivals
 
     def tell(self, scaler: Any, skipped: bool) -> None:
@@ -291,10 +276,8 @@ class UnscaleLog:
     That is an :class:`Unscaled` for each optimizer, again whenever one of its fields but the scale changes.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position, names: Names, arrivals: Arrivals) -> None:
-        self._writer = writer
-        self._position = position
-        self._names = names
+    def __init__(self, session: Session, arrivals: Arrivals) -> None:
+        self._writer, self._position, self._names = session.writer, session.position, session.names
         self._arrivals = arrivals
         self._last: dict[int, Unscaled] = {}
 

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import DisableTorchFunction, is_wrapper_subclass, without_modes
-from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.facts import WeightCheck
 from dtypedoctor.instrument.float32_program import HALF, Float32Program, Originals
 from dtypedoctor.instrument.frames import names_a_dtype
-from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.naming import Names, dtype_name
-from dtypedoctor.instrument.observing import observe
+from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import (
     Arguments,
     FunctionErrors,
@@ -37,7 +34,6 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )  # fmt: skip
-from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.replay import (
     AttentionReplay,
     Ran,
@@ -46,13 +42,13 @@ from dtypedoctor.instrument.replay import (
     replay_refused,
     replay_wider,
 )
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, is_spread, local_part, measurable, measure
 from dtypedoctor.instrument.whereabouts import KnownTensors, OpPlace, Whereabouts
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import Op, TensorNote
 from dtypedoctor.trace.records.execution import OpenRegions
-from dtypedoctor.trace.writer import TraceWriter
 
 MAX_OPS = 200_000
 """Ops after which a window closes by itself, so that a forgotten window cannot fill a disk."""
@@ -69,24 +65,19 @@ class OpTrace(OperatorMode):
     For an op that raises, an :class:`OpenRegions` follows.
     """
 
-    def __init__(
-        self, writer: TraceWriter, position: Position, names: Names, autocast: AutocastLog, guard: Guard,
-        originals: Originals | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, session: Session, originals: Originals) -> None:
         super().__init__()
-        self._guard = guard
-        self._writer = writer
-        self._position = position
-        self._names = names
-        self._autocast = autocast
+        self._session = session
+        self._writer, self._position = session.writer, session.position
+        self._names, self._guard = session.names, session.guard
         self._ids = TensorIds()
-        self._known = KnownTensors(names, self._ids)
+        self._known = KnownTensors(session.names, self._ids)
         self._exact = Float32Program(self._ids)
-        self._originals = originals or Originals()
+        self._originals = originals
         self._sent: dict[int, tuple[str, list[TensorNote]]] = {}
-        self._whereabouts = Whereabouts(writer, position, names, autocast)
-        self._weights = WeightCheck(writer, position)
-        self._attention = AttentionReplay(writer, position)
+        self._whereabouts = Whereabouts(session)
+        self._weights = WeightCheck(session)
+        self._attention = AttentionReplay(session)
         self._functions = FunctionErrors(self._refused_by_function, self._made_of_number)
         self._ops = 0
         self._promotions = 0
@@ -309,8 +300,8 @@ class OpTrace(OperatorMode):
         )
 
     def _note_regions(self, n: int, device: str) -> None:
-        regions = OpenRegions(of=n, device=device, regions=list(self._autocast.open_regions))
-        observe(self._writer, self._position, regions)
+        regions = OpenRegions(of=n, device=device, regions=list(self._session.autocast.open_regions))
+        self._session.emit(regions)
 
 
 def _device(tensors: list[Tensor]) -> str:

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dtypedoctor._torch_private import MODES_CAN_IGNORE_COMPILED, modes_on
-from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.operators import OperatorMode
-from dtypedoctor.instrument.position import Position, begin_thread, steps_running
+from dtypedoctor.instrument.position import begin_thread, steps_running
+from dtypedoctor.instrument.session import Guard, Session
 from dtypedoctor.interruptions import noticing
 
 Listener = Callable[[], None]
@@ -28,10 +28,6 @@ Listener = Callable[[], None]
 
 class Phases:
     """Keeps ``position.step`` and ``position.phase``.
-
-    Args:
-        position: what it keeps.
-        guard: keeps the listeners' errors from the program.
 
     Attributes:
         before_backward: called with the tensors that a backward pass starts from.
@@ -46,9 +42,8 @@ class Phases:
         failure: identity of the last exception that left a backward pass, a generation or a scaler, and that phase.
     """
 
-    def __init__(self, position: Position, guard: Guard) -> None:
-        self._position = position
-        self._guard = guard
+    def __init__(self, session: Session) -> None:
+        self._position, self._guard = session.position, session.guard
         self._undo: list[Callable[[], None]] = []
         self._steps: Counter[int] = Counter()
         self._first = 1

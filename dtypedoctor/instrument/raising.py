@@ -8,10 +8,9 @@ from dataclasses import replace
 from types import FrameType, TracebackType
 
 from dtypedoctor.instrument.frames import raising_operator
-from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.trace.events import Caught, Raised
-from dtypedoctor.trace.writer import TraceWriter
 
 __all__ = ["CaughtLog", "behind", "raised_record"]
 
@@ -25,22 +24,19 @@ _RUNNERS = ("/_pytest/runner.py", "/unittest/case.py")
 """Files on the stack of whatever a test calls."""
 
 
-def raised_record(
-    error: BaseException, writer: TraceWriter, position: Position, modules: list[str], phase: str
-) -> Raised:
+def raised_record(error: BaseException, session: Session, modules: list[str], phase: str) -> Raised:
     """The record of an exception.
 
     Args:
         error: was raised.
-        writer: gives its number.
-        position: shared coordinates.
+        session: tells the moment.
         modules: dotted names of the module calls that were open, outermost first.
         phase: in which it was raised.
     """
     return Raised(
-        n=writer.next_n(),
-        step=position.step,
-        call=position.call,
+        n=session.writer.next_n(),
+        step=session.position.step,
+        call=session.position.call,
         phase=phase,
         type=type(error).__name__,
         message=message_of(error),
@@ -51,16 +47,10 @@ def raised_record(
 
 
 class CaughtLog:
-    """Records exceptions where they are raised, at each place a few times.
+    """Records exceptions where they are raised, at each place a few times."""
 
-    Args:
-        writer: where the records go.
-        position: shared coordinates.
-    """
-
-    def __init__(self, writer: TraceWriter, position: Position) -> None:
-        self._writer = writer
-        self._position = position
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._times: Counter[tuple[object, ...]] = Counter()
         self._last: tuple[int, int, tuple[object, ...]] = (0, 0, ())
 
@@ -87,17 +77,17 @@ class CaughtLog:
         if not isinstance(error, Exception) or isinstance(error, _CONTROL_FLOW):
             return
         place = (*_place(error), ending)
-        last = (id(error), self._position.call, place)  # an address is soon another exception's
+        last = (id(error), self._session.position.call, place)  # an address is soon another exception's
         if (last == self._last and not fresh) or self._times[place] >= MAX_TIMES:
             return
         if place not in self._times and len(self._times) >= MAX_PLACES:
             return
         self._last = last
         self._times[place] += 1
-        found = raised_record(error, self._writer, self._position, modules, phase)
+        found = raised_record(error, self._session, modules, phase)
         found = replace(found, frames=[*_around(error.__traceback__), *found.frames][-MAX_FRAMES:])
         tested = any(path.endswith(_RUNNERS) for path in _files(sys._getframe()))
-        self._writer.write(Caught.of(found, ending=ending, tested=tested, root=root))
+        self._session.writer.write(Caught.of(found, ending=ending, tested=tested, root=root))
 
 
 def behind(error: BaseException | None) -> Iterator[BaseException]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dtypedoctor._torch_private import version_of
 from dtypedoctor.instrument.naming import Names
-from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, Named, measure_one
 from dtypedoctor.trace.events import Site
 from dtypedoctor.trace.writer import SampleRow, TraceWriter
@@ -269,14 +269,12 @@ class ImmediateRecorder:
     """Measures each tensor when it is handed over, so that a crash loses no more than the module that was at work.
 
     Args:
-        writer: where the samples go.
-        position: shared coordinates.
+        session: where the samples go.
         sites: numbers the places.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position, sites: Sites) -> None:
-        self._writer = writer
-        self._position = position
+    def __init__(self, session: Session, sites: Sites) -> None:
+        self._writer, self._position = session.writer, session.position
         self._sites = sites
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
         self.suspicious = False

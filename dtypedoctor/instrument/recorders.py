@@ -21,8 +21,8 @@ from torch import Tensor
 from dtypedoctor._torch_private import version_of
 from dtypedoctor.instrument.batches import Batches, Row
 from dtypedoctor.instrument.device_rows import Counts, DeviceRows, device_rows
-from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.recorder import ImmediateRecorder, Looks, Recorder, Rows, Sites, Source
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Named, modes_are_on, out_of_their_sight
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.writer import SampleRow, TraceWriter
@@ -269,15 +269,14 @@ class Recorders:
     """Hands tensors to the recorder of their device.
 
     Args:
-        writer: where the samples go.
-        position: shared coordinates.
+        session: where the samples go.
         sites: numbers the places.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position, sites: Sites) -> None:
-        self._writer = writer
+    def __init__(self, session: Session, sites: Sites) -> None:
+        self._writer = session.writer
         self._sites = sites
-        self._immediate = ImmediateRecorder(writer, position, sites)
+        self._immediate = ImmediateRecorder(session, sites)
         self._of: dict[torch.device, Recorder] = {}
 
     def record(

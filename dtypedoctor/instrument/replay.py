@@ -12,9 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dtypedoctor._torch_private import schema_of, tree_flatten, tree_map, without_autocast
 from dtypedoctor.instrument.naming import dtype_name
-from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.operators import Arguments, tensors_of
-from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_spread, measurable, measure
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
@@ -192,15 +191,10 @@ class AttentionReplay:
     leaves nothing. The experiment tells them apart: the same queries, keys, values and mask in one fused kernel. What the program did to the
     scores between their product and the softmax (scale, masks, casts) is an affine function of the scores; it is found out by doing the same to
     scores of 0, 1 and 1024.
-
-    Args:
-        writer: where the observations go.
-        position: tells step, call and phase.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position) -> None:
-        self._writer = writer
-        self._position = position
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._open: deque[_Scores] = deque(maxlen=2)
         self._replays = 0
 
@@ -234,7 +228,7 @@ class AttentionReplay:
         if found is None:
             return
         self._replays += 1
-        observe(self._writer, self._position, found)
+        self._session.emit(found)
 
 
 def _is_of_activations(ran: Ran) -> bool:

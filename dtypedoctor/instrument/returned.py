@@ -20,18 +20,15 @@ from dtypedoctor._torch_private import (
     is_wrapped,
     number_of_modes,
 )
-from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.contents import Contents, contents, tensors_given
-from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import why_opaque
-from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.readable import Coverage, Missed, readable, wants_gradient
+from dtypedoctor.instrument.readable import Missed, readable, wants_gradient
 from dtypedoctor.instrument.recorder import Looks, Place, Recorder, Sites, Source
 from dtypedoctor.instrument.recorders import Recorders
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Named, measurable, modes_are_on, out_of_their_sight
 from dtypedoctor.trace.events import Flow, NotWatched
-from dtypedoctor.trace.writer import TraceWriter
 
 MOST_MISSED = 20
 """Different types of results that are told of because they could not be measured."""
@@ -87,36 +84,20 @@ class Returned:
     """Hands module outputs and their gradients to the recorders.
 
     Args:
-        writer: where new combinations of dtypes go.
-        position: shared coordinates.
-        autocast: tells the autocast dtype in force.
-        guard: keeps errors from the program.
+        session: where new combinations of dtypes go; counts the calls, and those that were measured.
         sites: numbers the places.
         recorders: measure.
-        coverage: counts the calls, and those that were measured.
 
     Attributes:
         heard: called with each gradient that is measured, and the number of its sample.
     """
 
-    def __init__(
-        self,
-        writer: TraceWriter,
-        position: Position,
-        autocast: AutocastLog,
-        guard: Guard,
-        sites: Sites,
-        recorders: Recorders,
-        coverage: Coverage,
-    ) -> None:
-        self._writer = writer
-        self._position = position
-        self._autocast = autocast
-        self._guard = guard
+    def __init__(self, session: Session, sites: Sites, recorders: Recorders) -> None:
+        self._writer, self._position, self._autocast = session.writer, session.position, session.autocast
+        self._guard, self._coverage = session.guard, session.coverage
         self._sites = sites
         self._recorders = recorders
-        self._coverage = coverage
-        self.gradient = guard.shield(self._gradient, "some gradients of module outputs")
+        self.gradient = session.guard.shield(self._gradient, "some gradients of module outputs")
         """Records the gradient of an output: its place, its path, the outermost call that returned it, and the gradient."""
         self.heard: Callable[[Tensor, int], None] = lambda _, __: None
         self._missed: Counter[Missed] = Counter()

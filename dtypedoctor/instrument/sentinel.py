@@ -40,7 +40,6 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.instrument.bad_values import FINITE, BadValues, Ends, Ran, ends_of
 from dtypedoctor.instrument.frames import Line, line_of
-from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.operators import (
     Arguments,
     OperatorMode,
@@ -50,9 +49,8 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )
-from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.readable import Coverage
 from dtypedoctor.instrument.recorders import BEHIND
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable, real_of
 
 ALLOWANCE = 20_000
@@ -118,10 +116,8 @@ class Sentinel(OperatorMode):
     """Sees the operators that run outside of module calls.
 
     Args:
+        session: counts the operators.
         bad: follows what is not finite.
-        position: shared coordinates.
-        coverage: counts the operators.
-        guard: keeps its errors from the program.
         sample: measures a result on a device that works behind the host, under a name.
 
     Attributes:
@@ -132,15 +128,12 @@ class Sentinel(OperatorMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, bad: BadValues, position: Position, coverage: Coverage, guard: Guard,
-                 sample: Callable[[str, Tensor], None]) -> None:  # fmt: skip
+    def __init__(self, session: Session, bad: BadValues, sample: Callable[[str, Tensor], None]) -> None:
         super().__init__()
         self._bad = bad
-        self._position = position
-        self._coverage = coverage
-        self._guard = guard
-        self._settling = guard.keeping("operators outside of modules")
-        self._looking = guard.keeping("some operators outside of modules")
+        self._position, self._coverage, self._guard = session.position, session.coverage, session.guard
+        self._settling = session.guard.keeping("operators outside of modules")
+        self._looking = session.guard.keeping("some operators outside of modules")
         self._sample = sample
         self._plans: dict[Any, _Plan] = {}
         self._lines: dict[int, Line] = {}
@@ -152,7 +145,7 @@ class Sentinel(OperatorMode):
         self._between = False
         self._hooked: set[int] = set()
         self._lent = False
-        self._entering = guard.shield(self._node_begins, "gradients of some operators outside of modules")
+        self._entering = session.guard.shield(self._node_begins, "gradients of some operators outside of modules")
         self._backwards = 0
         self._seen = 0
         self._missed = 0

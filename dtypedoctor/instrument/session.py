@@ -1,401 +1,249 @@
-"""All instruments of one watched process, wired together."""
+"""What all instruments of one process share: where records go, the position, the names, the autocast regions, and the guard that keeps the
+instruments' own errors away from the program that they watch, and nothing else.
+"""
 
-import mmap
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+import torch
+from torch.amp.autocast_mode import autocast
+from torch.compiler import is_compiling
 
-from dtypedoctor._torch_private import LOST
-from dtypedoctor.instrument.autocast import AutocastLog, RegionLog
-from dtypedoctor.instrument.bad_values import BadValues, ends_of
-from dtypedoctor.instrument.collectives import Collectives, Row
-from dtypedoctor.instrument.contents import tensors_given
-from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
-from dtypedoctor.instrument.float32_program import Originals
-from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
-from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.naming import CodePlaces, Names
-from dtypedoctor.instrument.op_windows import OpWindow, OpWindows
-from dtypedoctor.instrument.optrace import OpTrace
-from dtypedoctor.instrument.phases import Exports, Phases, Threads
-from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.raising import CaughtLog, behind, raised_record
-from dtypedoctor.instrument.readable import Arrivals, Coverage, values_of
-from dtypedoctor.instrument.recorder import When
-from dtypedoctor.instrument.sentinel import Sentinel
-from dtypedoctor.instrument.silent.checks import SilentChecks
-from dtypedoctor.instrument.statistics import Rooted
-from dtypedoctor.instrument.watch import ModuleWatch
-from dtypedoctor.instrument.whereabouts import call_arguments
-from dtypedoctor.trace.events import WORKED_ELSEWHERE
+from dtypedoctor._torch_private import DisableTorchFunction, function_mode_is_on, region_is_on, set_grad_enabled
+from dtypedoctor.instrument.frames import source_of
+from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.position import Position, is_foreign
+from dtypedoctor.instrument.readable import Coverage
+from dtypedoctor.interruptions import contained, is_interruption
+from dtypedoctor.redaction.messages import elided
+from dtypedoctor.trace.events import FAILED_THERE, NotWatched, Observed
+from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.writer import TraceWriter
 
-MAX_ACCUMULATED = 100
-"""Backward passes whose gradients are recorded although they are finite and no optimizer takes them."""
+
+class _RegionsOfThread(threading.local):
+    """The regions that are open in each thread that Python has started; in those of autograd the ones of the first thread."""
+
+    def __init__(self, first: list[AutocastRegion]) -> None:
+        self.regions = first if is_foreign() else []
 
 
-class Instruments:
-    """Starts and stops everything that watches a process.
+class AutocastLog:
+    """Follows autocast regions in forward and backward, and knows the innermost one per device type, while started.
 
-    Args:
-        writer: where the records go.
-        watch: False leaves the process untouched but for exceptions and what the workload itself reports.
-        windows: where the op trace is on.
-        every: everything is measured in each ``every``-th training step, the first one included; in the others (and always
-            where this is 0) only the residual stream and the loss.
+    Below the dispatcher ``torch.is_autocast_enabled()`` always answers False, so the regions are followed where they are
+    entered: the context manager class itself, which ``custom_bwd`` also uses to restore the forward's state.
 
     Attributes:
+        entered: called with each region that is entered.
+    """
+
+    def __init__(self) -> None:
+        first: list[AutocastRegion] = []
+        self._of = _RegionsOfThread(first)
+        self._of.regions = first
+        self._undo: list[Callable[[], None]] = []
+        self.entered: list[Callable[[AutocastRegion], None]] = []
+
+    @property
+    def _regions(self) -> list[AutocastRegion]:
+        return self._of.regions
+
+    def start(self) -> None:
+        """Begins to follow regions; of those already open, the innermost of each device type is known."""
+        self._regions[:] = list(_already_open())
+        enter, leave = autocast.__enter__, autocast.__exit__
+
+        def __enter__(region: autocast) -> Any:  # noqa: N807
+            result = enter(region)
+            if not torch.compiler.is_compiling():
+                self._note(region)
+            return result
+
+        def __exit__(  # noqa: N807
+            region: autocast, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        ) -> Any:
+            if self._regions and not torch.compiler.is_compiling():
+                self._regions.pop()
+            return leave(region, kind, error, tb)
+
+        autocast.__enter__ = __enter__  # type: ignore[method-assign]
+        autocast.__exit__ = __exit__  # type: ignore[method-assign]
+
+        def undo() -> None:
+            autocast.__enter__ = enter  # type: ignore[method-assign]
+            autocast.__exit__ = leave  # type: ignore[method-assign]
+
+        self._undo.append(undo)
+
+    def stop(self) -> None:
+        """Puts the context manager back as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _note(self, region: autocast) -> None:
+        found = AutocastRegion(
+            device=region.device,
+            wanted=str(region.fast_dtype).removeprefix("torch."),
+            enabled=region_is_on(region),
+            source=source_of(sys._getframe(2)),
+        )
+        self._regions.append(found)
+        for listener in self.entered:
+            listener(found)
+
+    def dtype(self, device: str) -> str | None:
+        """The autocast dtype in force for ``device`` (``cpu``, ``cuda``), or None."""
+        regions = self._of.regions
+        if not regions:
+            return None
+        return next((region.dtype for region in reversed(regions) if region.device == device), None)
+
+    @property
+    def open_regions(self) -> tuple[AutocastRegion, ...]:
+        """Every region that is open, outermost first."""
+        return tuple(self._regions)
+
+
+def _already_open() -> list[AutocastRegion]:
+    return [
+        AutocastRegion(
+            device=d, wanted=str(torch.get_autocast_dtype(d)).removeprefix("torch."), enabled=True, source=None
+        )
+        for d in ("cpu", "cuda")
+        if torch.is_autocast_enabled(d)
+    ]
+
+
+grad_is_enabled = torch.is_grad_enabled
+
+MAX_TOLD = 50
+"""Different things that are reported as not watched; a program can have any number of modules."""
+
+
+class Guard:
+    """Calls instruments so that nothing they raise reaches the program.
+
+    What a signal handler of the program raises while an instrument is at work, or another thread sends, passes unchanged
+    (:mod:`dtypedoctor.interruptions`); what was muted for the instrument's own work is not muted any more then, and autograd is
+    on or off as it was. A ``with`` block does not see to that: its ``__exit__`` may be what is interrupted.
+
+    Args:
+        writer: where what went unwatched is recorded, once each.
+        position: nothing is called while it is muted.
+    """
+
+    def __init__(self, writer: TraceWriter, position: Position) -> None:
+        self._writer = writer
+        self._position = position
+        self._told: set[str] = set()
+
+    def shield(self, callback: Callable[..., Any], what: str) -> Callable[..., None]:
+        """``callback`` as a hook that returns nothing, raises nothing of its own, and stands still inside compiled code.
+
+        Every way from the program into the instruments leads through here, or through :meth:`keeping`.
+
+        Args:
+            callback: the instrument.
+            what: what goes unwatched where it fails, in words.
+        """
+        position = self._position
+
+        def hook(*args: Any) -> None:
+            if is_compiling() or (position.of.here or position.last).muted:
+                return
+            if position.silenced:
+                position.silent_work()
+                return
+            if function_mode_is_on():  # the program's own, which is to see what the program does and nothing else
+                with DisableTorchFunction():
+                    hook(*args)
+                return
+            grad = grad_is_enabled()
+            try:
+                callback(*args)
+            except BaseException as error:  # a defect of ours must not become the program's; all else is raised again
+                position.unmute()
+                if grad_is_enabled() is not grad:
+                    set_grad_enabled(grad)
+                if is_interruption(error):
+                    raise
+                self.failed(what, error)
+
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch warns of other hooks when it pickles a tensor
+        return hook
+
+    def keeping(self, what: str) -> contained:
+        """A context in which errors of ours are kept from the program: the same as :meth:`shield` for a few lines."""
+        return contained(lambda error: self.failed(what, error))
+
+    def failed(self, what: str, error: BaseException) -> None:
+        """Records that ``what`` is not watched because of a defect of ours.
+
+        Raises:
+            Exception: ``error`` itself, where it is an interruption.
+        """
+        if is_interruption(error):
+            raise error
+        with contained() as text:
+            message = elided(str(error))[:200]  # runs code of its class, which may be the program's
+        self.tell(what, f"{FAILED_THERE} with {type(error).__name__}: {message if not text.error else '?'}")
+
+    def tell(self, what: str, why: str) -> None:
+        """Records that ``what`` is not watched."""
+        if what in self._told or len(self._told) >= MAX_TOLD:
+            return
+        self._told.add(what)
+        with contained(
+            lambda _: self._writer.disown()
+        ):  # closed, say: nothing can be recorded, and the program goes on
+            self._writer.write(NotWatched(what=what, why=why))
+
+
+MAX_NOTES = 40
+"""Observations of one kind that :meth:`Session.once` writes; a defect that is seen everywhere need not be recorded everywhere."""
+
+
+class Session:
+    """The one thing that every instrument of a process is made with.
+
+    Attributes:
+        writer: where records go.
+        position: step, call and phase of the moment.
+        names: dotted names of modules, parameters and buffers.
+        autocast: the autocast regions that are open.
+        guard: keeps the instruments' own errors from the program.
         coverage: how much of what ran was measured.
     """
 
-    def __init__(
-        self, writer: TraceWriter, *, watch: bool = True, windows: Sequence[OpWindow] = (), every: int = 1
-    ) -> None:
-        self.position = Position()
-        self.coverage = Coverage()
-        self._counted = False
+    def __init__(self, writer: TraceWriter) -> None:
         self.writer = writer
-        self._watch = watch
-        self._autocast = AutocastLog()
+        self.position = Position()
         self.names = Names(writer)
-        self.code_places = CodePlaces(self.names)
+        self.autocast = AutocastLog()
         self.guard = Guard(writer, self.position)
-        self._phases = Phases(self.position, self.guard)
-        self._modules = ModuleWatch(writer, self.position, self.names, self._autocast, self.guard, self.coverage)
-        self._modules.every = every
-        self._samples = OptimizerSamples(writer, self.position, self.names, self._sample_of_step, self.coverage)
-        originals = Originals()
-        self._ops = OpTrace(writer, self.position, self.names, self._autocast, self.guard, originals)
-        self.collectives = Collectives(writer, self.position, self.names, self.guard, self._sample_collective)
-        self.sharding = ShardCalls(writer, self.position, self.guard)
-        self._again = [window.call for window in windows if window.eager]
-        self._windows = OpWindows(self._ops, self.position, windows)
-        self.silent = SilentChecks(writer, self.position, self.names, self._autocast, self.guard, originals)
-        self._bad = BadValues(writer, self.position, self._autocast)
-        self._stopped = False
-        self.sentinel = self._new_sentinel()
-        self._of_thread = threading.local()
-        self._children = mmap.mmap(-1, 1)  # shared with processes that the program forks
-        self._exports = Exports(self.guard, self._bad.left)
-        self._bad.noticed = self._exports.start
-        self.position.silent_work = self._note_child
-        self._threads = Threads(self.guard, self._thread_begins, self._thread_ends)
-        self._gradients = 0
-        self._leaves = LeafGradients(self.coverage, self.names)
-        self._facts = ModelFacts(writer, self.position, self.names)
-        self.arrivals = Arrivals()
-        self._unscale = UnscaleLog(writer, self.position, self.names, self.arrivals)
-        self._scaler = ScalerLog(writer, self.position, self.arrivals)
-        self._regions = RegionLog(writer, self.position)
-        self._caught = CaughtLog(writer, self.position)
-        self._listen()
+        self.coverage = Coverage()
+        self._once: dict[str, set[Any]] = {}
 
-    def _listen(self) -> None:
-        self._phases.before_backward.append(self._before_backward)
-        self._phases.after_backward.append(self._after_backward)
-        self._phases.before_step.append(self._before_step)
-        self._phases.after_step.append(self._after_step)
-        self._phases.after_scaler.append(self._after_scaler)
-        self._modules.before_root.append(self._before_call)
-        self._modules.after_root.append(self._after_call)
-        self._modules.on_error.append(self._ops.refused_by_module)
-        if self._watch:
-            self._phases.before_unscale.append(self._unscale.tell)
-            self._phases.on_failure.append(self.note_caught)
-            self._modules.on_error.append(self._note_left)
-            self._modules.before_any.append(self._enters_modules)
-            self._modules.after_any.append(self._leaves_modules)
-            self._modules.hear_gradients(self._note_gradient)
-            self._modules.before_root += [self._facts.tell, self.code_places.learn]
-            self._phases.on_gradients.append(self._measure_returned)
-            self._phases.pause, self._phases.resume, self._phases.settle = self._pause, self._resume, self._settle
-            self._autocast.entered.append(self.guard.shield(self._regions.tell, "some autocast regions"))
-            self.silent.listen(self._phases, self._modules)
-            self._windows.scaled_backward.append(self.silent.scaled_backward)
-            if self._again:
-                self.silent.make_again(self._again, self._modules)
-
-    def start(self) -> None:
-        """Begins to watch."""
-        self._autocast.start()
-        self._phases.start()
-        self._phases.follow_generate()
-        if self._watch:
-            for what, name in LOST.items():
-                self.guard.tell(what, f"this torch has no {name}")
-            self._modules.start()
-            self.collectives.start()
-            self.sharding.start()
-            self.silent.start()
-        self._windows.start()
-        if self._watch:
-            self._thread_begins(self.sentinel)
-            self._threads.start()
-
-    def _new_sentinel(self) -> Sentinel:
-        sentinel = Sentinel(self._bad, self.position, self.coverage, self.guard, self._sample_operator)
-        sentinel.quiet = lambda: self._stopped or self._ops.is_open
-        sentinel.wanted = lambda: self._modules.whole
-        sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
-        return sentinel
-
-    def _note_child(self) -> None:
-        """A module or a backward pass runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""
-        loader = sys.modules.get("torch.utils.data")
-        if loader is None or loader.get_worker_info() is None:
-            self._children[0] = 1
-
-    def _thread_begins(self, sentinel: Sentinel | None = None) -> None:
-        self._of_thread.sentinel = sentinel or self._new_sentinel()
-        self._of_thread.sentinel.start()
-
-    def _thread_ends(self) -> None:
-        if (sentinel := self._here()) is not None:
-            sentinel.leave()
-
-    def _here(self) -> Sentinel | None:
-        """The sentinel of this thread; None in one that autograd or another library has started, and in a daemon."""
-        return getattr(self._of_thread, "sentinel", None)
-
-    def _pause(self) -> None:
-        if (sentinel := self._here()) is not None:
-            sentinel.pause()
-
-    def _resume(self) -> None:
-        if (sentinel := self._here()) is not None:
-            sentinel.resume()
-
-    def _settle(self) -> None:
-        if (sentinel := self._here()) is not None:
-            sentinel.settle()
-
-    def stop(self) -> None:
-        """Stops watching and puts back everything that was replaced."""
-        if self._watch:
-            self._threads.stop()
-            self._exports.stop()
-            if self._children[0]:
-                self.guard.tell("modules and backward passes in forked processes", WORKED_ELSEWHERE)
-            self._stopped = True
-            self.sentinel.stop()
-            self._measure_gradients(self._samples.gradients_left() if self._modules.whole else [])
-            self.silent.stop()
-            self.collectives.stop()
-            self.sharding.stop()
-        self._ops.close()
-        self._samples.look_closer()
-        self._modules.stop()
-        self._phases.stop()
-        self._autocast.stop()
-        self.arrivals.finish()
-        if self._watch and not self._counted:
-            self._counted = True
-            self.writer.write(self.coverage.record())
-
-    @property
-    def phases(self) -> Phases:
-        """What tells of backward passes and optimizer steps."""
-        return self._phases
-
-    @property
-    def modules(self) -> ModuleWatch:
-        """What tells of outermost module calls."""
-        return self._modules
-
-    @property
-    def watching(self) -> bool:
-        """Whether more than exceptions and the workload's own numbers is recorded."""
-        return self._watch
-
-    @contextmanager
-    def probing(self) -> Iterator[None]:
-        """Nothing inside is recorded but the module that is being entered."""
-        with self.position.during("probe"), self.position.mute(), self._modules.only_marking():
-            yield
-
-    def begin_stage(self, step: int) -> None:
-        """A step of the scenario begins: its first training step is number ``step`` of the process."""
-        self._phases.restart(step)
-
-    def attach(self, model: nn.Module) -> None:
-        """Names ``model`` as an outermost module before it is first called."""
-        if self._watch and self.names.find(model) is None:
-            self.names.add_root(model)
-
-    def name_as(self, wrapper: nn.Module, model: nn.Module) -> None:
-        """Gives ``wrapper``, through which ``model`` is called, the same name."""
-        self.names.add_alias(wrapper, model)
-
-    def detach(self, model: nn.Module) -> None:
-        """Forgets ``model``, so that its memory can be freed; its number is not given to another."""
-        self.names.remove_root(model)
-
-    def _sample_collective(self, rows: Sequence[Row], at_once: bool) -> None:
-        if not self._modules.whole:
-            return
-        self._modules.sample_rows(rows)
-        if at_once:  # in the order of the stream: what comes next overwrites them
-            self._modules.flush()
-
-    def _before_call(self, module: nn.Module) -> None:
-        self._phases.forget_ended_steps()
-        if self._watch:
-            self.collectives.start()
-            self.collectives.settle()
-        self._phases.follow_generate()
-        self._windows.before_call(module)
-
-    def _after_call(self, module: nn.Module) -> None:
-        self._windows.after_call()
-        self._look_closer()
-
-    def _before_backward(self, tensors: list[Tensor]) -> None:
-        self._windows.before_backward(tensors)
-        if self._watch:
-            if (sentinel := self._here()) is not None:
-                sentinel.backward_begins(tensors)
-            if self._modules.whole:
-                self._leaves.before(tensors)
-            found = [(0, str(i), t) for i, t in enumerate(map(values_of, tensors)) if t is not None]
-            self.coverage.losses += len(tensors)
-            self._measure_outside("loss", found, "forward")
-            self.coverage.losses_measured += len(found)
-            self._look_closer()
-
-    def _after_backward(self) -> None:
-        self._windows.after_backward()
-        if self._watch:
-            self.collectives.settle(backward_is_over=True)
-            self._measure_gradients(self._leaves.after())
-            self._samples.backward_is_over()
-            self._modules.flush()
-            self._look_closer()
-
-    def _sample_of_step(self, kind: str, found: list[Rooted], phase: str, when: When | None) -> None:
-        if kind == "grad":
-            self._measure_outside(kind, found, phase)
-        else:
-            self._modules.sample_now(kind, found, phase, when)
-
-    def _measure_outside(self, kind: str, found: list[Rooted], phase: str) -> None:
-        """Measures what no module returned, and says where in the ops the sentinel has seen it, if it is not finite."""
-        position = self.position
-        first = self.writer.next_n(len(found))
-        self._modules.sample_now(kind, found, phase, When(first, position.step, position.call))
-        if not self._bad.any:
-            return
-        for number, (_, _, tensor) in enumerate(found, first):
-            self._bad.sampled("loss" if kind == "loss" else "gradient", tensor, number)
-
-    def _measure_gradients(self, found: list[Rooted]) -> None:
-        """Of gradients that no optimizer takes, all are measured; beyond the first few only those that are not finite are recorded."""
-        self._gradients += 1
-        if found and self._gradients > MAX_ACCUMULATED:
-            found = [one for one in found if one[-1].device.type != "cpu" or not ends_of(one[-1]).finite]
-        if found:
-            self._measure_outside("accumulated", found, "backward")
-
-    def _measure_returned(self, gradients: object) -> None:
-        self._measure_gradients(self._leaves.returned(gradients))
-
-    def _sample_operator(self, name: str, tensor: Tensor) -> None:
-        self._modules.sample_now("operator", [(0, name, tensor)], self.position.phase)
-
-    def _enters_modules(self, module: nn.Module) -> None:
-        """An outermost call begins: hooks see what happens from here on; what goes in has been seen by the sentinel."""
-
-        def given() -> list[Tensor]:
-            args, kwargs = call_arguments(module)
-            return [tensor for _, tensor in tensors_given(args, kwargs)]
-
-        if (sentinel := self._here()) is not None:
-            sentinel.modules_begin(given)
-        if self._bad.any:
-            self._bad.enters(given(), module)
-
-    def _leaves_modules(self) -> None:
-        if (sentinel := self._here()) is not None:
-            sentinel.modules_end()
-
-    def _note_gradient(self, gradient: Tensor, number: int) -> None:
-        """The gradient of what a module returned is sample ``number``: says where the sentinel has seen it, if it is not finite."""
-        if self._bad.any:
-            self._bad.sampled("gradient", gradient, number)
-
-    def _look_closer(self) -> None:
-        """Looks at all parameters where something has just been found not to be finite."""
-        if self._modules.suspicious():
-            self._samples.look_closer()
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        self.collectives.settle()
-        self._leaves.claim()
-        if self._watch and self._modules.whole:
-            self._samples.before_step(optimizer)
-            self._modules.flush()
-        self._windows.before_step()
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        self._windows.after_step()
-        if self._watch:
-            self._samples.after_step(optimizer, sentinel=not self._modules.whole)
-            self._modules.flush()
-            self.names.glance_at_parameters()
-
-    def _after_scaler(self, scaler: Any, optimizer: Optimizer, skipped: bool) -> None:
-        if skipped:
-            self._windows.after_step()
-            self._samples.skipped(optimizer)
-        if self._watch:
-            self._scaler.tell(scaler, skipped)
-
-    def _recomputed_for(self, error: BaseException) -> list[str]:
-        """The module whose recomputation torch compares with its forward pass, after leaving it, and finds different."""
-        recomputed = self._modules.recomputed
-        return [recomputed] if recomputed is not None and type(error).__name__ == "CheckpointError" else []
-
-    def note_exception(self, error: BaseException) -> None:
-        """Records an exception that reached the top, and those that it was raised from."""
-        modules, phase = self._raised_in(error)
-        self.writer.write(raised_record(error, self.writer, self.position, modules, phase))
-        self.note_behind(error)
-
-    def note_behind(self, error: BaseException) -> None:
-        """Records the exceptions that ``error``, which ends the program, was raised from."""
-        for cause in behind(error):
-            self.note_caught(cause, ending=True)
-
-    def note_caught(self, error: BaseException, *, root: int = -1, ending: bool = False) -> None:
-        """Records an exception where it is raised: the program may catch it.
+    def emit(self, record: Any, *, fqn: str | None = None, phase: str | None = None) -> None:
+        """Writes what an instrument has observed, with the coordinates of the moment.
 
         Args:
-            error: was raised.
-            root: number of the outermost module whose call it has left; -1 outside of all.
-            ending: whether the program ends because of it.
+            record: one of :mod:`dtypedoctor.trace.records`.
+            fqn: dotted name of the module that it is about.
+            phase: the phase that it belongs to, where it is not the present one.
         """
-        modules, phase = self._raised_in(error)
-        self._caught.note(error, modules, phase, root=root, ending=ending)
+        here = self.position
+        phase = phase if phase is not None else here.phase
+        n = self.writer.next_n()
+        self.writer.write(Observed(n=n, step=here.step, call=here.call, phase=phase, what=record, fqn=fqn))
 
-    def _note_outside(self, error: BaseException) -> None:
-        """An operator outside of modules has just raised."""
-        self._modules.raised_in = (id(error), [])
-        self._caught.note(error, [], self._phase_of(error), fresh=True)
-
-    def _note_left(self, module: nn.Module, args: Any, error: BaseException) -> None:
-        found = self.names.find(module)
-        self.note_caught(error, root=found[0] if found is not None else -1)
-
-    def _raised_in(self, error: BaseException) -> tuple[list[str], str]:
-        """The module calls that were open where an exception was raised, outermost first, and the phase."""
-        identity, modules = self._modules.raised_in
-        return modules if identity == id(error) else self._recomputed_for(error), self._phase_of(error)
-
-    def _phase_of(self, error: BaseException) -> str:
-        """The phase in which an exception was raised; what was being done has been left by now."""
-        identity, phase = self._phases.failure
-        return phase if identity == id(error) else self.position.phase
+    def once(self, record: Any, key: Any, fqn: str | None = None) -> None:
+        """Does the same unless a record of this kind and ``key`` has been written, or :data:`MAX_NOTES` of this kind."""
+        written = self._once.setdefault(record.KIND, set())
+        if key not in written and len(written) < MAX_NOTES:
+            written.add(key)
+            self.emit(record, fqn=fqn)

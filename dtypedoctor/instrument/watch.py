@@ -15,17 +15,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook
-from dtypedoctor.instrument.autocast import AutocastLog
-from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.naming import Names
 from dtypedoctor.instrument.operators import being_recorded
-from dtypedoctor.instrument.position import Here, Position, forget_ended_calls
-from dtypedoctor.instrument.readable import Coverage
+from dtypedoctor.instrument.position import Here, forget_ended_calls
 from dtypedoctor.instrument.recorder import Looks, Place, Places, Sites, When, looks_of
 from dtypedoctor.instrument.recorders import Recorders
 from dtypedoctor.instrument.returned import Returned
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Rooted
-from dtypedoctor.trace.writer import TraceWriter
 
 CallListener = Callable[[nn.Module], None]
 
@@ -38,38 +34,21 @@ _RAISED = object()
 class ModuleWatch:
     """Records dtype, shape, magnitude and finiteness of module outputs and their gradients.
 
-    Args:
-        writer: where the records go.
-        position: shared coordinates; this watch keeps ``call`` and ``stack``.
-        names: gives modules their dotted names; a module called outside of any known one becomes a new root.
-        autocast: tells the autocast dtype in force.
-        guard: keeps this watch's own errors from the program, and its hooks out of compiled code.
-        coverage: counts the calls, and those that were measured.
+    It keeps the position's ``call`` and ``stack``; a module called outside of any known one becomes a new root.
 
     Attributes:
         every: all modules are measured in each ``every``-th step, the first one included; in the other steps only the
             residual stream, and in every step where this is 0.
     """
 
-    def __init__(
-        self,
-        writer: TraceWriter,
-        position: Position,
-        names: Names,
-        autocast: AutocastLog,
-        guard: Guard,
-        coverage: Coverage | None = None,
-    ) -> None:
+    def __init__(self, session: Session) -> None:
         self.every = 1
-        self._writer = writer
-        self._position = position
-        self._names = names
-        self._guard = guard
-        self._sites = Sites(writer)
-        self._places = Places(names)
-        self._recorders = Recorders(writer, position, self._sites)
-        self._coverage = coverage or Coverage()
-        self._returned = Returned(writer, position, autocast, guard, self._sites, self._recorders, self._coverage)
+        self._writer, self._position, self._names = session.writer, session.position, session.names
+        self._guard, self._coverage = session.guard, session.coverage
+        self._sites = Sites(session.writer)
+        self._places = Places(session.names)
+        self._recorders = Recorders(session, self._sites)
+        self._returned = Returned(session, self._sites, self._recorders)
         self._handles: list[Any] = []
         self._reveal: Callable[[], None] | None = None
         self._leading = threading.Lock()

@@ -20,14 +20,11 @@ from dtypedoctor._torch_private import (
     next_sequence_number,
     sequence_number,
 )
-from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.frames import function_context, function_name, local_of, source_of
 from dtypedoctor.instrument.naming import Names
-from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.operators import TensorIds
-from dtypedoctor.instrument.position import Position
-from dtypedoctor.trace.records.execution import CustomFunction
-from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.instrument.session import Session
+from dtypedoctor.trace.records.execution import AutocastRegion, CustomFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +59,17 @@ class Whereabouts:
     backward begins, a :class:`CustomFunction` is written.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position, names: Names, autocast: AutocastLog) -> None:
-        self._writer = writer
-        self._position = position
-        self._names = names
-        self._autocast = autocast
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._origins: dict[int, OpPlace] = {}
         self._noted: set[int] = set()
 
     def here(self, frame: FrameType, device: str) -> OpPlace:
         """The place of the operator that is called from ``frame`` on a tensor of ``device``."""
-        autocast = self._autocast.dtype(device)
+        autocast = self._session.autocast.dtype(device)
         source = source_of(frame)
         node = autograd_node()
-        if node is not None and not self._position.stack:
+        if node is not None and not self._session.position.stack:
             return self._in_backward(node, source, autocast)
         context = function_context(frame)
         function = function_name(context) if context is not None else None
@@ -88,8 +82,8 @@ class Whereabouts:
         return place
 
     def _module(self) -> tuple[int, str]:
-        stack = self._position.stack
-        found = self._names.find(stack[-1]) if stack else None
+        stack = self._session.position.stack
+        found = self._session.names.find(stack[-1]) if stack else None
         return found if found is not None else (OUTSIDE, "")
 
     def _in_backward(self, node: torch.autograd.graph.Node, source: str | None, autocast: str | None) -> OpPlace:
@@ -117,7 +111,26 @@ class Whereabouts:
             forward_autocast=made.autocast,
             forward_source=made.source,
         )
-        observe(self._writer, self._position, function, fqn=made.fqn)
+        self._session.emit(function, fqn=made.fqn)
+
+
+MAX_REGIONS = 100
+"""Different regions that are told of."""
+
+
+class RegionLog:
+    """Writes each different region that is entered."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._told: set[AutocastRegion] = set()
+
+    def tell(self, region: AutocastRegion) -> None:
+        """A region is entered."""
+        if region in self._told or len(self._told) >= MAX_REGIONS:
+            return
+        self._told.add(region)
+        self._session.emit(region)
 
 
 MAX_DEPTH = 4

@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.facts import SHARDING
-from dtypedoctor.instrument.observing import observe
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.operators import keep_compiler_out
 from dtypedoctor.instrument.position import FOR_GOOD
 from dtypedoctor.instrument.readable import values_of
-from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import Environment, Metric, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import getpid, perf_counter
@@ -187,7 +186,7 @@ class ProcessWatch:
         if not (report.frames or report.unique_graphs):
             return
         for what, fqn in observations(report, self.instruments.code_places.module_at):
-            observe(self._writer, self.instruments.position, what, fqn=fqn, phase="compile")
+            self.instruments.session.emit(what, fqn=fqn, phase="compile")
         if report.unique_graphs:
             self._writer.write(
                 NotWatched(

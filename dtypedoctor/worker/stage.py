@@ -15,7 +15,6 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.capture import Capture
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.cuda_streams import StreamWatch
-from dtypedoctor.instrument.observing import observe
 from dtypedoctor.instrument.recorder import residual_blocks
 from dtypedoctor.scenario.model import Distributed, Grpo, Sft
 from dtypedoctor.scenario.request import Capture as Wanted
@@ -89,9 +88,8 @@ def _why_streams_are_not_watched(context: Context) -> str:
 
 
 def _write_launches(context: Context, watch: StreamWatch) -> None:
-    writer, position = context.instruments.writer, context.instruments.position
     for use in watch.uses():
-        observe(writer, position, StreamLaunches(**asdict(use), stale=use.stale))
+        context.instruments.session.emit(StreamLaunches(**asdict(use), stale=use.stale))
 
 
 @contextmanager
@@ -116,9 +114,8 @@ def compiling(context: Context) -> Iterator[None]:
         with watch:
             yield
     finally:
-        writer, position = context.instruments.writer, context.instruments.position
         for what, fqn in observations(watch.report(), context.instruments.code_places.module_at):
-            observe(writer, position, what, fqn=fqn, phase="compile")
+            context.instruments.session.emit(what, fqn=fqn, phase="compile")
 
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}

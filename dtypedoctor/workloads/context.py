@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.statistics import is_spread
 from dtypedoctor.interruptions import contained
 from dtypedoctor.models.build import Built

@@ -13,7 +13,7 @@ from torch.utils._debug_mode import DebugMode
 from transformers.debug_utils import DebugUnderflowOverflow
 
 from dtypedoctor.instrument.contents import tensors_in
-from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import Header
 from dtypedoctor.trace.writer import EVENTS, TraceWriter
 from tests.benchmarks.counting import count_synchronisations

@@ -15,7 +15,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from watched import watched
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.models.build import build, perturb
 from dtypedoctor.scenario.model import Model, Perturbation, Scenario
 from dtypedoctor.tickets.fused_llama.model import is_fused

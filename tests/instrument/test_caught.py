@@ -12,7 +12,7 @@ from torch import nn
 from watched import watched
 
 from dtypedoctor.instrument import raising
-from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.run import Run, WorkerExit

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from dtypedoctor.instrument.contents import tensors_in
-from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.statistics import local_part, measurable
 from dtypedoctor.trace.events import NotWatched, Op
 from dtypedoctor.trace.reader import Trace, read_trace

@@ -10,7 +10,7 @@ from torch.nn import functional
 from watched import watched
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.tickets.custom_moe.layers import Attention, MixtureOfExperts, clamped_gate, rotate
 from dtypedoctor.tickets.custom_moe.model import (
     GPT_OSS_KEEP_LIST,

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import WORKED_ELSEWHERE, Coverage, NotWatched, Root
 from dtypedoctor.trace.lines import Lines
 from dtypedoctor.trace.reader import Trace, read_trace

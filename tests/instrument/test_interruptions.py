@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.reader import Trace
 from tests.instrument.watched import watched

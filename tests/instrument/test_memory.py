@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtypedoctor.instrument import batches
 from dtypedoctor.instrument.device_rows import NormRows
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.op_windows import OpWindow
-from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import Header
 from dtypedoctor.trace.writer import TraceWriter
 

@@ -15,8 +15,8 @@ from watched import watched
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.op_windows import OpWindow
-from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.models.pretrained import quantize_linears
 from dtypedoctor.scenario.model import Quantization
 from dtypedoctor.tickets.fused_llama import dequantize

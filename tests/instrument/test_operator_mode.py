@@ -10,7 +10,7 @@ LOOKED_AT = """
     from pathlib import Path
     from dtypedoctor.instrument.op_windows import OpWindow
     from dtypedoctor.instrument.operators import keep_compiler_out
-    from dtypedoctor.instrument.session import Instruments
+    from dtypedoctor.instrument.instruments import Instruments
     from dtypedoctor.trace.events import Op
     from dtypedoctor.trace.reader import read_trace
     from dtypedoctor.trace.writer import TraceWriter

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import RoutineLook, Seen
 from dtypedoctor.trace.events import NotWatched, Observation
 from dtypedoctor.trace.writer import TraceWriter
@@ -205,16 +204,16 @@ class Noting:
 
 def test_calls_one_two_and_then_each_eight_times_later_are_looked_at(tmp_path: Path) -> None:
     """So that a long run costs what a short one does; generation is counted by itself."""
-    writer, position, noting = TraceWriter(tmp_path), Position(), Noting()
-    look = RoutineLook([noting], position, Guard(writer, position))
+    session, noting = Session(TraceWriter(tmp_path)), Noting()
+    look = RoutineLook([noting], session)
     module, x = nn.Identity(), torch.ones(2)
     for phase, last in (("forward", 300), ("generate", 5)):
-        with position.during(phase):
+        with session.position.during(phase):
             for noting.call in range(1, last + 1):
                 look.before_call(module)
                 x.neg()
                 look.after_call()
-    writer.close()
+    session.writer.close()
     assert noting.looked_at == [1, 2, 16, 128, 1, 2]
 
 

@@ -13,8 +13,8 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument import sentinel
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.sentinel import Sentinel
-from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import Coverage, NotWatched, Op
 from dtypedoctor.trace.records.execution import NonfiniteReached
 

@@ -11,8 +11,8 @@ from torch import distributed as dist
 from dtypedoctor.instrument import batches, recorders
 from dtypedoctor.instrument.batches import Batches
 from dtypedoctor.instrument.device_rows import Asked, NormRows
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.recorders import Recorders
-from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.reader import Trace, read_trace
 from dtypedoctor.trace.writer import TraceWriter
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from watched import watched
 
-from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.reader import Trace
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from watched import watched
 
 from dtypedoctor.analysis import analysis_of
-from dtypedoctor.instrument.session import Instruments
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import Flow, ParameterNote, Raised, Root, ScalerState
 from dtypedoctor.trace.reader import Trace
 

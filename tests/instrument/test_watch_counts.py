@@ -19,8 +19,8 @@ from watched import watched as watched_by
 import dtypedoctor
 from dtypedoctor.instrument import batches, recorders
 from dtypedoctor.instrument.device_rows import Asked, NormRows
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.readable import Arrivals
-from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import Header, NotWatched, ScalerState
 from dtypedoctor.trace.reader import Trace, read_trace
 from dtypedoctor.trace.writer import EVENTS, TraceWriter

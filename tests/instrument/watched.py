@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.op_windows import OpWindow
-from dtypedoctor.instrument.session import Instruments
 from dtypedoctor.trace.events import End, Header
 from dtypedoctor.trace.reader import Trace, read_trace
 from dtypedoctor.trace.writer import TraceWriter

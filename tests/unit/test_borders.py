@@ -17,7 +17,7 @@ CONFIGURATION = PACKAGE.parent / "pyproject.toml"
 Lint = Callable[[dict[str, str]], str]
 
 CROSSINGS = {
-    "instrument/guard.py": "from dtypedoctor.diagnosis import wording",
+    "instrument/session.py": "from dtypedoctor.diagnosis import wording",
     "corrections/contract.py": "import dtypedoctor.report.text",
     "worker/boot.py": "from dtypedoctor.runner import launch",
     "models/builtin.py": "from dtypedoctor.trials import remedies",

@@ -16,8 +16,8 @@ from torch import Tensor
 from dtypedoctor._torch_private import schema_of, tree_map
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import bytes_of, fits, leaves_memory_as_it_was, scalars, tensors_of
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
-from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import Extent, measurable, measure
 from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
 from dtypedoctor.interruptions import contained
@@ -55,7 +55,7 @@ class AbsorbedOverflows:
     are run beside the real ones on the same operands in float32, and the two results are compared.
     """
 
-    notes: Notes
+    session: Session
     whereabouts: Whereabouts
     _shadows: dict[int, _Shadow] = field(default_factory=dict)
     _count: int = 0
@@ -103,7 +103,7 @@ class AbsorbedOverflows:
         if fits(bytes_of(held.values()) + bytes_of(wide, 4), seen.results[0].device):
             return _in_float32(seen, shadows)
         self._shadows.clear()
-        self.notes.leave_out(
+        self.session.guard.tell(
             _LARGE_TENSORS, "their float32 copies would take too much memory; a smaller batch is checked"
         )
         return []
@@ -162,7 +162,7 @@ class AbsorbedOverflows:
             born=birth.op,
         )
         key = (birth.op.op, birth.op.fqn, birth.op.source, seen.name, place.source)
-        self.notes.once(absorbed, key, _fqn(place))
+        self.session.once(absorbed, key, fqn=_fqn(place))
 
     def _place(self) -> OpPlace:
         return self.whereabouts.here(sys._getframe(), "cpu")
@@ -254,7 +254,7 @@ class RouterFlips:
     operands, and everything between it and the selection, and compares the chosen sets.
     """
 
-    notes: Notes
+    session: Session
     whereabouts: Whereabouts
     _recent: deque[_Product] = field(default_factory=lambda: deque(maxlen=2))
     _judged: dict[int, tuple[RouterChoice, str | None]] = field(default_factory=dict)
@@ -276,7 +276,7 @@ class RouterFlips:
         if fed and seen.name == _SELECTION:
             self._judge(seen, fed[-1])
         elif seen.name == _SELECTION and self._dropped:
-            self.notes.leave_out(
+            self.session.guard.tell(
                 _MANY_TOKENS, "what they were made of would have to be kept; a smaller batch is checked"
             )
         for product in fed:
@@ -292,7 +292,7 @@ class RouterFlips:
         """Tells of selections that have been judged, and whose result is used now."""
         for number in self._judged.keys() & set(numbers):
             choice, fqn = self._judged.pop(number)
-            self.notes.once(choice, (fqn, choice.scores_source, choice.source), fqn)
+            self.session.once(choice, (fqn, choice.scores_source, choice.source), fqn=fqn)
 
     def _follow(self, seen: Seen, product: _Product, numbers: Sequence[int]) -> None:
         others = [t for t, number in zip(seen.operands, numbers, strict=True) if number not in product.derived]

@@ -19,10 +19,8 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import CAST
 from dtypedoctor.instrument.float32_program import SMALL, Originals
-from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.naming import Names, dtype_name
-from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
 from dtypedoctor.trace.records.silent import Unpatched
@@ -53,10 +51,9 @@ class LoadingCheck:
     It writes a :class:`StateLoaded`, a :class:`Pretrained`, and a :class:`RoundedAndTrained` before the first step on such parameters.
     """
 
-    def __init__(self, notes: Notes, position: Position, guard: Guard, originals: Originals) -> None:
-        self._notes = notes
-        self._position = position
-        self._guard = guard
+    def __init__(self, session: Session, originals: Originals) -> None:
+        self._session = session
+        self._position, self._guard = session.position, session.guard
         self._originals = originals
         self._is_applying = False
         self._before: dict[str, Tensor] = {}
@@ -165,7 +162,7 @@ class LoadingCheck:
             elements=sum(a.numel() for _, a, _ in narrowed),
             names=[n for n, _, _ in narrowed[:MOST_NAMED]],
         )
-        self._notes.once(loaded, (type(module), *sorted(casts)))
+        self._session.once(loaded, (type(module), *sorted(casts)))
 
     def _note_rounded(self, cast: list[tuple[str, Tensor, Tensor]]) -> None:
         for name, stored, own in cast:
@@ -196,7 +193,7 @@ class LoadingCheck:
             names=[found.name for found in held[:MOST_NAMED]],
             mean_change=sum(found.change for found in held) / rounded,
         )
-        self._notes.once(told, tuple(sorted(casts)))
+        self._session.once(told, tuple(sorted(casts)))
 
     def _note_pretrained(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         stored = stored_dtypes(args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
@@ -209,7 +206,7 @@ class LoadingCheck:
         requested = kwargs.get("dtype", kwargs.get("torch_dtype"))
         asked = str(requested).removeprefix("torch.") if requested not in (None, "auto") else None
         found = Pretrained(model=type(model).__name__, stored=stored, loaded=dict(loaded), requested=asked)
-        self._notes.once(found, (type(model), *sorted(stored), *sorted(loaded)))
+        self._session.once(found, (type(model), *sorted(stored), *sorted(loaded)))
 
 
 def _small(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -294,9 +291,8 @@ class PatchCheck:
     original and the method that runs are the same function: the code object tells, the presence of the backup does not.
     """
 
-    def __init__(self, notes: Notes, names: Names) -> None:
-        self._notes = notes
-        self._names = names
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._roots: WeakSet[nn.Module] = WeakSet()
         self._classes: set[type] = set()
 
@@ -309,10 +305,10 @@ class PatchCheck:
             if type(child) in self._classes:
                 continue
             self._classes.add(type(child))
-            place = self._names.find(child)
+            place = self._session.names.find(child)
             for attribute, method, source in _unpatched(type(child)):
                 found = Unpatched(class_=type(child).__name__, attribute=attribute, method=method, source=source)
-                self._notes.once(found, (type(child), attribute), place[1] if place is not None else None)
+                self._session.once(found, (type(child), attribute), place[1] if place is not None else None)
 
 
 def _unpatched(cls: type) -> Iterator[tuple[str, str, str]]:

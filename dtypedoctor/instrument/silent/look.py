@@ -24,7 +24,6 @@ from dtypedoctor._torch_private import (
     without_autocast,
     without_modes,
 )
-from dtypedoctor.instrument.guard import Guard
 from dtypedoctor.instrument.operators import (
     Arguments,
     OperatorMode,
@@ -39,7 +38,7 @@ from dtypedoctor.instrument.operators import (
     why_opaque,
     written,
 )
-from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_spread
 
 FIRST_LOOKS = 2
@@ -100,14 +99,12 @@ class RoutineLook:
 
     Args:
         checks: who looks.
-        position: shared coordinates.
-        guard: keeps the checks' errors from the program.
+        session: tells the moment, and keeps the checks' errors from the program.
     """
 
-    def __init__(self, checks: Sequence[Check], position: Position, guard: Guard) -> None:
+    def __init__(self, checks: Sequence[Check], session: Session) -> None:
         self._checks = checks
-        self._position = position
-        self._guard = guard
+        self._session = session
         self._calls: Counter[tuple[int, str]] = Counter()
         self._mode: _Mode | None = None
         self._thread = 0
@@ -115,12 +112,13 @@ class RoutineLook:
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins."""
         self.after_call()  # of one that was left without a word
-        if self._position.backward_depth:
+        position = self._session.position
+        if position.backward_depth:
             return
-        key = (id(module), self._position.phase)
+        key = (id(module), position.phase)
         self._calls[key] += 1
         if _is_looked_at(self._calls[key]) and _may_look(module):
-            self._mode = _Mode(self._checks, self._position, self._guard)
+            self._mode = _Mode(self._checks, self._session)
             self._thread = get_ident()
             self._mode.__enter__()
 
@@ -138,11 +136,10 @@ class RoutineLook:
 class _Mode(OperatorMode):
     supports_higher_order_operators = True
 
-    def __init__(self, checks: Sequence[Check], position: Position, guard: Guard) -> None:
+    def __init__(self, checks: Sequence[Check], session: Session) -> None:
         super().__init__()
         self._checks = checks
-        self._position = position
-        self._guard = guard
+        self._position, self._guard = session.position, session.guard
         self._ids = TensorIds()
 
     @classmethod

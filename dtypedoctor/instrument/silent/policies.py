@@ -16,9 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from dtypedoctor._torch_private import saved_by
 from dtypedoctor.instrument.contents import tensors_in
-from dtypedoctor.instrument.naming import Names, dtype_name
-from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.silent import FirstRatio, Twins
 
@@ -45,10 +44,9 @@ class _Answer:
 class TwinCheck:
     """Writes a :class:`Twins` when a trained model is asked what its half-precision twin was asked."""
 
-    def __init__(self, notes: Notes, names: Names, position: Position) -> None:
-        self._notes = notes
-        self._names = names
-        self._position = position
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._names, self._position = session.names, session.position
         self._answers: dict[int, _Answer] = {}
         self._likeness: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
@@ -102,7 +100,7 @@ class TwinCheck:
             mean_gap=float(gap.mean()),
             dropout=any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in trainer.modules()),
         )
-        self._notes.once(compared, (compared.trainer, compared.generator))
+        self._session.once(compared, (compared.trainer, compared.generator))
 
     def _number(self, module: nn.Module) -> int | None:
         place = self._names.find(module)
@@ -163,10 +161,9 @@ class RatioCheck:
     actions are the weights that are trained, so what the ratio is off by is the two ways of computing.
     """
 
-    def __init__(self, notes: Notes, names: Names, position: Position) -> None:
-        self._notes = notes
-        self._names = names
-        self._position = position
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._names, self._position = session.names, session.position
         self._over = False
 
     def before_step(self) -> None:
@@ -197,7 +194,7 @@ class RatioCheck:
             bounds=list(bounds),
             random=any(_is_random(module) for root in self._names.roots for module in root.modules()),
         )
-        self._notes.once(told, "")
+        self._session.once(told, "")
 
 
 def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float, float]]]:

@@ -1,6 +1,6 @@
 """Calls that are made once more in another way: without the copies that autocast keeps, without the compiler."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -9,12 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from dtypedoctor.instrument.autocast import AutocastLog
 from dtypedoctor.instrument.contents import tensors_in
-from dtypedoctor.instrument.guard import Guard
-from dtypedoctor.instrument.naming import Names
-from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, measurable, measure
 from dtypedoctor.trace.records.execution import AutocastRegion, EagerCall
 from dtypedoctor.trace.records.silent import StaleCopy
@@ -46,12 +42,9 @@ class CacheCheck:
     they were at the first. Where they differ, the layer is run once more on the same input without the cache.
     """
 
-    def __init__(self, notes: Notes, names: Names, position: Position, autocast: AutocastLog, guard: Guard) -> None:
-        self._notes = notes
-        self._names = names
-        self._position = position
-        self._autocast = autocast
-        self._guard = guard
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._position = session.position
         self._region: AutocastRegion | None = None
         self._roots: dict[int, _Root] = {}
         self._layers: WeakKeyDictionary[nn.Module, list[Layer]] = WeakKeyDictionary()
@@ -66,7 +59,7 @@ class CacheCheck:
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins."""
         self.after_call()
-        regions = self._autocast.open_regions
+        regions = self._session.autocast.open_regions
         outermost = regions[0] if regions else None
         if outermost is not self._region:
             self._region = outermost
@@ -97,7 +90,7 @@ class CacheCheck:
         self._changed = {id(layer): name for layer, name in self._alive(module) if name in changed}
         if self._changed:
             self._hook = hooks.register_module_forward_hook(
-                self._guard.shield(self._layer_returned, "layers under autocast"), with_kwargs=False
+                self._session.guard.shield(self._layer_returned, "layers under autocast"), with_kwargs=False
             )
 
     def _changed_since(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:
@@ -125,7 +118,7 @@ class CacheCheck:
             self._tell(layer, name, output, error)
 
     def _tell(self, layer: nn.Module, name: str, output: Tensor, error: float) -> None:
-        place = self._names.find(layer)
+        place = self._session.names.find(layer)
         fqn = place[1] if place is not None else name
         copy = StaleCopy(
             weight=f"{fqn}.weight" if fqn else "weight",
@@ -134,7 +127,7 @@ class CacheCheck:
             region=self._region.source if self._region is not None else None,
             calls=max((root.calls for root in self._roots.values()), default=0),
         )
-        self._notes.once(copy, name, fqn)
+        self._session.once(copy, name, fqn=fqn)
 
     def _fingerprints(self, module: nn.Module) -> dict[str, Tensor]:
         """A few elements of the weights that autocast would keep a copy of."""
@@ -172,20 +165,18 @@ class EagerReplay:
 
     Only for a second pass: a call that is made twice moves whatever state the model keeps.
 
-    Args:
-        notes: where the observations go.
-        position: tells the call.
-        calls: the calls to make again.
+    Attributes:
+        calls: numbers of the outermost calls to make again.
     """
 
-    def __init__(self, notes: Notes, position: Position, calls: Collection[int]) -> None:
-        self._notes = notes
-        self._position = position
-        self._calls = calls
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._position = session.position
+        self.calls: set[int] = set()
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned."""
-        if self._position.call not in self._calls or self._position.backward_depth:
+        if self._position.call not in self.calls or self._position.backward_depth:
             return
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with (
@@ -202,7 +193,7 @@ class EagerReplay:
             eager_finite=all(e.finite for e in eager),
             eager_absmax=max((e.absmax for e in eager), default=0.0),
         )
-        self._notes.write(compared, "")
+        self._session.emit(compared, fqn="")
 
 
 def _extents(output: Any) -> list[Extent]:

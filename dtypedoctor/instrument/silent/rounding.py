@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, schema_of
-from dtypedoctor.instrument.naming import Names, dtype_name
+from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import tensors_of
-from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
-from dtypedoctor.instrument.silent.notes import Notes
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
 from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedPositions
@@ -49,7 +48,7 @@ class IntegerCasts:
     by the next product, and what it cut off is missing there.
     """
 
-    notes: Notes
+    session: Session
     whereabouts: Whereabouts
     _casts: dict[int, _Cast] = field(default_factory=dict)
 
@@ -59,7 +58,7 @@ class IntegerCasts:
             if cast.as_number is not None and not cast.as_index:
                 used_by, used_at = cast.as_number
                 told = replace(cast.told, used_by=used_by, used_at=used_at)
-                self.notes.once(told, (cast.fqn, told.source), cast.fqn)
+                self.session.once(told, (cast.fqn, told.source), cast.fqn)
         self._casts.clear()
 
     def saw(self, seen: Seen) -> None:
@@ -144,7 +143,7 @@ class PositionCheck:
     tensor is taken for positions when it counts by ones; it matters once arithmetic is done with the rounded numbers.
     """
 
-    notes: Notes
+    session: Session
     whereabouts: Whereabouts
     _rounded: dict[int, tuple[RoundedPositions, str | None]] = field(default_factory=dict)
 
@@ -189,7 +188,7 @@ class PositionCheck:
         elif name in _ARITHMETIC and not (name == "div" and known[0] is None):  # a mean divides by a count
             used_at = self.whereabouts.here(sys._getframe(), "cpu").source
             told, fqn = found
-            self.notes.once(replace(told, used_by=seen.name, used_at=used_at), (fqn, told.source), fqn)
+            self.session.once(replace(told, used_by=seen.name, used_at=used_at), (fqn, told.source), fqn)
 
 
 def _whole_numbers(seen: Seen, rounded: Tensor) -> Tensor | None:
@@ -235,9 +234,7 @@ class RotaryTables:
     that went through ``model.to(bfloat16)`` does, also after ``float()``.
     """
 
-    notes: Notes
-    names: Names
-    position: Position
+    session: Session
     _known: WeakKeyDictionary[nn.Module, list[_Held]] = field(default_factory=WeakKeyDictionary)
     _waiting: list[_Table] = field(default_factory=list)
     _read: set[int] = field(default_factory=set)
@@ -246,9 +243,9 @@ class RotaryTables:
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins; at the first one of a module, and when it was cast since, its buffers are looked through."""
         held = self._known.get(module)
-        if self.position.backward_depth or (held is not None and not any(map(_was_cast, held))):
+        if self.session.position.backward_depth or (held is not None and not any(map(_was_cast, held))):
             return
-        with self.position.mute(), torch.no_grad():
+        with self.session.position.mute(), torch.no_grad():
             found = list(self._buffers(module))
             self._known[module] = [(ref(owner), name.rpartition(".")[2], b.dtype) for name, b, owner in found]
             last = _last_position(module)
@@ -261,7 +258,7 @@ class RotaryTables:
             if self._looked and table.memory not in self._read:
                 continue
             told = replace(table.told, read=True if self._looked else None)
-            self.notes.once(told, table.name, table.name.rpartition(".")[0])
+            self.session.once(told, table.name, table.name.rpartition(".")[0])
         self._read.clear()
         self._looked = False
 
@@ -277,7 +274,7 @@ class RotaryTables:
     def _buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
         """Name, buffer and owner of everything in ``module`` that may be a table by its shape."""
         inside = {id(child) for child in module.modules()}
-        for _, name, tensor, owner, is_buffer in self.names.tensors():
+        for _, name, tensor, owner, is_buffer in self.session.names.tensors():
             may_be = measurable(tensor) and tensor.dim() == 1 and SHORTEST_TABLE <= len(tensor) <= LONGEST_TABLE
             if is_buffer and may_be and id(owner) in inside:
                 yield name, tensor, owner

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtypedoctor.instrument.autocast import AutocastLog
-from dtypedoctor.instrument.naming import Names, dtype_name
-from dtypedoctor.instrument.position import Position
-from dtypedoctor.instrument.silent.notes import Notes
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
@@ -44,15 +42,14 @@ class GradientCheck:
     a :class:`ScaledBackward`.
     """
 
-    def __init__(self, notes: Notes, names: Names, position: Position, autocast: AutocastLog) -> None:
-        self._notes = notes
-        self._names = names
-        self._position = position
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._names, self._position = session.names, session.position
         self._float16_region = False
         self._steps: dict[int, int] = {}
-        autocast.entered.append(self._note_region)
 
-    def _note_region(self, region: AutocastRegion) -> None:
+    def entered(self, region: AutocastRegion) -> None:
+        """An autocast region is entered."""
         self._float16_region = self._float16_region or region.dtype == "float16"
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -70,7 +67,7 @@ class GradientCheck:
         counts = [(name, int(count), g.numel()) for (name, g), count in zip(found, zeros, strict=True)]
         many = {name: Zeros(zeros=count, elements=of) for name, count, of in counts if count >= MANY * of}
         if many:
-            self._notes.write(GradientZeros(parameters=dict(list(many.items())[:MOST_TOLD])))
+            self._session.emit(GradientZeros(parameters=dict(list(many.items())[:MOST_TOLD])))
 
     def _gradients(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         return [(n, p.grad) for n, p in self._of(optimizer) if p.grad is not None and measurable(p.grad)]
@@ -89,7 +86,7 @@ class GradientCheck:
         except RuntimeError as error:  # a graph that can be walked only once, say
             if is_interruption(error):
                 raise
-            self._notes.write(ScaledBackward(scale=SCALE, error=elided(str(error))[:200]))
+            self._session.emit(ScaledBackward(scale=SCALE, error=elided(str(error))[:200]))
             return
         with self._position.mute(), torch.no_grad():
             told = {
@@ -97,7 +94,7 @@ class GradientCheck:
                 for (name, _), one, other in zip(wanted, plain, scaled, strict=True)
                 if one is not None and other is not None
             }
-        self._notes.write(ScaledBackward(scale=SCALE, parameters=told))
+        self._session.emit(ScaledBackward(scale=SCALE, parameters=told))
 
     def _of(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}
@@ -177,10 +174,9 @@ class UpdateCheck:
     there and not here is lost to rounding.
     """
 
-    def __init__(self, notes: Notes, names: Names, position: Position) -> None:
-        self._notes = notes
-        self._names = names
-        self._position = position
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._names, self._position = session.names, session.position
         self._steps: dict[int, int] = {}
         self._first: dict[int, int] = {}
         self._totals: dict[int, dict[str, _Total]] = {}
@@ -235,7 +231,7 @@ class UpdateCheck:
                 for name, t in stalled[:MOST_TOLD]
             },
         )
-        self._notes.write(told)
+        self._session.emit(told)
 
     def _taken(self, optimizer: Optimizer) -> list[_Sample]:
         samples: list[_Sample] = []

@@ -1,0 +1,412 @@
+"""All instruments of one watched process, wired together."""
+
+import mmap
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dtypedoctor._torch_private import LOST
+from dtypedoctor.instrument.bad_values import BadValues, ends_of
+from dtypedoctor.instrument.collectives import Collectives, Row
+from dtypedoctor.instrument.contents import tensors_given
+from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
+from dtypedoctor.instrument.float32_program import Originals
+from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
+from dtypedoctor.instrument.naming import CodePlaces
+from dtypedoctor.instrument.op_windows import OpWindow, OpWindows
+from dtypedoctor.instrument.optrace import OpTrace
+from dtypedoctor.instrument.phases import Exports, Phases, Threads
+from dtypedoctor.instrument.raising import CaughtLog, behind, raised_record
+from dtypedoctor.instrument.readable import Arrivals, values_of
+from dtypedoctor.instrument.recorder import When
+from dtypedoctor.instrument.sentinel import Sentinel
+from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.checks import SilentChecks
+from dtypedoctor.instrument.statistics import Rooted
+from dtypedoctor.instrument.watch import ModuleWatch
+from dtypedoctor.instrument.whereabouts import RegionLog, call_arguments
+from dtypedoctor.trace.events import WORKED_ELSEWHERE
+from dtypedoctor.trace.writer import TraceWriter
+
+MAX_ACCUMULATED = 100
+"""Backward passes whose gradients are recorded although they are finite and no optimizer takes them."""
+
+
+class Instruments:
+    """Starts and stops everything that watches a process.
+
+    Args:
+        writer: where the records go.
+        watch: False leaves the process untouched but for exceptions and what the workload itself reports.
+        windows: where the op trace is on.
+        every: everything is measured in each ``every``-th training step, the first one included; in the others (and always
+            where this is 0) only the residual stream and the loss.
+
+    Attributes:
+        coverage: how much of what ran was measured.
+    """
+
+    def __init__(
+        self, writer: TraceWriter, *, watch: bool = True, windows: Sequence[OpWindow] = (), every: int = 1
+    ) -> None:
+        self.session = session = Session(writer)
+        self.writer = writer
+        self.position, self.names, self.guard = session.position, session.names, session.guard
+        self.coverage = session.coverage
+        self._watch = watch
+        self._counted = self._stopped = False
+        self._phases = Phases(session)
+        self._modules = ModuleWatch(session)
+        self._modules.every = every
+        self.code_places = CodePlaces(session.names)
+        self._facts = ModelFacts(session)
+        self._regions = RegionLog(session)
+        self._caught = CaughtLog(session)
+        self.arrivals = Arrivals()
+        self._unscale = UnscaleLog(session, self.arrivals)
+        self._scaler = ScalerLog(session, self.arrivals)
+        self._samples = OptimizerSamples(session, self._sample_of_step)
+        self._leaves = LeafGradients(session)
+        self._gradients = 0
+        self.collectives = Collectives(session, self._sample_collective)
+        self.sharding = ShardCalls(session)
+        originals = Originals()
+        self.silent = SilentChecks(session, originals)
+        self.silent.make_again(window.call for window in windows if window.eager)
+        self._ops = OpTrace(session, originals)
+        self._windows = OpWindows(self._ops, self.position, windows)
+        self._bad = BadValues(session)
+        self._exports = Exports(session.guard, self._bad.left)
+        self._bad.noticed = self._exports.start
+        self.sentinel = self._new_sentinel()
+        self._of_thread = threading.local()
+        self._threads = Threads(session.guard, self._thread_begins, self._thread_ends)
+        self._children = mmap.mmap(-1, 1)  # shared with processes that the program forks
+        self.position.silent_work = self._note_child
+        if watch:
+            self._listen()
+        else:
+            self._listen_to_ops()
+
+    def _listen_to_ops(self) -> None:
+        """Who hears of each moment where nothing is watched: what counts steps and calls, and the op trace."""
+        phases, modules = self._phases, self._modules
+        modules.before_root = [self._before_call]
+        modules.after_root = [self._after_call]
+        modules.on_error = [self._ops.refused_by_module]
+        phases.before_backward = [self._before_backward]
+        phases.after_backward = [self._after_backward]
+        phases.before_step = [self._before_step]
+        phases.after_step = [self._after_step]
+        phases.after_scaler = [self._after_scaler]
+
+    def _listen(self) -> None:
+        """Who hears of each moment, in the order in which they do.
+
+        The routine look, one of the silent checks, puts its mode on after that of the op trace, and so takes it off before that.
+        """
+        phases, modules, silent = self._phases, self._modules, self.silent
+        modules.before_any = [self._enters_modules]
+        modules.before_root = [self._before_call, self._facts.tell, self.code_places.learn, silent.before_call]
+        modules.on_error = [self._ops.refused_by_module, self._note_left]
+        modules.on_return = [silent.returned]
+        modules.after_root = [silent.after_call, self._after_call]
+        modules.after_any = [self._leaves_modules]
+        modules.hear_gradients(self._note_gradient)
+        phases.before_backward = [silent.before_backward, self._before_backward]
+        phases.on_gradients = [self._measure_returned]
+        phases.after_backward = [self._after_backward]
+        phases.before_unscale = [self._unscale.tell]
+        phases.before_step = [self._before_step, silent.before_step]
+        phases.after_step = [self._after_step, silent.after_step]
+        phases.after_scaler = [self._after_scaler]
+        phases.on_failure = [self.note_caught]
+        phases.pause, phases.resume, phases.settle = self._pause, self._resume, self._settle
+        entered = (silent.entered, self._regions.tell)
+        self.session.autocast.entered = [self.guard.shield(listener, "some autocast regions") for listener in entered]
+        self._windows.scaled_backward = [silent.scaled_backward]
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self.session.autocast.start()
+        self._phases.start()
+        self._phases.follow_generate()
+        if self._watch:
+            for what, name in LOST.items():
+                self.guard.tell(what, f"this torch has no {name}")
+            self._modules.start()
+            self.collectives.start()
+            self.sharding.start()
+            self.silent.start()
+        self._windows.start()
+        if self._watch:
+            self._thread_begins(self.sentinel)
+            self._threads.start()
+
+    def _new_sentinel(self) -> Sentinel:
+        sentinel = Sentinel(self.session, self._bad, self._sample_operator)
+        sentinel.quiet = lambda: self._stopped or self._ops.is_open
+        sentinel.wanted = lambda: self._modules.whole
+        sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
+        return sentinel
+
+    def _note_child(self) -> None:
+        """A module or a backward pass runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""
+        loader = sys.modules.get("torch.utils.data")
+        if loader is None or loader.get_worker_info() is None:
+            self._children[0] = 1
+
+    def _thread_begins(self, sentinel: Sentinel | None = None) -> None:
+        self._of_thread.sentinel = sentinel or self._new_sentinel()
+        self._of_thread.sentinel.start()
+
+    def _thread_ends(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.leave()
+
+    def _here(self) -> Sentinel | None:
+        """The sentinel of this thread; None in one that autograd or another library has started, and in a daemon."""
+        return getattr(self._of_thread, "sentinel", None)
+
+    def _pause(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.pause()
+
+    def _resume(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.resume()
+
+    def _settle(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.settle()
+
+    def stop(self) -> None:
+        """Stops watching and puts back everything that was replaced."""
+        if self._watch:
+            self._threads.stop()
+            self._exports.stop()
+            if self._children[0]:
+                self.guard.tell("modules and backward passes in forked processes", WORKED_ELSEWHERE)
+            self._stopped = True
+            self.sentinel.stop()
+            self._measure_gradients(self._samples.gradients_left() if self._modules.whole else [])
+            self.silent.stop()
+            self.collectives.stop()
+            self.sharding.stop()
+        self._ops.close()
+        self._samples.look_closer()
+        self._modules.stop()
+        self._phases.stop()
+        self.session.autocast.stop()
+        self.arrivals.finish()
+        if self._watch and not self._counted:
+            self._counted = True
+            self.writer.write(self.coverage.record())
+
+    @property
+    def phases(self) -> Phases:
+        """What tells of backward passes and optimizer steps."""
+        return self._phases
+
+    @property
+    def modules(self) -> ModuleWatch:
+        """What tells of outermost module calls."""
+        return self._modules
+
+    @property
+    def watching(self) -> bool:
+        """Whether more than exceptions and the workload's own numbers is recorded."""
+        return self._watch
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Nothing inside is recorded but the module that is being entered."""
+        with self.position.during("probe"), self.position.mute(), self._modules.only_marking():
+            yield
+
+    def begin_stage(self, step: int) -> None:
+        """A step of the scenario begins: its first training step is number ``step`` of the process."""
+        self._phases.restart(step)
+
+    def attach(self, model: nn.Module) -> None:
+        """Names ``model`` as an outermost module before it is first called."""
+        if self._watch and self.names.find(model) is None:
+            self.names.add_root(model)
+
+    def name_as(self, wrapper: nn.Module, model: nn.Module) -> None:
+        """Gives ``wrapper``, through which ``model`` is called, the same name."""
+        self.names.add_alias(wrapper, model)
+
+    def detach(self, model: nn.Module) -> None:
+        """Forgets ``model``, so that its memory can be freed; its number is not given to another."""
+        self.names.remove_root(model)
+
+    def _sample_collective(self, rows: Sequence[Row], at_once: bool) -> None:
+        if not self._modules.whole:
+            return
+        self._modules.sample_rows(rows)
+        if at_once:  # in the order of the stream: what comes next overwrites them
+            self._modules.flush()
+
+    def _before_call(self, module: nn.Module) -> None:
+        self._phases.forget_ended_steps()
+        if self._watch:
+            self.collectives.start()
+            self.collectives.settle()
+        self._phases.follow_generate()
+        self._windows.before_call(module)
+
+    def _after_call(self, module: nn.Module) -> None:
+        self._windows.after_call()
+        self._look_closer()
+
+    def _before_backward(self, tensors: list[Tensor]) -> None:
+        self._windows.before_backward(tensors)
+        if self._watch:
+            if (sentinel := self._here()) is not None:
+                sentinel.backward_begins(tensors)
+            if self._modules.whole:
+                self._leaves.before(tensors)
+            found = [(0, str(i), t) for i, t in enumerate(map(values_of, tensors)) if t is not None]
+            self.coverage.losses += len(tensors)
+            self._measure_outside("loss", found, "forward")
+            self.coverage.losses_measured += len(found)
+            self._look_closer()
+
+    def _after_backward(self) -> None:
+        self._windows.after_backward()
+        if self._watch:
+            self.collectives.settle(backward_is_over=True)
+            self._measure_gradients(self._leaves.after())
+            self._samples.backward_is_over()
+            self._modules.flush()
+            self._look_closer()
+
+    def _sample_of_step(self, kind: str, found: list[Rooted], phase: str, when: When | None) -> None:
+        if kind == "grad":
+            self._measure_outside(kind, found, phase)
+        else:
+            self._modules.sample_now(kind, found, phase, when)
+
+    def _measure_outside(self, kind: str, found: list[Rooted], phase: str) -> None:
+        """Measures what no module returned, and says where in the ops the sentinel has seen it, if it is not finite."""
+        position = self.position
+        first = self.writer.next_n(len(found))
+        self._modules.sample_now(kind, found, phase, When(first, position.step, position.call))
+        if not self._bad.any:
+            return
+        for number, (_, _, tensor) in enumerate(found, first):
+            self._bad.sampled("loss" if kind == "loss" else "gradient", tensor, number)
+
+    def _measure_gradients(self, found: list[Rooted]) -> None:
+        """Of gradients that no optimizer takes, all are measured; beyond the first few only those that are not finite are recorded."""
+        self._gradients += 1
+        if found and self._gradients > MAX_ACCUMULATED:
+            found = [one for one in found if one[-1].device.type != "cpu" or not ends_of(one[-1]).finite]
+        if found:
+            self._measure_outside("accumulated", found, "backward")
+
+    def _measure_returned(self, gradients: object) -> None:
+        self._measure_gradients(self._leaves.returned(gradients))
+
+    def _sample_operator(self, name: str, tensor: Tensor) -> None:
+        self._modules.sample_now("operator", [(0, name, tensor)], self.position.phase)
+
+    def _enters_modules(self, module: nn.Module) -> None:
+        """An outermost call begins: hooks see what happens from here on; what goes in has been seen by the sentinel."""
+
+        def given() -> list[Tensor]:
+            args, kwargs = call_arguments(module)
+            return [tensor for _, tensor in tensors_given(args, kwargs)]
+
+        if (sentinel := self._here()) is not None:
+            sentinel.modules_begin(given)
+        if self._bad.any:
+            self._bad.enters(given(), module)
+
+    def _leaves_modules(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.modules_end()
+
+    def _note_gradient(self, gradient: Tensor, number: int) -> None:
+        """The gradient of what a module returned is sample ``number``: says where the sentinel has seen it, if it is not finite."""
+        if self._bad.any:
+            self._bad.sampled("gradient", gradient, number)
+
+    def _look_closer(self) -> None:
+        """Looks at all parameters where something has just been found not to be finite."""
+        if self._modules.suspicious():
+            self._samples.look_closer()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        self.collectives.settle()
+        self._leaves.claim()
+        if self._watch and self._modules.whole:
+            self._samples.before_step(optimizer)
+            self._modules.flush()
+        self._windows.before_step()
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._windows.after_step()
+        if self._watch:
+            self._samples.after_step(optimizer, sentinel=not self._modules.whole)
+            self._modules.flush()
+            self.names.glance_at_parameters()
+
+    def _after_scaler(self, scaler: Any, optimizer: Optimizer, skipped: bool) -> None:
+        if skipped:
+            self._windows.after_step()
+            self._samples.skipped(optimizer)
+        if self._watch:
+            self._scaler.tell(scaler, skipped)
+
+    def _recomputed_for(self, error: BaseException) -> list[str]:
+        """The module whose recomputation torch compares with its forward pass, after leaving it, and finds different."""
+        recomputed = self._modules.recomputed
+        return [recomputed] if recomputed is not None and type(error).__name__ == "CheckpointError" else []
+
+    def note_exception(self, error: BaseException) -> None:
+        """Records an exception that reached the top, and those that it was raised from."""
+        modules, phase = self._raised_in(error)
+        self.writer.write(raised_record(error, self.session, modules, phase))
+        self.note_behind(error)
+
+    def note_behind(self, error: BaseException) -> None:
+        """Records the exceptions that ``error``, which ends the program, was raised from."""
+        for cause in behind(error):
+            self.note_caught(cause, ending=True)
+
+    def note_caught(self, error: BaseException, *, root: int = -1, ending: bool = False) -> None:
+        """Records an exception where it is raised: the program may catch it.
+
+        Args:
+            error: was raised.
+            root: number of the outermost module whose call it has left; -1 outside of all.
+            ending: whether the program ends because of it.
+        """
+        modules, phase = self._raised_in(error)
+        self._caught.note(error, modules, phase, root=root, ending=ending)
+
+    def _note_outside(self, error: BaseException) -> None:
+        """An operator outside of modules has just raised."""
+        self._modules.raised_in = (id(error), [])
+        self._caught.note(error, [], self._phase_of(error), fresh=True)
+
+    def _note_left(self, module: nn.Module, args: Any, error: BaseException) -> None:
+        found = self.names.find(module)
+        self.note_caught(error, root=found[0] if found is not None else -1)
+
+    def _raised_in(self, error: BaseException) -> tuple[list[str], str]:
+        """The module calls that were open where an exception was raised, outermost first, and the phase."""
+        identity, modules = self._modules.raised_in
+        return modules if identity == id(error) else self._recomputed_for(error), self._phase_of(error)
+
+    def _phase_of(self, error: BaseException) -> str:
+        """The phase in which an exception was raised; what was being done has been left by now."""
+        identity, phase = self._phases.failure
+        return phase if identity == id(error) else self.position.phase
