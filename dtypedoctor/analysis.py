@@ -12,7 +12,7 @@ from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.wording import failing_line
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Metric, Raised, Root, Sample, Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 __all__ = ["Analysis", "Ending", "How", "Place", "analysis_of", "ending_of"]
 

@@ -13,7 +13,7 @@ from dtypedoctor.diagnosis.registry import rules, spec_of
 from dtypedoctor.diagnosis.rule import Detector
 from dtypedoctor.diagnosis.subject import Subject
 from dtypedoctor.trace.events import ScalerState
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AutocastRegion, CompileCounts
 
 __all__ = ["TIE_BREAKERS", "diagnose", "doubted", "findings_of", "in_calls", "preflight", "with_tie_breakers"]

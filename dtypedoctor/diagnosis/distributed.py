@@ -12,7 +12,7 @@ from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import Incident, incidents
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Raised, Sample, Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ProcessGroup
 
 __all__ = ["Carried", "Rank", "across_ranks", "carrier", "coverage_of", "leading_rank"]

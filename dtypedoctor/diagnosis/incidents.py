@@ -16,7 +16,7 @@ from functools import cached_property
 
 from dtypedoctor.diagnosis.ops import OpGraph, ancestry, graph_of, has_nan
 from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
 
 __all__ = ["Incident", "Reached", "behind", "incidents", "links", "reached"]

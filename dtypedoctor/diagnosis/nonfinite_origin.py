@@ -24,7 +24,7 @@ from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import class_of, limit_of, place
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AttentionReplayed, EagerCall
 
 __all__ = [

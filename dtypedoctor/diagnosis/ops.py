@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dtypedoctor.trace.events import Op, Replay, TensorNote
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 __all__ = [
     "Ancestry",

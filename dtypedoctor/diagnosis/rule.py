@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.subject import Subject

@@ -7,7 +7,7 @@ from typing import Any
 
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.trace.events import ParameterNote
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 

@@ -9,7 +9,7 @@ from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import ParameterNote, Raised, ScalerState
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CompileCounts
 from dtypedoctor.trace.records.models import PackedWeight
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward

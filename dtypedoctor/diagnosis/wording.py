@@ -6,7 +6,7 @@ from math import prod
 
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Raised, TensorNote
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 __all__ = ["bad_elements", "differentiated", "failing_line", "how_the_run_ended", "limit_of", "listed", "magnitudes", "module_of", "named_module", "place", "raising_line",
            "short", "short_parameter"]  # fmt: skip

@@ -9,7 +9,7 @@ from dtypedoctor.dtypes import DTYPES, short_name
 from dtypedoctor.report.picture import FlowLine, ModulePicture, OpLine, Picture, Series, TensorLine
 from dtypedoctor.report.text import number, one_line
 from dtypedoctor.trace.events import Correction, Flow, Op, Raised, Replay, Root, Sample, Site, TensorNote
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 
 def why_it_changes(flow: Flow) -> str:

@@ -21,9 +21,10 @@ from dtypedoctor.report.to_json import from_json, render_json
 from dtypedoctor.report.to_markdown import render_markdown
 from dtypedoctor.runner.run import BEFORE, SavedRun, open_run
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+from dtypedoctor.trace.lines import EVENTS
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import leading_directory
-from dtypedoctor.trace.reader import Trace, read_trace
-from dtypedoctor.trace.writer import EVENTS
+from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trials.runs import is_job, open_job
 from dtypedoctor.trials.treatment import examine
 

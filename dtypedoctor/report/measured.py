@@ -12,7 +12,7 @@ from dtypedoctor.trace.events import (
     Coverage,
     Op,
 )
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 ENOUGH = 0.9
 """Share of what ran that has to be measured before a run may be called healthy. Operators are sampled, so any number is enough."""

@@ -13,7 +13,7 @@ from dtypedoctor.report.document import Bar, Line, Look, Paragraph, Section, Tab
 from dtypedoctor.report.model import Report, StripRow
 from dtypedoctor.report.text import ABSENT, count, fill, limit, number
 from dtypedoctor.trace.events import Op, Sample, Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 BEFORE, AFTER = 6, 4
 """How many modules are shown before and after the first one that is not finite."""

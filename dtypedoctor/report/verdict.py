@@ -19,7 +19,7 @@ from dtypedoctor.trace.events import (
     ParameterNote,
     Site,
 )
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.treatment import Treatment
 
 _KINDS = {"grad_output": "the gradient of", "grad": "the gradient of", "param": "the parameter", "loss": "the loss"}

@@ -14,7 +14,7 @@ from dtypedoctor.diagnosis.rule import (
     Rule,
 )
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 __all__ = ["COMPILE_AND_LOAD", "DTYPE_MISMATCH", "LOSS_SCALING", "NON_FINITE", "SILENT", "Confidence", "Finding", "FindingSpec", "Rule",
            "Severity", "Statement", "Trace", "located"]  # fmt: skip

@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.subject import Subject, plain_dtype
 from dtypedoctor.diagnosis.wording import limit_of, listed
 from dtypedoctor.trace.events import Observed
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
 
 SPEC = FindingSpec(

@@ -9,7 +9,7 @@ from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.trace.events import Observed, ParameterNote, Raised
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CompileCounts, GraphBreak, Recompiled, RecompileLimit
 
 __all__ = ["detect_compilation"]

@@ -9,7 +9,7 @@ from dtypedoctor.diagnosis.subject import StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.trace.events import Raised, ScalerState
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import Unscaled
 
 __all__ = ["detect_exhausted_scale", "detect_scaling"]

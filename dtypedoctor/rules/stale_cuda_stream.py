@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
 from dtypedoctor.diagnosis.statement import Statement, located
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import StreamLaunches
 
 __all__ = ["detect_stale_streams"]

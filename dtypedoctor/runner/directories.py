@@ -17,8 +17,8 @@ from dtypedoctor.runner.run import EXIT, STDERR, STDOUT
 from dtypedoctor.scenario.request import REQUEST
 from dtypedoctor.trace.cursor import CURSOR
 from dtypedoctor.trace.events import NAMES, Refused
+from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.ranks import LEADING, STREAMS
-from dtypedoctor.trace.writer import EVENTS
 
 __all__ = ["clear", "job_directory", "make_directory", "new_directory", "remove_unused", "scenario_name"]
 

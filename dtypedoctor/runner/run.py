@@ -14,9 +14,10 @@ from dtypedoctor.redaction.process import masked
 from dtypedoctor.redaction.redact import forget_request, write_request_file
 from dtypedoctor.scenario.request import REQUEST, Request
 from dtypedoctor.trace.events import Refused, Stage
+from dtypedoctor.trace.lines import EVENTS
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import leading_directory
-from dtypedoctor.trace.reader import Trace, read_trace, steps_by_call
-from dtypedoctor.trace.writer import EVENTS
+from dtypedoctor.trace.reader import read_trace, steps_by_call
 from dtypedoctor.unpatched import to_json
 
 __all__ = [

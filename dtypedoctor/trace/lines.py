@@ -22,6 +22,9 @@ from zlib import crc32
 
 from dtypedoctor.interruptions import is_interruption
 
+EVENTS = "events.jsonl"
+"""The main file of a trace, in its directory."""
+
 _OBJECT, _ARRAY = b',"~":"', b',"'
 _DIGITS = 8
 _MASK = 0xFFFFFFFF

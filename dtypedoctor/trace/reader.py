@@ -4,24 +4,19 @@ Modules are renamed where a model was put inside a larger one on the way, so tha
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import read_head, reason
-from dtypedoctor.trace.cursor import CURSOR, Stopped, read_entered, read_mark, read_stopped
-from dtypedoctor.trace.details import FOLDED, Folded, detail_files, folded_from_json
+from dtypedoctor.trace.cursor import CURSOR, read_entered, read_mark, read_stopped
+from dtypedoctor.trace.details import FOLDED, detail_files, folded_from_json
 from dtypedoctor.trace.events import (
     End,
-    Environment,
     Flow,
-    Header,
-    Metric,
-    Observed,
     Op,
     ParameterNote,
     Root,
@@ -30,13 +25,10 @@ from dtypedoctor.trace.events import (
     Site,
     TensorNote,
 )
-from dtypedoctor.trace.lines import open_lines
+from dtypedoctor.trace.lines import EVENTS, open_lines
 from dtypedoctor.trace.loader import DAMAGED, Loader
-from dtypedoctor.trace.writer import EVENTS
+from dtypedoctor.trace.model import Cursor, Folded, Trace
 from dtypedoctor.unpatched import from_json
-
-Record = TypeVar("Record")
-Derived = TypeVar("Derived")
 
 LARGEST = 256 << 20
 """Bytes of the main file that are read; a writer begins another file after a sixteenth of it, unless a single step fills more."""
@@ -44,113 +36,6 @@ LARGEST_DETAILS = 64 << 20
 MOST_DETAILS = 256
 """Bytes of a file of details, and files that are read. A writer keeps about thirty, of a megabyte each."""
 _PAGE = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cursor:
-    """The module that was entered last, and when."""
-
-    n: int
-    step: int
-    call: int
-    site: Site | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """What a worker left behind.
-
-    Attributes:
-        records: every whole record that is not a sample, in file order.
-        samples: every measured tensor, in the order in which it was measured (by ``n``).
-        sites: the places where samples were taken, by id.
-        damage: a sentence for each part of the file that could not be read.
-        cursor: the module entered last, where the worker got that far.
-        collectives: how many collectives to which every rank sends something were entered; None where none was.
-        stopped: why the recording ended before the process did; None where it did not.
-        folded: totals of the steps of a long run of which no single measurement is kept; None where all are.
-        by_call: whether the numbers of steps are those of outermost module calls, because the process made no optimizer step.
-    """
-
-    records: tuple[Any, ...]
-    samples: tuple[Sample, ...]
-    sites: dict[int, Site]
-    damage: tuple[str, ...] = ()
-    cursor: Cursor | None = None
-    collectives: int | None = None
-    stopped: Stopped | None = None
-    folded: Folded | None = None
-    by_call: bool = False
-
-    def moment(self, number: int) -> str:
-        """What the number of a step says, e.g. ``step 3`` or, where steps are counted by calls, ``call 3``; the first is of step 1."""
-        return f"{'call' if self.by_call and number > 1 else 'step'} {number}"
-
-    def all(self, kind: type[Record]) -> tuple[Record, ...]:
-        """All records of one kind, in file order."""
-        return cast(tuple[Record, ...], self._by_kind.get(kind, ()))
-
-    def observed(self, what: type[Record]) -> "tuple[Observed[Record], ...]":
-        """Everything that was observed of one kind of :mod:`dtypedoctor.trace.records`, in file order."""
-        return cast(tuple[Observed[Record], ...], self._by_what.get(what, ()))
-
-    def last(self, kind: type[Record]) -> Record | None:
-        """The last record of one kind."""
-        found = self.all(kind)
-        return found[-1] if found else None
-
-    def once(self, derive: "Callable[[Trace], Derived]") -> Derived:
-        """What ``derive`` makes of this trace. It is made when it is first asked for, and kept with the trace."""
-        if derive not in self._derived:
-            self._derived[derive] = derive(self)
-        return cast(Derived, self._derived[derive])
-
-    @cached_property
-    def _derived(self) -> dict[Callable[["Trace"], Any], Any]:
-        return {}
-
-    @cached_property
-    def _by_kind(self) -> dict[type[Any], tuple[Any, ...]]:
-        groups: dict[type[Any], list[Any]] = {}
-        for record in self.records:
-            groups.setdefault(type(record), []).append(record)
-        return {kind: tuple(found) for kind, found in groups.items()}
-
-    @cached_property
-    def _by_what(self) -> dict[type[Any], tuple[Any, ...]]:
-        groups: dict[type[Any], list[Any]] = {}
-        for record in self.all(Observed):
-            groups.setdefault(type(record.what), []).append(record)
-        return {what: tuple(found) for what, found in groups.items()}
-
-    @property
-    def header(self) -> Header | None:
-        """The header, if it was written."""
-        return self.last(Header)
-
-    @property
-    def end(self) -> End | None:
-        """The end record; None if the worker died."""
-        return self.last(End)
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        """Versions, devices and settings of the worker."""
-        found = self.last(Environment)
-        return dict(found.values) if found else {}
-
-    @property
-    def steps_done(self) -> int:
-        """Training steps: as the end record says, else as far as there are numbers of them."""
-        if self.end is not None:
-            return self.end.steps_completed
-        metrics = self.all(Metric)
-        return len(metrics) if self.folded is None or not metrics else metrics[-1].step
-
-    @property
-    def usable(self) -> bool:
-        """Whether anything can be said about the run at all."""
-        return self.header is not None
 
 
 def read_trace(directory: Path) -> Trace:

@@ -26,12 +26,10 @@ from dtypedoctor.trace.events import (
     ScalerState,
     Site,
 )
-from dtypedoctor.trace.lines import Lines
+from dtypedoctor.trace.lines import EVENTS, Lines
 from dtypedoctor.trace.loader import Loader
 from dtypedoctor.trace.records import to_disk
 from dtypedoctor.unpatched import getpid, say, to_json
-
-EVENTS = "events.jsonl"
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Trouble of a disk, as against a wrong place."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dtypedoctor.trace.events import Sample, Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.comparison import Missing
 
 __all__ = ["ALIGNED", "Alignment", "Lone", "Pair", "Place", "Stream", "align", "lane_of", "missing"]

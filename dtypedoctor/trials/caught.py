@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.window import is_dtype_error
 from dtypedoctor.rules.mismatch.messages import complaint_of
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised, Sample, Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 __all__ = ["noted", "said_of_caught", "with_caught"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from dtypedoctor.analysis import How, ending_of
 from dtypedoctor.runner.run import SavedRun
 from dtypedoctor.trace.events import Resources
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.alignment import ALIGNED, align, missing
 from dtypedoctor.trials.comparison import Setting, Side, Tolerance, TraceComparison, Verdict, default_tolerance
 from dtypedoctor.trials.drift import compare_logprobs, compare_metrics, drifts

@@ -6,7 +6,7 @@ from math import prod, sqrt
 
 from dtypedoctor.dtypes import DTYPES, DType
 from dtypedoctor.trace.events import Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 __all__ = [
     "ABSOLUTE",

@@ -7,7 +7,7 @@ from math import hypot
 from typing import NamedTuple, TypeVar
 
 from dtypedoctor.trace.events import Metric, ProbeLogProbs, Sample, Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.alignment import Alignment, Lone, Pair, Stream, lane_of
 from dtypedoctor.trials.comparison import (
     Difference,

@@ -11,7 +11,7 @@ from dtypedoctor.rules.silent.patch_not_applied import never_called
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Expectation, Scenario
 from dtypedoctor.trace.events import Correction, Raised
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.proof import diagnostic, without_effect
 from dtypedoctor.trials.remedies import Remedy
 from dtypedoctor.trials.results import Diagnostic, Outcome, RunSummary, Trial

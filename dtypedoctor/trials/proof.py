@@ -8,7 +8,7 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Condition
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, RunSummary, Trial
 
 __all__ = ["diagnostic", "settled", "weighed", "without_effect"]

@@ -12,7 +12,7 @@ from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request, Window
 from dtypedoctor.trace.events import Raised, Sample, Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CompileCounts
 from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
 

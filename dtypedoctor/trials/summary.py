@@ -8,7 +8,7 @@ from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Metric, ProbeLogProbs, Resources
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.results import Parity, RunSummary
 
 

@@ -10,7 +10,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.caught import said_of_caught, with_caught
 from dtypedoctor.trials.judge import Yardstick, judge, not_tried
 from dtypedoctor.trials.observer import compare_unwatched

@@ -15,7 +15,8 @@ from transformers.debug_utils import DebugUnderflowOverflow
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import Header
-from dtypedoctor.trace.writer import EVENTS, TraceWriter
+from dtypedoctor.trace.lines import EVENTS
+from dtypedoctor.trace.writer import TraceWriter
 from tests.benchmarks.counting import count_synchronisations
 from tests.benchmarks.workload import Workload
 

@@ -13,7 +13,8 @@ import pytest
 from command import Finished, dtypedoctor, report_of
 
 from dtypedoctor.trace.events import SCHEMA, Header, Site
-from dtypedoctor.trace.writer import EVENTS, TraceWriter
+from dtypedoctor.trace.lines import EVENTS
+from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.trials.bisection.laboratory import JOURNAL
 
 TRAINING = """

@@ -18,8 +18,9 @@ import pytest
 from command import Finished, dtypedoctor, report_of
 
 from dtypedoctor.trace.events import Root
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import LEADING
-from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.reader import read_trace
 
 BEGIN = """
     import os, signal, sys

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtypedoctor.models.builtin import VOCABULARY_SIZE
 from dtypedoctor.report.to_json import json_schema
-from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.reader import read_trace
 
 OWN_CODE = f"{os.sep}dtypedoctor{os.sep}"
 """In the path of every file of the package."""

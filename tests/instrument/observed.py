@@ -1,7 +1,7 @@
 """What a trace holds of one kind of observation, as it stands on disk."""
 
 from dtypedoctor.trace.events import Observation
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records import RECORDS, to_disk
 
 

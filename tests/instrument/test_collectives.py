@@ -15,7 +15,8 @@ from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.statistics import local_part, measurable
 from dtypedoctor.trace.events import NotWatched, Op
-from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
 
 

@@ -19,7 +19,7 @@ from watched import watched
 
 from dtypedoctor.instrument.contents import MOST_VALUES, contents
 from dtypedoctor.trace.events import Coverage, NotWatched
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 INF = float("inf")
 

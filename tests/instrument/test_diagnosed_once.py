@@ -14,7 +14,7 @@ from dtypedoctor.runner.launch import Launcher
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.treatment import Plan, treat
 
 CASE = {

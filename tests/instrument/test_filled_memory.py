@@ -14,7 +14,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.trace.events import Op
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 WINDOW = OpWindow(call=1, step=0, until="next-call")
 

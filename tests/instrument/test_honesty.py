@@ -25,7 +25,8 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import WORKED_ELSEWHERE, Coverage, NotWatched, Root
 from dtypedoctor.trace.lines import Lines
-from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.process_watch import ProcessWatch
 

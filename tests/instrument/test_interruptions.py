@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import NotWatched
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from tests.instrument.watched import watched
 
 ALARMS = 150

@@ -14,7 +14,7 @@ from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.operators import TensorIds
 from dtypedoctor.instrument.whereabouts import MAX_DEPTH, tensors_held
 from dtypedoctor.trace.events import Op, Replay
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 FORWARD = OpWindow(call=1, step=0, until="next-call")
 BACKWARD = OpWindow(call=1, step=0, until="backward")

@@ -12,7 +12,7 @@ from watched import watched
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.trace.events import Op, Replay
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 
 class Product(nn.Module):

@@ -13,7 +13,8 @@ from dtypedoctor.instrument.batches import Batches
 from dtypedoctor.instrument.device_rows import Asked, NormRows
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.recorders import Recorders
-from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
 
 BLOCKS, STEPS = 6, 5

@@ -9,7 +9,7 @@ from watched import watched
 
 from dtypedoctor.instrument import recorders
 from dtypedoctor.trace.events import NotWatched
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 
 class Chain(nn.Module):

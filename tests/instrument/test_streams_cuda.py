@@ -10,7 +10,7 @@ from watched import watched
 
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import NotWatched
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from watched import watched
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import Flow, ParameterNote, Raised, Root, ScalerState
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 
 class Block(nn.Module):

@@ -22,8 +22,10 @@ from dtypedoctor.instrument.device_rows import Asked, NormRows
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.readable import Arrivals
 from dtypedoctor.trace.events import Header, NotWatched, ScalerState
-from dtypedoctor.trace.reader import Trace, read_trace
-from dtypedoctor.trace.writer import EVENTS, TraceWriter
+from dtypedoctor.trace.lines import EVENTS
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.reader import read_trace
+from dtypedoctor.trace.writer import TraceWriter
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from dtypedoctor.trace.events import (
     ScalerState,
     Stage,
 )
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.workloads import WORKLOADS
 
 pytestmark = pytest.mark.slow

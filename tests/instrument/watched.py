@@ -7,7 +7,8 @@ from typing import Any
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.trace.events import End, Header
-from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter
 
 

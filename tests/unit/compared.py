@@ -6,7 +6,7 @@ from typing import Any
 from traces import TraceBuilder
 
 from dtypedoctor.runner.run import Run, SavedRun, WorkerExit
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.compare import compare_runs
 from dtypedoctor.trials.comparison import TraceComparison
 

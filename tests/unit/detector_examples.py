@@ -37,7 +37,7 @@ from silent_examples import (
 )  # fmt: skip
 from traces import TraceBuilder
 
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

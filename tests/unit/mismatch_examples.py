@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from refusals import HALF, IN_PLACE, PRODUCT, Story
 
 from dtypedoctor.trace.events import Flow
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 F32 = "float32"
 

@@ -7,7 +7,7 @@ from traces import TraceBuilder
 
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Observation, Op, ParameterNote, Raised, Replay, Site, TensorNote
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 HALF = "bfloat16"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from traces import TraceBuilder
 
 from dtypedoctor.trace.events import Environment, Header, Metric, ProbeLogProbs, Raised, Resources
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.comparison import Difference, Verdict
 
 

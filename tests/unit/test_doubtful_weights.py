@@ -6,7 +6,7 @@ from traces import TraceBuilder
 from dtypedoctor.diagnosis.window import doubtful_weights, shows_failure, suspicious_windows
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import Observation, ParameterNote, Sample, Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 
 def models(*states: str | None, compared: int | None = None) -> Trace:

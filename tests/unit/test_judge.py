@@ -15,7 +15,7 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Correction, End, Metric, ProbeLogProbs, Raised, Resources
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.judge import Yardstick, judge, not_tried
 from dtypedoctor.trials.remedies import Remedy, remedies
 from dtypedoctor.trials.results import Outcome, RunSummary, Trial

@@ -6,7 +6,7 @@ import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.trace.events import Metric, ProbeLogProbs
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.summary import parity
 
 

@@ -10,7 +10,8 @@ from typing import Any, Union, get_args, get_origin
 import pytest
 
 from dtypedoctor.trace.events import End, Header, Observation, Observed
-from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.records import RECORDS
 from dtypedoctor.trace.writer import TraceWriter
 

@@ -13,7 +13,7 @@ from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Op, Raised, Replay
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.treatment import Plan, Treatment, treat
 
 SCENARIO = Scenario(

@@ -12,6 +12,7 @@ from dtypedoctor.diagnosis.distributed import Rank, across_ranks, carrier, cover
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import Observation, Raised
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import (
     header,
     lead,
@@ -20,7 +21,6 @@ from dtypedoctor.trace.ranks import (
     rank_directories,
     rank_directory,
 )
-from dtypedoctor.trace.reader import Trace
 from dtypedoctor.trials.runs import led_by_spawned
 
 FOUND = Finding(id="float16-overflow", severity=Severity.ERROR, confidence=Confidence.LIKELY, summary="s", cause="c")

@@ -5,7 +5,8 @@ from dataclasses import replace
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.trace.events import End, Op
-from dtypedoctor.trace.reader import Trace, steps_by_call
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.reader import steps_by_call
 
 
 def evaluation(steps_completed: int = 0, kind: str = "output") -> Trace:

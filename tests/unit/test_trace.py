@@ -24,8 +24,9 @@ from dtypedoctor.trace.events import (
     Site,
     TensorNote,
 )
+from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.reader import Follower, read_trace
-from dtypedoctor.trace.writer import EVENTS, TraceWriter
+from dtypedoctor.trace.writer import TraceWriter
 
 
 def write_example(directory: Path) -> None:

@@ -8,7 +8,8 @@ from textwrap import dedent
 import pytest
 
 from dtypedoctor.trace.events import Root
-from dtypedoctor.trace.reader import Trace, read_trace
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.reader import read_trace
 
 PROGRAM = """
 import ctypes, os, sys

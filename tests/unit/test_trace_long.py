@@ -7,8 +7,9 @@ import pytest
 
 from dtypedoctor.trace.details import FOLDED, Sizes, detail_files
 from dtypedoctor.trace.events import End, Header, Metric, ScalerState, Site
+from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.reader import read_trace
-from dtypedoctor.trace.writer import EVENTS, TraceWriter
+from dtypedoctor.trace.writer import TraceWriter
 
 PLACES, BAD = 5, 3
 

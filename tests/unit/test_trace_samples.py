@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtypedoctor.trace.lines import seal
+from dtypedoctor.trace.lines import EVENTS, seal
 from dtypedoctor.trace.loader import BATCH, parse_line, parse_lines
 from dtypedoctor.trace.reader import read_trace
-from dtypedoctor.trace.writer import EVENTS
 
 ROW = st.one_of(
     st.tuples(st.integers(0, 9), st.floats(0, 65504.0)),

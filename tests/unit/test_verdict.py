@@ -32,7 +32,8 @@ from dtypedoctor.trace.events import (
     ScalerState,
     TensorNote,
 )
-from dtypedoctor.trace.reader import Trace, steps_by_call
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.reader import steps_by_call
 from dtypedoctor.trials.treatment import examine
 
 SCENARIO = Scenario(

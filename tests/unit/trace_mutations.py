@@ -28,11 +28,11 @@ from dtypedoctor.trace.events import (
     Stage,
     TensorNote,
 )
-from dtypedoctor.trace.lines import open_lines
+from dtypedoctor.trace.lines import EVENTS, open_lines
 from dtypedoctor.trace.records.execution import CustomFunction
 from dtypedoctor.trace.records.models import ModelConfig
 from dtypedoctor.trace.records.silent import RouterChoice
-from dtypedoctor.trace.writer import EVENTS, TraceWriter
+from dtypedoctor.trace.writer import TraceWriter
 
 MODULES = ("", "model", "model.embed", "model.layers.0.mlp", "model.layers.0.attn", "model.norm", "head")
 OBSERVED: tuple[Any, ...] = (

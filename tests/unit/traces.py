@@ -3,7 +3,7 @@
 from typing import Any
 
 from dtypedoctor.trace.events import End, Header, Observation, Op, Sample, Site, TensorNote
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records import RECORDS, from_disk
 
 

@@ -13,7 +13,7 @@ from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import MERGES, WRITES_AT_INDEX, Birth, Provenance, Reason
 from dtypedoctor.rules.mismatch.messages import Complaint, complaint_of
 from dtypedoctor.trace.events import Op, Raised, Replay, TensorNote
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 __all__ = [
     "Case",

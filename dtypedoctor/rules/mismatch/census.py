@@ -12,7 +12,7 @@ from math import prod
 
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import ParameterNote, Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ModelConfig
 
 __all__ = ["Census", "owner_of"]

@@ -11,7 +11,7 @@ from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, raising_lin
 from dtypedoctor.rules.mismatch.case import Case, Verdict, ran_in, said
 from dtypedoctor.rules.mismatch.messages import complaint_of, dtype_named
 from dtypedoctor.trace.events import Observed, Op, Raised
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ShardCall, ShardUnit
 
 __all__ = [

@@ -23,7 +23,7 @@ from dtypedoctor.rules.mismatch.dtype_origin import (
     Reason,
 )
 from dtypedoctor.trace.events import Op
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ComparedOperand, PackedBits, PackedWeight
 
 __all__ = [

@@ -12,7 +12,7 @@ from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, r
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import ACCUMULATIONS, CASTS, CONVOLUTIONS, PRODUCTS, Reason, writes
 from dtypedoctor.trace.events import Flow
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AutocastRegion, CustomFunction, OpenRegions
 
 __all__ = [

@@ -31,7 +31,7 @@ from dtypedoctor.rules.mismatch.regions import (
     wrong_device,
 )
 from dtypedoctor.trace.events import Raised
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 OPERAND_DTYPE_MISMATCH = FindingSpec(
     id="operand-dtype-mismatch",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import how_the_run_ended
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 __all__ = ["ENDS", "Growth", "growth_before", "judge_divergence"]
 

@@ -17,7 +17,7 @@ from dtypedoctor.diagnosis.wording import (
     short,
 )
 from dtypedoctor.trace.events import Op, Raised, Sample, Site, TensorNote
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 
 __all__ = ["judge_compiled", "judge_constant"]
 

@@ -7,7 +7,7 @@ from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
 from dtypedoctor.diagnosis.statement import Statement, found_in
 from dtypedoctor.diagnosis.wording import listed, named_module, short
 from dtypedoctor.trace.events import Observed
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import FloatToInt
 
 SPEC = FindingSpec(

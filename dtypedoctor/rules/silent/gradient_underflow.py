@@ -9,7 +9,7 @@ from dtypedoctor.diagnosis.statement import Statement, found_in
 from dtypedoctor.diagnosis.wording import listed, module_of, short_parameter
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Observed, ScalerState
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward, ScaledGradient
 
 SPEC = FindingSpec(

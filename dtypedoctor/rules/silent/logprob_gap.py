@@ -8,7 +8,7 @@ from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import listed
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.trace.events import Flow, Metric
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import FirstRatio, Twins
 
 SPEC = FindingSpec(

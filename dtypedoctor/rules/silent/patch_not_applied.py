@@ -8,7 +8,7 @@ from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Correction
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import Unpatched
 
 SPEC = FindingSpec(

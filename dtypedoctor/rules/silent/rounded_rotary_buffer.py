@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.statement import Statement, found_in, located
 from dtypedoctor.diagnosis.subject import StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import module_of, short
 from dtypedoctor.dtypes import HALF
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import RotaryTable, RoundedPositions
 
 SPEC = FindingSpec(

@@ -6,7 +6,7 @@ from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
 from dtypedoctor.diagnosis.statement import Statement, found_in
 from dtypedoctor.diagnosis.wording import listed, named_module, short
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import RouterChoice
 
 SPEC = FindingSpec(

@@ -16,7 +16,7 @@ from dtypedoctor.diagnosis.wording import class_of, limit_of, listed, short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules.nonfinite.overflow import CAUSE_IN_A_NORM
 from dtypedoctor.trace.events import Correction, Observed, Op, TensorNote
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import Absorbed, Overflowed
 
 __all__ = ["detect_erased"]

@@ -10,7 +10,7 @@ from dtypedoctor.diagnosis.statement import Statement, found_in
 from dtypedoctor.diagnosis.wording import listed, module_of, short_parameter
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Observed
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import StalledParameter, Updates
 
 SPEC = FindingSpec(

@@ -12,7 +12,7 @@ from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Forward, Scenario, Train
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Metric, ParameterNote, Resources
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.laboratory import Laboratory
 from dtypedoctor.trials.bisection.probes import (
     Mode,

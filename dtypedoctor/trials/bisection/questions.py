@@ -13,7 +13,7 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.bench import Bench
 from dtypedoctor.trials.bisection.laboratory import Laboratory
 from dtypedoctor.trials.bisection.symptoms import OWN, Symptom

@@ -20,7 +20,7 @@ from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Correction, Metric, ProbeLogProbs, Raised, Sample, Site
-from dtypedoctor.trace.reader import Trace
+from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.reduction import Outcome
 
 __all__ = [
