@@ -72,10 +72,9 @@ def bisect(
     remain that no bisection can explain; 2 if it cannot be run; 3 if the worker left no usable trace. Ctrl-C reports the best
     answer so far; --resume continues after any end and repeats no run.
     """
-    from dtypedoctor.cli.bisect_case import Options, new_case, resumed_case
-    from dtypedoctor.cli.bisecting import bisect_case
-    from dtypedoctor.cli.endings import exit_code
-    from dtypedoctor.cli.formats import TERMINAL, show
+    from dtypedoctor.cli.bisecting import Options, bisect_case, new_case, resumed_case
+    from dtypedoctor.cli.output import TERMINAL, show
+    from dtypedoctor.cli.running import exit_code
     from dtypedoctor.report.run_document import bisection_document
 
     options = Options(

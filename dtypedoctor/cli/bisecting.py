@@ -5,28 +5,125 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
-from dtypedoctor.cli.bisect_case import Case
-from dtypedoctor.cli.foreign_code import resume_command
-from dtypedoctor.cli.narrowing import Narrowing
-from dtypedoctor.cli.treating import kept
+from dtypedoctor.cli.live import Narrowing
+from dtypedoctor.cli.running import kept
+from dtypedoctor.cli.scenario_files import allow_directory, load_checked, resume_command
+from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.build import bisection_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD
 from dtypedoctor.report.model import Report
-from dtypedoctor.runner.directories import clear, remove_unused
+from dtypedoctor.runner.directories import clear, new_directory, remove_unused
 from dtypedoctor.runner.launch import Launcher, WarmServer
 from dtypedoctor.runner.machine import gpu_environment, visible_gpus
 from dtypedoctor.runner.run import Run
+from dtypedoctor.scenario.loading import case_of, override, resolve
+from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trials.bisection.bisect import Bisection, End, Told, bisect
-from dtypedoctor.trials.bisection.laboratory import JOURNAL, Journal, Laboratory
+from dtypedoctor.trials.bisection.laboratory import JOURNAL, Asked, Journal, Laboratory
 from dtypedoctor.trials.bisection.questions import Measured
 
-__all__ = ["bisect_case"]
+__all__ = ["Case", "Options", "bisect_case", "new_case", "resumed_case"]
+
+
+DTYPE = "float16"
+"""The dtype under suspicion where neither a scenario nor an option names one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line says about the case; None where it says nothing."""
+
+    scenario: str | None = None
+    model: str | None = None
+    dtype: str | None = None
+    workload: str | None = None
+    device: str | None = None
+    out: Path | None = None
+    tolerance: float | None = None
+    time_limit: int | None = None
+    allow_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A bisection to do.
+
+    Attributes:
+        directory: its run directory, which exists.
+        resumed: whether something lies there already.
+    """
+
+    asked: Asked
+    directory: Path
+    resumed: bool
+
+
+def new_case(options: Options) -> Case:
+    """A case in a new run directory.
+
+    Raises:
+        UsageError: the options contradict each other, the scenario cannot be read, or the directory cannot be made.
+    """
+    scenario = override(_scenario(options), device=options.device)
+    if options.time_limit is not None:
+        scenario = scenario.with_changes(time_limit=options.time_limit)
+    if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
+        raise UsageError("--tolerance must be a number above 0", "It is a difference of log-probabilities, e.g. 0.05.")
+    asked = Asked(scenario=scenario, tolerance=options.tolerance)
+    directory = new_directory(options.out, f"bisect-{scenario.name}")
+    Journal(directory).begin(asked)
+    return Case(asked=asked, directory=directory, resumed=False)
+
+
+def resumed_case(directory: Path, beside: Options) -> Case:
+    """The case whose run directory this is.
+
+    Raises:
+        UsageError: another option wants something else, there is no bisection in the directory, or it is from elsewhere and
+            may not run code.
+    """
+    if replace(beside, allow_code=False) != Options():
+        raise UsageError(
+            "--resume continues with the original options", "Pass it alone, or with --jobs and --allow-code."
+        )
+    asked = Journal(directory).asked()
+    allow_directory(directory, allowed=beside.allow_code)
+    return Case(asked=asked, directory=directory, resumed=True)
+
+
+def _scenario(options: Options) -> Scenario:
+    if (options.scenario is None) == (options.model is None):
+        raise UsageError(
+            "pass either SCENARIO or --model", "For example: dtypedoctor bisect --model builtin:gemma4-tiny"
+        )
+    if options.model is not None:
+        _require_weights(options.model)
+        return case_of(options.model, options.dtype or DTYPE, options.workload)
+    if options.workload is not None:
+        raise UsageError("--workload needs --model: a scenario has a workload already", "Drop one of the two.")
+    assert options.scenario is not None  # one of the two is given
+    return override(load_checked(resolve(options.scenario), allow_code=options.allow_code), dtype=options.dtype)
+
+
+def _require_weights(model: str) -> None:
+    """A hub id has to be in the cache: each of many runs loads the model anew, and none of them should wait for a network.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if ":" not in model and not Path(model).exists() and cached(model) is None:
+        raise UsageError(
+            f"--model: {model} is neither a directory nor a model in the Hugging Face cache",
+            "Use builtin:NAME, a directory, a downloaded hub id, or package.module:factory.",
+        )
+
 
 MOST_JOBS = 4
 """Runs at a time where nobody says: each holds a model of its own."""
@@ -70,7 +167,7 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
             remove_unused(case.directory)
         raise
     except (KeyboardInterrupt, OSError):
-        print(f"Go on with: {resume_command(case.directory)}", file=sys.stderr)
+        print(f"Resume with: {resume_command(case.directory)}", file=sys.stderr)
         raise
 
 

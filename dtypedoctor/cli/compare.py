@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.formats import TERMINAL, FormatOption, show
+from dtypedoctor.cli.output import TERMINAL, FormatOption, show
 from dtypedoctor.errors import ExitCode, UsageError
 
 
@@ -26,16 +26,16 @@ def compare(
         float | None,
         typer.Option(
             "--tolerance",
-            help="Largest relative error that counts as equal; 0 for every digit.",
-            show_default="what rounding does: dtype, length of sums, steps",
+            help="Largest relative error that counts as equal; 0: every recorded digit.",
+            show_default="expected rounding error, from dtype, length of sums and steps",
         ),
     ] = None,
     format: FormatOption = TERMINAL,
 ) -> int:
     """Compare two runs of the same model, module by module and step by step.
 
-    They may differ in dtype, device, library versions or attention implementation; what differs is listed. Exits 0 if they
-    are equal within the tolerance, 10 if they diverge or if one lacks what the other has measured.
+    They may differ in dtype, device, library versions or attention implementation; all differences are listed. Exits 0 if
+    they are equal within the tolerance, 10 if they diverge or if one lacks what the other has measured.
     """
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.comparison_document import comparison_document
@@ -44,7 +44,7 @@ def compare(
     from dtypedoctor.trials.comparison import Verdict
 
     if tolerance is not None and not (isfinite(tolerance) and tolerance >= 0):
-        raise UsageError(f"--tolerance {tolerance}: not a relative error", "Give a number from 0, such as 0.01.")
+        raise UsageError(f"--tolerance {tolerance}: not a relative error", "Use a number of at least 0, such as 0.01.")
     found = compare_runs(open_run(run_a), open_run(run_b), tolerance)
     show(comparison_document(found if format == TERMINAL else redact(found)), format)
     if format == TERMINAL:

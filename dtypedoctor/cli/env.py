@@ -1,10 +1,10 @@
-"""``dtypedoctor env``: what the runs of this machine run on."""
+"""``dtypedoctor env``: versions, devices and settings that matter, for an issue."""
 
 import sys
 
 import typer
 
-from dtypedoctor.cli.formats import TERMINAL, FormatOption, show
+from dtypedoctor.cli.output import TERMINAL, FormatOption, show
 
 
 def register(app: typer.Typer) -> None:
@@ -15,16 +15,15 @@ def register(app: typer.Typer) -> None:
 def env(
     format: FormatOption = TERMINAL,
 ) -> None:
-    """Print versions, devices, driver and the environment variables that matter, for a ticket.
+    """Print versions, devices, driver and the environment variables that matter, to paste into an issue.
 
-    It is the table that every report carries, and what `torch.utils.collect_env` adds. Nothing private is in it.
+    It is the environment table of every report plus what `torch.utils.collect_env` adds, without anything private.
     """
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.environment import environment_document
     from dtypedoctor.runner.machine import survey
 
-    show(
-        environment_document(redact(survey())), format
-    )  # it is read to be passed on, so nothing private is in it at the prompt either
+    # it is printed to be pasted elsewhere, so it is redacted at the prompt, too
+    show(environment_document(redact(survey())), format)
     if format == TERMINAL:
         print("\nNext: dtypedoctor run gemma4_grpo_fp16", file=sys.stderr)

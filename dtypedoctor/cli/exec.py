@@ -75,9 +75,8 @@ def execute(
     goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
     """
     target = _target(script, module=module, text=text)
-    from dtypedoctor.cli.console import console_for
-    from dtypedoctor.cli.endings import exit_code
-    from dtypedoctor.cli.treating import treat_script
+    from dtypedoctor.cli.output import console_for
+    from dtypedoctor.cli.running import exit_code, treat_script
     from dtypedoctor.report.run_document import run_document
     from dtypedoctor.report.to_terminal import print_document
     from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name

@@ -13,10 +13,10 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     finding: Annotated[
-        str | None, typer.Argument(help="Finding id; all ids are listed if left out.", metavar="FINDING_ID")
+        str | None, typer.Argument(help="Finding id; without it, all ids are listed.", metavar="FINDING_ID")
     ] = None,
 ) -> None:
-    """Print the page about a finding: what it looks like, why it happens, how it is proven, how to fix it."""
+    """Print the page about a finding: symptoms, cause, evidence and fixes."""
     from dtypedoctor.diagnosis.registry import by_family, page
 
     if finding is None:

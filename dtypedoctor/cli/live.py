@@ -1,15 +1,88 @@
-"""What a person sees while a worker runs: phase, step, the module under the cursor, and the time."""
+"""What a person sees while something runs: one line that changes, or for a bisection a tree that narrows.
+
+Where there is no terminal, a line for each run or probe.
+"""
 
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.text import Text
 
-from dtypedoctor.cli.region import Region
-from dtypedoctor.report.text import one_line
+from dtypedoctor.report.text import counted, duration, number, one_line
 from dtypedoctor.trace.reader import Follower
+from dtypedoctor.trials.bisection.questions import Forest, Measured
+from dtypedoctor.trials.bisection.symptoms import part_in_words
+from dtypedoctor.trials.reduction import Outcome
+from dtypedoctor.trials.search import Node, leaves_of
+
+__all__ = ["Branch", "LiveView", "Narrowing", "Progress", "Region", "label_in_words"]
+
+_LABELS = {
+    "before": "baseline",
+    "closer": "op trace",
+    "closer-eager": "op trace, without the compiler",
+    "unwatched": "uninstrumented",
+    "reference": "reference run",
+    "float32-twin": "float32 reference",
+}
+"""What a run is called while it goes on, by the name of its directory."""
+
+
+def label_in_words(label: str) -> str:
+    """A run as a person would call it; ``label`` is the name of its directory."""
+    return _LABELS.get(label) or label.replace("remedy-", "fix: ").replace("closer-", "op trace ")
+
+
+class Region:
+    """Shows what changes at the foot of a terminal; elsewhere only the lines that stay. Use as a context manager.
+
+    Args:
+        stream: usually ``sys.stderr``.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._console = Console(file=stream, highlight=False)
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._stream.isatty():
+            self._live = Live(console=self._console, refresh_per_second=10, transient=True)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, tb)
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is a terminal to change, and it is entered."""
+        return self._live is not None
+
+    @property
+    def width(self) -> int:
+        """Columns."""
+        return self._console.width
+
+    def show(self, content: RenderableType) -> None:
+        """Shows ``content`` in the place of what was shown before."""
+        if self._live is not None:
+            self._live.update(content)
+
+    def leave(self, line: str, *, cut: bool = False) -> None:
+        """Leaves a line for good; ``cut`` lets it end where the terminal does."""
+        line = one_line(line, 2000) if line.strip() else line
+        if self._live is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            self._live.console.print(Text(line[: self.width] if cut else line))
 
 
 class LiveView:
@@ -36,9 +109,9 @@ class LiveView:
 
     def begin(self, label: str) -> None:
         """A run starts."""
-        self._label, self._began, self._follower = label, time.monotonic(), None
+        self._label, self._began, self._follower = label_in_words(label), time.monotonic(), None
         if not self._region.changes and self._every_run:
-            self._region.leave(f"{label} …")
+            self._region.leave(f"{self._label} …")
 
     def say(self, line: str) -> None:
         """Leaves a line that is not about a single run."""
@@ -64,3 +137,158 @@ class LiveView:
             text.append(f"  step {where.step}  {where.phase}  {one_line(where.module)}")
         text.truncate(self._region.width, overflow="ellipsis")
         self._region.show(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """One line of the tree.
+
+    Attributes:
+        depth: 0 for the roots.
+        name: the candidate; empty where several that are ruled out share a line.
+        suspected: how many of its leaves may still be culprits.
+        leaves: how many it has, or how many share this line.
+        measured: the last probe that treated just this candidate.
+    """
+
+    depth: int
+    name: str
+    suspected: int
+    leaves: int
+    measured: Measured | None = None
+
+
+class Progress:
+    """Follows the probes of one question.
+
+    A leaf is ruled out when a run was healthy without treating it. Where treating more can hurt that is not the last
+    word, so this is for the eye; the reducer decides.
+
+    Args:
+        roots: the candidates.
+    """
+
+    def __init__(self, roots: Sequence[Node]) -> None:
+        self._roots = tuple(roots)
+        self.leaves = len(leaves_of(self._roots))
+        self.suspected = leaves_of(self._roots)
+        """The leaves that may still be culprits."""
+        self._measured: dict[str, Measured] = {}
+
+    def take(self, measured: Measured) -> None:
+        """A probe has ended."""
+        treated = measured.probe.treated
+        if measured.probe.outcome is Outcome.PASS and len(treated) < len(self.suspected):
+            self.suspected = treated
+        if len(measured.names) == 1:
+            self._measured[measured.names[0]] = measured
+
+    def branches(self) -> list[Branch]:
+        """The tree, opened where a part of a candidate is ruled out, parents before children."""
+        return list(self._level(self._roots, 0))
+
+    def _level(self, nodes: Sequence[Node], depth: int) -> Iterator[Branch]:
+        cleared = 0
+        for node in nodes:
+            leaves = leaves_of([node])
+            suspected = len(leaves & self.suspected)
+            measured = self._measured.get(node.id)
+            if not suspected and measured is None:
+                cleared += len(leaves)
+                continue
+            yield Branch(depth=depth, name=node.id, suspected=suspected, leaves=len(leaves), measured=measured)
+            if 0 < suspected < len(leaves):
+                yield from self._level(node.children, depth + 1)
+        if cleared:
+            yield Branch(depth=depth, name="", suspected=0, leaves=cleared)
+
+
+_STYLE = {Outcome.PASS: "green", Outcome.FAIL: "red", Outcome.UNRESOLVED: "yellow"}
+_MOST_LINES = 18
+_MOST_NAMED = 2
+
+
+class Narrowing:
+    """Shows a bisection's progress on ``stream`` (usually ``sys.stderr``). Use as a context manager."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._region = Region(stream)
+        self._stage = ""
+        self._began = time.monotonic()
+        self._progress: Progress | None = None
+        self._last = Text()
+
+    def __enter__(self) -> Self:
+        self._region.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._region.__exit__(kind, error, tb)
+
+    def stage(self, words: str) -> None:
+        """A new part begins; on a terminal the one before it leaves one line."""
+        if not self._region.changes:
+            self._region.leave(f"{one_line(words, 500)} …")
+        elif self._stage:
+            self._region.leave(f"{self._stage:<48} {time.monotonic() - self._began:6.1f} s", cut=True)
+        self._stage, self._began, self._last = words, time.monotonic(), Text()
+
+    def forest(self, forest: Forest) -> None:
+        """The candidates are known."""
+        self._progress = Progress(forest.roots)
+
+    def probe(self, measured: Measured) -> None:
+        """A probe has ended."""
+        line = _probe_line(measured)
+        if measured.question == "modules" and self._progress is not None:
+            self._progress.take(measured)
+            line += f"  {len(self._progress.suspected)} of {self._progress.leaves} left"
+        self._last = Text(line, style=_STYLE[measured.probe.outcome])
+        if not self._region.changes:
+            self._region.leave(line)
+
+    def tick(self) -> None:
+        """Called a few times a second while something runs."""
+        if not self._region.changes:
+            return
+        head = Text(f"{self._stage}  {time.monotonic() - self._began:.1f} s", style="bold")
+        tree = self._progress.branches() if self._progress is not None else []
+        lines = [head, self._last, *map(_branch_line, tree[:_MOST_LINES])]
+        for line in lines:
+            line.truncate(self._region.width, overflow="ellipsis")
+        self._region.show(Group(*lines))
+
+
+def _probe_line(measured: Measured) -> str:
+    symptom, again = measured.symptom, " (known)" if measured.repeated else ""
+    peak = f"peak {number(symptom.absmax)}"
+    return f"  {measured.probe.outcome:<10} {_treated(measured.names):<46} {peak:<14} {duration(symptom.seconds):>7}{again}"
+
+
+def _treated(names: Sequence[str]) -> str:
+    if not names:
+        return "no module in float32"
+    if names[0] == "":
+        return "the whole model"
+    shown = ", ".join(one_line(part_in_words(name), 40) for name in names[:_MOST_NAMED])
+    more = len(names) - _MOST_NAMED
+    return shown + (f" and {more} more" if more > 0 else "")
+
+
+def _branch_line(branch: Branch) -> Text:
+    indent = "  " * (branch.depth + 1)
+    if not branch.name:
+        return Text(f"{indent}{counted(branch.leaves, 'module')} ruled out", style="dim")
+    suspected = (
+        f"{branch.suspected} of {branch.leaves}"
+        if branch.leaves > 1
+        else ("suspected" if branch.suspected else "ruled out")
+    )
+    text = Text(f"{indent}{one_line(branch.name, 60):<44} {suspected:<10}", style="bold" if branch.suspected else "dim")
+    if branch.measured is not None:
+        symptom = branch.measured.symptom
+        outcome = branch.measured.probe.outcome
+        text.append(
+            f" {outcome:<10} peak {number(symptom.absmax):<9} {duration(symptom.seconds)}", style=_STYLE[outcome]
+        )
+    return text

@@ -10,7 +10,7 @@ import typer
 from dtypedoctor import __version__
 from dtypedoctor.cli import bisect, compare, env, exec, explain, inspect, report, run, scenarios
 from dtypedoctor.cli.options import current_name
-from dtypedoctor.cli.standard_streams import standard_streams
+from dtypedoctor.cli.output import standard_streams
 from dtypedoctor.errors import DoctorError, ExitCode
 from dtypedoctor.report.text import paragraphs
 

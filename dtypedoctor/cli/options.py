@@ -7,6 +7,7 @@ import typer
 
 __all__ = ["AllowCode", "Device", "EveryNSteps", "NprocPerNode", "Out", "current_name"]
 
+
 MOST_PROCESSES = 64
 
 OLD_NAMES = {

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.formats import TERMINAL, FormatOption, show, shows_runs
+from dtypedoctor.cli.output import TERMINAL, FormatOption, show, shows_runs
 
 
 def register(app: typer.Typer) -> None:
@@ -20,14 +20,14 @@ def report(
     run: Annotated[
         Path,
         typer.Argument(
-            help="Directory that a run or several scenarios have left, or a report.json.",
+            help="Run directory, of one run or of several scenarios, or a report.json.",
             metavar="RUN",
         ),
     ],
     format: FormatOption = TERMINAL,
 ) -> None:
     """Print the report of a finished run."""
-    from dtypedoctor.cli.many import matrix_exit
+    from dtypedoctor.cli.running import matrix_exit
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.files import read_matrix, report_of, with_pictures
     from dtypedoctor.report.matrix import matrix_document

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.formats import TERMINAL, FormatOption, show
 from dtypedoctor.cli.options import AllowCode, Device, EveryNSteps, NprocPerNode, Out
+from dtypedoctor.cli.output import TERMINAL, FormatOption, show
 
 
 def register(app: typer.Typer) -> None:
@@ -40,9 +40,7 @@ def run(
     Exits 0 if nothing is wrong, or if each scenario fails and is fixed as it expects; 10 if findings remain; 3 if the worker
     left no usable trace. Several scenarios get a directory each, and one matrix of all of them is printed.
     """
-    from dtypedoctor.cli.endings import exit_code
-    from dtypedoctor.cli.many import load_all, matrix_exit, treat_all
-    from dtypedoctor.cli.treating import treat_scenario
+    from dtypedoctor.cli.running import exit_code, load_all, matrix_exit, treat_all, treat_scenario
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.matrix import matrix_document
     from dtypedoctor.report.run_document import run_document

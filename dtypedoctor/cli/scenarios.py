@@ -1,4 +1,4 @@
-"""``dtypedoctor scenarios``: what can be run."""
+"""``dtypedoctor scenarios``: the built-in scenarios."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ def scenarios(
         bool, typer.Option("--schema", help="Print the JSON Schema of scenario files, for editors, and exit.")
     ] = False,
 ) -> None:
-    """List the scenarios that come with the program."""
+    """List the built-in scenarios."""
     from dtypedoctor.cli.scenario_files import load_checked
     from dtypedoctor.scenario.dump import json_schema
     from dtypedoctor.scenario.loading import available

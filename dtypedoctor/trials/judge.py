@@ -19,6 +19,7 @@ from dtypedoctor.trials.summary import parity, summarise
 
 __all__ = ["Yardstick", "expectation_on", "is_met", "judge", "not_tried"]
 
+
 MIN_STEPS_FOR_RATIO = 3
 """Fewer steps than this say nothing about step time: the first one warms up."""
 

@@ -1,16 +1,20 @@
-"""Static checks of the checkpoints that a scenario names, before anything runs."""
+"""Static checks of checkpoints and models before anything runs."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from dtypedoctor.diagnosis import preflight
-from dtypedoctor.diagnosis.checkpoint import is_checkpoint, read_checkpoint
+from dtypedoctor.diagnosis.checkpoint import cached, is_checkpoint, read_checkpoint
 from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.subject import Intent
-from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.model import Scenario, Script
+from dtypedoctor.diagnosis.subject import Intent, Subject, noted
+from dtypedoctor.errors import UsageError, WorkerDiedError
+from dtypedoctor.foreign_files import reason
+from dtypedoctor.runner.launch import Launcher
+from dtypedoctor.scenario.model import Model, Scenario, ScenarioStep, Script, Unload
+from dtypedoctor.scenario.request import Request
 
-__all__ = ["check_checkpoints", "joined"]
+__all__ = ["check_checkpoints", "joined", "subject_of"]
 
 
 def check_checkpoints(scenario: Scenario) -> tuple[Finding, ...]:
@@ -51,3 +55,46 @@ def _there(path: Path) -> bool:
         return path.is_dir() and is_checkpoint(path)
     except (OSError, ValueError):  # an argument that is no path at all
         return False
+
+
+def subject_of(model: str, intent: Intent) -> Subject:
+    """The model: from its files, or built by a worker where it has none.
+
+    Raises:
+        UsageError: there is no such model.
+        WorkerDiedError: the worker died while it built the model.
+    """
+    path = Path(model)
+    try:
+        if path.exists() or is_checkpoint(path):
+            return read_checkpoint(path, intent)
+    except OSError as error:
+        raise UsageError(f"{model}: cannot be read ({reason(error)})", "Check the path and its permissions.") from error
+    if ":" in model:
+        return _built(model, intent)
+    snapshot = cached(model)
+    if snapshot is None:
+        raise UsageError(
+            f"{model}: neither a checkpoint nor a model in the Hugging Face cache",
+            "Use a directory, a downloaded hub id, or builtin:NAME.",
+        )
+    return read_checkpoint(snapshot, intent)
+
+
+def _built(model: str, intent: Intent) -> Subject:
+    scenario = Scenario(
+        name="inspect",
+        summary="Builds a model.",
+        device="cpu",
+        steps=[
+            ScenarioStep(
+                model=Model.model_validate({"name": model, "dtype": intent.dtype or "float32"}),
+                workload=Unload(kind="unload"),
+            )
+        ],
+    )
+    with tempfile.TemporaryDirectory() as folder, Launcher(Path(folder) / "server.log") as launcher:
+        run = launcher.run(Request(scenario=scenario), Path(folder) / "built")
+    if run.died:
+        raise WorkerDiedError(f"{model}: the worker {run.last_words()} while building the model")
+    return noted(model, run.trace, intent)

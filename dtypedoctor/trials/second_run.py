@@ -18,6 +18,7 @@ from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
 
 __all__ = ["CloserLook", "another_way", "look_closer", "unconfirmed"]
 
+
 MAX_LOOKS = 2
 """Runs with the op trace on; each costs about as much as the first run."""
 NOT_WANTED = "a second run was not wanted"

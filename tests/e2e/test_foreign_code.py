@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from command import dtypedoctor
 
-from dtypedoctor.cli import foreign_code
-from dtypedoctor.cli.bisect_case import Options, resumed_case
+from dtypedoctor.cli import scenario_files
+from dtypedoctor.cli.bisecting import Options, resumed_case
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.loading import available, resolve
@@ -74,7 +74,7 @@ def test_the_users_own_files_and_shipped_scenarios_need_no_option(
     with pytest.raises(UsageError, match="subprocess:check_output"):
         load_checked(Path("foreign.yaml"), allow_code=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(foreign_code.os, "getuid", lambda: os.geteuid() + 1)
+    monkeypatch.setattr(scenario_files.os, "getuid", lambda: os.geteuid() + 1)
     with pytest.raises(UsageError, match="subprocess:check_output"):
         load_checked(path, allow_code=False)
 

@@ -268,7 +268,7 @@ def test_a_trainer_of_trl_runs_in_several_processes_and_a_terminal_shows_how_far
     reader.join()
     text = b"".join(shown).decode()
     assert done.returncode == 0, text
-    assert re.search(r"before\S*\s.*step [12]  \w+  base_model", text)
+    assert re.search(r"baseline\S*\s.*step [12]  \w+  base_model", text)
     report = report_of(out)
     assert (report["status"], report["before"]["steps_completed"]) == ("healthy", 2)
     assert report["observer"]["bitwise_equal"] is True

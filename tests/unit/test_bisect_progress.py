@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from dtypedoctor.trials.bisection.progress import Branch, Progress
+from dtypedoctor.cli.live import Branch, Progress
 from dtypedoctor.trials.bisection.questions import Measured
 from dtypedoctor.trials.bisection.symptoms import Kind, Symptom
 from dtypedoctor.trials.reduction import Outcome, Probe, Stage

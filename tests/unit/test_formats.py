@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtypedoctor.cli.formats import FormatOption
+from dtypedoctor.cli.output import FormatOption
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.formats import FORMATS, format_named
 

@@ -1,0 +1,188 @@
+"""What a command prints, and on what.
+
+None of this process's standard streams can end a command: their reader may go, and not every one takes every character.
+"""
+
+import contextlib
+import io
+import os
+import select
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from dtypedoctor.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dtypedoctor.report.document import Document
+
+__all__ = ["TERMINAL", "FormatOption", "console_for", "show", "shows_runs", "standard_streams", "write_document"]
+
+
+_DESCRIPTORS = (0, 1, 2)
+
+
+class _Descriptor(io.RawIOBase):
+    """Writes to a descriptor. What cannot be written is lost, and the first reason is kept in ``trouble``."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.trouble: OSError | None = None
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        """It can be written to."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Writes some of ``data``; all of it is taken for written once something could not be."""
+        while self.trouble is None:
+            try:
+                return os.write(self._descriptor, data)
+            except BlockingIOError:  # somebody has made it so; all that means is that its reader is slow
+                select.select([], [self._descriptor], [])
+            except OSError as error:
+                self.trouble = error
+        return len(data)
+
+
+@contextlib.contextmanager
+def standard_streams() -> Iterator[None]:
+    """Inside, whatever is printed is printed as far as that is possible, and never raises.
+
+    A descriptor that is closed is opened on ``/dev/null``, so that no file of ours gets its number; a character that the
+    stream's encoding lacks becomes ``?``.
+    """
+    for descriptor in _DESCRIPTORS:
+        _open_if_closed(descriptor)
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _never_raising(sys.stdout, 1), _never_raising(sys.stderr, 2)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def write_document(text: str) -> OSError | None:
+    """Writes a document to standard output, in UTF-8 whatever the terminal has; what went wrong, if its reader is still there."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write((text if text.endswith("\n") else text + "\n").encode("utf-8", "backslashreplace"))
+    sys.stdout.flush()
+    trouble = getattr(getattr(sys.stdout.buffer, "raw", None), "trouble", None)
+    return trouble if isinstance(trouble, OSError) and not isinstance(trouble, BrokenPipeError) else None
+
+
+def _open_if_closed(descriptor: int) -> None:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        opened = os.open(os.devnull, os.O_RDWR)
+        if opened != descriptor:
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        os.set_inheritable(descriptor, True)
+
+
+def _never_raising(stream: TextIO | None, descriptor: int) -> TextIO:
+    """The same stream, as one that never raises; one without a descriptor, as tests have it, stays what it is."""
+    encoding = "utf-8"
+    if stream is not None:
+        try:
+            stream.flush()
+            descriptor, encoding = stream.fileno(), stream.encoding
+        except OSError:
+            return stream
+    raw = _Descriptor(descriptor)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, "replace", line_buffering=descriptor == 2 or raw.isatty())
+
+
+PLAIN_WIDTH = 100
+"""Columns when the output is not a terminal."""
+
+_NARROWEST, _WIDEST = 40, 1000
+"""Columns between which ``COLUMNS`` is heeded."""
+
+
+def console_for(stream: TextIO) -> "Console":
+    """A console on ``stream``: as wide as the terminal (80 columns at least); plain, 100 columns, when it is piped."""
+    from rich.console import Console
+
+    if not stream.isatty():
+        return Console(file=stream, width=_columns(), no_color=True, force_terminal=False,
+                       legacy_windows=False, highlight=False)  # fmt: skip
+    console = Console(file=stream, highlight=False)
+    return console if console.width >= 80 else Console(file=stream, highlight=False, width=80)
+
+
+def _columns() -> int:
+    """What ``COLUMNS`` says, where that is a number of columns."""
+    text = os.environ.get("COLUMNS", "")
+    wanted = int(text[:9]) if text.isascii() and text.isdigit() else 0
+    return min(max(wanted, _NARROWEST), _WIDEST) if wanted else PLAIN_WIDTH
+
+
+TERMINAL = "terminal"
+_COME_WITH_IT = (TERMINAL, "md", "html", "json", "junit", "github")
+"""The formats that come with the program, named here so that ``--help`` need not import them; a test compares."""
+
+
+def _known(name: str) -> str:
+    """``name`` if there is such a format: a typo is reported before anything has run."""
+    if name != TERMINAL:
+        from dtypedoctor.report.formats import format_named
+
+        format_named(name)
+    return name
+
+
+FormatOption = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        "-f",
+        help="What to print: one of these, or the name of a plug-in's format.",
+        metavar=f"[{'|'.join(_COME_WITH_IT)}]",
+        autocompletion=lambda: list(_COME_WITH_IT),
+        callback=_known,
+    ),
+]
+
+
+def show(document: "Document", format: str) -> None:
+    """Prints ``document`` in a format; except at the prompt, its texts must be redacted.
+
+    Raises:
+        UsageError: there is no such format, or standard output cannot be written.
+    """
+    if format == TERMINAL:
+        from dtypedoctor.report.to_terminal import print_document
+
+        print_document(document, console_for(sys.stdout))
+        return
+    from dtypedoctor.report.formats import format_named
+
+    trouble = write_document(format_named(format).render(document))
+    if trouble is not None:
+        raise UsageError(f"cannot write the report: {os.strerror(trouble.errno or 0)}") from trouble
+
+
+def shows_runs(format: str) -> bool:
+    """Whether a format shows what the traces of the runs hold."""
+    if format == TERMINAL:
+        return False
+    from dtypedoctor.report.formats import format_named
+
+    return format_named(format).shows_runs

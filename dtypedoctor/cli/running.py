@@ -1,0 +1,217 @@
+"""What ``run`` and ``exec`` do once their arguments are read. It is imported only then: ``--help`` must not wait for it.
+
+Of several scenarios each gets a directory of its own, and all of them one matrix.
+"""
+
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from dtypedoctor.analysis import ending_of
+from dtypedoctor.cli.live import LiveView, label_in_words
+from dtypedoctor.cli.scenario_files import load_checked
+from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.errors import DoctorError, ExitCode, UsageError
+from dtypedoctor.redaction.redact import redact, without_process_secrets
+from dtypedoctor.report.build import build_report
+from dtypedoctor.report.files import MATRIX_JSON, REPORT_JSON, REPORT_MD, write_report
+from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_report, refused_row, render_matrix_json, row_of
+from dtypedoctor.report.model import Report, Status
+from dtypedoctor.runner.directories import new_directory, remove_unused
+from dtypedoctor.runner.launch import Launcher
+from dtypedoctor.runner.process import outliving
+from dtypedoctor.runner.run import STDERR, Run
+from dtypedoctor.runner.script import run_ranks, run_script
+from dtypedoctor.scenario.loading import resolve
+from dtypedoctor.scenario.model import Scenario, Script
+from dtypedoctor.scenario.request import Request
+from dtypedoctor.trials.treatment import Plan, Treatment, treat
+
+__all__ = ["ENDINGS", "exit_code", "kept", "load_all", "matrix_exit", "treat_all", "treat_scenario", "treat_script"]
+
+
+ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
+    ("no usable trace, and no finding without one", lambda r: not (r.trace_usable or r.findings), ExitCode.NO_TRACE),
+    ("fails and is fixed as the scenario says", lambda r: r.expectation_met is True, ExitCode.OK),
+    ("not what the scenario says", lambda r: r.expectation_met is False, ExitCode.FINDINGS),
+    ("a bisection of what fails", lambda r: r.bisection is not None and r.bisection["end"] != "healthy", ExitCode.FINDINGS),
+    ("a finding that is more than a note", lambda r: any(f.severity is not Severity.INFO for f in r.findings), ExitCode.FINDINGS),
+    ("killed, stopped, raised, status not 0, not measured", lambda r: r.status is not Status.HEALTHY, ExitCode.FINDINGS),
+    ("differs without instrumentation", lambda r: r.observer.bitwise_equal is False, ExitCode.FINDINGS),
+    ("nothing wrong", lambda r: True, ExitCode.OK),
+)  # fmt: skip
+"""How a run ends, in the order in which it is decided, and the exit code of the command."""
+
+
+def exit_code(report: Report) -> int:
+    """The exit code that a finished report stands for: that of the first line of :data:`ENDINGS` that holds."""
+    return int(next(code for _, holds, code in ENDINGS if holds(report)))
+
+
+Start = Callable[[Request, Path], Run]
+"""Runs a request in a directory that does not exist yet."""
+
+
+def treat_scenario(scenario: Scenario, directory: Path, plan: Plan, view: LiveView | None = None) -> Report:
+    """Treats a scenario in ``directory``, which is new, and leaves its report there.
+
+    Progress goes to ``view``, which shows it on stderr if left out.
+
+    Raises:
+        UsageError: the scenario cannot be run, or the directory cannot be used. It is gone then, unless something else lies in it.
+    """
+    view = view or LiveView(sys.stderr)
+    with _removed_if_refused(directory), view, _starter(scenario, directory, view) as start:
+
+        def launch(label: str, request: Request) -> Run:
+            view.begin(label)
+            finished = start(request, directory / label)
+            view.end(ending_of(finished).words)
+            return finished
+
+        return _reported(treat(scenario, launch, plan), directory)
+
+
+def treat_script(scenario: Scenario, directory: Path, plan: Plan) -> tuple[Report, int]:
+    """Treats a user's script in ``directory``, which is new; the script has this process's streams the first time it runs.
+
+    Returns:
+        The report, and the script's own exit status as a shell would give it.
+
+    Raises:
+        UsageError: there is no such script, or the directory cannot be used. It is gone then, unless something else lies in it.
+    """
+    with _removed_if_refused(directory), outliving():
+
+        def launch(label: str, request: Request) -> Run:
+            first = label == "before"
+            if not first:
+                print(f"dtypedoctor: running the script again ({label_in_words(label)}) …", file=sys.stderr, flush=True)
+            start = run_script if scenario.distributed is None else run_ranks
+            return start(request, directory / label, live=first)
+
+        treatment = treat(scenario, launch, plan)
+        code = treatment.before.exit.code
+        return _reported(treatment, directory), code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _removed_if_refused(directory: Path) -> Iterator[None]:
+    """Takes the run directory away again where nothing could be run in it."""
+    try:
+        yield
+    except UsageError:
+        remove_unused(directory)
+        raise
+
+
+@contextmanager
+def _starter(scenario: Scenario, directory: Path, view: LiveView) -> Iterator[Start]:
+    """What runs a scenario: torchrun for several processes, a fresh interpreter for a script, else a warm server."""
+    if scenario.distributed is not None:
+        yield lambda request, place: run_ranks(request, place, live=False, progress=view.progress)
+    elif isinstance(scenario.steps[0].workload, Script):
+        yield lambda request, place: run_script(request, place, live=False)
+    else:
+        with Launcher(directory / "server.log", progress=view.progress) as launcher:
+            yield launcher.run
+
+
+def _reported(treatment: Treatment, directory: Path) -> Report:
+    files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before"}
+    if (directory / "before" / STDERR).exists():
+        files["raw_output"] = f"before/{STDERR}"
+    if (directory / "server.log").exists():
+        files["log"] = "server.log"
+    report = build_report(
+        treatment,
+        command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
+        files=files,
+        next_command=f"dtypedoctor report {shlex.quote(str(directory))} --format md",
+    )
+    return kept(directory, report)
+
+
+def kept(directory: Path, report: Report) -> Report:
+    """Writes ``report`` into ``directory``, or says on stderr why that cannot be done."""
+    try:
+        write_report(directory, report)
+    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
+        print(f"dtypedoctor: cannot write the report to {directory}: {error.strerror}", file=sys.stderr)
+    return report
+
+
+_GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)
+
+
+def load_all(texts: Sequence[str], *, allow_code: bool) -> list[Scenario]:
+    """The scenarios that a person names, in that order; those of a folder by name, each file once.
+
+    Raises:
+        UsageError: something cannot be read, a folder holds none, two files have the same name, or a scenario from elsewhere
+            names code and ``allow_code`` is not set.
+    """
+    paths = {path.resolve(): path for text in texts for path in _paths(text)}
+    loaded = [load_checked(path, allow_code=allow_code) for path in paths.values()]
+    twice = [name for name, times in Counter(scenario.name for scenario in loaded).items() if times > 1]
+    if twice:
+        raise UsageError(
+            f"{', '.join(twice)}: two files of this name", "Rename one: each scenario gets a directory of its name."
+        )
+    return loaded
+
+
+def _paths(text: str) -> list[Path]:
+    folder = Path(text)
+    if not folder.is_dir():
+        return [resolve(text)]
+    found = sorted(folder.glob("*.yaml"))
+    if not found:
+        raise UsageError(f"{text}: no scenarios here", "A scenario is a file that ends in .yaml.")
+    return found
+
+
+def treat_all(scenarios: Sequence[Scenario], directory: Path, plan: Plan) -> tuple[list[MatrixRow], list[Report]]:
+    """Treats each scenario in a folder of its name in ``directory``, which is new, and leaves the matrix there.
+
+    A scenario that cannot be run at all is a row of the matrix like any other; the rest is run all the same.
+
+    Returns:
+        The rows, and the reports in the same order.
+    """
+    rows: list[MatrixRow] = []
+    reports: list[Report] = []
+    for scenario in scenarios:
+        view = LiveView(sys.stderr, every_run=False)
+        row, report = _treated(scenario, directory, plan, view)
+        rows.append(row)
+        reports.append(report)
+        view.say(f"{len(rows)}/{len(scenarios)} {in_one_line(rows[-1])}")
+    try:
+        (directory / MATRIX_JSON).write_text(render_matrix_json(rows, exit_code=matrix_exit(rows)), encoding="utf-8")
+        print(f"Matrix: {directory / MATRIX_JSON}", file=sys.stderr)
+    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
+        print(f"dtypedoctor: cannot write the matrix to {directory}: {error.strerror}", file=sys.stderr)
+    return rows, reports
+
+
+def _treated(scenario: Scenario, directory: Path, plan: Plan, view: LiveView) -> tuple[MatrixRow, Report]:
+    began = time.monotonic()
+    try:
+        report = treat_scenario(scenario, new_directory(directory / scenario.name, scenario.name), plan, view)
+    except DoctorError as refused:
+        row = refused_row(scenario.name, refused.message, exit_code=int(refused.exit_code))
+        return row, refused_report(scenario.name, refused.message)
+    seconds = round(time.monotonic() - began, 2)
+    path = f"{scenario.name}/{REPORT_JSON}"
+    return row_of(redact(report), exit_code=exit_code(report), seconds=seconds, path=path), report
+
+
+def matrix_exit(rows: Sequence[MatrixRow]) -> int:
+    """0 if each scenario's exit code is 0; else the code of the gravest: usage, then a dead worker, then findings."""
+    codes = {row.exit for row in rows}
+    return next((int(code) for code in _GRAVEST_FIRST if int(code) in codes), int(ExitCode.OK))
