@@ -7,11 +7,10 @@ from typing import Any
 
 from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.finding import Severity
-from dtypedoctor.report.measured import measured_in
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.strip import origin_strip
 from dtypedoctor.report.text import counted, number
-from dtypedoctor.report.verdict import missing_end, verdict
+from dtypedoctor.report.verdict import measured_in, missing_end, verdict
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trials.bisection.bench import Verdict
 from dtypedoctor.trials.bisection.bisect import Bisection, End

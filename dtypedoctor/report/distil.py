@@ -1,12 +1,15 @@
-"""Distils a picture from a trace: magnitudes, dtypes and why they change, and the op trace in words."""
+"""The map of a run: magnitudes, dtypes and why they change, and the op trace, from a trace; and as the data that the HTML page draws."""
 
+import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dtypedoctor.dtypes import DTYPES, short_name
-from dtypedoctor.report.picture import FlowLine, ModulePicture, OpLine, Picture, Series, TensorLine
+from dtypedoctor.report.document import Map
+from dtypedoctor.report.model import LANES, FlowLine, ModulePicture, OpLine, Picture, Series, TensorLine
 from dtypedoctor.report.text import number, one_line
 from dtypedoctor.trace.events import Correction, Flow, Op, Raised, Replay, Root, Sample, Site, TensorNote
 from dtypedoctor.trace.model import Trace
@@ -287,3 +290,93 @@ def _events(trace: Trace) -> Iterator[str]:
         state = correction.proof if correction.installed else f"not installed: {correction.reason}"
         counts = f"{correction.hits} hits, {correction.rescued} rescued, {correction.clamped} clamped"
         yield f"correction {correction.id}: {one_line(state, 300)}; {counts}"
+
+
+_LANE_TITLES = ("Forward", "Generate", "Backward", "Parameter gradients", "Parameters")
+
+
+def map_data(shown: Map | None) -> str:
+    """The runs of a map as JSON that may stand inside a ``script`` element: no character in it can end that element or begin another.
+
+    Keys are short because they occur once per module; the script names them where it reads them.
+    """
+    facts = {
+        "lanes": [[name, title] for name, title in zip(LANES, _LANE_TITLES, strict=True)],
+        "dtypes": {d.name: {"short": d.short, "max": d.max, "tiny": d.tiny} for d in DTYPES.values()},
+        "findings": [
+            {
+                "id": f.id,
+                "fqn": f.fqn,
+                "op": f.op,
+                "phase": f.phase,
+                "step": f.step,
+                "source": f.source,
+                "summary": f.summary,
+            }
+            for f in (shown.findings if shown is not None else ())
+        ],
+    }
+    runs = ",".join(_picture_json(picture) for picture in (shown.pictures if shown is not None else ()))
+    return _embeddable(f'{{"runs":[{runs}],{_dump(facts)[1:]}')
+
+
+def _embeddable(text: str) -> str:
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _picture_json(picture: Picture) -> str:
+    modules = ",".join(_module_json(module) for module in picture.modules)
+    rest = {
+        "label": picture.label,
+        "columns": picture.columns,
+        "notes": picture.notes,
+        "ops": [_op_json(op) for op in picture.ops],
+    }
+    return f'{{"modules":[{modules}],{_dump(rest)[1:]}'
+
+
+def _module_json(module: ModulePicture) -> str:
+    series = ",".join(_series_json(series) for series in module.series)
+    rest = {
+        "r": module.root,
+        "f": module.fqn,
+        "c": module.cls,
+        "t": [_tensor_json(tensor) for tensor in module.tensors],
+        "w": [_flow_json(flow) for flow in module.flows],
+    }
+    return f'{{"s":[{series}],{_dump(rest)[1:]}'
+
+
+def _series_json(series: Series) -> str:
+    # Formatting by hand, to four digits, is five times faster than json and half as long. -1 stands for "not measured".
+    numbers = ",".join(["-1" if math.isnan(value) else f"{value:.4g}" for value in series.absmax])
+    bad = _dump({str(column): counts for column, counts in series.nonfinite.items()})
+    return f"[{LANES.index(series.lane)},{_dump(series.dtype)},[{numbers}],{bad}]"
+
+
+def _tensor_json(tensor: TensorLine) -> list[Any]:
+    return [
+        tensor.what,
+        tensor.phase,
+        tensor.dtype,
+        tensor.shape,
+        _rounded(tensor.absmax),
+        tensor.num_nan,
+        tensor.num_inf,
+    ]
+
+
+def _flow_json(flow: FlowLine) -> list[Any]:
+    return [flow.phase, flow.step, flow.inputs, flow.weights, flow.outputs, flow.autocast, flow.why]
+
+
+def _op_json(op: OpLine) -> list[Any]:
+    return [op.fqn, op.phase, op.step, op.op, op.inputs, op.outputs, op.source, op.notes, int(op.born)]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}") if math.isfinite(value) else 0.0
+
+
+def _dump(value: dict[str, Any] | Sequence[Any] | str) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.report.picture import Picture
+from dtypedoctor.report.model import Picture
 
 
 class Look(StrEnum):

@@ -14,8 +14,7 @@ from dtypedoctor.redaction.redact import redact, without_process_secrets
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.distil import distil
 from dtypedoctor.report.matrix import MatrixRow, read_matrix_json, refused_report
-from dtypedoctor.report.model import Outcome, Report
-from dtypedoctor.report.picture import Picture
+from dtypedoctor.report.model import Outcome, Picture, Report
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import from_json, render_json
 from dtypedoctor.report.to_markdown import render_markdown

@@ -10,7 +10,6 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS
 from dtypedoctor.report.document import Line, Look, Words, named
 from dtypedoctor.report.fixes import RemedyLine, cures, outcome_words, remedy_lines
-from dtypedoctor.report.measured import Measured
 from dtypedoctor.report.model import Observer, Outcome, Report, Status
 from dtypedoctor.report.text import ABSENT, counted, one_line
 from dtypedoctor.report.to_json import plain
@@ -45,8 +44,23 @@ def status_word(report: Report) -> str:
 
 def measured_sentence(report: Report) -> str:
     """How much of what ran was measured; empty where that is not known."""
-    told = Measured(counts=report.measured).describe()
-    return f"Measured: {told}." if told else ""
+    shares = [measured_share(name, *counts) for name, counts in report.measured.items() if counts[1]]
+    return f"Measured: {', '.join(shares)}." if shares else ""
+
+
+MEASURED = {
+    "module_calls": "module call",
+    "operators": "operator outside of modules",
+    "gradients": "parameter gradient",
+    "losses": "loss",
+}
+"""What is measured of a run, by its key in report.json."""
+_PLURALS = {"operators": "operators outside of modules", "losses": "losses"}
+
+
+def measured_share(name: str, measured: int, total: int) -> str:
+    """How much of one kind was measured, e.g. ``0 of 214 module calls``."""
+    return f"{measured:,} of {counted(total, MEASURED[name], _PLURALS.get(name, ''))}"
 
 
 def proven_means(report: Report) -> str:

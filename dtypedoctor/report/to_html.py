@@ -1,11 +1,18 @@
-"""Documents as one HTML file that opens from disk and asks the network for nothing."""
+"""Documents as one HTML file that opens from disk and asks the network for nothing.
+
+First the parts: elements as text, and charts as inline SVG. Whatever is not an element already is escaped, so nothing that comes
+from elsewhere becomes markup. Then the page.
+"""
 
 import base64
 import hashlib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
 from importlib import resources
 
 from dtypedoctor import __version__
+from dtypedoctor.report.distil import map_data
 from dtypedoctor.report.document import (
     Bar,
     Beside,
@@ -27,8 +34,125 @@ from dtypedoctor.report.document import (
     Words,
     parts_of,
 )
-from dtypedoctor.report.html_parts import Html, el, join, line_chart, map_data, table
-from dtypedoctor.report.text import ABSENT, one_line
+from dtypedoctor.report.text import ABSENT, number, one_line, paragraphs
+
+
+class Html(str):
+    """Finished HTML."""
+
+    __slots__ = ()
+
+
+def text(value: str) -> Html:
+    """``value`` as HTML text, invisible characters made visible."""
+    return value if isinstance(value, Html) else Html(escape(paragraphs(value, 20_000), quote=True))
+
+
+def join(parts: Iterable[str]) -> Html:
+    """The parts one after the other."""
+    return Html("".join(text(part) for part in parts))
+
+
+def el(tag: str, *children: str, **attributes: str | None) -> Html:
+    """The element ``tag`` with ``children``.
+
+    Attribute names lose a trailing underscore and their other underscores become hyphens (``class_``, ``data_fqn``);
+    attributes of None are left out.
+    """
+    written = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{text(value)}"'
+        for name, value in attributes.items()
+        if value is not None
+    )
+    return Html(f"<{tag}{written}>{join(children)}</{tag}>")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", *, label: str = "") -> Html:
+    """A table whose first column names its rows; it scrolls sideways where the page is too narrow for it."""
+    head = el("thead", el("tr", *(el("th", cell, scope="col") for cell in header))) if header else Html()
+    body = (el("tr", el("th", row[0], scope="row"), *(el("td", cell) for cell in row[1:])) for row in rows)
+    named = el("caption", caption) if caption else Html()
+    inner = el("table", named, head, el("tbody", *body))
+    return el("div", inner, class_="scroll", tabindex="0", role="region", aria_label=label or caption or "table")
+
+
+_WIDTH, _HEIGHT = 360, 170
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 10, 12, 22
+
+Values = Sequence[float | None]
+
+
+def line_chart(title: str, lines: Sequence[tuple[str, Values]]) -> Html:
+    """One line per run over the steps; a missing or non-finite value is a gap, a lone value a dot.
+
+    Lines differ in dash and marker as well as in color. Returns nothing if there is no finite value at all.
+    """
+    known = [value for _, values in lines for value in values if value is not None and math.isfinite(value)]
+    longest = max((len(values) for _, values in lines), default=0)
+    if not known or longest < 2:
+        return Html()
+    frame = _Frame(longest, *_scale(min(known), max(known)))
+    drawn = [frame.line(index, values) for index, (_, values) in enumerate(lines)]
+    drawn = [frame.axes(), *reversed(drawn)]  # the first run, usually the shortest, lies on top
+    picture = el("svg", *drawn, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=f"{title} per step")
+    legend = el("ul", *(_entry(index, label) for index, (label, values) in enumerate(lines) if values), class_="legend")
+    return el("figure", el("figcaption", f"{title} per step"), picture, legend, class_="chart")
+
+
+def _scale(low: float, high: float) -> tuple[float, float]:
+    """The ends of the axis; around a single value there is room on both sides."""
+    if low == high:
+        room = (abs(low) or 1.0) * 0.5
+        return low - room, high + room
+    return low, high
+
+
+class _Frame:
+    def __init__(self, steps: int, low: float, high: float) -> None:
+        self._steps, self._low, self._high = steps, low, high
+
+    def _x(self, step: int) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * step / (self._steps - 1)
+
+    def _y(self, value: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - (value - self._low) / (self._high - self._low))
+
+    def axes(self) -> Html:
+        parts = []
+        for value in (self._low, (self._low + self._high) / 2, self._high):
+            y = f"{self._y(value):.1f}"
+            parts.append(el("path", d=f"M{_LEFT} {y}H{_WIDTH - _RIGHT}", class_="grid"))
+            parts.append(
+                el("text", number(value), x=str(_LEFT - 5), y=f"{self._y(value) + 3.5:.1f}", text_anchor="end")
+            )
+        for step in sorted({0, self._steps // 2, self._steps - 1}):
+            anchor = {0: "start", self._steps - 1: "end"}.get(step, "middle")
+            parts.append(el("text", str(step + 1), x=f"{self._x(step):.1f}", y=str(_HEIGHT - 6), text_anchor=anchor))
+        return join(parts)
+
+    def line(self, index: int, values: Values) -> Html:
+        path, points, pen_down = [], [], False
+        for step, value in enumerate(values):
+            if value is None or not math.isfinite(value):
+                pen_down = False
+                continue
+            place = f"{self._x(step):.1f} {self._y(value):.1f}"
+            path.append(f"{'L' if pen_down else 'M'}{place}")
+            points.append(f"M{place}h0")
+            pen_down = True
+        marks = "".join(points) if len(values) <= 60 else ""
+        return join(
+            (
+                el("path", d="".join(path), class_=f"line run{index % 6}"),
+                el("path", d=marks, class_=f"dots run{index % 6}") if marks else Html(),
+            )
+        )
+
+
+def _entry(index: int, label: str) -> Html:
+    sample = el("svg", el("path", d="M0 5H26", class_=f"line run{index % 6}"), viewBox="0 0 26 10", aria_hidden="true")
+    return el("li", sample, label)
+
 
 _SCRIPTS = ("page.js", "modules.js", "explorer.js", "detail.js", "controls.js")
 """Plain scripts that share one scope, in this order."""

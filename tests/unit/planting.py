@@ -8,8 +8,7 @@ from typing import Any
 
 from report_builders import mismatch, overflow
 
-from dtypedoctor.report.model import Report
-from dtypedoctor.report.picture import FlowLine, ModulePicture, OpLine, Picture, Series, TensorLine
+from dtypedoctor.report.model import FlowLine, ModulePicture, OpLine, Picture, Report, Series, TensorLine
 
 
 def rich_report() -> Report:

@@ -132,7 +132,7 @@ def test_of_several_cures_the_report_says_when_to_prefer_which() -> None:
     assert [remedy for remedy, _ in which_one(report)] == ["gemma4-mlp-float32-product", "bfloat16"]
     assert which_one(replace(report, trials=report.trials[1:])) == []
     page = render_markdown(run_document(report))
-    assert "**Which one: prefer**\n\n- `gemma4-mlp-float32-product` if the run has to stay in float16" in page
+    assert "**Which one: prefer**\n\n- `gemma4-mlp-float32-product` if the run must stay in float16" in page
 
 
 def test_every_remedy_that_keeps_the_meaning_of_the_run_has_a_preference() -> None:

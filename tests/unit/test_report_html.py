@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from planting import rich_report
 from report_builders import EVIL, everything, healthy, hostile, mismatch, overflow
 
-from dtypedoctor.report.html_parts import Html, el, line_chart, table, text
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import public_run, run_document
-from dtypedoctor.report.to_html import render_html
+from dtypedoctor.report.to_html import Html, el, line_chart, render_html, table, text
 
 VOID = {"meta"}
 NAMES = ["healthy", "overflow", "mismatch", "worker-died", "hostile"]

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from report_builders import everything, healthy, hostile, mismatch, overflow, worker_died
 
 from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.report.formats import render_junit
 from dtypedoctor.report.matrix import matrix_document, row_of
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.to_junit import render_junit
 
 
 def merged(reports: list[Report]) -> str:

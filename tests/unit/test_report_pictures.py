@@ -9,12 +9,10 @@ import pytest
 from report_builders import overflow
 from traces import TraceBuilder, tensor
 
-from dtypedoctor.report.distil import MOST_COLUMNS, MOST_OPS, distil, why_it_changes
+from dtypedoctor.report.distil import MOST_COLUMNS, MOST_OPS, distil, map_data, why_it_changes
 from dtypedoctor.report.document import Map
 from dtypedoctor.report.files import with_pictures
-from dtypedoctor.report.html_parts import map_data
-from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.picture import ModulePicture, Picture
+from dtypedoctor.report.model import ModulePicture, Picture, Report, Status
 from dtypedoctor.report.strip import origin_strip
 from dtypedoctor.trace.events import Correction, Flow, Header, Raised, Replay, Root, Site
 from dtypedoctor.trace.writer import TraceWriter
