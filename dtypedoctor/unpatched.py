@@ -9,13 +9,24 @@ import sys
 from io import FileIO
 from json.decoder import JSONDecoder
 from json.encoder import JSONEncoder
-from os import PathLike, getpid
+from os import PathLike, getpid, listdir
 from time import monotonic, perf_counter, sleep, time_ns
 from typing import Any
 
 from dtypedoctor.interruptions import contained
 
-__all__ = ["from_json", "getpid", "monotonic", "perf_counter", "read_text", "say", "sleep", "time_ns", "to_json"]
+__all__ = [
+    "from_json",
+    "getpid",
+    "listdir",
+    "monotonic",
+    "perf_counter",
+    "read_text",
+    "say",
+    "sleep",
+    "time_ns",
+    "to_json",
+]
 
 
 class _Encoder(JSONEncoder):

@@ -6,10 +6,8 @@ As a program it leaves a description of the machine in the file that it is given
 import gc
 import hashlib
 import os
-import platform
+import re
 import sys
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.optim import Optimizer
 
 from dtypedoctor.instrument.statistics import local_part
 from dtypedoctor.interruptions import contained
-from dtypedoctor.unpatched import read_text, to_json
+from dtypedoctor.unpatched import listdir, read_text, to_json
 
 PACKAGES = (
     "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets", "triton", "safetensors",
@@ -36,18 +34,26 @@ VARIABLES = (
 
 DRIVER = Path("/sys/module/nvidia/version")
 """Where Linux says which NVIDIA driver is loaded."""
+_INSTALLED = re.compile(r"(.+?)-(.+?)(?:-py[0-9.]+)?\.(?:dist|egg)-info")
+"""The name of the folder that an installer leaves for a package: its name and its version."""
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device, CPU capability and the environment variables that steer precision."""
+    """Versions, device, CPU capability and the environment variables that steer precision.
+
+    Nothing here opens a file by a function that the program may have replaced, or starts a program, as the modules ``platform`` and
+    ``importlib.metadata`` do.
+    """
+    system = os.uname()
+    versions = _versions()
     values: dict[str, Any] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "machine": platform.machine(),
+        "python": sys.version.split()[0],
+        "platform": f"{system.sysname}-{system.release}-{system.machine}{_libc()}",
+        "machine": system.machine,
         "device": str(device),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {name: versions[name] for name in PACKAGES if name in versions},
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "cuda": torch.version.cuda,
         "driver": _driver(),
@@ -64,12 +70,25 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     return values
 
 
-@cache  # asked again at the end, when the program may have replaced what reads files
-def _version(package: str) -> str | None:
+def _versions() -> dict[str, str]:
+    """The version of each installed package, by its name with underscores; of several the one that an import finds."""
+    found: dict[str, str] = {}
+    for place in sys.path:
+        try:
+            names = listdir(place or ".")
+        except OSError:  # no folder, or none that may be read
+            continue
+        for name in names:
+            if parts := _INSTALLED.fullmatch(name):
+                found.setdefault(re.sub(r"[-.]", "_", parts[1]).lower(), parts[2])
+    return found
+
+
+def _libc() -> str:
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+        return "-with-" + (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "")
+    except (OSError, ValueError):  # not Linux with glibc
+        return ""
 
 
 def _driver() -> str | None:

@@ -1,6 +1,13 @@
 """What a worker says about the machine that it runs on."""
 
+import builtins
+import importlib.metadata
+import io
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,3 +48,44 @@ def test_a_failure_of_torchs_own_tool_costs_its_part_only(monkeypatch: pytest.Mo
     found = survey()
     assert found["collect_env"] == {"error": "OSError: lscpu: no such program"}
     assert found["versions"]["torch"] == torch.__version__
+
+
+def test_no_function_of_the_program_is_called_and_no_program_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it has replaced meanwhile: files are read, folders listed and versions found by what was bound before."""
+    torch_version = importlib.metadata.version("torch")
+    calls: list[str] = []
+
+    def replace(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, replacement)
+
+    for owner, names in (
+        (builtins, ("open",)),
+        (io, ("open",)),
+        (os, ("listdir", "open", "scandir", "stat", "popen")),
+        (subprocess, ("Popen", "check_output")),
+        (importlib.metadata, ("version", "distribution")),
+    ):
+        for name in names:
+            replace(owner, name)
+    found = describe_environment(torch.device("cpu"))
+    assert calls == []
+    assert found["versions"]["torch"] == torch_version
+    assert found["platform"].startswith(f"{os.uname().sysname}-{os.uname().release}-{found['machine']}")
+
+
+def test_of_two_installed_versions_the_one_that_is_imported_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are compared as packages are: whatever stands between their words."""
+    for place, name in (("a", "flash_attn-2.8.3+cu12.dist-info"), ("b", "flash_attn-2.7.0.dist-info"),
+                        ("b", "unsloth.zoo-2026.1-py3.11.egg-info"), ("b", "notes-1.txt")):  # fmt: skip
+        (tmp_path / place / name).mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "a"), str(tmp_path / "gone"), str(tmp_path / "b")])
+    versions = describe_environment(torch.device("cpu"))["versions"]
+    assert versions == {"flash_attn": "2.8.3+cu12", "unsloth_zoo": "2026.1"}
