@@ -21,6 +21,14 @@ GROWN = 10.0
 MOVED = 2.0
 """Times the largest weight has to have grown at least: what it has not made grow comes from elsewhere."""
 
+_WHY = (
+    "Each update makes the next gradient larger: the learning rate, its schedule or the initialization is too large, or gradients "
+    "are not clipped."
+)
+_WHY_AT_ONCE = (
+    "One update is many times as large as the weights: the learning rate is too large, or there is no warm-up."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
@@ -77,17 +85,20 @@ def judge_divergence(trace: Trace, end: Finding) -> Finding | None:
     said = Statement(
         id="divergence",
         summary=(
-            f"The training diverges: in the {growth.steps} step(s) before step {end.step} the largest weight goes from "
+            f"The training diverges: {_when(growth, end.step)} the largest weight goes from "
             f"{growth.weights[0]:,.3g} to {growth.weights[1]:,.3g}{_of_the_loss(growth)}."
         ),
         cause=(
-            "Each update makes the next gradient larger: the learning rate, its schedule or the initialization is too large, or "
-            "gradients are not clipped. A dtype with a wider range only ends a few steps later; float32 and bfloat16 do not help. "
+            f"{_WHY_AT_ONCE if growth.steps == 1 else _WHY} A dtype with a wider range only ends a few steps later; float32 and bfloat16 do not help. "
             "Lower the learning rate, warm it up, or clip gradients."
         ),
         evidence=tuple(_evidence(trace, growth, end)),
     )
     return located(said, phase=end.phase, step=end.step, fqn=end.fqn, op=end.op, dtype=end.dtype, source=end.source)
+
+
+def _when(growth: Growth, end: int) -> str:
+    return f"in the {growth.steps} steps before step {end}" if growth.steps > 1 else "in its first update"
 
 
 def _of_the_loss(growth: Growth) -> str:
@@ -96,7 +107,11 @@ def _of_the_loss(growth: Growth) -> str:
 
 
 def _evidence(trace: Trace, growth: Growth, end: Finding) -> Iterator[str]:
-    yield f"Largest gradient: {growth.gradients[0]:,.3g} in the first step, {growth.gradients[1]:,.3g} in the last one before the failure."
+    first, last = (f"{largest:,.3g}" for largest in growth.gradients)
+    if growth.steps > 1:
+        yield f"Largest gradient: {first} in the first step, {last} in the last one before the failure."
+    else:
+        yield f"Largest gradient of that step: {first}."
     where = f" at {end.source}" if end.source else ""
     yield f"It surfaces in step {end.step} as {end.id}{where}: {end.summary}"
     yield from how_the_run_ended(trace)
