@@ -126,20 +126,23 @@ class Returned:
             _hook_gradient(output, _Hook(self, place, "", call))
 
     def _is_usual(self, usual: _Usual, given: Any, output: Any) -> bool:
-        return (
-            type(output) is Tensor
-            and type(given) is Tensor
-            and output.dtype is usual.dtype
-            and given.dtype is usual.given
-            and _lies_there(output)
-            and _lies_there(given)
-            and output.shape == usual.shape
-            and output.device == usual.device
-            and given.device == usual.device
-            and (self._position.of.here or self._position.last).phase == usual.phase
-            and self._autocast.dtype(usual.device_type) == usual.autocast
-            and not (usual.device_type == "cuda" and is_current_stream_capturing())
-        )
+        """Whether a call looks like the last one of its module. One function: it runs at each call, and a call of another costs more."""
+        if type(output) is not Tensor or type(given) is not Tensor:
+            return False
+        if output.dtype is not usual.dtype or given.dtype is not usual.given:
+            return False
+        if not _lies_there(output) or not _lies_there(given):
+            return False
+        if output.shape != usual.shape:
+            return False
+        if output.device != usual.device or given.device != usual.device:
+            return False
+        here = self._position.of.here or self._position.last
+        if here.phase != usual.phase:
+            return False
+        if self._autocast.dtype(usual.device_type) != usual.autocast:
+            return False
+        return not (usual.device_type == "cuda" and is_current_stream_capturing())
 
     def _record_any(self, module: nn.Module, place: Place, given: tuple[Any, Any], output: Any) -> None:
         position = self._position

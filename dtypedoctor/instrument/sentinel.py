@@ -229,10 +229,12 @@ class Sentinel(OperatorMode):
         """Hooks the autograd nodes that lead to ``tensors``, as far as the next ones that a module call has made."""
         if self._thread != get_ident() or self._is_thin or not self.wanted():
             return
-        plain = (t for t in tensors if type(t) is Tensor and t.device.type == "cpu" and not is_wrapped(t))
-        waiting = [node for tensor in plain if (node := tensor.grad_fn) is not None]
         if len(self._hooked) > MAX_LINES:
             self._hooked.clear()
+        self._hook_behind([tensor.grad_fn for tensor in tensors if _is_in_a_graph(tensor)])
+
+    def _hook_behind(self, waiting: list[Any]) -> None:
+        """Hooks the nodes ``waiting``, which it empties, and those behind them."""
         for _ in range(MAX_WALKED):
             if not waiting:
                 return
@@ -423,10 +425,12 @@ class Sentinel(OperatorMode):
         if has_no_memory(tensor):
             return FINITE
         device, tensor = tensor.device.type, real_of(tensor)
-        if measurable(tensor) and device == "cpu" and self._affords(tensor):
+        if not measurable(tensor):
+            self._missed += 1
+        elif device == "cpu" and self._affords(tensor):
             return ends_of(tensor)
-        if measurable(tensor) and device in BEHIND and self._is_turn(("sampled", func), line, EACH):
-            self._sample(f"{func} {line.source if line is not None else ''}", tensor)
+        elif device in BEHIND and self._is_turn(("sampled", func), line, EACH):
+            self._sample(_label(func, line), tensor)
         else:
             self._missed += 1
         return None
@@ -441,6 +445,18 @@ class Sentinel(OperatorMode):
         key = (what, line)
         self._visits[key] = number = self._visits.get(key, 0) + 1
         return number % each == 1
+
+
+def _is_in_a_graph(tensor: Tensor) -> bool:
+    """Whether a plain tensor on a CPU was made by an autograd node."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu":
+        return False
+    return not is_wrapped(tensor) and tensor.grad_fn is not None
+
+
+def _label(func: Any, line: Line | None) -> str:
+    """The name of a sample of what an operator returned: the operator and its line."""
+    return f"{func} {'' if line is None else line.source}"
 
 
 def _results(func: Any, result: Any) -> list[Tensor]:

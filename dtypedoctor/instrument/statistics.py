@@ -54,24 +54,21 @@ _PACKED = frozenset({getattr(torch, "float4_e2m1fn_x2", None)})
 _DENSE_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
-def measurable(value: object) -> bool:
+def measurable(value: Any) -> bool:
     """Whether ``value`` is a dense floating-point tensor with data behind it that may be read now.
 
-    Not packed, meta, fake, sparse, nested or zeros that forward differentiation leaves without memory, not inside of a transformation (``vmap``, ``grad``), and not while a CUDA graph
-    is captured, which reading would break.
+    Not one of a class of its own or inside of a transformation (``vmap``, ``grad``); not packed, sparse or nested; not meta, fake or the zeros
+    that forward differentiation leaves without memory; and not while a CUDA graph is captured, which reading would break.
     """
-    return (
-        type(value) in _DENSE_TYPES
-        and isinstance(value, Tensor)
-        and not is_wrapped(value)
-        and value.is_floating_point()
-        and value.dtype not in _PACKED
-        and value.layout is torch.strided
-        and not value.is_meta
-        and not value.is_nested
-        and not has_no_memory(value)
-        and not (value.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
+    if type(value) not in _DENSE_TYPES or is_wrapped(value):
+        return False
+    if not value.is_floating_point() or value.dtype in _PACKED:
+        return False
+    if value.layout is not torch.strided or value.is_nested:
+        return False
+    if value.is_meta or has_no_memory(value):
+        return False
+    return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def real_of(tensor: Tensor) -> Tensor:

@@ -130,9 +130,11 @@ class ModuleWatch:
             return
         here = self._position.of.here or self._position.last
         stack = here.stack
-        place = self._places.of(module) if stack else None
-        if stack and (place is None or not place.fqn):  # it may be an outermost one
-            forget_ended_calls(stack, here.thread)
+        place = None
+        if stack:
+            place = self._places.of(module)
+            if place is None or not place.fqn:  # it may be an outermost one
+                forget_ended_calls(stack, here.thread)
         if stack and here.thread != get_ident() and self._in_another_thread():
             return
         if not stack:
