@@ -16,12 +16,11 @@ from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given
 from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
 from dtypedoctor.instrument.float32_program import Originals
+from dtypedoctor.instrument.frames import CaughtLog, behind, raised_record
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
 from dtypedoctor.instrument.naming import CodePlaces
-from dtypedoctor.instrument.op_windows import OpWindow, OpWindows
-from dtypedoctor.instrument.optrace import OpTrace
+from dtypedoctor.instrument.optrace import OpTrace, OpWindow, OpWindows
 from dtypedoctor.instrument.phases import Exports, Phases, Threads
-from dtypedoctor.instrument.raising import CaughtLog, behind, raised_record
 from dtypedoctor.instrument.readable import Arrivals, values_of
 from dtypedoctor.instrument.recorder import When
 from dtypedoctor.instrument.sentinel import Sentinel

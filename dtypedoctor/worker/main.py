@@ -15,7 +15,7 @@ from transformers import set_seed
 from dtypedoctor.corrections.contract import Installed, put_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.models.build import BUILTIN
 from dtypedoctor.plugins import Workload, known, left_out, registered, resolve

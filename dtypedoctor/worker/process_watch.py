@@ -15,8 +15,8 @@ from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.facts import SHARDING
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.operators import keep_compiler_out
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.position import FOR_GOOD
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.trace.events import Environment, Metric, NotWatched

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.conditions import Conditions
 from dtypedoctor.worker.environment import StepDigest

@@ -10,7 +10,7 @@ from observed import observed
 from torch import Tensor, nn
 from watched import watched
 
-from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import NotWatched, Observation, Op
 
 WINDOW = OpWindow(call=1, step=0, until="next-call")

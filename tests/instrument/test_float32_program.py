@@ -15,7 +15,7 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import NotWatched
 
 ZEROS = torch.zeros(2, 4, dtype=torch.float16)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dtypedoctor.instrument import batches
 from dtypedoctor.instrument.device_rows import NormRows
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import Header
 from dtypedoctor.trace.writer import TraceWriter
 

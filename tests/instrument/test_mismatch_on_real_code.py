@@ -16,7 +16,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.models.pretrained import quantize_linears
 from dtypedoctor.scenario.model import Quantization
 from dtypedoctor.tickets.fused_llama import dequantize

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtypedoctor.corrections.contract import TargetMismatchError
 from dtypedoctor.errors import UsageError
-from dtypedoctor.instrument.cuda_streams import StreamWatch
 from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
 from dtypedoctor.tickets.nf4_compiled.corrections import install_custom_op, install_stream_per_call
 from dtypedoctor.tickets.nf4_compiled.model import (
@@ -22,6 +21,7 @@ from dtypedoctor.tickets.nf4_compiled.model import (
     Nf4LoraLinear,
     build_nf4_compiled,
 )
+from dtypedoctor.worker.stage import StreamWatch
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from watched import watched
 
-from dtypedoctor.instrument.op_windows import OpWindow
 from dtypedoctor.instrument.operators import TensorIds
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.whereabouts import MAX_DEPTH, tensors_held
 from dtypedoctor.trace.events import Op, Replay
 from dtypedoctor.trace.model import Trace

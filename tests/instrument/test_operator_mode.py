@@ -8,7 +8,7 @@ from pathlib import Path
 LOOKED_AT = """
     import sys, torch
     from pathlib import Path
-    from dtypedoctor.instrument.op_windows import OpWindow
+    from dtypedoctor.instrument.optrace import OpWindow
     from dtypedoctor.instrument.operators import keep_compiler_out
     from dtypedoctor.instrument.instruments import Instruments
     from dtypedoctor.trace.events import Op

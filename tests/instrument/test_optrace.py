@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import Op, Replay
 from dtypedoctor.trace.model import Trace
 

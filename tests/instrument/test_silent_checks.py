@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.silent.loading import header_dtypes
 from dtypedoctor.trace.events import Observation, Op
 

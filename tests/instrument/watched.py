@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.op_windows import OpWindow
+from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import End, Header
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import read_trace
