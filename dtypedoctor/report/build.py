@@ -87,7 +87,7 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
     if trace.folded is not None:
         yield trace.folded.describe()
     if treatment.findings and treatment.closer is None:
-        yield f"single operations: {treatment.no_closer}"
+        yield f"op trace: {treatment.no_closer}"
 
 
 _MOST_NAMED = 5

@@ -72,7 +72,7 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) ->
         remedy=remedy.id,
         summary=remedy.summary,
         outcome=Outcome.NOT_FIXED if reason else Outcome.FIXED,
-        reason=reason or f"all steps done, the finding is gone, {_finite(run.trace)}",
+        reason=reason or f"all steps completed, the finding does not recur, {_finite(run.trace)}",
         safe=remedy.safe and probe is None,
         run=after,
         parity=parity(run.trace, yardstick.reference[1]) if yardstick.reference else None,
@@ -145,18 +145,18 @@ def _objections(remedy: Remedy, run: Run, after: RunSummary, yardstick: Yardstic
             else _beside_before(ending.words, run, yardstick.raised)
         )
     if after.steps_completed < after.steps_planned:
-        yield f"only {after.steps_completed} of {after.steps_planned} steps done"
+        yield f"only {after.steps_completed}/{after.steps_planned} steps completed"
     errors = {f.id for f in yardstick.findings if f.severity is not Severity.INFO}
     for finding in analysis.findings:
         if finding.id in errors or finding.severity is Severity.ERROR:
-            yield f"{finding.id} is still there"
+            yield f"{finding.id} recurs"
     bad = analysis.first_nonfinite
     if bad is not None:
         yield f"{bad[1].fqn} is not finite in step {bad[0].step}"
     for metric in analysis.nonfinite_metrics:
         yield f"{', '.join(metric.nonfinite)} not finite in step {metric.step}"
     if after.output_error is not None and after.output_error > WRONG_OUTPUT:
-        yield f"runs, but computes something else: relative output error {after.output_error:.2g} against float32"
+        yield f"completes, but its outputs are wrong: relative error {after.output_error:.2g} against float32"
 
 
 def _beside_before(ended: str, run: Run, before: Raised | None) -> str:
@@ -202,15 +202,14 @@ def expectation_on(expect: Expectation, device: str) -> Expectation:
 
 
 def is_met(expect: Expectation, findings: Sequence[Finding], trials: Sequence[Trial]) -> tuple[bool, str]:
-    """Whether everything came true, and a sentence that says so. The findings expected are the first ones, in order."""
+    """Whether everything came true, and what happened in words. The findings expected are the first ones, in order."""
     wrong = [*_about_findings(expect, findings), *_about_trials(expect, trials)]
     if wrong:
-        return False, "Not as the scenario says: " + "; ".join(wrong) + "."
+        return False, "; ".join(wrong) + "."
     if not expect.findings:
-        return True, "As the scenario says: healthy."
-    if len(expect.cured_by) < 2:
-        return True, f"As the scenario says: it fails, and {next(iter(expect.cured_by), 'nothing')} cures it."
-    return True, f"As the scenario says: it fails, and each of these cures it: {', '.join(expect.cured_by)}."
+        return True, "healthy."
+    fixes = ", ".join(expect.cured_by)
+    return True, f"fails with {', '.join(expect.findings)}{f', fixed by {fixes}' if fixes else ''}."
 
 
 def _about_findings(expect: Expectation, findings: Sequence[Finding]) -> Iterator[str]:

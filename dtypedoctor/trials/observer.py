@@ -39,7 +39,7 @@ def _compare(watched: Run, unwatched: Run) -> Observer:
         return Observer(bitwise_equal=None, reason="a trace has no end")
     if end.outcome != end_unwatched.outcome:
         ours, theirs = _ending(watched, end.outcome), _ending(unwatched, end_unwatched.outcome)
-        return Observer(bitwise_equal=False, reason=f"the run {ours} when watched, and {theirs} when not")
+        return Observer(bitwise_equal=False, reason=f"the run {ours} with instrumentation, and {theirs} without")
     if watched.trace.folded is not None or unwatched.trace.folded is not None:
         return _by_parameters(watched, unwatched)
     difference = _difference(watched, unwatched)
@@ -52,24 +52,24 @@ def _compare(watched: Run, unwatched: Run) -> Observer:
     trained = "the gradients and parameters after each of them" if watched.foreign else "the trained parameters"
     return Observer(
         bitwise_equal=True,
-        reason=f"{_compared(watched)} of {steps} step(s) and {trained} are equal with and without the watch",
+        reason=f"{_compared(watched)} of {steps} step(s) and {trained} are bitwise equal with and without instrumentation",
         same_error=end.outcome == "raised",
     )
 
 
 def _nothing_to_compare(outcome: str) -> str:
     if outcome == "raised":
-        return "with and without the watch the run raises the same error, before a finished step has given numbers to compare"
-    return "no step was finished, so there is nothing to compare"
+        return "the run raises the same error with and without instrumentation, before any step has numbers to compare"
+    return "no step was completed, so there is nothing to compare"
 
 
 def _by_parameters(watched: Run, unwatched: Run) -> Observer:
     """Long runs, of which not every step is kept: the trained parameters tell."""
     ours, theirs = watched.trace.last(Resources), unwatched.trace.last(Resources)
     if ours is None or theirs is None or ours.checksum is None or theirs.checksum is None:
-        return Observer(bitwise_equal=None, reason="not every step of so long a run is kept to be compared")
+        return Observer(bitwise_equal=None, reason="steps of so long a run are not all kept for comparison")
     equal = ours.checksum == theirs.checksum
-    verdict = "are equal with and without the watch" if equal else "differ"
+    verdict = "are bitwise equal with and without instrumentation" if equal else "differ"
     return Observer(bitwise_equal=equal, reason=f"the trained parameters {verdict}")
 
 
@@ -114,7 +114,7 @@ def _difference(watched: Run, unwatched: Run) -> str:
     if raised is not None and raised_unwatched is not None and _text(raised) != _text(raised_unwatched):
         return "the exceptions differ"
     if watched.exit.code != unwatched.exit.code:
-        return f"the script {watched.exit.describe()} when watched, and {unwatched.exit.describe()} when not"
+        return f"the script {watched.exit.describe()} with instrumentation, and {unwatched.exit.describe()} without"
     mine, yours = watched.trace.last(Resources), unwatched.trace.last(Resources)
     if mine is not None and yours is not None and mine.checksum != yours.checksum:
         return "the trained parameters differ"
@@ -123,10 +123,10 @@ def _difference(watched: Run, unwatched: Run) -> str:
 
 def _metric_difference(ours: Sequence[Metric], theirs: Sequence[Metric]) -> str:
     if len(ours) != len(theirs):
-        return f"{len(ours)} steps when watched, {len(theirs)} when not"
+        return f"{len(ours)} steps with instrumentation, {len(theirs)} without"
     for one, other in zip(ours, theirs, strict=True):
         for name in COMPARED:
             mine, yours = one.values.get(name), other.values.get(name)
             if mine != yours:
-                return f"{name} of step {one.step} is {mine} when watched, {yours} when not"
+                return f"{name} of step {one.step} is {mine} with instrumentation, {yours} without"
     return ""

@@ -17,6 +17,14 @@ __all__ = ["diagnostic", "settled", "weighed", "without_effect"]
 FLOAT32 = "autocast-off"
 """The ablation under which a program that relies on autocast computes in float32."""
 
+_REMOVED = {
+    "autocast-off": "autocast",
+    "eager-attention": "fused attention",
+    "compile-off": "torch.compile",
+    "loss-scale-one": "the loss scale",
+}
+"""What each ablation removes, in words."""
+
 
 def without_effect(condition: str, scenario: Scenario, trace: Trace) -> str:
     """Why a run under ``condition`` was no trial of it; empty if it was, or if it was not switched from outside."""
@@ -73,7 +81,7 @@ def _weighed(finding: Finding, tried: Iterable[tuple[Trial, Diagnostic]]) -> Fin
         if spec.in_float32_too and trial.remedy == FLOAT32:
             finding = _with_float32(finding, trial, found)
         if claimed and found.bearing is Bearing.NEEDED and spec.needs_only:
-            proof = f"the same run with only {trial.remedy} changed ({trial.summary}) shows nothing of this"
+            proof = f"changing only {trial.remedy} ({trial.summary}) makes the failure disappear"
             finding = replace(finding, confidence=Confidence.PROVEN, proven_by=proof)
         if claimed and found.bearing is Bearing.NOT_NEEDED:
             finding = replace(finding, confidence=Confidence.POSSIBLE, proven_by=None)
@@ -84,23 +92,24 @@ def _weighed(finding: Finding, tried: Iterable[tuple[Trial, Diagnostic]]) -> Fin
 def _with_float32(finding: Finding, trial: Trial, found: Diagnostic) -> Finding:
     """One that claims to be no matter of the dtype, after a run without autocast: proven where that fails too, else no more than possible."""
     if found.bearing is Bearing.NOT_NEEDED:
-        proof = f"the same run with only {trial.remedy} changed ({trial.summary}) stops being finite in the same place"
+        proof = f"with only {trial.remedy} changed ({trial.summary}) the first inf or NaN is in the same place"
         return replace(finding, confidence=Confidence.PROVEN, proven_by=proof)
     possible = found.bearing is Bearing.NEEDED
     return replace(finding, confidence=Confidence.POSSIBLE, proven_by=None) if possible else finding
 
 
 def _said(trial: Trial, found: Diagnostic, *, claimed: bool) -> Iterator[str]:
+    removed = _REMOVED.get(trial.remedy, trial.remedy)
     times = "once" if found.effects == 1 else f"{found.effects} times"
-    run = f"The same run under one other condition ({trial.summary}; {trial.remedy}, which took effect {times})"
+    run = f"Ablation {trial.remedy}, which took effect {times}"
     if found.bearing is Bearing.NEEDED:
-        yield f"{run} shows nothing of this: what was taken away is necessary for it. That is a diagnosis and no cure."
+        yield f"{run}: the failure does not recur. It requires {removed} (diagnostic only, not a fix)."
     elif found.bearing is Bearing.NOT_NEEDED:
-        yield f"{run} fails in the same way: what was taken away is not necessary for it."
+        yield f"{run}: the run fails in the same way. The failure does not require {removed}."
         if claimed:
-            yield "That contradicts the cause named here, so it is not called proven."
+            yield "That contradicts the cause named here, so the finding is not proven."
     else:
-        yield f"{run} fails elsewhere ({trial.reason}), so it does not tell whether what was taken away is necessary."
+        yield f"{run}: the run fails elsewhere ({trial.reason}). Whether the failure requires {removed} stays open."
 
 
 def settled(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Finding, ...]:
@@ -116,12 +125,12 @@ def _settled(finding: Finding, fixed: Mapping[str, Trial]) -> Finding:
         return finding
     others = [fixed[name] for name in spec.supported_by if name in fixed]
     said = [
-        f"The same run with {proving.remedy} ({proving.summary}) does {_steps(proving.run)} and shows nothing of this.",
-        *(f"So does the run with {t.remedy} ({t.summary}): {_steps(t.run)}." for t in others if t.run),
+        f"With {proving.remedy} ({proving.summary}) the run completes {_steps(proving.run)}; the failure does not recur.",
+        *(f"The same with {t.remedy} ({t.summary}): {_steps(t.run)}." for t in others if t.run),
     ]
-    proof = f"the same run with only {proving.remedy} changed ({proving.summary}) shows nothing of this"
+    proof = f"changing only {proving.remedy} ({proving.summary}) makes the failure disappear"
     return replace(finding, confidence=Confidence.PROVEN, proven_by=proof, evidence=(*finding.evidence, *said))
 
 
 def _steps(run: RunSummary) -> str:
-    return f"{run.steps_completed} of {run.steps_planned} steps"
+    return f"{run.steps_completed}/{run.steps_planned} steps"

@@ -21,9 +21,9 @@ __all__ = ["CloserLook", "another_way", "look_closer", "unconfirmed"]
 
 MAX_LOOKS = 2
 """Runs with the op trace on; each costs about as much as the first run."""
-NOT_WANTED = "a second run was not wanted"
+NOT_WANTED = "no second run was allowed"
 NOT_REPEATED = "a run that was stopped is not repeated"
-NOTHING_POINTED = "nothing pointed to a moment at which to look closer"
+NOTHING_POINTED = "not needed"
 STOPPED = "the second run was stopped before its end"
 NOT_MADE = "the second run could not be made"
 NOT_SEEN_AGAIN = "the failure did not come back in a second run, so no op trace shows it"

@@ -247,5 +247,5 @@ def _why_not(remedy: Remedy, scenario: Scenario, changed: Scenario, plan: Plan) 
             return f"not requested: {option} {value} runs the script again with it"
         return f"not requested: {option} {value} runs the script again without it and shows whether the failure requires it"
     if is_script(scenario):
-        return "only the script itself can do that: it is not switched on from outside"
-    return "" if changed != scenario else "it would change nothing in this scenario"
+        return f"needs an edit in your script: {remedy.summary}"
+    return "" if changed != scenario else "it changes nothing in this scenario"

@@ -459,7 +459,7 @@ def test_a_correction_is_switched_on_from_outside_and_proven(tmp_path: Path) -> 
     assert trials["gemma4-mlp-float32-product"]["outcome"] == "fixed", trials
     assert (out / "remedy-gemma4-mlp-float32-product" / "stdout.txt").read_text() == "True\nTrue\n"
     assert trials["bfloat16"]["outcome"] == "not-tried"
-    assert "only the script itself" in trials["bfloat16"]["reason"]
+    assert "needs an edit in your script" in trials["bfloat16"]["reason"]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_what_only_the_script_can_do_is_not_tried_even_if_asked_for(tmp_path: Pa
     """Another dtype for a model is not switched on from outside."""
     trial = trials(tmp_path, "Square", "bfloat16")["bfloat16"]
     assert trial.outcome is Outcome.NOT_TRIED
-    assert "only the script itself can do that" in trial.reason
+    assert "needs an edit in your script" in trial.reason
 
 
 def test_a_correction_that_fits_no_model_of_the_script_is_not_called_tried(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_failure_that_vanishes_when_it_is_watched_is_reported_so(tmp_path: Pat
     assert finished.code == 10
     assert report["findings"] == []
     assert report["observer"]["bitwise_equal"] is False
-    assert "completes when watched, and raises RuntimeError (nobody looks) when not" in report["headline"]
+    assert "completes with instrumentation, and raises RuntimeError (nobody looks) without" in report["headline"]
     assert "The watch CHANGED the run" in (tmp_path / "run" / "report.md").read_text()
 
 

@@ -82,8 +82,8 @@ def raised(kind: str, message: str = "no") -> TraceBuilder:
     ("trace", "steps", "said"),
     [
         (raised("RuntimeError", "mat1 and mat2"), 1, "RuntimeError in step 2 (forward): mat1 and mat2"),
-        (trained(2), 2, "only 2 of 3 steps done"),
-        (overflow(), 3, "float16-overflow is still there"),
+        (trained(2), 2, "only 2/3 steps completed"),
+        (overflow(), 3, "float16-overflow recurs"),
         (trained(nonfinite=["grad_norm"]), 3, "grad_norm not finite in step 1"),
     ],
     ids=["exception", "steps", "finding", "metric"],
@@ -98,7 +98,7 @@ def test_what_speaks_against_a_cure_is_said(trace: TraceBuilder, steps: int, sai
 def test_another_error_than_before_is_no_cure_either() -> None:
     """A remedy must not trade one failure for another."""
     other = tried(overflow(dtype="float32", float32=None, finite=False))
-    assert (other.outcome, other.reason) == (Outcome.NOT_FIXED, "domain-error is still there")
+    assert (other.outcome, other.reason) == (Outcome.NOT_FIXED, "domain-error recurs")
 
 
 def test_information_is_no_objection() -> None:
@@ -213,7 +213,7 @@ def test_finite_outputs_that_are_wrong_are_no_cure() -> None:
     exact = with_outputs(-1.0, -2.0, -3.0).build()
     wrong = tried(with_outputs(-2.0, -2.0, -2.0), twin=exact)
     assert wrong.outcome is Outcome.NOT_FIXED
-    assert wrong.reason == "runs, but computes something else: relative output error 1 against float32"
+    assert wrong.reason == "completes, but its outputs are wrong: relative error 1 against float32"
     right = tried(with_outputs(-1.01, -2.0, -3.0), twin=exact)
     assert right.outcome is Outcome.FIXED
     assert right.output_error == pytest.approx(0.01 / 2**0.5)

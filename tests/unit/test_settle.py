@@ -41,7 +41,7 @@ def test_a_cure_that_changes_the_cause_alone_proves_it() -> None:
     assert found.confidence is Confidence.PROVEN
     assert found.evidence[0] == "Measured."
     assert found.evidence[1] == (
-        "The same run with quant-state-dtype (change one thing) does 3 of 3 steps and shows nothing of this."
+        "With quant-state-dtype (change one thing) the run completes 3/3 steps; the failure does not recur."
     )
 
 
@@ -76,6 +76,6 @@ def test_another_cure_of_the_same_finding_is_told_and_proves_nothing_by_itself()
     (both,) = settled([found], [trial("autocast-off"), trial("autocast-dtype-of-model")])
     assert both.confidence is Confidence.PROVEN
     assert [sentence.partition(" (")[0] for sentence in both.evidence[1:]] == [
-        "The same run with autocast-dtype-of-model",
-        "So does the run with autocast-off",
+        "With autocast-dtype-of-model",
+        "The same with autocast-off",
     ]
