@@ -162,6 +162,62 @@ def test_a_script_sees_no_difference_in_itself(tmp_path: Path) -> None:
     assert "forked process(es)" in coverage
 
 
+CHAIN = """
+import sys, traceback, torch, torch._dynamo
+from torch import nn
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ torch.ones(9)
+
+class Head(nn.Module):
+    def forward(self, x):
+        return nn.functional.linear(x, torch.ones(2, 4, dtype=torch.bfloat16))
+
+def shown(kind, error, trace):
+    print("".join(traceback.format_exception(kind, error, trace)))
+
+net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Head()))
+hooked = nn.Sequential(nn.Linear(4, 4), Head())
+hooked[1].register_forward_hook(lambda module, given, returned: None)
+sys.excepthook = shown
+
+def attempt(number):
+    try:
+        if number:
+            attempt(number - 1)
+    finally:
+        x = torch.randn(3, 4)
+        if number == 0:
+            net(x)
+        elif number == 1:
+            hooked(x)
+        elif number == 2:
+            x @ torch.ones(4, 4, dtype=torch.float16)
+        else:
+            Double.apply(net[0](x)).sum().backward()
+
+attempt(3)
+"""
+
+
+def test_a_traceback_that_the_script_prints_itself_is_the_one_that_it_would_have_printed(tmp_path: Path) -> None:
+    """To the line, the number and the caret: of modules with hooks and without, an operator outside of them, a backward pass."""
+    path = script(tmp_path, CHAIN)
+    bare = subprocess.run(
+        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
+    )
+    watched = execute(tmp_path, "--once", "--propagate-exit", path)
+    assert "During handling of the above exception" in bare.stdout
+    assert watched.code == bare.returncode == 1
+    assert watched.out.startswith(bare.stdout)
+
+
 def test_a_failure_that_vanishes_when_it_is_watched_is_reported_so(tmp_path: Path) -> None:
     """A script that fails only where nobody has put global hooks."""
     source = """
