@@ -65,8 +65,8 @@ class Analysis:
     @cached_property
     def first_bad(self) -> tuple[Sample, Site] | None:
         """The earliest measured value that is not finite, whether or not it matters; inputs of modules are not asked."""
-        measured = ((sample, self.trace.sites[sample.site]) for sample in self.trace.samples if not sample.finite)
-        return next(((sample, site) for sample, site in measured if site.kind in MEASURED), None)
+        measured = self.trace.measured()
+        return next(((sample, site) for sample, site in measured if not sample.finite and site.kind in MEASURED), None)
 
     @cached_property
     def nonfinite_metrics(self) -> tuple[Metric, ...]:

@@ -134,17 +134,20 @@ def leading_rank(ranks: Sequence[Rank]) -> int:
 def carrier(ranks: Sequence[Rank], source: int) -> Carried | None:
     """The first collective or message after the failure began that brought it from rank ``source`` to others."""
     origin = next(rank for rank in ranks if rank.number == source)
-    if origin.first is None:
-        return None
-    for key, sample in origin.collectives[SENT].items():
-        if sample.finite or sample.n < origin.began:
-            continue
-        others = [rank for rank in ranks if rank.number != source]
+    others = [rank for rank in ranks if rank.number != source]
+    for key, sample in _sent_since_the_failure(origin):
         victims = tuple(rank.number for rank in others if _is_victim(rank, key))
         if victims:
             site = origin.trace.sites[sample.site]
             return Carried(sent=sample, site=site, victims=victims, group=_members(origin.trace, site))
     return None
+
+
+def _sent_since_the_failure(origin: Rank) -> Iterator[tuple[Key, Sample]]:
+    """What the rank has sent that is not finite, from where its failure began; nothing where it had none."""
+    for key, sample in origin.collectives[SENT].items():
+        if not sample.finite and sample.n >= origin.began:
+            yield key, sample
 
 
 def across_ranks(findings: Sequence[Finding], ranks: Sequence[Rank], source: int) -> tuple[Finding, ...]:
@@ -215,9 +218,8 @@ def _message_in_words(carried: Carried, source: int) -> str:
 
 def _numbered(trace: Trace, kind: str) -> Iterator[tuple[Key, Sample]]:
     passed: Counter[tuple[str, int, str]] = Counter()
-    for sample in trace.samples:
-        site = trace.sites.get(sample.site)
-        if site is not None and site.kind == kind:
+    for sample, site in trace.measured():
+        if site.kind == kind:
             place = (site.index, sample.step, SEND if site.cls == RECV else site.cls)
             yield (*place, passed[place]), sample
             passed[place] += 1

@@ -10,11 +10,11 @@ tests for and replaces.
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from dtypedoctor.diagnosis.ops import OpGraph, ancestry, graph_of, has_nan
+from dtypedoctor.diagnosis.ops import OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
 from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
@@ -56,28 +56,32 @@ class Reached:
 def reached(trace: Trace) -> Iterator[Reached]:
     """The values that got to an end that counts, in order."""
     found = [seen for seen in trace.observed(NonfiniteReached) if seen.what.what in ENDS]
-    graph = graph_of(trace)
-    skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
-    trained = _finite_losses(trace)
     tested = {seen.what.id for seen in found if seen.what.what == "guard"}
+    trained = _finite_losses(trace)
+    skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
     for seen in found:
-        if seen.what.what in LEAVING and seen.what.id in tested:
-            continue
-        if seen.what.what == "guard" and any(n > seen.n for n in trained):
-            continue  # tested, and left out: the training has gone on from losses that are finite
-        last = behind(graph, seen)
-        if last is None:
-            counts = seen.what.what == "item" and seen.what.value == "nan" and seen.step not in skipped
-        else:
-            counts = _counts(graph, seen, last, skipped)
-        if counts:
+        if not _is_left_out(seen, tested, trained) and _is_failure(graph_of(trace), seen, skipped):
             yield Reached(seen)
+
+
+def _is_left_out(seen: Observed[NonfiniteReached], tested: Collection[int], trained: Iterable[int]) -> bool:
+    """Whether the program tests for the value: before it leaves torch, or the training goes on from losses that are finite."""
+    if seen.what.what in LEAVING:
+        return seen.what.id in tested
+    return seen.what.what == "guard" and any(n > seen.n for n in trained)
+
+
+def _is_failure(graph: OpGraph, seen: Observed[NonfiniteReached], skipped: Collection[int]) -> bool:
+    """Whether a value is wrong where it got to; of one that no op is known to have made, only NaN that is read as a number."""
+    last = behind(graph, seen)
+    if last is not None:
+        return _counts(graph, seen, last, skipped)
+    return seen.what.what == "item" and seen.what.value == "nan" and seen.step not in skipped
 
 
 def _finite_losses(trace: Trace) -> list[int]:
     """When backward passes began at a loss that is finite."""
-    sites = trace.sites
-    return [s.n for s in trace.samples if s.finite and s.site in sites and sites[s.site].kind == "loss"]
+    return [sample.n for sample, site in trace.measured() if sample.finite and site.kind == "loss"]
 
 
 def behind(graph: OpGraph, seen: Observed[NonfiniteReached]) -> Op | None:
@@ -115,11 +119,10 @@ def _is_replaced(graph: OpGraph, last: Op) -> bool:
         if op.n in seen:
             continue
         seen.add(op.n)
-        for tensor in op.outputs:
-            if not tensor.finite and any(all(t.finite for t in user.outputs) for user in graph.consumers(tensor)):
-                return True
-        makers = (graph.producer(tensor) for tensor in op.inputs if not tensor.finite)
-        waiting += [maker for maker in makers if maker is not None]
+        users = (user for tensor in nonfinite(op.outputs) for user in graph.consumers(tensor))
+        if any(all_finite(user.outputs) for user in users):
+            return True
+        waiting += graph.makers(nonfinite(op.inputs))
     return False
 
 
@@ -211,17 +214,20 @@ def incidents(trace: Trace) -> tuple[Incident, ...]:
 
 
 def _incidents(trace: Trace) -> tuple[Incident, ...]:
-    bad = [
-        (sample, site)
-        for sample in trace.samples
-        if not sample.finite and (site := trace.sites.get(sample.site)) is not None and site.kind in MEASURED
-    ]
-    raised = trace.last(Raised)
-    refused = raised if raised is not None and REFUSED.search(raised.message) else None
+    bad = [(sample, site) for sample, site in trace.measured() if not sample.finite and site.kind in MEASURED]
+    refused = _refused(trace)
     measured = _Consequences(trace, bad, refused).that_matter() if bad else ()
     outside = (Incident(reached=value) for value in reached(trace))
     found = tuple(sorted([*measured, *outside], key=lambda incident: incident.n))
-    return found if found or refused is None or not _is_of_a_value(refused) else (Incident(raised=refused),)
+    if not found and refused is not None and _is_of_a_value(refused):
+        return (Incident(raised=refused),)
+    return found
+
+
+def _refused(trace: Trace) -> Raised | None:
+    """The exception that ended the run, where its message speaks of values that are not finite."""
+    raised = trace.last(Raised)
+    return raised if raised is not None and REFUSED.search(raised.message) else None
 
 
 def _is_of_a_value(refused: Raised) -> bool:

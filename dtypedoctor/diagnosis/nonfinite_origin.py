@@ -11,6 +11,7 @@ from functools import cached_property
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, behind, incidents, links
 from dtypedoctor.diagnosis.ops import (
+    Ancestry,
     OpGraph,
     ancestry,
     bad_ends,
@@ -330,19 +331,26 @@ def _seen_outside(graph: OpGraph, incident: Incident) -> Origin | None:
 
 def _origin(graph: OpGraph, last: Op, incident: Incident) -> Origin | None:
     found = ancestry(graph, last)
-    maker = found.nan_makers[0] if found.nan_makers else None
+    maker = next(iter(found.nan_makers), None)
     if maker is not None and _masks_everything(graph, maker, found.computed):
         return Origin(graph, maker, incident, masked=True)
-    computed = next((op for op in found.computed), None)
-    given = [(op, t) for op, t in found.given if _counts(t)]
-    named = next(((op, t) for op, t in given if t.name is not None), None)
-    if named is not None and (computed is None or named[0].n < computed.n):
-        return Origin(graph, named[0], incident, given=named[1])
+    computed = next(iter(found.computed), None)
+    first = _given_before(found, computed)
+    if first is not None:
+        user, tensor = first
+        return Origin(graph, user, incident, given=tensor)
     if computed is not None:
         return Origin(graph, _root_of(graph, computed), incident)
-    if given:
-        return Origin(graph, given[0][0], incident, given=given[0][1])
     return Origin(graph, maker, incident) if maker is not None else None
+
+
+def _given_before(found: Ancestry, computed: Op | None) -> tuple[Op, TensorNote] | None:
+    """The operand from outside that comes before what was computed, with the op that used it; one with a name wherever there is one."""
+    given = [(op, tensor) for op, tensor in found.given if _counts(tensor)]
+    named = next(((op, tensor) for op, tensor in given if tensor.name is not None), None)
+    if computed is not None:
+        return named if named is not None and named[0].n < computed.n else None
+    return named or next(iter(given), None)
 
 
 def _root_of(graph: OpGraph, op: Op) -> Op:

@@ -8,18 +8,21 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import filterfalse
 
 from dtypedoctor.trace.events import Op, Replay, TensorNote
 from dtypedoctor.trace.model import Trace
 
 __all__ = [
     "Ancestry",
+    "all_finite",
     "ancestry",
     "asked_for",
     "bad_ends",
     "has_inf",
     "has_nan",
     "last_bad_before",
+    "nonfinite",
     "only_negative_inf",
 ]
 
@@ -60,6 +63,10 @@ class OpGraph:
     def producer(self, tensor: TensorNote) -> Op | None:
         """The op that made ``tensor``; None for one that came into the window from outside."""
         return self._producers.get(tensor.id)
+
+    def makers(self, tensors: Iterable[TensorNote]) -> list[Op]:
+        """The ops that made ``tensors``, those from outside left out."""
+        return [maker for tensor in tensors if (maker := self.producer(tensor)) is not None]
 
     def producer_of(self, number: int) -> Op | None:
         """The op that made the tensor with this number."""
@@ -144,6 +151,16 @@ def has_inf(tensor: TensorNote) -> bool:
     return bool(tensor.num_posinf or tensor.num_neginf)
 
 
+def all_finite(tensors: Iterable[TensorNote]) -> bool:
+    """Whether every element of every tensor is finite."""
+    return all(tensor.finite for tensor in tensors)
+
+
+def nonfinite(tensors: Iterable[TensorNote]) -> list[TensorNote]:
+    """The tensors with an element that is not finite."""
+    return [tensor for tensor in tensors if not tensor.finite]
+
+
 def only_negative_inf(tensors: Iterable[TensorNote]) -> bool:
     """Whether the only elements that are not finite are ``-inf``, as in a mask."""
     return not any(has_nan(t) or t.num_posinf for t in tensors)
@@ -164,29 +181,34 @@ def bad_ends(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> list[Op]:
 
     A program that only looks at its gradients, to print them or to clip them, does not count as a user.
     """
-    found = [op for op in graph.ops if op.n < n and wanted(op) and not all(t.finite for t in op.outputs)]
+
+    def counts(op: Op) -> bool:
+        return op.n < n and wanted(op)
 
     def is_used(tensor: TensorNote) -> bool:
-        return any(user.n < n and wanted(user) for user in graph.consumers(tensor))
+        return any(map(counts, graph.consumers(tensor)))
 
-    return [op for op in found if not any(is_used(t) for t in op.outputs if not t.finite)]
+    return [op for op in filter(counts, graph.ops) if (bad := nonfinite(op.outputs)) and not any(map(is_used, bad))]
 
 
 def ancestry(graph: OpGraph, last: Op) -> Ancestry:
     """The origins of what is not finite in the results of ``last`` (in its operands, if it raised)."""
     nan_ops, nan_given = _upstream(graph, [last], has_nan)
-    makers = [op for op in nan_ops if any(map(has_nan, op.outputs)) and not any(map(has_nan, op.inputs))]
-    starts = makers if any(map(has_nan, [*last.outputs, *last.inputs])) else [last]
-    inf_ops, inf_given = _upstream(graph, starts, has_inf)
-    born = {op.n: op for op in [*makers, *inf_ops] if all(t.finite for t in op.inputs) and op.error is None}
-    asked = [op for op in born.values() if asked_for(op)]
-    computed = [op for op in born.values() if not asked_for(op)]
+    makers = list(filter(_makes_nan, nan_ops))
+    shows_nan = any(map(has_nan, [*last.outputs, *last.inputs]))
+    inf_ops, inf_given = _upstream(graph, makers if shows_nan else [last], has_inf)
+    origins = {op.n: op for op in [*makers, *inf_ops] if all_finite(op.inputs) and op.error is None}.values()
     return Ancestry(
-        computed=_in_order(computed),
-        asked=_in_order(asked),
-        nan_makers=_in_order(op for op in makers if not asked_for(op)),
+        computed=_in_order(filterfalse(asked_for, origins)),
+        asked=_in_order(filter(asked_for, origins)),
+        nan_makers=_in_order(filterfalse(asked_for, makers)),
         given=tuple(sorted([*nan_given, *inf_given], key=lambda pair: pair[0].n)),
     )
+
+
+def _makes_nan(op: Op) -> bool:
+    """Whether an op has NaN in its results and none in its operands."""
+    return any(map(has_nan, op.outputs)) and not any(map(has_nan, op.inputs))
 
 
 def _upstream(

@@ -93,12 +93,15 @@ def _was_written_between(trace: Trace, origin: Origin) -> bool:
         return False
     if any(op.call < incident.call and not op.sentinel for op in origin.graph.ops):
         return False
-    owner = (origin.op.root, module_of(given.name))
-    return any(
-        sample.finite and sample.call < incident.call and site.kind == "output" and (site.root, site.fqn) == owner
-        for sample in trace.samples
-        if (site := trace.sites.get(sample.site)) is not None
-    )
+    return _returned_finite(trace, origin.op.root, module_of(given.name), before=incident.call)
+
+
+def _returned_finite(trace: Trace, root: int, fqn: str, *, before: int) -> bool:
+    """Whether a module returned something finite in a call before the one with this number."""
+    for sample, site in trace.measured():
+        if (site.kind, site.root, site.fqn) == ("output", root, fqn) and sample.finite and sample.call < before:
+            return True
+    return False
 
 
 def _of_incident(trace: Trace, incident: Incident) -> Window:
@@ -110,10 +113,9 @@ def _of_incident(trace: Trace, incident: Incident) -> Window:
 
 def _is_of_a_sum(trace: Trace, incident: Incident) -> bool:
     """Whether a gradient that several backward passes have added up is not finite, and none of them passed on anything bad."""
-    losses = (
-        s for s in trace.samples if s.step == incident.step and s.n < incident.n and trace.sites[s.site].kind == "loss"
-    )
-    return incident.kind in ("grad", "accumulated") and len({sample.call for sample in losses}) > 1
+    losses = (sample for sample, site in trace.measured() if site.kind == "loss")
+    calls = {loss.call for loss in losses if loss.step == incident.step and loss.n < incident.n}
+    return incident.kind in ("grad", "accumulated") and len(calls) > 1
 
 
 def _of_zeros(trace: Trace) -> Iterator[Window]:

@@ -64,16 +64,25 @@ UNKNOWN = Unscaled(scale=1.0, params={}, gradients={}, names={})
 def detect_scaling(trace: Trace) -> Iterator[Finding]:
     """What goes wrong between a gradient scaler and the parameters that it serves."""
     raised = trace.last(Raised)
-    message = raised.message if raised is not None else ""
     seen = [seen.what for seen in trace.observed(Unscaled)]
-    if raised is not None and FLOAT16_GRADIENTS in message:
+    if raised is not None:
+        yield from _of_the_message(trace, raised, seen)
+    rejected = raised if raised is not None and _rejects_bfloat16(raised) else None
+    bfloat16 = next((one for one in seen if one.gradients.get("bfloat16")), None)
+    if rejected is not None or bfloat16 is not None:
+        yield _bfloat16_gradients(trace, rejected, bfloat16)
+
+
+def _of_the_message(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Iterator[Finding]:
+    """What the scaler itself names in the exception that it raises."""
+    if FLOAT16_GRADIENTS in raised.message:
         yield _float16_gradients(trace, raised, seen)
-    if raised is not None and NOTHING_CHECKED in message:
+    if NOTHING_CHECKED in raised.message:
         yield _nothing_checked(trace, raised, seen)
-    refused = raised if raised is not None and BFLOAT16_KERNEL in message and "BFloat16" in message else None
-    hostile = next((one for one in seen if one.gradients.get("bfloat16")), None)
-    if refused is not None or hostile is not None:
-        yield _bfloat16_gradients(trace, refused, hostile)
+
+
+def _rejects_bfloat16(raised: Raised) -> bool:
+    return BFLOAT16_KERNEL in raised.message and "BFloat16" in raised.message
 
 
 def detect_exhausted_scale(trace: Trace) -> Iterator[Finding]:
@@ -209,8 +218,8 @@ def _is_exhausted(skipped: tuple[ScalerState, ...]) -> bool:
 def _forward_is_not_finite(trace: Trace, step: int | None) -> bool:
     if step is None:
         return False
-    bad = (s for s in trace.samples if not s.finite and s.step >= step)
-    return any(trace.sites[s.site].kind in ("output", "loss") for s in bad if s.site in trace.sites)
+    forward = (sample for sample, site in trace.measured() if site.kind in ("output", "loss"))
+    return any(not sample.finite and sample.step >= step for sample in forward)
 
 
 def _counted(params: Mapping[str, int]) -> str:

@@ -1,6 +1,6 @@
 """What a worker left behind: a trace as a value, and the totals of a long run of which no single measurement is kept."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -168,6 +168,11 @@ class Trace:
     def moment(self, number: int) -> str:
         """What the number of a step says, e.g. ``step 3`` or, where steps are counted by calls, ``call 3``; the first is of step 1."""
         return f"{'call' if self.by_call and number > 1 else 'step'} {number}"
+
+    def measured(self) -> Iterator[tuple[Sample, Site]]:
+        """Every sample with the place where it was taken, in order."""
+        sites = self.sites
+        return ((sample, sites[sample.site]) for sample in self.samples if sample.site in sites)
 
     def all(self, kind: type[Record]) -> tuple[Record, ...]:
         """All records of one kind, in file order."""

@@ -325,16 +325,21 @@ def _experiments(case: Case, odd: Operand | None) -> tuple[str, ...]:
 
 
 def _ways_that_ran(case: Case, odd: Operand | None) -> Iterator[str]:
-    """Which dtypes the refused op would have taken, each told once: casting the only odd operand makes all of them agree."""
-    alone = odd is not None and case.ran(f"operand-{odd.index}-as-{case.rule}")
-    for dtype in case.dtypes:
-        if case.ran(f"all-as-{dtype}"):
-            only = f" (only operand {odd.index} changes)" if odd is not None and alone and dtype == case.rule else ""
-            yield f"with all operands in {dtype}{only}"
-    if alone and odd is not None and not case.ran(f"all-as-{case.rule}"):
-        yield f"with operand {odd.index} alone cast to {case.rule}"
-    if case.ran("equal-dtypes") and not any(case.ran(f"all-as-{dtype}") for dtype in case.dtypes):
+    """Which dtypes the rejected op would have taken, each told once: casting the only odd operand makes all of them agree."""
+    in_one_dtype = [dtype for dtype in case.dtypes if case.ran(f"all-as-{dtype}")]
+    alone = _index_if_it_ran_alone(case, odd)
+    for dtype in in_one_dtype:
+        only = f" (only operand {alone} changes)" if alone is not None and dtype == case.rule else ""
+        yield f"with all operands in {dtype}{only}"
+    if alone is not None and not case.ran(f"all-as-{case.rule}"):
+        yield f"with operand {alone} alone cast to {case.rule}"
+    if not in_one_dtype and case.ran("equal-dtypes"):
         yield "with all operands in one wider dtype"
+
+
+def _index_if_it_ran_alone(case: Case, odd: Operand | None) -> int | None:
+    """The index of the odd operand, where casting it and no other was enough."""
+    return odd.index if odd is not None and case.ran(f"operand-{odd.index}-as-{case.rule}") else None
 
 
 def _chain(case: Case, odd: Operand | None, verdict: Verdict) -> tuple[Link, ...]:

@@ -57,8 +57,8 @@ class Census:
 
         None for a model without floating-point parameters, or where two dtypes hold equally much.
         """
-        dense = [n for n in self.notes(root) if not n.buffer and n.quant is None and n.dtype in DTYPES]
-        frozen = [n for n in dense if not n.requires_grad]
+        dense = list(filter(_is_dense, self.notes(root)))
+        frozen = [note for note in dense if not note.requires_grad]
         elements: Counter[str] = Counter()
         for note in frozen or dense:
             elements[note.dtype] += prod(note.shape)
@@ -136,6 +136,11 @@ class Census:
 
     def _inside(self, root: int, container: str) -> Iterator[ParameterNote]:
         return (note for note in self.notes(root) if note.name.startswith(f"{container}."))
+
+
+def _is_dense(note: ParameterNote) -> bool:
+    """Whether a note is of a floating-point parameter that is not packed."""
+    return not note.buffer and note.quant is None and note.dtype in DTYPES
 
 
 def _is_matrix(note: ParameterNote) -> bool:

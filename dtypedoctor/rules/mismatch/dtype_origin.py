@@ -3,6 +3,7 @@
 In the middle: what torch's operators do with the dtypes of their operands. Names are without namespace and overload.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -243,10 +244,13 @@ class Provenance:
         for _ in range(NORM_DEPTH):
             if any(overload_free(one.op) in ROOTS for one in level):
                 return True
-            makers = [self.graph.producer(t) for one in level for t in one.inputs if not t.origin]
-            level = [m for m in makers if m is not None and m.fqn == op.fqn and m.n not in seen]
-            seen.update(m.n for m in level)
+            level = [maker for maker in self._above(level) if maker.fqn == op.fqn and maker.n not in seen]
+            seen.update(maker.n for maker in level)
         return False
+
+    def _above(self, level: list[Op]) -> list[Op]:
+        """The ops that made the operands of ``level``; what a module holds or was given is not followed."""
+        return self.graph.makers(tensor for op in level for tensor in op.inputs if not tensor.origin)
 
     def reason_of_cast(self, op: Op, dtype: str) -> Reason:
         """Why ``op`` gave its result a dtype that no operand has."""
@@ -270,22 +274,26 @@ class Provenance:
     def _computed_from(self, cast: Op, dtype: str) -> tuple[TensorNote, Op] | None:
         level, seen = [cast], {cast.n}
         for _ in range(CALL_DEPTH):
-            given = ((t, op) for op in level for t in op.inputs if t.dtype == dtype and self._was_given(t, cast))
-            found = next(given, None)
+            found = self._given_to(level, cast, dtype)
             if found is not None or not level:
                 return found
-            makers = (self.graph.producer(t) for op in level for t in op.inputs if not t.origin)
-            inside = {m.n: m for m in makers if m is not None and _is_inside(m, cast) and m.n not in seen}
+            inside = {op.n: op for op in self._above(level) if _is_inside(op, cast) and op.n not in seen}
             seen.update(inside)
             level = list(inside.values())
         return None
 
+    def _given_to(self, level: list[Op], cast: Op, dtype: str) -> tuple[TensorNote, Op] | None:
+        """The first operand of ``level`` in ``dtype`` that came into the module of ``cast`` from outside, with its user."""
+        operands = ((tensor, op) for op in level for tensor in op.inputs if tensor.dtype == dtype)
+        return next(((tensor, op) for tensor, op in operands if self._was_given(tensor, cast)), None)
+
     def _combined_with(self, cast: Op, dtype: str) -> tuple[TensorNote, Op] | None:
+        made = {tensor.id for tensor in cast.outputs}
         for user in self.graph.downstream(cast, 1):
-            floats = [t for t in user.inputs if t.dtype in DTYPES]
-            others = [t for t in floats if t.id not in {made.id for made in cast.outputs}]
+            floats = floating(user.inputs)
             if _is_inside(user, cast) and {t.dtype for t in floats} == {dtype}:
-                return next(((t, user) for t in others if self._was_given(t, cast)), None)
+                others = (t for t in floats if t.id not in made and self._was_given(t, cast))
+                return next(((t, user) for t in others), None)
         return None
 
     def _was_given(self, tensor: TensorNote, cast: Op) -> bool:
@@ -348,19 +356,23 @@ class _Walk:
         """The birth, if ``maker`` is where the dtype begins; None where it took it over from an operand."""
         if tensor.dtype != self._dtype or _reads_bits(maker, tensor) or writes(maker):
             return None
-        floats = [t for t in maker.inputs if t.dtype in DTYPES]
+        floats = floating(maker.inputs)
         same = [t for t in floats if t.dtype == tensor.dtype]
-        if not floats or (not same and overload_free(maker.op) in LIKE):
-            return self._birth(Reason.FACTORY, maker)
         if not same:
-            return self._cast(maker)
+            is_made = not floats or overload_free(maker.op) in LIKE
+            return self._birth(Reason.FACTORY, maker) if is_made else self._cast(maker)
         if any(DTYPES[t.dtype].bits < DTYPES[self._dtype].bits for t in floats):
             self._promoted = maker
-        named = next((t for t in same if t.origin in ("parameter", "buffer")), None)
-        agree = len(same) == len(floats) > 1
-        if named is None or (agree and overload_free(maker.op) not in PRODUCTS | CONVOLUTIONS):
-            return None
-        return self._named(named, maker)
+        return self._decided_by_weight(maker, same, all_agree=len(same) == len(floats) > 1)
+
+    def _decided_by_weight(self, maker: Op, same: list[TensorNote], *, all_agree: bool) -> Birth | None:
+        """The birth, if a parameter or buffer among the operands of this dtype decides it.
+
+        Where all operands agree, it does so in ops that take one dtype only: elsewhere the other operand may have had it first.
+        """
+        held = next((t for t in same if t.origin in ("parameter", "buffer")), None)
+        takes_one_dtype = overload_free(maker.op) in PRODUCTS | CONVOLUTIONS
+        return self._named(held, maker) if held is not None and (takes_one_dtype or not all_agree) else None
 
     def _follow(self, maker: Op, tensor: TensorNote) -> TensorNote | None:
         """The operand that ``tensor`` has its dtype from; for bits that are read as another dtype, where they come from."""
@@ -371,7 +383,8 @@ class _Walk:
         if writes(maker):  # an op in place, or with out=, keeps the dtype of the memory that it writes to
             return next((t for t in maker.inputs if t.storage == tensor.storage), None)
         same = [t for t in maker.inputs if t.dtype == tensor.dtype]
-        return next((t for t in same if not t.origin), same[0])
+        computed = (t for t in same if not t.origin)
+        return next(computed, same[0])
 
     def _cast_back(self, maker: Op, born: Birth | None) -> tuple[TensorNote, Op] | None:
         """Where the dtype comes from that a cast takes from an operand of its module."""
@@ -423,6 +436,11 @@ class _Walk:
         links = self._links
         kept = links if len(links) < MAX_LINKS else [*links[: MAX_LINKS // 2], *links[-MAX_LINKS // 2 :]]
         return replace(birth, promoted=self._promoted, chain=(*kept, last))
+
+
+def floating(tensors: Iterable[TensorNote]) -> list[TensorNote]:
+    """The tensors of a floating-point dtype."""
+    return [tensor for tensor in tensors if tensor.dtype in DTYPES]
 
 
 def _is_inside(op: Op, cast: Op) -> bool:

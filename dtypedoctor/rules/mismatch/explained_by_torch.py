@@ -27,25 +27,31 @@ _METADATA = re.compile(
 
 
 def recomputed_outside_of_the_region(case: Case) -> Verdict | None:
-    """An op refuses in a recomputation what it took in the forward pass, where an autocast region was open."""
+    """An op rejects in a recomputation what it took in the forward pass, where an autocast region was open."""
     if case.op.phase != "recompute" or case.op.autocast is not None:
         return None
-    twin = next((op for op in case.graph.ops if op.fqn == case.op.fqn and op.root == case.op.root and op.op == case.op.op
-                 and op.phase == "forward" and op.autocast is not None), None)  # fmt: skip
-    if twin is None:
+    first = _under_autocast(case.graph, case.op)
+    if first is None:
         return None
     unit = case.raised.modules[0] if case.raised.modules else case.op.fqn
     return Verdict(
         id="recompute-dtype-mismatch",
         fqn=unit,
-        summary=f"{short(unit)} is recomputed without the {twin.autocast} autocast region of its forward pass.",
+        summary=f"{short(unit)} is recomputed without the {first.autocast} autocast region of its forward pass.",
         cause=(
-            f"The forward pass ran inside a {twin.autocast} autocast region. Whoever recomputes it in the backward pass enters "
+            f"The forward pass ran inside a {first.autocast} autocast region. Whoever recomputes it in the backward pass enters "
             f"none, so {said(case)} gets {' and '.join(case.dtypes)} as they are."
         ),
-        proven_by=ran_in(case, twin.autocast),
-        evidence=(f"In the forward pass {twin.op} got {', '.join(t.dtype for t in twin.inputs)}, cast by autocast.",),
+        proven_by=ran_in(case, first.autocast),
+        evidence=(f"In the forward pass {first.op} got {', '.join(t.dtype for t in first.inputs)}, cast by autocast.",),
     )
+
+
+def _under_autocast(graph: OpGraph, again: Op) -> Op | None:
+    """The op of the forward pass that ``again`` recomputes, where it ran under autocast."""
+    place = (again.root, again.fqn, again.op, "forward")
+    twins = (op for op in graph.ops if (op.root, op.fqn, op.op, op.phase) == place)
+    return next((op for op in twins if op.autocast is not None), None)
 
 
 def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
@@ -93,18 +99,26 @@ def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
 
 
 def _first_difference(graph: OpGraph, unit: str | None) -> tuple[Op, Op] | None:
-    """The first op of the recomputation whose results have other dtypes than its twin's in the forward pass."""
+    """The first op of the recomputation whose results have other dtypes than those of the same op in the forward pass."""
     if unit is None:
         return None
-    inside = [op for op in graph.ops if op.fqn == unit or op.fqn.startswith(f"{unit}.")]
-    again = [op for op in inside if op.phase == "recompute"]
-    first = [op for op in inside if op.phase == "forward"]
+    first, again = _ops_of(graph, unit, "forward"), _ops_of(graph, unit, "recompute")
     for before, after in zip(first, again, strict=False):
         if before.op != after.op:
             return None
-        if [t.dtype for t in before.outputs] != [t.dtype for t in after.outputs]:
+        if _result_dtypes(before) != _result_dtypes(after):
             return before, after
     return None
+
+
+def _ops_of(graph: OpGraph, unit: str, phase: str) -> list[Op]:
+    """The ops of a module, and of those inside it, in one phase."""
+    inside = (op for op in graph.ops if op.fqn == unit or op.fqn.startswith(f"{unit}."))
+    return [op for op in inside if op.phase == phase]
+
+
+def _result_dtypes(op: Op) -> list[str]:
+    return [tensor.dtype for tensor in op.outputs]
 
 
 def _link(op: Op) -> Link:
@@ -121,19 +135,23 @@ FSDP2 = "fully_shard"
 
 
 def mixed_shard_units(trace: Trace) -> Iterator[Finding]:
-    """FSDP has refused a unit because its parameters (or gradients) do not have one dtype, or is going to.
+    """FSDP has rejected a unit because its parameters (or gradients) do not have one dtype, or is going to.
 
-    ``fully_shard`` takes any parameters, and refuses them when the unit is first called: what it was given is enough to tell.
+    ``fully_shard`` takes any parameters, and rejects them when the unit is first called: what it was given is enough to tell.
     """
     raised = trace.last(Raised)
-    complaint = complaint_of(raised.message) if raised is not None else None
-    if raised is not None and complaint is not None and complaint.family == "shards":
+    if raised is not None and _is_about_shards(raised):
         yield _of_a_unit(trace, _mixed(trace), raised)
     elif not trace.observed(ShardUnit):  # no unit has been called yet
         calls = (o for o in trace.observed(ShardCall) if o.what.api == FSDP2)
         call = next((o for o in calls if len(_dtypes(o.what)) > 1), None)
         if call is not None:
             yield _of_a_unit(trace, call, None)
+
+
+def _is_about_shards(raised: Raised) -> bool:
+    complaint = complaint_of(raised.message)
+    return complaint is not None and complaint.family == "shards"
 
 
 def _mixed(trace: Trace) -> Observed[ShardUnit | ShardCall] | None:

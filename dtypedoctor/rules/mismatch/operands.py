@@ -21,18 +21,14 @@ def by_origin(case: Case) -> Verdict | None:
     odd = case.odd
     if odd is None or len(case.dtypes) < 2:
         return None
-    birth = odd.birth
-    if birth.reason is Reason.NORM and birth.promoted is not None:
-        return _norm(case, odd)
-    if birth.reason in (Reason.BUFFER, Reason.ATTRIBUTE) and birth.promoted is not None:
-        return _buffer(case, odd)
-    if birth.reason is Reason.MODEL_INPUT:
-        return _input(case, odd)
-    if birth.reason is Reason.ADAPTER:
-        return _adapter(case, odd)
+    reason = odd.birth.reason
+    if odd.birth.promoted is not None and reason in WHERE_IT_PROMOTES:
+        return WHERE_IT_PROMOTES[reason](case, odd)
+    if reason in WHATEVER_IT_MEETS:
+        return WHATEVER_IT_MEETS[reason](case, odd)
     if _is_about_the_head(case, odd):
         return _head(case, odd)
-    return _adapter(case, odd) if birth.reason is Reason.MODULES_TO_SAVE else _fallback(case, odd)
+    return _adapter(case, odd) if reason is Reason.MODULES_TO_SAVE else _fallback(case, odd)
 
 
 def _norm(case: Case, odd: Operand) -> Verdict:
@@ -174,6 +170,11 @@ def _more(case: Case, birth: Birth) -> str:
         return " A unit's output_dtype is applied at the end of every unit, inner ones too."
     return ""
 
+
+WHERE_IT_PROMOTES = {Reason.NORM: _norm, Reason.BUFFER: _buffer, Reason.ATTRIBUTE: _buffer}
+"""The finding by the reason for the odd dtype, where arithmetic with it has made its result wider."""
+WHATEVER_IT_MEETS = {Reason.MODEL_INPUT: _input, Reason.ADAPTER: _adapter}
+"""The finding by the reason for the odd dtype, wherever it gets to."""
 
 OUTLIVES_THE_CALL = frozenset({Reason.ATTRIBUTE, Reason.BUFFER, Reason.ELSEWHERE})
 FLASH = "flash-attention"

@@ -74,14 +74,12 @@ class Unpacked:
         compared = (seen.what for seen in provenance.graph.trace.observed(PackedWeight))
         measured = next((one for one in compared if (one.of, one.operand) == (op.n, index)), None)
         birth = provenance.before_casts(birth)
-        goes_back = birth.reason in _PACKED
         misread = measured is not None and is_wrong(measured) and _is_misread(provenance, op, index)
-        if not goes_back and (
-            measured is None or not (misread or _may_be_filled_unseen(provenance, op, index, birth, measured))
-        ):
-            return None
-        name = birth.name if goes_back or measured is None else measured.weight
-        return cls._named(provenance, op, birth, name, measured, misread)
+        if birth.reason in _PACKED:
+            return cls._named(provenance, op, birth, birth.name, measured, misread)
+        if measured is not None and (misread or _may_be_filled_unseen(provenance, op, index, birth, measured)):
+            return cls._named(provenance, op, birth, measured.weight, measured, misread)
+        return None
 
     @classmethod
     def of_bits(cls, provenance: Provenance, op: Op, bits: PackedBits) -> "Unpacked | None":
@@ -275,9 +273,7 @@ def silently_wrong_weights(trace: Trace) -> Iterator[Finding]:
 
 def _wrong(trace: Trace) -> Iterator[Unpacked]:
     """One weight of each product: the one whose bits were seen on the way to it, else the one that its operand should have been."""
-    compared = (seen.what for seen in trace.observed(PackedWeight))
-    suspects: list[ComparedOperand] = [seen.what for seen in trace.observed(PackedBits)]
-    suspects += filter(is_wrong, compared)
+    suspects = _suspects(trace)
     if not suspects:
         return
     graph = graph_of(trace)
@@ -290,6 +286,12 @@ def _wrong(trace: Trace) -> Iterator[Unpacked]:
         if unpacked is not None and unpacked.is_garbage and unpacked.op.n not in told:
             told.add(unpacked.op.n)
             yield unpacked
+
+
+def _suspects(trace: Trace) -> list[ComparedOperand]:
+    """Operands that hold packed bits, and operands that are not the weight which they should be."""
+    compared = (seen.what for seen in trace.observed(PackedWeight))
+    return [*(seen.what for seen in trace.observed(PackedBits)), *filter(is_wrong, compared)]
 
 
 def _unpacked(provenance: Provenance, op: Op, seen: ComparedOperand) -> Unpacked | None:

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, ran_in, said, who_is_what
 from dtypedoctor.rules.mismatch.census import Census
-from dtypedoctor.rules.mismatch.dtype_origin import ACCUMULATIONS, CASTS, CONVOLUTIONS, PRODUCTS, Reason, writes
+from dtypedoctor.rules.mismatch.dtype_origin import ACCUMULATIONS, CASTS, CONVOLUTIONS, PRODUCTS, Birth, Reason, writes
 from dtypedoctor.trace.events import Flow
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AutocastRegion, CustomFunction, OpenRegions
@@ -125,14 +125,23 @@ def _why_not_cast(case: Case) -> str:
 
 
 def _cast_ones(case: Case, region: str) -> str:
-    """Where the operands in the dtype of the region come from: ops that autocast has cast for, or elsewhere."""
+    """Where the operands in the dtype of the region come from: casts that the code asks for, elsewhere, or ops that autocast casts for."""
     births = [operand.birth for operand in case.operands if operand.dtype == region]
-    made = [b.chain[0] for b in births if b.reason is Reason.AUTOCAST_LIST and len(b.chain) > 1]
-    ops = [f"{link.op} at {link.source}" for link in made if overload_free(link.op) not in CASTS]
-    by_autocast = [f"{' and '.join(dict.fromkeys(ops))}, whose operands autocast casts"] if ops else []
-    by_hand = [f"a cast to {region} at {link.source}" for link in made if overload_free(link.op) in CASTS]
-    others = [described(b) for b in births if b.reason is not Reason.AUTOCAST_LIST or len(b.chain) == 1]
-    return " and ".join([*dict.fromkeys([*by_hand, *others]), *by_autocast])
+    cast = [birth.chain[0] for birth in births if _is_made_under_autocast(birth)]
+    by_hand = [f"a cast to {region} at {link.source}" for link in cast if overload_free(link.op) in CASTS]
+    others = [described(birth) for birth in births if not _is_made_under_autocast(birth)]
+    return " and ".join([*dict.fromkeys([*by_hand, *others]), *_by_autocast(cast)])
+
+
+def _is_made_under_autocast(birth: Birth) -> bool:
+    """Whether an op that autocast casts for made the tensor; its chain then begins with that op."""
+    return birth.reason is Reason.AUTOCAST_LIST and len(birth.chain) > 1
+
+
+def _by_autocast(links: list[Link]) -> list[str]:
+    """The ops among ``links`` that are no casts themselves, in one phrase; nothing where there is none."""
+    ops = [f"{link.op} at {link.source}" for link in links if overload_free(link.op) not in CASTS]
+    return [f"{' and '.join(dict.fromkeys(ops))}, whose operands autocast casts"] if ops else []
 
 
 def _the_rest(case: Case) -> str:

@@ -258,18 +258,29 @@ def detect_mismatch(trace: Trace) -> Iterator[Finding]:
 
 
 def _refusal(trace: Trace) -> Iterator[Finding]:
+    """What explains the exception that ended the run; from its message alone, where no op trace was open."""
     raised = trace.last(Raised)
     complaint = complaint_of(raised.message) if raised is not None else None
     if raised is None or (complaint is not None and complaint.family in SPOKEN_FOR):
         return
     case = case_of(trace)
-    verdict = _verdict(case) if case is not None else None
-    if case is not None and verdict is not None:
-        root = contradicted_by(case) if verdict.id in OF_A_REGION else None
-        found = finding(case, verdict)
-        yield from (found,) if root is None else (root, replace(found, consequence_of=root.id))
-    elif complaint is not None and case is None:
+    if case is not None:
+        yield from _explained(case)
+    elif complaint is not None:
         yield _by_message(trace, raised, complaint)
+
+
+def _explained(case: Case) -> Iterator[Finding]:
+    """The finding of a rejected operator, after the contradiction that it follows from, where there is one."""
+    verdict = _verdict(case)
+    if verdict is None:
+        return
+    found = finding(case, verdict)
+    root = contradicted_by(case) if verdict.id in OF_A_REGION else None
+    if root is not None:
+        yield root
+        found = replace(found, consequence_of=root.id)
+    yield found
 
 
 def _verdict(case: Case) -> Verdict | None:

@@ -57,18 +57,26 @@ class Growth:
 
 def growth_before(trace: Trace, step: int) -> Growth | None:
     """What loss, gradients and weights did in the training steps before ``step``; None where no optimizer has stepped."""
-    largest: dict[str, dict[int, float]] = {kind: {} for kind in ("loss", "grad", "param", "initial")}
-    for sample in trace.samples:
-        site = trace.sites.get(sample.site)
-        if site is not None and site.kind in largest and sample.step < step and sample.finite:
-            of_kind = largest[site.kind]
-            of_kind[sample.step] = max(of_kind.get(sample.step, 0.0), sample.absmax)
-    losses, gradients = (_ends(largest[kind]) for kind in ("loss", "grad"))
-    if losses is None or gradients is None or not largest["param"]:
+    largest = {kind: _largest_by_step(trace, kind, step) for kind in ("loss", "grad", "param", "initial")}
+    losses, gradients, weights = (_ends(largest[kind]) for kind in ("loss", "grad", "param"))
+    if losses is None or gradients is None or weights is None:
         return None
-    first, last = _ends(largest["param"]) or (0.0, 0.0)
-    weights = (min(largest["initial"].values(), default=first), max(last, *largest["param"].values()))
-    return Growth(steps=len(largest["loss"]), losses=losses, gradients=gradients, weights=weights)
+    before = min(largest["initial"].values(), default=weights[0])
+    return Growth(
+        steps=len(largest["loss"]),
+        losses=losses,
+        gradients=gradients,
+        weights=(before, max(largest["param"].values())),
+    )
+
+
+def _largest_by_step(trace: Trace, kind: str, before: int) -> dict[int, float]:
+    """The largest finite magnitude at places of one kind, by step."""
+    largest: dict[int, float] = {}
+    for sample, site in trace.measured():
+        if site.kind == kind and sample.step < before and sample.finite:
+            largest[sample.step] = max(largest.get(sample.step, 0.0), sample.absmax)
+    return largest
 
 
 def _ends(by_step: dict[int, float]) -> tuple[float, float] | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.nonfinite_origin import FLOAT32_MAX, NARROW, Origin, Vanished, found_at, is_zero_in, vanished
-from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.ops import all_finite, overload_free
 from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
@@ -53,13 +53,17 @@ def _proof_of_domain(origin: Origin) -> str | None:
     if replay is None or replay.note:
         return None
     if program is not None and not program.note:
-        return (
-            None if program.finite else f"{op.op} on the operands of the same program in float32 is not finite either"
-        )
-    before = (t.dtype for one in origin.graph.ops if one.n <= op.n for t in (*one.inputs, *one.outputs))
-    if any(dtype in HALF for dtype in before):
+        in_float32 = f"{op.op} on the operands of the same program in float32 is not finite either"
+        return None if program.finite else in_float32
+    if _saw_half_precision(origin):
         return None
     return f"{op.op} run again on the same operands in {replay.how} has no finite float32 result either"
+
+
+def _saw_half_precision(origin: Origin) -> bool:
+    """Whether any op up to this one used or made a tensor in half precision."""
+    until = (op for op in origin.graph.ops if op.n <= origin.op.n)
+    return any(tensor.dtype in HALF for op in until for tensor in (*op.inputs, *op.outputs))
 
 
 def _cause_of_domain(origin: Origin, *, proven: bool) -> str:
@@ -82,24 +86,30 @@ def _cause_of_domain(origin: Origin, *, proven: bool) -> str:
 
 
 def _domain_evidence(origin: Origin) -> Iterator[str]:
-    op, replay = origin.op, origin.replay
-    if all(t.finite for t in op.inputs):
+    op = origin.op
+    if all_finite(op.inputs):
         yield f"The operands of {op.op} are finite: absmax {magnitudes(op)}."
     else:
         yield f"{op.op} was given infinities that the program asked for, and made NaN of them."
     yield f"{bad_elements(origin.result)} of its {origin.result.dtype} result are inf or NaN."
+    yield from _in_a_wider_dtype(origin)
+    yield from how_the_run_ended(origin.trace)
+
+
+def _in_a_wider_dtype(origin: Origin) -> Iterator[str]:
+    """What the op gives on the same operands in a wider dtype, and on those of the float32 program."""
+    replay, program = origin.replay, origin.program
     if replay is None or replay.note:
         why = f": {replay.note}" if replay is not None else ""
         yield f"It could not be run again in a wider dtype{why}."
     elif not replay.finite:
         yield f"The same op on the same operands in {replay.how} is not finite either."
-        if origin.program is not None and not origin.program.finite:
+        if program is not None and not program.finite:
             yield "Nor is it on the operands that the program has when all of it is computed in float32 since the op trace began."
     elif replay.absmax is not None and replay.absmax > FLOAT32_MAX:
         yield f"The same op in {replay.how} gives {replay.absmax:.6g}, beyond float32's largest, {FLOAT32_MAX:.6g}."
     else:
         yield f"The same op in {replay.how} is finite."
-    yield from how_the_run_ended(origin.trace)
 
 
 def judge_rounded(origin: Origin) -> Finding | None:

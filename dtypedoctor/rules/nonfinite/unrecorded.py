@@ -173,15 +173,9 @@ def _of_the_input(trace: Trace, incident: Incident, sample: Sample, site: Site) 
 
 def _outermost_was_given_it(trace: Trace, sample: Sample, site: Site) -> bool:
     """Whether the outermost module of the same call has output something bad as well, and had a bad input."""
-    given = (
-        later
-        for later in trace.samples
-        if later.n >= sample.n
-        and later.call == sample.call
-        and (other := trace.sites.get(later.site)) is not None
-        and (other.kind, other.root, other.fqn) == ("input", site.root, "")
-    )
-    return any(not later.finite for later in given)
+    outermost = ("input", site.root, "")
+    given = (later for later, other in trace.measured() if (other.kind, other.root, other.fqn) == outermost)
+    return any(later.n >= sample.n and later.call == sample.call and not later.finite for later in given)
 
 
 def _outside(trace: Trace, incident: Incident) -> Finding:
@@ -199,9 +193,8 @@ def _outside(trace: Trace, incident: Incident) -> Finding:
 
 def _read(trace: Trace, value: Reached) -> Finding:
     seen = value.seen
-    first = next(
-        (site for s in trace.samples if not s.finite and (site := trace.sites[s.site]).kind == "operator"), None
-    )
+    operators = ((sample, site) for sample, site in trace.measured() if site.kind == "operator")
+    first = next((site for sample, site in operators if not sample.finite), None)
     op, _, source = first.fqn.partition(" ") if first is not None else (None, "", None)
     made = (
         f"{op} at {source} is the first operator outside of modules seen to output one."
@@ -242,13 +235,9 @@ def _where(site: Site) -> str:
 
 def _input_was_bad(trace: Trace, sample: Sample, site: Site) -> bool:
     """Whether an input of the module was not finite either; inputs are measured right after a bad output."""
-    for later in trace.samples:
-        other = trace.sites.get(later.site)
-        if other is None or other.kind != "input" or later.n < sample.n or later.call != sample.call:
-            continue
-        if (other.root, other.fqn) == (site.root, site.fqn):
-            return not later.finite
-    return False
+    own = ("input", site.root, site.fqn)
+    inputs = (later for later, other in trace.measured() if (other.kind, other.root, other.fqn) == own)
+    return next((not later.finite for later in inputs if later.n >= sample.n and later.call == sample.call), False)
 
 
 COMPILED = "_orig_mod"

@@ -1,6 +1,6 @@
 """``logprob-gap``: a generator and a trainer that disagree about the same weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
@@ -103,22 +103,24 @@ def _ways_of_computing(trace: Trace) -> list[str]:
 
 def _reported(trace: Trace) -> Iterator[Finding]:
     """The trainer's own measure in the first step, before any update has been made."""
-    first = next((m for m in trace.all(Metric) if m.step == 1), None)
-    if first is None:
+    first = next((metric.values for metric in trace.all(Metric) if metric.step == 1), None)
+    if first is None or not _is_off(first):
         return
-    ratio, difference = (first.values.get(name) for name in RATIOS)
-    if (ratio is None or abs(ratio - 1.0) <= RATIO_OFF) and (difference is None or difference <= GAP):
-        return
-    told = [f"{name} is {first.values[name]:.6g} in step 1." for name in RATIOS if name in first.values]
     said = Statement(
         id="logprob-gap",
         severity=Severity.WARNING,
         confidence=Confidence.POSSIBLE,
         summary="The trainer reports other log-probabilities than the generator in the first step, before any update.",
         cause="Before the first update both have the same weights, so the ratio of their probabilities should be 1.",
-        evidence=tuple(told),
+        evidence=tuple(f"{name} is {first[name]:.6g} in step 1." for name in RATIOS if name in first),
     )
     yield located(said, phase="generate", step=1)
+
+
+def _is_off(reported: Mapping[str, float]) -> bool:
+    """Whether the trainer's ratio is not 1, or its difference of log-probabilities not 0."""
+    ratio, difference = (reported.get(name) for name in RATIOS)
+    return (ratio is not None and abs(ratio - 1.0) > RATIO_OFF) or (difference is not None and difference > GAP)
 
 
 RULES = (Rule(name="logprob-gap", specs=(SPEC,), detect=detect_gap),)

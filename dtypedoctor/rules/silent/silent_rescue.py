@@ -9,13 +9,13 @@ fine, and are gone with it.
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.ops import OpGraph, ancestry, graph_of, has_nan, overload_free
+from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan, overload_free
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, FindingSpec, Rule
 from dtypedoctor.diagnosis.statement import Statement, found_in, located
 from dtypedoctor.diagnosis.wording import class_of, limit_of, listed, short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules.nonfinite.overflow import CAUSE_IN_A_NORM
-from dtypedoctor.trace.events import Correction, Observed, Op, TensorNote
+from dtypedoctor.trace.events import Correction, Observed, Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import Absorbed, Overflowed
 
@@ -205,19 +205,21 @@ def _replaces_nan(op: Op) -> bool:
 
 def _spread(graph: OpGraph, op: Op) -> Finding | None:
     found = ancestry(graph, op)
-    if any(all(t.finite for t in maker.inputs) for maker in found.nan_makers):
+    if any(all_finite(maker.inputs) for maker in found.nan_makers):
         return None  # 0/0: no infinity is needed for that
-    sources = [*found.asked, *found.computed]
-    made = [t for source in sources for t in source.outputs] + [t for _, t in found.given]
-    infinities = sum(map(_infinities, {t.id: t for t in made}.values()))
+    infinities = _infinities_behind(found)
     replaced = max(t.num_nan for t in op.inputs)
     if not 0 < infinities < replaced:
         return None
-    return _of_a_group(op, replaced, infinities, [s.source for s in sources if s.source], found.nan_makers)
+    sources = [source.source for source in (*found.asked, *found.computed) if source.source]
+    return _of_a_group(op, replaced, infinities, sources, found.nan_makers)
 
 
-def _infinities(tensor: TensorNote) -> int:
-    return tensor.num_posinf + tensor.num_neginf
+def _infinities_behind(found: Ancestry) -> int:
+    """How many infinite elements were made, or came in, before anything was NaN."""
+    made = [tensor for op in (*found.asked, *found.computed) for tensor in op.outputs]
+    tensors = {tensor.id: tensor for tensor in (*made, *(given for _, given in found.given))}
+    return sum(tensor.num_posinf + tensor.num_neginf for tensor in tensors.values())
 
 
 def _of_a_group(op: Op, replaced: int, infinities: int, sources: list[str], makers: tuple[Op, ...]) -> Finding:

@@ -67,19 +67,25 @@ def _is_rounding(trace: Trace, name: str) -> bool:
 
     The bias of an attention's keys moves all scores of a query alike, and softmax does not see that.
     """
-    summed: dict[int, tuple[float, float]] = {}
-    for sample in trace.samples:
-        site = trace.sites.get(sample.site)
-        if site is None or not sample.finite:
+    gradients, noise = _gradients_and_noise(trace, name)
+    known = [step for step, gradient in gradients.items() if gradient and noise.get(step)]
+    return bool(known) and all(gradients[step] <= NOISE * noise[step] for step in known)
+
+
+def _gradients_and_noise(trace: Trace, name: str) -> tuple[dict[int, float], dict[int, float]]:
+    """By step, the largest gradient of a vector ``name`` and the rounding of a sum over the rows of its module's output gradient."""
+    gradients: dict[int, float] = {}
+    noise: dict[int, float] = {}
+    for sample, site in trace.measured():
+        if not sample.finite:
             continue
-        gradient, noise = summed.get(sample.step, (0.0, 0.0))
         if site.kind == "grad" and site.fqn == name and len(site.shape) == 1:
-            summed[sample.step] = (max(gradient, sample.absmax), noise)
+            gradients[sample.step] = max(gradients.get(sample.step, 0.0), sample.absmax)
         elif site.kind == "grad_output" and site.fqn == module_of(name) and site.dtype in DTYPES:
             rows = prod(max(size, 1) for size in site.shape[:-1])
-            summed[sample.step] = (gradient, max(noise, DTYPES[site.dtype].epsilon * sqrt(rows) * sample.absmax))
-    known = [pair for pair in summed.values() if all(pair)]
-    return bool(known) and all(gradient <= NOISE * noise for gradient, noise in known)
+            rounding = DTYPES[site.dtype].epsilon * sqrt(rows) * sample.absmax
+            noise[sample.step] = max(noise.get(sample.step, 0.0), rounding)
+    return gradients, noise
 
 
 def _others(count: int) -> str:
