@@ -33,7 +33,7 @@ from dtypedoctor._torch_private import (
     version_of,
 )
 from dtypedoctor.instrument.frames import local_of
-from dtypedoctor.instrument.recorder import Looks, Place
+from dtypedoctor.instrument.places import Looks, Place
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.models import ProcessGroup

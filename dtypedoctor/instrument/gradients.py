@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import scale_where_it_lies
 from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, values_of
-from dtypedoctor.instrument.recorder import When
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Rooted, local_part, measurable
 from dtypedoctor.trace.events import Observed, ScalerState

@@ -16,19 +16,18 @@ from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given
 from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
 from dtypedoctor.instrument.float32_program import Originals
-from dtypedoctor.instrument.frames import CaughtLog, behind, raised_record
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
 from dtypedoctor.instrument.naming import CodePlaces
 from dtypedoctor.instrument.optrace import OpTrace, OpWindow, OpWindows
 from dtypedoctor.instrument.phases import Exports, Phases, Threads
+from dtypedoctor.instrument.places import When
 from dtypedoctor.instrument.readable import Arrivals, values_of
-from dtypedoctor.instrument.recorder import When
 from dtypedoctor.instrument.sentinel import Sentinel
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.checks import SilentChecks
 from dtypedoctor.instrument.statistics import Rooted
 from dtypedoctor.instrument.watch import ModuleWatch
-from dtypedoctor.instrument.whereabouts import RegionLog, call_arguments
+from dtypedoctor.instrument.whereabouts import CaughtLog, RegionLog, behind, call_arguments, raised_record
 from dtypedoctor.trace.events import WORKED_ELSEWHERE
 from dtypedoctor.trace.writer import TraceWriter
 

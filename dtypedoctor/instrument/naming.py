@@ -3,7 +3,7 @@
 import inspect
 from collections import Counter
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -12,7 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from dtypedoctor._torch_private import COMPILED_MODULE, buffers_of, parameters_of
 from dtypedoctor.trace.events import ParameterNote, Root
-from dtypedoctor.trace.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from dtypedoctor.trace.writer import TraceWriter
 
 FULL_LOOK = 16
 """Steps after which all modules are searched again for parameters that were not there before."""
@@ -34,7 +36,7 @@ class Names:
         version: grows whenever a module gets a name or loses it.
     """
 
-    def __init__(self, writer: TraceWriter) -> None:
+    def __init__(self, writer: "TraceWriter") -> None:
         self._writer = writer
         self._names: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
         self._roots: list[ref[nn.Module] | None] = []

@@ -1,6 +1,6 @@
-"""The recorder of each device, and the one of a GPU, which records what is computed there without ever waiting for it.
+"""The recorders: on a CPU a tensor is measured when it is handed over, on a GPU behind the stream, without ever waiting for it.
 
-Tensors are put together and measured by one launch behind the work of their stream; the results are written to the trace
+On a GPU tensors are put together and measured by one launch behind the work of their stream; the results are written to the trace
 when they are found in the host's memory: at a later hook if the device is behind, else by a thread that looks now and then, so
 that a device which waits for the host does not wait for that too. A sample gets its number when its tensor is handed over, so the
 order of events in the trace is that of execution, whenever a sample reaches the disk.
@@ -21,11 +21,77 @@ from torch import Tensor
 from dtypedoctor._torch_private import version_of
 from dtypedoctor.instrument.batches import Batches, Row
 from dtypedoctor.instrument.device_rows import Counts, DeviceRows, device_rows
-from dtypedoctor.instrument.recorder import ImmediateRecorder, Looks, Recorder, Rows, Sites, Source
+from dtypedoctor.instrument.places import Looks, Recorder, Rows, Sites, Source
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import Named, modes_are_on, out_of_their_sight
+from dtypedoctor.instrument.statistics import Extent, Named, measure_one, modes_are_on, out_of_their_sight
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.writer import SampleRow, TraceWriter
+
+
+class ImmediateRecorder:
+    """Measures each tensor when it is handed over, so that a crash loses no more than the module that was at work.
+
+    Args:
+        session: where the samples go.
+        sites: numbers the places.
+    """
+
+    def __init__(self, session: Session, sites: Sites) -> None:
+        self._writer, self._position = session.writer, session.position
+        self._sites = sites
+        self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
+        self.suspicious = False
+
+    def record(
+        self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
+    ) -> None:
+        """Measures ``rows`` and, only if one of them is not finite, also what was ``given`` to ``source``."""
+        if self._write(rows, when):
+            return
+        self.suspicious = True
+        if source is not None and given:  # whether it came in from outside decides who is to blame
+            found = [(self._sites.id_of(source.place, source.looks(path, t)), t) for path, t in given]
+            _, step, call = when
+            self._write(found, (self._writer.next_n(len(found)), step, call))
+
+    def begin_call(self) -> None:
+        """Forgets what was measured: from here on it is another call's."""
+        self._known.clear()
+
+    def end_call(self) -> None:
+        """Does nothing: everything has been written."""
+
+    def flush(self) -> None:
+        """Does nothing: everything has been written."""
+
+    def finish(self) -> None:
+        """Does nothing: everything has been written."""
+
+    def _write(self, rows: Rows, when: tuple[int, int, int]) -> bool:
+        lines: list[SampleRow] = []
+        finite = True
+        for site, tensor in rows:
+            extent = self._extent(tensor)
+            finite = finite and extent.finite
+            lines.append((site, extent.absmax, extent.num_nan, extent.num_posinf + extent.num_neginf))
+        self._writer.write_samples(*when, lines)
+        return finite
+
+    def _extent(self, tensor: Tensor) -> Extent:
+        """Measures each distinct tensor once: a container usually returns what its last child returned."""
+        held = self._known.get(id(tensor))
+        version = version_of(tensor)
+        if held is not None and held[0]() is tensor and held[1] == version:
+            return held[2]
+        here = self._position.of.here or self._position.last
+        here.muted += 1
+        try:
+            extent = measure_one(tensor)
+        finally:
+            here.muted -= 1
+        self._known[id(tensor)] = (ref(tensor), version, extent)
+        return extent
+
 
 PATIENCE = 5.0
 """Seconds to wait at the end of a run for what is still on its way."""

@@ -23,8 +23,8 @@ from dtypedoctor._torch_private import (
 from dtypedoctor.instrument.contents import Contents, contents, tensors_given
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import why_opaque
+from dtypedoctor.instrument.places import Looks, Place, Recorder, Sites, Source
 from dtypedoctor.instrument.readable import Missed, readable, wants_gradient
-from dtypedoctor.instrument.recorder import Looks, Place, Recorder, Sites, Source
 from dtypedoctor.instrument.recorders import Recorders
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Named, measurable, modes_are_on, out_of_their_sight
@@ -129,6 +129,7 @@ class Returned:
         """Whether a call looks like the last one of its module. One function: it runs at each call, and a call of another costs more."""
         if type(output) is not Tensor or type(given) is not Tensor:
             return False
+        # the cheapest comparisons first: nearly all calls that are unusual have another dtype or shape
         if output.dtype is not usual.dtype or given.dtype is not usual.given:
             return False
         if not _lies_there(output) or not _lies_there(given):

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.autocast_mode import autocast
@@ -21,7 +21,9 @@ from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import FAILED_THERE, NotWatched, Observed
 from dtypedoctor.trace.records.execution import AutocastRegion
-from dtypedoctor.trace.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from dtypedoctor.trace.writer import TraceWriter
 
 
 class _RegionsOfThread(threading.local):
@@ -136,7 +138,7 @@ class Guard:
         position: nothing is called while it is muted.
     """
 
-    def __init__(self, writer: TraceWriter, position: Position) -> None:
+    def __init__(self, writer: "TraceWriter", position: Position) -> None:
         self._writer = writer
         self._position = position
         self._told: set[str] = set()
@@ -219,7 +221,7 @@ class Session:
         coverage: how much of what ran was measured.
     """
 
-    def __init__(self, writer: TraceWriter) -> None:
+    def __init__(self, writer: "TraceWriter") -> None:
         self.writer = writer
         self.position = Position()
         self.names = Names(writer)

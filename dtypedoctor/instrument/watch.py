@@ -16,8 +16,8 @@ from torch.nn.modules import module as hooks
 
 from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook
 from dtypedoctor.instrument.operators import being_recorded
+from dtypedoctor.instrument.places import Looks, Place, Places, Sites, When, looks_of
 from dtypedoctor.instrument.position import Here, forget_ended_calls
-from dtypedoctor.instrument.recorder import Looks, Place, Places, Sites, When, looks_of
 from dtypedoctor.instrument.recorders import Recorders
 from dtypedoctor.instrument.returned import Returned
 from dtypedoctor.instrument.session import Session

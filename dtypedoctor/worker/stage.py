@@ -17,7 +17,7 @@ from torch import nn
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.capture import Capture
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
-from dtypedoctor.instrument.recorder import residual_blocks
+from dtypedoctor.instrument.places import residual_blocks
 from dtypedoctor.scenario.model import Distributed, Grpo, Sft
 from dtypedoctor.scenario.request import Capture as Wanted
 from dtypedoctor.trace.events import NotWatched

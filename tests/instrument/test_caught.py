@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from watched import watched
 
-from dtypedoctor.instrument import frames
+from dtypedoctor.instrument import whereabouts
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report
@@ -24,7 +24,7 @@ from dtypedoctor.trials.treatment import examine
 @pytest.fixture(autouse=True)
 def _not_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is raised here shall not count as raised in a test."""
-    monkeypatch.setattr(frames, "_RUNNERS", ("no such file",))
+    monkeypatch.setattr(whereabouts, "_RUNNERS", ("no such file",))
 
 
 SCENARIO = Scenario(

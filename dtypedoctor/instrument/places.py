@@ -1,25 +1,24 @@
-"""Where tensors are measured, and how the numbers get into the trace.
+"""Where tensors are measured, described once, so that a sample is only numbers.
 
-A :class:`Place` is a module, or something that no module returned. A site is all that describes a tensor there (phase, kind, dtype, shape,
-autocast) and is written once, so that a sample is only numbers. A :class:`Recorder` measures: at once on a CPU, behind the stream on a GPU
-(``recorders.py``).
+A :class:`Place` is a module, or something that no module returned. A site is all that describes a tensor there: phase, kind, dtype, shape,
+autocast. A :class:`Recorder` measures and writes samples of sites; those there are stand in ``recorders.py``.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor._torch_private import version_of
 from dtypedoctor.instrument.naming import Names
-from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import Extent, Named, measure_one
+from dtypedoctor.instrument.statistics import Named
 from dtypedoctor.trace.events import Site
-from dtypedoctor.trace.writer import SampleRow, TraceWriter
+
+if TYPE_CHECKING:
+    from dtypedoctor.trace.writer import TraceWriter
 
 
 def residual_blocks(root: nn.Module) -> set[int]:
@@ -162,7 +161,7 @@ def looks_of(tensor: Tensor, phase: str, kind: str) -> Looks:
 class Sites:
     """Numbers places (module, phase, kind, path in a structure, dtype, shape, autocast)."""
 
-    def __init__(self, writer: TraceWriter) -> None:
+    def __init__(self, writer: "TraceWriter") -> None:
         self._writer = writer
         self._numbers = count(1)
 
@@ -263,68 +262,3 @@ class Recorder(Protocol):
 
     def finish(self) -> None:
         """The run is over: everything measured gets into the trace as far as it can still be had. Never raises."""
-
-
-class ImmediateRecorder:
-    """Measures each tensor when it is handed over, so that a crash loses no more than the module that was at work.
-
-    Args:
-        session: where the samples go.
-        sites: numbers the places.
-    """
-
-    def __init__(self, session: Session, sites: Sites) -> None:
-        self._writer, self._position = session.writer, session.position
-        self._sites = sites
-        self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
-        self.suspicious = False
-
-    def record(
-        self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
-    ) -> None:
-        """Measures ``rows`` and, only if one of them is not finite, also what was ``given`` to ``source``."""
-        if self._write(rows, when):
-            return
-        self.suspicious = True
-        if source is not None and given:  # whether it came in from outside decides who is to blame
-            found = [(self._sites.id_of(source.place, source.looks(path, t)), t) for path, t in given]
-            _, step, call = when
-            self._write(found, (self._writer.next_n(len(found)), step, call))
-
-    def begin_call(self) -> None:
-        """Forgets what was measured: from here on it is another call's."""
-        self._known.clear()
-
-    def end_call(self) -> None:
-        """Does nothing: everything has been written."""
-
-    def flush(self) -> None:
-        """Does nothing: everything has been written."""
-
-    def finish(self) -> None:
-        """Does nothing: everything has been written."""
-
-    def _write(self, rows: Rows, when: tuple[int, int, int]) -> bool:
-        lines: list[SampleRow] = []
-        finite = True
-        for site, tensor in rows:
-            extent = self._extent(tensor)
-            finite = finite and extent.finite
-            lines.append((site, extent.absmax, extent.num_nan, extent.num_posinf + extent.num_neginf))
-        self._writer.write_samples(*when, lines)
-        return finite
-
-    def _extent(self, tensor: Tensor) -> Extent:
-        """Measures each distinct tensor once: a container usually returns what its last child returned."""
-        held = self._known.get(id(tensor))
-        version = version_of(tensor)
-        if held is not None and held[0]() is tensor and held[1] == version:
-            return held[2]
-        here = self._position.of.here or self._position.last
-        here.muted += 1
-        try:
-            extent = measure_one(tensor)
-        finally:
-            here.muted -= 1
-        self._known[id(tensor)] = (ref(tensor), version, extent)
-        return extent
