@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from dtypedoctor.inprocess.context import announce
-from dtypedoctor.inprocess.recording import Recording, watched_for
+from dtypedoctor.inprocess.watch import Watched, watched_for
 from dtypedoctor.report.model import Report
 from dtypedoctor.unpatched import say
 
@@ -39,7 +38,7 @@ class DtypeDoctorCallback(TrainerCallback):
         self._out = Path(out) if out is not None else None
         self._every = every
         self._trainings = 0
-        self._recording: Recording | None = None
+        self._watched: Watched | None = None
         self.report: Report | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -60,8 +59,8 @@ class DtypeDoctorCallback(TrainerCallback):
         out = self._out
         if out is not None and self._trainings > 1:
             out = out.with_name(f"{out.name}-{self._trainings}")
-        self._recording = Recording(out, every=self._every)
-        self._recording.begin(kwargs.get("model"))
+        self._watched = Watched(out, every=self._every)
+        self._watched.begin(kwargs.get("model"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stops watching and writes the report."""
@@ -79,7 +78,7 @@ class DtypeDoctorCallback(TrainerCallback):
         self.finish(getattr(sys, "last_value", None))  # what Python has shown as the program's uncaught exception
 
     def _end(self, error: BaseException | None, note: str) -> None:
-        recording, self._recording = self._recording, None
-        if recording is not None and recording.active:
-            self.report = recording.end(error, note)
-            announce(self.report, recording.directory)
+        watched, self._watched = self._watched, None
+        if watched is not None and watched.active:
+            watched.end(error, note)
+            self.report = watched.report

@@ -98,15 +98,16 @@ class Elsewhere:
         elif not followed and not self._forks and not self._programs and self._has_had_children():
             yield "other processes that were started", NOT_HERE
 
-    def threads(self) -> Iterator[tuple[str, str]]:
-        """Threads that are still at work when a script's last line is over, and why they are not watched."""
-        others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
-        if others:
-            yield f"{len(others)} thread(s) that outlive the script's last line", "the watch ends with it"
-
     def _has_had_children(self) -> bool:
         """Whether there is a first child now, or one was waited for; multiprocessing spawns without an event."""
         return _children_waited_for() != self._waited_for or (_has_child() and not self._had_child)
+
+
+def outliving_threads() -> Iterator[tuple[str, str]]:
+    """Threads that are still at work when a script's last line is over, and why they are not watched."""
+    others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    if others:
+        yield f"{len(others)} thread(s) that outlive the script's last line", "the watch ends with it"
 
 
 def _may_work(program: str, arguments: Any) -> bool:

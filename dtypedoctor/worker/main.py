@@ -1,38 +1,33 @@
 """A worker: one process, one scenario, one trace."""
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import set_seed
 
-from dtypedoctor.corrections.contract import Installed, put_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
-from dtypedoctor.interruptions import noticing
-from dtypedoctor.models.build import BUILTIN
-from dtypedoctor.plugins import Workload, known, left_out, registered, resolve
+from dtypedoctor.models.build import BUILTIN, Built, build
+from dtypedoctor.plugins import Workload, known, registered, resolve
 from dtypedoctor.redaction.redact import read_request
-from dtypedoctor.scenario.model import Autocast, CorrectionSpec, Plugin, Scenario, ScenarioStep
+from dtypedoctor.scenario.model import Autocast, Model, Plugin, Scenario, ScenarioStep
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trace.events import Correction, End, Environment, NotWatched, Refused, Resources, Stage
-from dtypedoctor.trace.ranks import header
+from dtypedoctor.trace.events import Environment, Stage
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.conditions import Conditions
+from dtypedoctor.worker.corrections import StageCorrections, record_left_out
 from dtypedoctor.worker.environment import MemoryMeter, checksum, describe_environment
+from dtypedoctor.worker.recording import Recording, Totals
 from dtypedoctor.worker.stage import capturing, compiling, parallel, streaming, take_device
-from dtypedoctor.worker.stock import Stock
 from dtypedoctor.workloads.context import Context, Holder
 
 
-def serve(directory: Path, stock: Stock | None = None) -> int:
+def serve(directory: Path, stock: "Stock | None" = None) -> int:
     """Does what ``DIRECTORY/request.json`` asks for and leaves the trace beside it.
 
     Args:
@@ -43,53 +38,52 @@ def serve(directory: Path, stock: Stock | None = None) -> int:
         0 if the scenario ran to its end, 1 if an exception ended it, 2 if the scenario cannot be run at all.
     """
     request = Request.model_validate_json(read_request(directory))
-    writer = TraceWriter(directory)
-    writer.write(header(watched=request.watch))
-    instruments = Instruments(
-        writer,
-        watch=request.watch,
-        windows=[OpWindow(**window.model_dump()) for window in request.windows],
-        every=1 if request.windows else request.scenario.watch_every,
-    )
-    run = _Run(request, instruments, directory, stock or Stock())
-    conditions = Conditions(writer, request.scenario.conditions)
-    conditions.begin()
-    outcome = "completed"
+    recording = Recording(directory, watched=request.watch)
+    run = _Run(request, recording.writer, directory, stock or Stock())
+    recording.watch = run
+    ended_by: BaseException | None = None
     try:
-        run.all_stages()
+        run.start()
     except UsageError as error:
-        writer.write(Refused(message=error.message, hint=error.hint))
-        outcome = "refused"
+        run.stop()
+        recording.refuse(error.message, error.hint)
+        return 2
     except BaseException as error:  # noqa: BLE001  (whatever ends the scenario is its result, also SystemExit)
-        instruments.note_exception(error)
-        outcome = "raised"
-    finally:
-        instruments.stop()
-        conditions.end()
-    run.conclude(outcome)
-    writer.close()
-    return {"completed": 0, "raised": 1, "refused": 2}[outcome]
+        ended_by = error
+    recording.end(ended_by)
+    return 0 if ended_by is None else 1
 
 
 class _Run:
     """The scenario's stages in one process."""
 
-    def __init__(self, request: Request, instruments: Instruments, directory: Path, stock: Stock) -> None:
+    def __init__(self, request: Request, writer: TraceWriter, directory: Path, stock: "Stock") -> None:
         self._scenario = request.scenario
         self._capture = request.capture
         self._stock = stock
-        self._instruments = instruments
-        self._writer = instruments.writer
+        self._writer = writer
+        self._instruments = Instruments(
+            writer,
+            watch=request.watch,
+            windows=[OpWindow(**window.model_dump()) for window in request.windows],
+            every=1 if request.windows else request.scenario.watch_every,
+        )
+        self._conditions = Conditions(writer, request.scenario.conditions)
+        self._corrections = StageCorrections(writer, request.scenario.corrections)
         self._directory = directory
         self._holder = Holder()
-        self._installed: dict[str, list[Installed]] = {}
         self._steps = 0
-        self._began = time.perf_counter()
         self._meter: MemoryMeter | None = None
         self._device = torch.device("cpu")
 
-    def all_stages(self) -> None:
-        """Runs every step of the scenario in order."""
+    def start(self) -> None:
+        """Runs every stage of the scenario in order.
+
+        Raises:
+            UsageError: the scenario cannot be run.
+            BaseException: whatever else a stage raises.
+        """
+        self._conditions.begin()
         self._device = choose_device(self._scenario.device)
         take_device(self._device)
         self._writer.write(Environment(values=describe_environment(self._device)))
@@ -100,6 +94,33 @@ class _Run:
         for index, stage in enumerate(self._scenario.steps):
             self._stage(index, stage)
 
+    def stop(self) -> None:
+        """Stops measuring, and puts everything back."""
+        self._instruments.stop()
+        self._conditions.end()
+        self._corrections.take_out()
+
+    def finish(self, error: BaseException | None, libraries: Sequence[str] = ()) -> Totals:
+        """Stops, and writes what only the end of a run knows; see :class:`dtypedoctor.worker.recording.Watch`.
+
+        A device that no longer answers costs these records, nothing else.
+        """
+        if error is not None:
+            self._instruments.note_exception(error)
+        self.stop()
+        record_left_out(self._writer)
+        try:
+            self._corrections.conclude()
+            return Totals(
+                steps=self._steps,
+                device=str(self._device),
+                peak_memory=self._meter.peak() if self._meter else 0,
+                checksum=checksum(self._holder.built.model) if self._holder.built else None,
+            )
+        except RuntimeError as failed:
+            self._instruments.note_exception(failed)
+            return Totals(steps=self._steps)
+
     def _stage(self, index: int, stage: ScenarioStep) -> None:
         kind = stage.workload.kind
         self._writer.write(
@@ -107,7 +128,7 @@ class _Run:
         )
         if stage.model is not None:
             self._holder.built = self._stock.take(stage.model, self._device, self._scenario.seed)
-            self._correct(self._holder.built.model)
+            self._corrections.install(self._holder.built.model)
         context = self._context(stage)
         workload = _workload(stage)
         self._instruments.begin_stage(self._steps + 1)
@@ -138,68 +159,42 @@ class _Run:
             instruments=self._instruments,
             region=lambda: region(stage.autocast, self._device),
             scratch=self._directory / "scratch",
-            pause=[installed.counters for several in self._installed.values() for installed in several],
+            pause=self._corrections.counters,
             steps_before=self._steps,
         )
 
-    def _correct(self, model: nn.Module) -> None:
-        """Installs the scenario's corrections for ``model``; those for the model before it are taken out first."""
-        self._take_out()
-        for spec in self._scenario.corrections:
-            self._install(spec, model)
 
-    def _take_out(self) -> None:
-        for installed in reversed([one for several in self._installed.values() for one in several]):
-            installed.undo()
+class Stock:
+    """Built models, each to be taken once.
 
-    def _install(self, spec: CorrectionSpec, model: nn.Module) -> None:
-        record = Correction(n=self._writer.next_n(), id=spec.id, target="", installed=False)
+    A forked worker has a stock of its own, so what it does to a model never reaches the next worker.
+    """
 
-        def refused(error: Exception) -> None:
-            if not isinstance(error, UsageError):
-                self._writer.write(replace(record, reason=f"{type(error).__name__}: {error}"))
+    def __init__(self) -> None:
+        self._built: dict[str, Built] = {}
 
-        with noticing(refused, Exception):
-            installed = put_in(spec.id, model, spec.modules)
-        self._installed.setdefault(spec.id, []).append(installed)
-        self._writer.write(replace(record, target=installed.target, installed=True, proof=installed.proof))
+    def fill(self, scenario: Scenario, device: torch.device) -> None:
+        """Builds the scenario's models, the first of each kind where a scenario builds several alike.
 
-    def conclude(self, outcome: str) -> None:
-        """Writes what only the end of a run knows. A device that no longer answers costs these records, nothing else."""
-        for one in left_out():
-            self._writer.write(NotWatched(what=one.what, why=f"it cannot be used: {one.why}"))
-        try:
-            self._conclude_corrections()
-            self._conclude_resources()
-        except RuntimeError as error:
-            self._instruments.note_exception(error)
-        self._writer.write(End(n=self._writer.next_n(), outcome=outcome, steps_completed=self._steps))
+        Raises:
+            UsageError: a model cannot be built.
+        """
+        for step in scenario.steps:
+            if step.model is not None and _key(step.model, device, scenario.seed) not in self._built:
+                self._built[_key(step.model, device, scenario.seed)] = build(step.model, device, scenario.seed)
 
-    def _conclude_corrections(self) -> None:
-        for name, several in self._installed.items():
-            self._writer.write(
-                Correction(
-                    n=self._writer.next_n(),
-                    id=name,
-                    target=several[-1].target,
-                    installed=True,
-                    proof=several[-1].proof,
-                    hits=sum(one.counters.hits for one in several),
-                    rescued=sum(one.counters.elements("rescued") for one in several),
-                    clamped=sum(one.counters.elements("clamped") for one in several),
-                )
-            )
-        self._take_out()
+    def take(self, spec: Model, device: torch.device, seed: int) -> Built:
+        """The model that ``spec`` asks for, out of the stock or built now.
 
-    def _conclude_resources(self) -> None:
-        self._writer.write(
-            Resources(
-                seconds=time.perf_counter() - self._began,
-                peak_memory=self._meter.peak() if self._meter else 0,
-                device=str(self._device),
-                checksum=checksum(self._holder.built.model) if self._holder.built else None,
-            )
-        )
+        Raises:
+            UsageError: it cannot be built.
+        """
+        found = self._built.pop(_key(spec, device, seed), None)
+        return found if found is not None else build(spec, device, seed)
+
+
+def _key(spec: Model, device: torch.device, seed: int) -> str:
+    return f"{device} {seed} {spec.model_dump_json()}"
 
 
 def _is_builtin(stage: ScenarioStep) -> bool:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,13 @@ from dtypedoctor.trace.events import Environment, Metric, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import getpid, perf_counter
 from dtypedoctor.worker.elsewhere import own_kernels
-from dtypedoctor.worker.environment import describe_environment, peak_resident, resident
+from dtypedoctor.worker.environment import StepDigest, describe_environment, peak_resident, resident
 from dtypedoctor.worker.on_import import after_import
+from dtypedoctor.worker.recording import Totals
+
+if TYPE_CHECKING:
+    from dtypedoctor.worker.conditions import Conditions
+    from dtypedoctor.worker.corrections import OutsideCorrections
 
 PRETRAINED = "transformers.modeling_utils"
 """Holds ``from_pretrained``, which may run before any module is called."""
@@ -40,12 +45,26 @@ class ProcessWatch:
         watch: False records no more than losses, steps and what ended the process.
         windows: where the op trace is on.
         every: everything is measured in each ``every``-th step, see :class:`Instruments`.
+        conditions: are in force meanwhile.
+        corrections: are installed in what the program builds.
+        digest: of what the program trains.
     """
 
     def __init__(
-        self, writer: TraceWriter, *, watch: bool = True, windows: Sequence[OpWindow] = (), every: int = 1
+        self,
+        writer: TraceWriter,
+        *,
+        watch: bool = True,
+        windows: Sequence[OpWindow] = (),
+        every: int = 1,
+        conditions: "Conditions | None" = None,
+        corrections: "OutsideCorrections | None" = None,
+        digest: StepDigest | None = None,
     ) -> None:
         self._writer = writer
+        self._conditions = conditions
+        self._corrections = corrections
+        self._digest = digest
         self.instruments = Instruments(writer, watch=watch, windows=windows, every=every)
         self._compiler = CompileWatch()
         self._compiling = False
@@ -60,6 +79,12 @@ class ProcessWatch:
     def start(self) -> None:
         """Begins to watch."""
         instruments = self.instruments
+        if self._corrections is not None:
+            instruments.modules.before_root.append(self._corrections.offer)
+        if self._digest is not None:
+            instruments.phases.after_step.append(self._digest.add)
+        if self._conditions is not None:
+            self._conditions.begin()  # before the instruments, which then see what they make of the program
         instruments.modules.before_root.append(self._describe)
         instruments.phases.before_backward.append(self._note_loss)
         instruments.phases.after_step.append(self._note_step)
@@ -75,29 +100,22 @@ class ProcessWatch:
         ]
         os.register_at_fork(after_in_child=self._be_quiet)
 
-    def finish(self, error: BaseException | None, libraries: Sequence[str] = ()) -> int:
-        """Stops watching, and writes what only the end knows.
-
-        Args:
-            error: what ended the program or the part of it that was watched, if anything did.
-            libraries: names of the C libraries that it has loaded by ctypes.
-
-        Returns:
-            Optimizer steps done.
-        """
+    def finish(self, error: BaseException | None, libraries: Sequence[str] = ()) -> Totals:
+        """Stops watching, and writes what only the end knows; see :class:`dtypedoctor.worker.recording.Watch`."""
+        if isinstance(error, SystemExit):
+            self._note_exit(error)
+            error = None
         self._running = False
         for stop_waiting in self._waiting:
             stop_waiting()
-        keeping = (
-            self.instruments.guard.keeping
-        )  # of what goes wrong here, the program's own replacements say, the rest is written
+        keeping = self.instruments.guard.keeping  # of what goes wrong here, the rest is written all the same
         with keeping("the end of the program"):
             self.instruments.stop()
         with keeping("what ended the program"):
             if error is not None:
                 self.instruments.note_exception(error)
         with keeping("the environment at the end"):
-            self._writer.write(Environment(values=describe_environment(torch.device(self.device))))
+            self._writer.write(Environment(values=describe_environment(torch.device(self._device()))))
         if not self.instruments.names.count:
             self._writer.write(NotWatched(what="modules", why="no torch.nn.Module was called"))
         with keeping("kernels that torch does not know"):
@@ -105,9 +123,18 @@ class ProcessWatch:
                 self._writer.write(NotWatched(what=what, why=why))
         with keeping("what the compiler gave up on"):
             self._note_compiled()
-        return self.instruments.position.step - 1
+        if self._corrections is not None:
+            self._corrections.conclude()
+        if self._conditions is not None:
+            self._conditions.end()
+        return Totals(
+            steps=self.instruments.position.step - 1,
+            device=self._device(),
+            peak_memory=self._peak_memory(),
+            checksum=self._digest.value if self._digest is not None else None,
+        )
 
-    def note_exit(self, leaving: SystemExit) -> None:
+    def _note_exit(self, leaving: SystemExit) -> None:
         """The program leaves with a status of its own: what it was handling, or a test runner has reported, is recorded if it failed."""
         if leaving.code in (None, 0):
             return
@@ -125,14 +152,13 @@ class ProcessWatch:
         self.instruments.note_caught(error, ending=True)
         self.instruments.note_behind(error)
 
-    @property
-    def device(self) -> str:
+    def _device(self) -> str:
         """``cuda`` if the process has used CUDA so far, else ``cpu``. Asking does not initialise CUDA."""
         return "cuda" if torch.cuda.is_initialized() else "cpu"
 
-    def peak_memory(self) -> int:
+    def _peak_memory(self) -> int:
         """Bytes over what the process took when watching began; on CUDA, the peak of torch's allocator."""
-        if self.device == "cuda":
+        if self._device() == "cuda":
             return torch.cuda.max_memory_allocated()
         return max(0, peak_resident() - self._memory)
 
@@ -144,7 +170,7 @@ class ProcessWatch:
         """Writes the environment when it matters, and not earlier: a program may still set it up after importing torch."""
         if not self._described:
             self._described = True
-            self._writer.write(Environment(values=describe_environment(torch.device(self.device))))
+            self._writer.write(Environment(values=describe_environment(torch.device(self._device()))))
 
     def _note_loss(self, tensors: list[Tensor]) -> None:
         loss = values_of(tensors[0]) if len(tensors) == 1 else None

@@ -6,37 +6,26 @@ that it sets before that are heeded, and a script without torch pays nothing.
 
 import os
 import sys
-import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.interruptions import contained, noticing
-from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.redaction.redact import read_request
-from dtypedoctor.trace.events import (
-    NO_TORCH,
-    NOT_HERE,
-    NOTHING_WATCHED,
-    End,
-    NotWatched,
-    Raised,
-    Refused,
-    Resources,
-    Stage,
-)
-from dtypedoctor.trace.ranks import STREAMS, header, member, rank_directory
+from dtypedoctor.trace.events import NOT_HERE, NOTHING_WATCHED, NotWatched
+from dtypedoctor.trace.ranks import STREAMS, member, rank_directory
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.unpatched import from_json, getpid, perf_counter
+from dtypedoctor.unpatched import from_json
 from dtypedoctor.worker import main_module
-from dtypedoctor.worker.elsewhere import Elsewhere
+from dtypedoctor.worker.elsewhere import outliving_threads
 from dtypedoctor.worker.on_import import after_import, keep_out_of_compiler
+from dtypedoctor.worker.recording import Recording
 from dtypedoctor.worker.repeated import FirstRunFiles, RandomStates
-from dtypedoctor.worker.tracebacks import hide_in_excepthook, hide_own_frames
+from dtypedoctor.worker.tracebacks import hide_in_excepthook
 
 if TYPE_CHECKING:
-    from dtypedoctor.worker.script_watch import ScriptWatch
+    from dtypedoctor.worker.process_watch import ProcessWatch
     from dtypedoctor.worker.spawned import Spawned
 
 
@@ -47,7 +36,7 @@ def serve(directory: Path) -> None:
     ends as it would without the doctor.
     """
     request = from_json(read_request(directory))
-    recording = Recording(request, directory)
+    recording = ScriptRecording(request, directory)
     recording.begin()
     settings = request["scenario"]["steps"][0]["workload"]
 
@@ -109,134 +98,104 @@ def _write_to(streams: Path) -> None:
         return
 
 
-class Recording:
-    """The trace of a script, begun before it starts and ended after its last line."""
+class ScriptRecording:
+    """The recording of a user's script, or of a process that it has spawned: begun before that starts, and waiting for torch.
+
+    Args:
+        request: the decoded request file.
+        directory: where the trace lies.
+    """
 
     def __init__(self, request: Mapping[str, Any], directory: Path) -> None:
         self._request = request
-        self._writer = TraceWriter(directory)
-        self._watch: ScriptWatch | None = None
-        self._owner = getpid()
+        self._directory = directory
+        self._recording = Recording(directory, watched=request["watch"])
         repeats = request["repeats"]
         first = directory.parent / repeats if repeats else None
         self._randomness = RandomStates(directory, first)
         self._first_run_files = FirstRunFiles(first, directory, self._leave) if first is not None else None
-        self._elsewhere = Elsewhere()
-        self._began = perf_counter()
-        self._directory = directory
         self._spawned: Spawned | None = None
 
     def begin(self) -> None:
-        """Writes the header and waits for torch."""
-        writer = self._writer
-        writer.write(header(watched=self._request["watch"]))
-        writer.write(Stage(n=writer.next_n(), index=0, name="script", workload="script"))
-        os.register_at_fork(after_in_child=writer.disown)
+        """Listens to what the script does, and waits for it to import torch."""
+        self._recording.follow_program("script")
         after_import("torch", self._torch_is_there)
         after_import("numpy.random", self._randomness.numpy_is_there)
         if member() is None:
             after_import("multiprocessing.spawn", self._follow_spawned)
         self._randomness.begin()
-        self._elsewhere.begin()
         if self._first_run_files is not None:
             self._first_run_files.begin()
 
-    def _leave(self, path: str) -> None:
-        """Ends this process before it opens a file of the first run: what came after would not be what the first run did."""
-        if getpid() == self._owner:
-            self.refuse(
-                f"the script reads or continues {path}, written during its first run: a second run would be another one"
-            )
-        os._exit(2)
+    def refuse(self, message: str) -> None:
+        """There is nothing to run."""
+        self._recording.refuse(message)
+
+    def end(self, error: BaseException | None) -> None:
+        """The script has come to its end, with ``error`` if it is one; in a child that it has forked that means nothing."""
+        if not self._recording.active:
+            return
+        if error is not None:
+            hide_in_excepthook()
+        if self._spawned is not None:
+            self._spawned.end()
+        followed = self._spawned.followed if self._spawned is not None else 0
+        self._recording.end(error, self._unwatched(), followed)
+
+    def _unwatched(self) -> Iterator[tuple[str, str]]:
+        """What was not watched of the processes and threads that the script has started, and why."""
+        if self._spawned is not None and self._spawned.not_followed:
+            yield f"{self._spawned.not_followed} more spawned process(es)", NOT_HERE
+        yield from outliving_threads()
 
     def _torch_is_there(self) -> None:
         with contained() as ours:  # a defect of ours must not end the script
-            from dtypedoctor.worker.script_watch import ScriptWatch
-
-            self._watch = ScriptWatch(self._writer, self._request)
-            self._watch.start()
-            for hook in (Elsewhere.heard, FirstRunFiles.heard):
-                keep_out_of_compiler(hook)
+            self._recording.begin_watch(_watch(self._recording.writer, self._request))
+            keep_out_of_compiler(FirstRunFiles.heard)
         if ours.error is not None:
-            self._writer.write(NotWatched(what=NOTHING_WATCHED, why=f"{type(ours.error).__name__}: {ours.error}"))
+            self._failed(NOTHING_WATCHED, ours.error)
 
     def _follow_spawned(self) -> None:
-        with contained() as ours:  # a defect of ours must not end the script
+        with contained() as ours:
             from dtypedoctor.worker.spawned import Spawned
 
             self._spawned = Spawned(self._request, self._directory)
             self._spawned.begin()
         if ours.error is not None:
-            self._writer.write(NotWatched(what="spawned processes", why=f"{type(ours.error).__name__}: {ours.error}"))
+            self._failed("spawned processes", ours.error)
 
-    def refuse(self, message: str) -> None:
-        """There is nothing to run."""
-        self._writer.write(Refused(message=message))
-        self._finish("refused")
+    def _failed(self, what: str, error: Exception) -> None:
+        self._recording.writer.write(NotWatched(what=what, why=f"{type(error).__name__}: {error}"))
 
-    def end(self, error: BaseException | None) -> None:
-        """The script has come to its end, with ``error`` if it is one."""
-        if getpid() != self._owner:
-            return  # a child that the script has forked ends here too; the trace is its parent's
-        if error is not None:
-            hide_own_frames(error)
-            hide_in_excepthook()
-        raised = error if not isinstance(error, SystemExit) else None
-        steps = 0
-        with contained() as ours:  # a defect of ours, or a device that no longer answers
-            if isinstance(error, SystemExit) and self._watch is not None:
-                self._watch.process.note_exit(error)
-            steps = self._conclude(raised)
-        if ours.error is not None:
-            self._writer.write(
-                NotWatched(what="the end of the script", why=f"{type(ours.error).__name__}: {ours.error}")
+    def _leave(self, path: str) -> None:
+        """Ends this process before it opens a file of the first run: what came after would not be what the first run did."""
+        if self._recording.active:
+            self.refuse(
+                f"the script reads or continues {path}, written during its first run: a second run would be another one"
             )
-        self._finish("raised" if raised is not None else "completed", steps)
-
-    def _conclude(self, error: BaseException | None) -> int:
-        watch, writer = self._watch, self._writer
-        self._elsewhere.end()
-        followed = 0
-        if self._spawned is not None:
-            self._spawned.end()
-            followed = self._spawned.count - self._spawned.not_followed
-            if self._spawned.not_followed:
-                writer.write(NotWatched(what=f"{self._spawned.not_followed} more spawned process(es)", why=NOT_HERE))
-        for what, why in (*self._elsewhere.processes(followed), *self._elsewhere.threads()):
-            writer.write(NotWatched(what=what, why=why))
-        if watch is None:
-            writer.write(NotWatched(what="tensors and modules", why=NO_TORCH))
-            if error is not None:
-                _without_torch(writer, error)
-            return 0
-        steps = watch.finish(error, self._elsewhere.libraries)
-        writer.write(
-            Resources(
-                seconds=perf_counter() - self._began,
-                peak_memory=watch.process.peak_memory(),
-                device=watch.process.device,
-                checksum=watch.checksum,
-            )
-        )
-        return steps
-
-    def _finish(self, outcome: str, steps: int = 0) -> None:
-        self._writer.write(End(n=self._writer.next_n(), outcome=outcome, steps_completed=steps))
-        self._writer.close()
+        os._exit(2)
 
 
-def _without_torch(writer: TraceWriter, error: BaseException) -> None:
-    """Records what ended a script that has never come to torch."""
-    frames = traceback.extract_tb(error.__traceback__)
-    writer.write(
-        Raised(
-            n=writer.next_n(),
-            step=1,
-            call=0,
-            phase="forward",
-            type=type(error).__name__,
-            message=message_of(error),
-            frames=[f"{f.filename}:{f.lineno} {f.name}" for f in frames],
-            modules=[],
-        )
+def _watch(writer: TraceWriter, request: Mapping[str, Any]) -> "ProcessWatch":
+    """The watch that a request asks for; torch is there."""
+    from dtypedoctor.instrument.optrace import OpWindow
+    from dtypedoctor.worker.conditions import Conditions
+    from dtypedoctor.worker.environment import StepDigest
+    from dtypedoctor.worker.process_watch import ProcessWatch
+
+    scenario = request["scenario"]
+    corrections = None
+    if scenario["corrections"]:
+        from dtypedoctor.worker.corrections import OutsideCorrections
+
+        corrections = OutsideCorrections(writer, scenario["corrections"])
+    windows = [OpWindow(**window) for window in request["windows"]]
+    return ProcessWatch(
+        writer,
+        watch=request["watch"],
+        windows=windows,
+        every=1 if windows else scenario["watch_every"],
+        conditions=Conditions(writer, scenario["conditions"]),
+        corrections=corrections,
+        digest=StepDigest() if request["witness"] else None,
     )

@@ -67,9 +67,8 @@ class Spawned:
 
     def begin(self) -> None:
         """multiprocessing's module of that name has been imported."""
-        self._spawn = sys.modules[
-            "multiprocessing.spawn"
-        ]  # the package has no such attribute before its import is over
+        # The package has no such attribute before its import is over.
+        self._spawn = sys.modules["multiprocessing.spawn"]
         self._original = self._spawn.get_preparation_data
         self._spawn.get_preparation_data = self._prepared
 
@@ -82,6 +81,11 @@ class Spawned:
     def not_followed(self) -> int:
         """Processes that were spawned and leave no trace."""
         return max(0, self.count - MOST_FOLLOWED)
+
+    @property
+    def followed(self) -> int:
+        """Processes that were spawned and leave traces of their own."""
+        return self.count - self.not_followed
 
     def _prepared(self, name: str) -> dict[str, Any]:
         assert self._original is not None  # it is called after begin()
@@ -107,25 +111,23 @@ class Spawned:
 
 def follow(directory: str) -> None:
     """Records this process, which has just been spawned, into ``directory``."""
-    from dtypedoctor.worker.script import Recording
+    from dtypedoctor.worker.script import ScriptRecording
 
     place = Path(directory)
-    recording = Recording(from_json(read_request(place)), place)
+    recording = ScriptRecording(from_json(read_request(place)), place)
     forget_request(place)
     recording.begin()
 
     def end() -> None:
-        recording.end(
-            sys.exc_info()[1]
-        )  # multiprocessing calls it while it handles what has left the process's function
+        # multiprocessing calls it while it handles what has left the process's function
+        recording.end(sys.exc_info()[1])
 
     def wait_for_end(_: object) -> None:
         util.Finalize(None, end, exitpriority=_LAST)
 
     wait_for_end(None)
-    util.register_after_fork(
-        recording, wait_for_end
-    )  # where multiprocessing forgets what there was before, it comes again
+    # Where multiprocessing forgets what there was before, it comes again.
+    util.register_after_fork(recording, wait_for_end)
     _KEPT.append(recording)
 
 

@@ -18,8 +18,7 @@ import torch
 from dtypedoctor.interruptions import contained, noticing
 from dtypedoctor.redaction.redact import read_request
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.worker.main import choose_device, prepare_process, serve
-from dtypedoctor.worker.stock import Stock
+from dtypedoctor.worker.main import Stock, choose_device, prepare_process, serve
 
 PR_SET_PDEATHSIG = 1
 

@@ -1,0 +1,182 @@
+"""The trace that a process leaves of itself, the same for ``run``, ``exec``, ``watch()`` and the callback of trainers.
+
+A :class:`Recording` writes the first record and the last. What is measured between them is the business of a :class:`Watch`,
+which comes when torch is there. Nothing heavy is imported here: a script may never come to torch.
+"""
+
+import os
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from dtypedoctor.interruptions import contained
+from dtypedoctor.redaction.messages import message_of
+from dtypedoctor.trace.events import NO_TORCH, End, NotWatched, Raised, Refused, Resources, Stage
+from dtypedoctor.trace.ranks import header
+from dtypedoctor.trace.writer import TraceWriter
+from dtypedoctor.unpatched import getpid, perf_counter
+from dtypedoctor.worker.elsewhere import Elsewhere
+from dtypedoctor.worker.on_import import keep_out_of_compiler
+from dtypedoctor.worker.tracebacks import hide_own_frames
+
+__all__ = ["Recording", "Totals", "Watch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What a watch sums up at the end.
+
+    Attributes:
+        steps: optimizer steps, or whatever a workload counts as its steps.
+        device: type or name of the device; empty where what the run took is not known.
+        peak_memory: bytes over what was in use at the beginning.
+        checksum: digest of what was trained; None where nobody has asked for it.
+    """
+
+    steps: int
+    device: str = ""
+    peak_memory: int = 0
+    checksum: str | None = None
+
+
+class Watch(Protocol):
+    """What measures, from the moment at which torch is there."""
+
+    def start(self) -> None:
+        """Begins to measure."""
+
+    def finish(self, error: BaseException | None, libraries: Sequence[str]) -> Totals:
+        """Stops measuring, and writes what only the end knows.
+
+        Args:
+            error: what ended the run, if anything did; SystemExit is how a program leaves with a status.
+            libraries: names of the C libraries that the program has loaded by ctypes.
+        """
+        raise NotImplementedError
+
+
+class Recording:
+    """The trace of this process, until :meth:`end` or :meth:`refuse`.
+
+    Args:
+        directory: where it lies; exists already.
+        watched: False where no more than losses, steps and what ended the process are recorded.
+
+    Attributes:
+        writer: where the records go.
+        watch: what measures; None until torch is there.
+    """
+
+    def __init__(self, directory: Path, *, watched: bool = True) -> None:
+        self.writer = TraceWriter(directory)
+        self.watch: Watch | None = None
+        self._elsewhere: Elsewhere | None = None
+        self._owner = getpid()
+        self._began = perf_counter()
+        self._over = False
+        self.writer.write(header(watched=watched))
+
+    @property
+    def active(self) -> bool:
+        """Whether it goes on, in this process: a forked child has a copy that does nothing."""
+        return not self._over and getpid() == self._owner
+
+    @property
+    def seconds(self) -> float:
+        """Time since it began."""
+        return perf_counter() - self._began
+
+    def follow_program(self, name: str) -> None:
+        """This process runs a program that is not the doctor's, so it is also noted where else that is at work.
+
+        Args:
+            name: of the one stage that the trace has.
+        """
+        self.writer.write(Stage(n=self.writer.next_n(), index=0, name=name, workload="script"))
+        os.register_at_fork(after_in_child=self.writer.disown)
+        self._elsewhere = Elsewhere()
+        self._elsewhere.begin()
+
+    def begin_watch(self, watch: Watch) -> None:
+        """Torch is there: ``watch`` begins."""
+        self.watch = watch
+        watch.start()
+        keep_out_of_compiler(Elsewhere.heard)
+
+    def refuse(self, message: str, hint: str = "") -> None:
+        """What was asked for cannot be run; nothing that a watch knows is written."""
+        self.writer.write(Refused(message=message, hint=hint))
+        self._close("refused", 0)
+
+    def end(self, error: BaseException | None, unwatched: Iterable[tuple[str, str]] = (), followed: int = 0) -> None:
+        """What is recorded has come to its end; does nothing where that is known already, and in a forked child.
+
+        Args:
+            error: what ended it, if anything did. A scenario fails by SystemExit as by anything else; a program may leave so.
+            unwatched: what was not watched, and why.
+            followed: processes of the program that leave traces of their own.
+        """
+        if not self.active:
+            return
+        self._over = True
+        is_program = self._elsewhere is not None
+        if error is not None and is_program:
+            hide_own_frames(error)
+        steps = 0
+        with contained() as ours:  # a defect of ours, or a device that no longer answers
+            steps = self._conclude(error, unwatched, followed)
+        if ours.error is not None:
+            self._not_watched("the end of the program", f"{type(ours.error).__name__}: {ours.error}")
+        completed = error is None or (is_program and isinstance(error, SystemExit))
+        self._close("completed" if completed else "raised", steps)
+
+    def _conclude(self, error: BaseException | None, unwatched: Iterable[tuple[str, str]], followed: int) -> int:
+        """Writes what only the end knows; steps that were done."""
+        libraries: Sequence[str] = ()
+        if self._elsewhere is not None:
+            self._elsewhere.end()
+            libraries = self._elsewhere.libraries
+            for what, why in (*self._elsewhere.processes(followed), *unwatched):
+                self._not_watched(what, why)
+        if self.watch is None:
+            self._not_watched("tensors and modules", NO_TORCH)
+            if error is not None and not isinstance(error, SystemExit):
+                self._note_without_torch(error)
+            return 0
+        totals = self.watch.finish(error, libraries)
+        if totals.device:
+            self.writer.write(
+                Resources(
+                    seconds=self.seconds,
+                    peak_memory=totals.peak_memory,
+                    device=totals.device,
+                    checksum=totals.checksum,
+                )
+            )
+        return totals.steps
+
+    def _not_watched(self, what: str, why: str) -> None:
+        self.writer.write(NotWatched(what=what, why=why))
+
+    def _note_without_torch(self, error: BaseException) -> None:
+        """Records what ended a program that has never come to torch."""
+        frames = traceback.extract_tb(error.__traceback__)
+        self.writer.write(
+            Raised(
+                n=self.writer.next_n(),
+                step=1,
+                call=0,
+                phase="forward",
+                type=type(error).__name__,
+                message=message_of(error),
+                frames=[f"{f.filename}:{f.lineno} {f.name}" for f in frames],
+                modules=[],
+            )
+        )
+
+    def _close(self, outcome: str, steps: int) -> None:
+        self._over = True
+        self.writer.write(End(n=self.writer.next_n(), outcome=outcome, steps_completed=steps))
+        self.writer.close()
