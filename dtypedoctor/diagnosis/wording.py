@@ -8,7 +8,7 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 
-__all__ = ["bad_elements", "differentiated", "failing_line", "how_the_run_ended", "limit_of", "listed", "magnitudes", "module_of", "named_module", "place", "raising_line",
+__all__ = ["bad_elements", "differentiated", "failing_line", "how_the_run_ended", "limit_of", "listed", "magnitudes", "max_of", "module_of", "named_module", "number", "place", "raising_line",
            "short", "short_parameter"]  # fmt: skip
 
 OUTSIDE = -1
@@ -19,6 +19,8 @@ def short(fqn: str | None) -> str:
     """The tail of a dotted name that a person recognises."""
     if fqn is None:
         return "the code outside of all modules"
+    if fqn.isdigit():
+        return f"model[{fqn}]"
     return ".".join(fqn.split(".")[-3:]) or "the outermost module"
 
 
@@ -55,9 +57,21 @@ def limit_of(dtype: str) -> float:
     return known.max if known is not None else float("inf")
 
 
+def number(value: float) -> str:
+    """A magnitude as people read it: ``84,628``, ``318.8``, ``3.4e38``."""
+    if 1000 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.2g}".replace("e+", "e")
+
+
+def max_of(dtype: str) -> str:
+    """The largest finite value of ``dtype``, in words: ``float16 max is 65,504``."""
+    return f"{dtype} max is {number(limit_of(dtype))}"
+
+
 def magnitudes(op: Op) -> str:
-    """The largest magnitudes of an op's operands, e.g. ``318.75 and 333.25``."""
-    return " and ".join(f"{t.absmax:.6g}" for t in op.inputs if t.absmax is not None) or "unknown"
+    """The largest magnitudes of an op's operands, e.g. ``318.8 and 333.2``."""
+    return " and ".join(number(t.absmax) for t in op.inputs if t.absmax is not None) or "unknown"
 
 
 def bad_elements(tensor: TensorNote) -> str:

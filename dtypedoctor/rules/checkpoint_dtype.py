@@ -8,7 +8,7 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
 from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.subject import Subject, plain_dtype
-from dtypedoctor.diagnosis.wording import limit_of, listed
+from dtypedoctor.diagnosis.wording import limit_of, listed, number
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
@@ -47,9 +47,7 @@ def _pretrained(seen: Observed[Pretrained]) -> Iterator[Finding]:
         summary = f"{what.model} was asked for in {requested} and is {loaded}."
         cause = "The request did not reach the model, or not all of it; nothing says so."
     elif stored == NATIVE_RANGE and loaded == "float16":
-        summary = (
-            f"{what.model} is stored in bfloat16 and was loaded in float16, whose range ends at {limit_of(loaded):.6g}."
-        )
+        summary = f"{what.model} is stored in bfloat16 and was loaded in float16, whose largest value is {number(limit_of(loaded))}."
         cause = (
             "A bfloat16 checkpoint has weights and makes activations that never had to fit into float16. The cast itself is "
             "silent: what is too large becomes inf, what is below 6e-8 becomes zero."

@@ -109,7 +109,7 @@ def _refused(trace: Trace, raised: Raised) -> Finding:
     said = Statement(
         id="compile-graph-break",
         confidence=Confidence.LIKELY,
-        summary=f"torch.compile with fullgraph=True refuses the model{f' at {_short(place)}' if place else ''}: {kind}.",
+        summary=f"torch.compile with fullgraph=True cannot compile the model{f' at {_short(place)}' if place else ''}: {kind}.",
         cause=(
             f"Dynamo cannot trace what is there ({explanation['text'] if explanation else kind}). Without fullgraph=True it would "
             "break the graph there and go on; with it a graph break is an exception."
@@ -136,8 +136,8 @@ def _exhausted(trace: Trace, hits: Sequence[Observed[RecompileLimit]], raised: R
             f"{f'; the guard that failed last: {guard}' if guard else ''}."
         ),
         cause=(
-            "A compiled graph holds for what it was traced with: dtypes, sizes, Python values. Each call that no version fits "
-            "compiles another one, up to a limit; beyond it the function runs in plain Python for the rest of the process."
+            "A compiled graph holds for what it was traced with: dtypes, sizes, Python values. Each guard failure "
+            "triggers a recompile, up to a limit; beyond it the function runs in plain Python for the rest of the process."
         ),
         evidence=tuple(_evidence_of_recompiles(trace.observed(Recompiled), hits)),
     )

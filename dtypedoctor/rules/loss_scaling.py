@@ -99,12 +99,12 @@ def _float16_gradients(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Fi
     said = Statement(
         id="unscale-float16-gradients",
         confidence=Confidence.LIKELY,
-        summary=f"The gradient scaler is to unscale gradients of float16 parameters ({listed(names) or 'names unknown'}).",
+        summary=f"GradScaler.unscale_() was called on float16 gradients ({listed(names) or 'names unknown'}).",
         cause=(
             "A scaler multiplies the loss so that float16 gradients do not vanish, and divides float32 gradients by the same "
             "number. Trainable parameters in float16 have float16 gradients, in which the quotient would be lost. Keep what is "
             "trained in float32 and let autocast make the float16 copies."
-            + (" peft lifts its adapters to float32, but not the copies of `modules_to_save`." if few else "")
+            + (" peft casts its adapters to float32, but not the copies of `modules_to_save`." if few else "")
         ),
         evidence=(
             *((f"The optimizer holds {_counted(params)} parameters.",) if params else ()),
@@ -156,7 +156,7 @@ def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Unscaled | N
         id="scaler-bfloat16",
         severity=Severity.ERROR if refused is not None else Severity.WARNING,
         confidence=Confidence.LIKELY,
-        summary="A gradient scaler serves bfloat16 parameters, which need none and on CUDA cannot be served.",
+        summary="GradScaler is used with bfloat16 parameters: unnecessary, and unsupported on CUDA.",
         cause=(
             "bfloat16 has the range of float32, so its gradients do not vanish for want of range and scaling the loss gains "
             "nothing. On CUDA the scaler has no kernel for them and raises; on a CPU it goes along."
@@ -185,7 +185,7 @@ def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
         id="loss-scale-exhausted",
         severity=Severity.WARNING if spoilt else Severity.ERROR,
         confidence=Confidence.LIKELY,
-        summary=f"{len(skipped) or 'All'} steps in a row are skipped while the loss scale goes {scales}: nothing is learnt.",
+        summary=f"{len(skipped) or 'All'} steps in a row are skipped while the loss scale goes {scales}: nothing is trained.",
         cause=(
             "A scaler skips a step whose gradients are not finite and lowers its scale until they are. "
             + (

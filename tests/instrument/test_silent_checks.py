@@ -504,5 +504,5 @@ def test_one_temperature_that_never_moves_is_found_beside_a_layer_that_does(tmp_
 
     found = [f for f in diagnose(watched(tmp_path, work)) if f.id == "update-stall"]
     assert len(found) == 1
-    assert "temperature does not move" in found[0].summary
+    assert "1 parameter is not training" in found[0].summary
     assert found[0].confidence == "proven"

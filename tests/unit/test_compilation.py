@@ -74,7 +74,7 @@ def test_a_refused_break_is_an_error_told_from_the_exception() -> None:
     )
     (finding,) = found(built)
     assert (finding.severity, finding.source) == (Severity.ERROR, "model.py:130")
-    assert "refuses the model at model.py:130: Unsupported method call" in finding.summary
+    assert "cannot compile the model at model.py:130: Unsupported method call" in finding.summary
     assert finding.remedies == ("nf4-custom-op",)
 
 

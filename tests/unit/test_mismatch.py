@@ -253,9 +253,9 @@ def test_a_region_for_the_operands_own_device_is_not_for_another_one() -> None:
 
 
 def test_the_last_layers_headline_says_which_dtype_is_whose() -> None:
-    """Its own first, then that of what it is given."""
+    """That of its weights first, then that of its input."""
     (found,) = detect_mismatch(head(dtype=F32))
-    assert found.summary.endswith("is float32 and is given bfloat16.")
+    assert found.summary.endswith("has float32 weights but gets a bfloat16 input.")
 
 
 def test_a_region_for_a_device_that_nothing_runs_on_is_information_only() -> None:

@@ -32,8 +32,8 @@ def test_the_op_that_made_the_first_inf_is_blamed_and_not_the_modules_that_pass_
     assert finding.id == "float16-overflow"
     assert finding.confidence is Confidence.PROVEN
     assert (finding.fqn, finding.op, finding.source) == ("mlp", "aten.mul.Tensor", "model.py:7")
-    assert any("318.75 and 333.25" in line and "65504" in line for line in finding.evidence)
-    assert any("77178" in line for line in finding.evidence)
+    assert any("318.8 and 333.2" in line and "65,504" in line for line in finding.evidence)
+    assert any("77,178" in line for line in finding.evidence)
 
 
 def test_a_sum_that_overflows_inside_of_an_operator_is_not_told_as_its_result() -> None:

@@ -32,20 +32,22 @@ def only(trace: TraceBuilder) -> Finding:
     return finding
 
 
-@pytest.mark.parametrize(("names", "said"), [("a", "."), ("ab", "1 more parameter."), ("abc", "2 more parameters.")])
-def test_parameters_that_stall_beside_the_worst_are_counted(names: str, said: str) -> None:
-    """One is a parameter, two are parameters, none are not mentioned."""
+@pytest.mark.parametrize(
+    ("names", "said"), [("a", "1 parameter is not training"), ("ab", "2 parameters are"), ("abc", "3 parameters are")]
+)
+def test_parameters_that_stall_are_counted_and_named(names: str, said: str) -> None:
+    """One is a parameter, two are parameters."""
     one = {"wanted": 64, "lost": 64, "dtype": "bfloat16", "elements": 32, "absmax": 1.0, "update": 1e-5}
     trace = seen("updates", optimizer="AdamW", lr=1e-5, checks=2, first_step=1, wanted=64 * len(names),
                  lost=64 * len(names), parameters={f"{name}.weight": one for name in names})  # fmt: skip
     summary = only(trace).summary
-    assert summary.endswith(said)
-    assert ("more" in summary) is (len(names) > 1)
+    assert summary.startswith(said)
+    assert summary.endswith(f"({', '.join(f'{name}.weight' for name in names)}).")
 
 
 def test_a_router_that_flips_is_told_with_the_share_of_its_tokens() -> None:
-    """18 of 512 are 3.5 %."""
-    assert "moe.gate routes 3.5 % of the tokens to other experts" in only(router(18)).summary
+    """18 of 512 are 3.5%."""
+    assert "moe.gate routes 3.5% of the tokens to other experts" in only(router(18)).summary
 
 
 def test_a_few_weights_that_stall_do_not_speak_before_a_router_that_flips() -> None:

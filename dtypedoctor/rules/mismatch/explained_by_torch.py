@@ -200,7 +200,7 @@ def _unit_evidence(trace: Trace, dtypes: Mapping[str, list[str]], raised: Raised
         yield f"{dtype}: {listed(sorted(names))}."
     yield from how_the_run_ended(trace)
     if raised is None:
-        yield "The unit has not been called: FSDP2 refuses the mixture in the first forward pass."
+        yield "The unit has not been called: FSDP2 raises at the first forward pass."
 
 
 def _same(call: ShardCall, dtypes: Mapping[str, list[str]]) -> bool:

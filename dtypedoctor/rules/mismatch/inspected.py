@@ -36,7 +36,7 @@ def check_kept(subject: Subject) -> Iterator[Finding]:
         severity=Severity.INFO,
         confidence=Confidence.POSSIBLE,
         summary=f"{len(kept)} tensor(s) stay float32 in a {target} model.",
-        cause=f"A float32 weight can make a module's output float32, which the next {target} layer refuses without autocast. "
+        cause=f"A float32 weight can make a module's output float32, at which the next {target} layer raises without autocast. "
         f"They are float32 because {why}.",
         evidence=(f"They are {listed([tensor.name for tensor in kept])}.", *_keep_lists(subject)),
     )
@@ -128,7 +128,7 @@ def _float16_kernels(subject: Subject) -> Iterator[Finding]:
         severity=Severity.WARNING,
         confidence=Confidence.LIKELY,
         summary=f"A {method} checkpoint, whose kernels compute in float16 only, is loaded as {target}.",
-        cause=f"{method} kernels take float16 activations. Other dtypes are refused or cast at every layer, and activations of a "
+        cause=f"{method} kernels take float16 activations. Other dtypes raise or are cast at every layer, and activations of a "
         "model that was trained in bfloat16 may leave float16's range there.",
         evidence=(f"quant_method is {method}; the model is loaded as {target}.",),
     )

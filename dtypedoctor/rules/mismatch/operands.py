@@ -40,7 +40,7 @@ def _norm(case: Case, odd: Operand) -> Verdict:
         proven_by=settled_by(case, odd),
         blamed=odd,
         fqn=birth.fqn,
-        summary=f"{short(birth.fqn)} returns {odd.dtype} for {case.rule} activations, and {_refuser(case)} refuses it.",
+        summary=f"{short(birth.fqn)} outputs {odd.dtype} for {case.rule} activations; {_rejecting(case)} then raises.",
         cause=(
             f"The norm's weight is {odd.dtype}. It is multiplied with activations that were cast back to {case.rule}, and the "
             f"product of the two is {odd.dtype}: the norm's output follows its weight.{kept}"
@@ -61,7 +61,7 @@ def _buffer(case: Case, odd: Operand) -> Verdict:
         proven_by=settled_by(case, odd),
         blamed=odd,
         fqn=birth.fqn,
-        summary=f"The {odd.dtype} {what.split()[0]} {birth.name} lifts {case.rule} activations, and {_refuser(case)} refuses them.",
+        summary=f"{what.split()[0].capitalize()} {birth.name} ({odd.dtype}) promotes the activations to {odd.dtype}; {_rejecting(case)} then raises.",
         cause=(
             f"{birth.name} is a {odd.dtype} {what}. Arithmetic of two floating dtypes returns the wider one, so everything "
             f"after it is {odd.dtype}. Casting parameters only, and mixed-precision policies of shard units, leave buffers alone."
@@ -75,7 +75,7 @@ def _input(case: Case, odd: Operand) -> Verdict:
         proven_by=settled_by(case, odd),
         blamed=odd,
         fqn=place(case.op),
-        summary=f"The model is given {odd.dtype} where its weights are {case.rule}, and {_refuser(case)} refuses it.",
+        summary=f"The model gets {odd.dtype} input where its weights are {case.rule}; {_rejecting(case)} raises.",
         cause=(
             f"{described(odd.birth)[0].upper()}{described(odd.birth)[1:]} gets to {said(case)} as it is. Nothing between the "
             f"caller and {short(place(case.op))} casts it."
@@ -105,17 +105,17 @@ def _head(case: Case, odd: Operand) -> Verdict:
     head = short(place(case.op))
     if birth.reason is Reason.COMPUTE_DTYPE:
         cause = (
-            f"The 4-bit layer {short(birth.fqn)} computes in {odd.dtype} (its compute dtype, float32 by default) and hands that on; "
+            f"The 4-bit layer {short(birth.fqn)} computes in {odd.dtype} (its compute dtype, float32 by default) and outputs that; "
             f"{head} is {case.rule} and casts nothing."
         )
     else:
-        cause = f"The weight is {described(birth)}; the body hands on {case.rule}, and nothing casts it."
+        cause = f"The weight is {described(birth)}; the backbone outputs {case.rule} and nothing casts it."
     return Verdict(
         id="head-dtype-mismatch",
         proven_by=settled_by(case, odd),
         blamed=odd,
         fqn=place(case.op) if birth.reason is Reason.COMPUTE_DTYPE else wrapper or birth.fqn,
-        summary=f"The last layer, {head}, is {_own_dtype(case)} and is given {_given_dtype(case)}.",
+        summary=f"The last layer, {head}, has {_own_dtype(case)} weights but gets a {_given_dtype(case)} input.",
         cause=cause,
     )
 
@@ -149,7 +149,7 @@ def _is_about_the_head(case: Case, odd: Operand) -> bool:
     return own and case.census.is_head(case.op.root, case.op.fqn)
 
 
-def _refuser(case: Case) -> str:
+def _rejecting(case: Case) -> str:
     return f"{said(case)} in {short(place(case.op))}"
 
 
@@ -244,9 +244,9 @@ def _cache(case: Case, cache: Operand, use: str) -> Verdict:
     return Verdict(
         id="kv-cache-dtype",
         fqn=place(case.op),
-        summary=f"The key/value memory of {short(place(case.op))} is {cache.dtype}, what goes with it is {others}.",
+        summary=f"The KV cache of {short(place(case.op))} is {cache.dtype}, but what it is used with is {others}.",
         cause=(
-            f"The memory was made in {cache.dtype}"
+            f"The cache was allocated in {cache.dtype}"
             + (", the dtype of the configuration," if config == cache.dtype else "")
             + f" before the call, and the layers compute in {others}. {use}"
         ),

@@ -200,7 +200,7 @@ def contradicted_by(case: Case) -> Finding | None:
         dtypes=(str(model), str(region)),
         where=(case.op.phase, case.op.step, inner[0].source if inner else None),
         proof=ran_in(case, str(model)),
-        consequence=f"{said(case)} at {case.op.source} gets {' and '.join(case.dtypes)}, and refuses.",
+        consequence=f"{said(case)} at {case.op.source} gets {' and '.join(case.dtypes)}, and raises.",
         weights=case.census.weights_in_words(case.op.root),
     )
 
@@ -250,8 +250,8 @@ def _why_it_matters(model: str, region: str, *, met: bool) -> str:
     if met:
         cause = f"{casts}; operations that it leaves alone still get {model} tensors, and the two meet."
     else:
-        danger = "a range that ends at 65504" if region == "float16" else "3 bits less of each number"
-        cause = f"{casts}, which means {danger}."
+        danger = "whose largest value is 65,504" if region == "float16" else "which drops 3 bits of each number"
+        cause = f"{casts}, {danger}."
     return f"{cause} {_UNSET}" if region == "float16" else cause
 
 

@@ -17,7 +17,17 @@ from dtypedoctor.diagnosis.nonfinite_origin import (
 )
 from dtypedoctor.diagnosis.ops import OpGraph, ancestry, has_inf, overload_free
 from dtypedoctor.diagnosis.statement import Statement
-from dtypedoctor.diagnosis.wording import bad_elements, how_the_run_ended, limit_of, magnitudes, module_of, place, short
+from dtypedoctor.diagnosis.wording import (
+    bad_elements,
+    how_the_run_ended,
+    limit_of,
+    magnitudes,
+    max_of,
+    module_of,
+    number,
+    place,
+    short,
+)
 from dtypedoctor.dtypes import short_name
 from dtypedoctor.trace.events import Op
 
@@ -31,13 +41,13 @@ def judge_overflow(origin: Origin) -> Finding | None:
     said = Statement(
         id="float16-overflow",
         proven_by=proof(origin),
-        summary=f"{short(place(op))} overflows {dtype} in step {op.step} ({op.phase}): {needs(origin)}.",
+        summary=f"{dtype} overflow in {short(place(op))}, step {op.step}, {op.phase}: {needs(origin)}.",
         cause=(
             f"{op.op} at {op.source} has finite operands, and a sum inside of it grows beyond the largest finite {dtype} value, "
-            f"{limit:.6g}, although the result would not. Modules after it only propagate the inf."
+            f"{limit:.6g}, although the result would not. Later modules only propagate it."
             if fits(origin)
             else f"{op.op} at {op.source} has finite operands and a result larger than the largest finite {dtype} value, "
-            f"{limit:.6g}, which becomes inf. Modules after it only pass the inf on."
+            f"{limit:.6g}, which becomes inf. Later modules only propagate it."
         ),
         evidence=tuple(overflow_evidence(origin)),
     )
@@ -76,21 +86,21 @@ def needs(origin: Origin) -> str:
             f"a sum inside of {origin.op.op} exceeds {dtype} max ({limit_of(dtype):,.6g}), "
             f"although its result would be {replay.absmax:,.6g}"
         )
-    wanted = f"{replay.absmax:.6g}" if replay is not None and replay.absmax is not None else "more"
-    return f"{origin.op.op} needs {wanted}, {dtype} ends at {limit_of(dtype):.6g}"
+    if replay is None or replay.absmax is None:
+        return f"{origin.op.op} exceeds {dtype} max ({number(limit_of(dtype))})"
+    return f"{origin.op.op} reaches {number(replay.absmax)}, {max_of(dtype)}"
 
 
 def overflow_evidence(origin: Origin) -> Iterator[str]:
     """What was measured about an op whose finite operands gave something that is not finite."""
     op, replay, result = origin.op, origin.replay, origin.result
-    limit = f"largest {result.dtype}: {limit_of(result.dtype):.6g}"
-    yield f"The operands of {op.op} are finite: absmax {magnitudes(op)} ({limit})."
+    yield f"The operands of {op.op} are finite: absmax {magnitudes(op)} ({max_of(result.dtype)})."
     yield f"{bad_elements(result)} of its {short_name(result.dtype)} result are inf or NaN."
     if replay is not None and replay.finite and replay.absmax is not None:
-        yield f"The same op on the same operands in {replay.how} is finite, absmax {replay.absmax:.6g}."
+        yield f"The same op on the same operands in {replay.how} is finite, absmax {number(replay.absmax)}."
     seen = origin.incident.site
     if seen is not None and seen.kind == "output" and seen.fqn != place(op):
-        yield f"{short(seen.fqn)} ({seen.cls}) is the first module that returns the bad value; it only passes it on."
+        yield f"{short(seen.fqn)} ({seen.cls}) is the first module that outputs inf or NaN; it only propagates it."
     yield from how_the_run_ended(origin.trace)
 
 
@@ -173,7 +183,7 @@ def judge_attention_scores(origin: Origin) -> Finding | None:
         summary=f"The attention scores of {short(place(op))} overflow {dtype} in step {op.step}: {needs(origin)}.",
         cause=(
             f"Queries and keys are multiplied in {dtype} and scaled afterwards, so the product has to fit below "
-            f"{limit_of(dtype):.6g} unscaled. Softmax makes NaN of the inf. Fused attention keeps the scores in float32."
+            f"{number(limit_of(dtype))} unscaled. Softmax makes NaN of the inf. Fused attention keeps the scores in float32."
         ),
         evidence=(*overflow_evidence(origin), *(tried.evidence if tried is not None else ())),
     )
@@ -242,7 +252,7 @@ def judge_backward(origin: Origin) -> Finding | None:
         summary=f"The gradients overflow {dtype} in the backward of {short(place(op))}, in step {op.step}: {needs(origin)}.",
         cause=(
             "Gradients have their own magnitudes: the product of all slopes between the loss and a tensor. The values of the "
-            f"forward pass are finite, this gradient is not: {dtype} ends at {limit_of(dtype):.6g} here too."
+            f"forward pass are finite, this gradient is not: {max_of(dtype)} here too."
         ),
         evidence=(*overflow_evidence(origin), *_about_the_scale(origin)),
     )
@@ -276,4 +286,4 @@ def _of_a_sum(origin: Origin, parameter: str) -> Statement:
 def _about_the_scale(origin: Origin) -> Iterator[str]:
     scale, replay = skipped_scale(origin.trace, origin.op.step), origin.replay
     if scale is not None and replay is not None and replay.absmax is not None:
-        yield f"The loss scale was {scale:g}; at scale 1 the result would be {replay.absmax / scale:.6g}, still too large."
+        yield f"The loss scale was {scale:g}; at scale 1 the result would be {number(replay.absmax / scale)}, still too large."

@@ -12,6 +12,7 @@ from dtypedoctor.diagnosis.wording import (
     failing_line,
     how_the_run_ended,
     limit_of,
+    max_of,
     module_of,
     place,
     short,
@@ -102,10 +103,10 @@ def judge_constant(trace: Trace) -> Finding | None:
     said = Statement(
         id="float16-overflow",
         confidence=Confidence.LIKELY,
-        summary=f"{what} in {short(fqn)} is given a number that float16 cannot hold, in step {raised.step} ({raised.phase}).",
+        summary=f"{what} in {short(fqn)} gets a number that float16 cannot hold, in step {raised.step} ({raised.phase}).",
         cause=(
-            f"The number is written in the code or computed outside of tensors, and the tensor that it is to go into is float16, "
-            f"which ends at {limit_of('float16'):.6g}; torch refuses instead of writing inf. A mask's -1e9 is the usual case: "
+            f"The number is written in the code or computed outside of tensors, and the tensor that it is written to is float16 "
+            f"({max_of('float16')}); torch raises instead of writing inf. A mask's -1e9 is the usual case: "
             "torch.finfo(x.dtype).min fits every dtype."
         ),
         evidence=how_the_run_ended(trace),
@@ -142,7 +143,7 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
         evidence=(
             (
                 f"{sample.num_nan} NaN and {sample.num_inf} inf; largest finite magnitude {sample.absmax:.6g} "
-                f"(largest {site.dtype}: {limit_of(site.dtype):.6g})."
+                f"({max_of(site.dtype)})."
             ),
             *(
                 (("Its input was already not finite." if came_in else "Its input was finite."),)
@@ -160,7 +161,7 @@ def _of_the_input(trace: Trace, incident: Incident, sample: Sample, site: Site) 
     said = Statement(
         id="nonfinite-input",
         confidence=Confidence.LIKELY,
-        summary=f"The input of the model is not finite already, in step {sample.step}.",
+        summary=f"The model's input is already not finite, in step {sample.step}.",
         cause="The data holds NaN or inf before the model computes anything, so no dtype of the model can help.",
         evidence=(
             f"{short(site.fqn)} is the first module to output it: {sample.num_nan} NaN and {sample.num_inf} inf.",
@@ -184,7 +185,7 @@ def _outside(trace: Trace, incident: Incident) -> Finding:
     said = Statement(
         id="domain-error",
         confidence=Confidence.POSSIBLE,
-        summary=f"Code outside of all modules refused a value that is not finite, in step {incident.step} ({incident.phase}).",
+        summary=f"Code outside of all modules rejected a value that is not finite, in step {incident.step} ({incident.phase}).",
         cause=f"Everything that modules returned was finite; {NO_OPS}.",
         evidence=how_the_run_ended(trace),
     )

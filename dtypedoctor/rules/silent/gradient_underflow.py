@@ -53,7 +53,7 @@ def _underflow(trace: Trace, seen: Observed[ScaledBackward], revived: dict[str, 
         severity=Severity.WARNING,
         proven_by=f"with the loss multiplied by {seen.what.scale:g} the same backward pass gives gradients that are not zero",
         summary=(
-            f"{100 * worst.zeros / worst.elements:.0f} % of the gradient of {short_parameter(name)} is flushed to zero in float16: "
+            f"{100 * worst.zeros / worst.elements:.0f}% of the gradient of {short_parameter(name)} is flushed to zero in float16: "
             "there is no loss scaler."
         ),
         cause=(

@@ -70,8 +70,8 @@ def _not_applied(*, fqn: str | None, source: str | None, summary: str, evidence:
         proven_by="the code that runs was looked at: it is not the patch, or nothing has called it",
         summary=summary,
         cause=(
-            "Whoever patches a method may find that it has changed and leave it as it is; nobody notices unless the code "
-            f"object that runs is looked at. What the patch was meant to cure in {short(fqn)} is not cured."
+            "A patcher may silently skip a method whose source changed; only the code object that runs shows it. "
+            f"What the patch was meant to fix in {short(fqn)} is not fixed."
         ),
         evidence=evidence,
     )

@@ -53,7 +53,7 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
                     f"rounding to {what.rounded_to}."
                 ),
                 (
-                    f"They are up to {100 * what.deviation:.2g} % off the geometric progression through the first and the "
+                    f"They are up to {100 * what.deviation:.2g}% off the geometric progression through the first and the "
                     "last, which a table in float32 follows."
                 ),
             ),

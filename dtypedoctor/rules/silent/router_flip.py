@@ -38,7 +38,7 @@ def detect_router_flips(trace: Trace) -> Iterator[Finding]:
         proven_by=f"with {what.scores_op} in float32 on the same operands {what.flipped} tokens choose other experts",
         severity=Severity.WARNING,
         summary=(
-            f"{short(seen.fqn)} routes {100 * what.flipped / what.tokens:.2g} % of the tokens to other experts than "
+            f"{short(seen.fqn)} routes {100 * what.flipped / what.tokens:.2g}% of the tokens to other experts than "
             f"in float32: its scores are {what.dtype}."
         ),
         cause=(

@@ -12,7 +12,7 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan, overload_free
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, FindingSpec, Rule
 from dtypedoctor.diagnosis.statement import Statement, found_in, located
-from dtypedoctor.diagnosis.wording import class_of, limit_of, listed, short
+from dtypedoctor.diagnosis.wording import class_of, limit_of, listed, max_of, number, short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules.nonfinite.overflow import CAUSE_IN_A_NORM
 from dtypedoctor.trace.events import Correction, Observed, Op
@@ -92,7 +92,7 @@ def _rescue(seen: Observed[Absorbed]) -> Finding:
         ),
         cause=(
             f"{born.op} at {born.source} overflows {born.dtype}, and {what.op} behind it puts other values in "
-            "place of what was lost. Nothing is seen of it: the affected tokens pass with made-up values, and the weights that "
+            "place of what was lost. No error is raised; the affected tokens continue with replaced values, and the weights that "
             "caused it get no gradient."
         ),
         evidence=tuple(_evidence(seen)),
@@ -111,10 +111,10 @@ def _proof(seen: Observed[Absorbed]) -> str:
 
 def _evidence(seen: Observed[Absorbed]) -> Iterator[str]:
     what, born = seen.what, seen.what.born
-    operands = " and ".join(f"{number:.6g}" for number in born.operands)
+    operands = " and ".join(map(number, born.operands))
     yield (
-        f"{born.op} in {short(born.fqn)} has operands up to {operands}; its result needs {born.float32:.6g}, "
-        f"{born.dtype} ends at {limit_of(born.dtype):.6g}: {born.bad} of {born.elements} elements overflow."
+        f"{born.op} in {short(born.fqn)} has operands up to {operands}; its result reaches {number(born.float32)}, "
+        f"{max_of(born.dtype)}: {born.bad} of {born.elements} elements overflow."
     )
     if len(what.through) > 1:
         yield f"From there to the first finite result: {', '.join(what.through)}."

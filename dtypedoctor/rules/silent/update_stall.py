@@ -88,21 +88,22 @@ def _gradients_and_noise(trace: Trace, name: str) -> tuple[dict[int, float], dic
     return gradients, noise
 
 
-def _others(count: int) -> str:
-    return f", and so it is with {count} more parameter{'s' if count > 1 else ''}" if count else ""
+def _counted(parameters: int) -> str:
+    return "1 parameter is" if parameters == 1 else f"{parameters:,} parameters are"
 
 
 def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Finding:
     what = seen.what
     name, worst = next(iter(stalled.items()))
     epsilon = DTYPES[worst.dtype].epsilon
+    lost, wanted = (sum(counts) for counts in zip(*((it.lost, it.wanted) for it in stalled.values()), strict=True))
     said = Statement(
         id="update-stall",
         severity=Severity.WARNING,
         proven_by=f"the same {what.optimizer} steps on a float32 copy of the parameter move it",
         summary=(
-            f"{short_parameter(name)} does not move: {worst.dtype} rounds {100 * worst.lost / worst.wanted:.0f} % of its "
-            f"updates away{_others(len(stalled) - 1)}."
+            f"{_counted(len(stalled))} not training: {worst.dtype} rounds away {100 * lost / wanted:.0f}% of "
+            f"{'its' if len(stalled) == 1 else 'their'} updates ({listed([short_parameter(one) for one in stalled])})."
         ),
         cause=(
             f"Near 1 the spacing of {worst.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
@@ -120,7 +121,7 @@ def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Fin
             ),
             (
                 f"Parameters that stall: {listed(list(stalled))}. Of the updates of all parameters together "
-                f"{100 * what.lost / what.wanted:.2g} % are lost."
+                f"{100 * what.lost / what.wanted:.2g}% are lost."
             ),
         ),
     )
