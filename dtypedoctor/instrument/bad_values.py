@@ -220,9 +220,10 @@ class BadValues:
         self._session.emit(found)
 
     def sampled(self, what: str, tensor: Tensor, sample: int) -> None:
-        """A ``loss`` or a ``gradient`` has been measured as number ``sample``."""
+        """A ``loss`` or a ``gradient`` has been measured as number ``sample``; what becomes of it, the samples after it say."""
         bad = self.behind(tensor)
         if bad is not None and bad.says is None:
+            bad.used = True
             self.reached(what, bad, sample=sample)
 
     def finish(self) -> None:

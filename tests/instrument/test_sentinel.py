@@ -374,6 +374,24 @@ def test_a_gradient_that_goes_bad_between_modules_is_named_by_operator_and_line(
     assert int(found.source.rpartition(":")[2]) in marked
 
 
+def test_gradients_that_overflow_between_modules_and_are_thrown_away_are_nobodys_fault(tmp_path: Path) -> None:
+    """A loss scale of the program's own starts too high: no optimizer ever gets what it made of the gradients."""
+
+    def work(_: Instruments) -> None:
+        model = nn.Linear(4, 3).half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scale = 2.0**30
+        for _ in range(12):
+            (model(torch.ones(2, 4).half()).float().sum() * scale).backward()
+            if all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters()):
+                optimizer.step()
+            else:
+                scale /= 8
+            optimizer.zero_grad()
+
+    assert diagnose(watched(tmp_path, work)) == ()
+
+
 def test_modes_are_as_they_were_after_a_backward_pass_that_fails(tmp_path: Path) -> None:
     """An exception leaves an operator's backward while the sentinel is on for it; the program's own mode is where it was."""
 
