@@ -1,5 +1,7 @@
 """The verdict on a run: its status and its headline, from what was measured. Whatever they claim is decided here."""
 
+import errno
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,6 +16,7 @@ from dtypedoctor.report.model import Status
 from dtypedoctor.report.run_facts import MEASURED, measured_share
 from dtypedoctor.report.text import one_line
 from dtypedoctor.runner.run import Run
+from dtypedoctor.trace.cursor import Stopped
 from dtypedoctor.trace.events import (
     FAILED_THERE,
     NO_TORCH,
@@ -134,6 +137,13 @@ def _first_that_matters(trace: Trace) -> str:
     return f"the loss in step {lost.step}" if lost is not None else ""
 
 
+_WHAT_TO_DO = {
+    errno.EFBIG: "raise the process's file size limit (ulimit -f)",
+    errno.ENOSPC: "give --out a disk with more room",
+    errno.EDQUOT: "give --out a disk with more room",
+}
+"""What to do about a recording that stopped, by the number of the system's error."""
+
 _KINDS = {"grad_output": "the gradient of", "grad": "the gradient of", "param": "the parameter", "loss": "the loss"}
 
 
@@ -244,11 +254,17 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
         return Status.ERROR, f"Nothing was watched: {blind}."
     if measured.matters:
         return Status.UNKNOWN, _capital(f"{measured.matters} is not finite, and no detector explains it.")
-    if trace.damage or any(run.trace.damage for run in treatment.before.processes if run.trace.usable):
+    others = (run.trace for run in treatment.before.processes if run.trace is not trace and run.trace.usable)
+    traces = [trace, *others]
+    if any(
+        len(one.damage) > (one.stopped is not None) for one in traces
+    ):  # a recording that stopped says so there, too
         return (
             Status.ERROR,
             f"Nothing found, but only a part of the trace could be read: {_as_far_as_known(trace, measured)}.",
         )
+    if stopped := [one.stopped for one in traces if one.stopped is not None]:
+        return Status.UNKNOWN, f"Nothing found until {_stop(stopped)}: {_as_far_as_known(trace, measured)}."
     if lack := _lack(treatment, measured):
         return Status.UNKNOWN, f"{_capital(lack)}."
     if elsewhere := [note.what for note in trace.all(NotWatched) if note.why == WORKED_ELSEWHERE]:
@@ -273,6 +289,14 @@ def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) ->
     unchecked = f" Not checked, because dtypedoctor failed there: {one_line(', '.join(failed), 200)}." if failed else ""
     also = f" Noted: {noted.summary}" if noted is not None else ""
     return f"Nothing found{' that is wrong' if also else ''}: {_done(treatment)}, {_finiteness(measured)}.{unchecked}{also}"
+
+
+def _stop(stopped: Sequence[Stopped]) -> str:
+    """When, and why, nothing more could be recorded, and what to do about it."""
+    lost = sum(one.lost for one in stopped)
+    number = stopped[0].errno
+    advice = _WHAT_TO_DO.get(number, "")
+    return f"recording stopped ({os.strerror(number)}), {lost:,} record(s) before the program ended{advice and f'; {advice}'}"
 
 
 def _lack(treatment: Treatment, measured: Measured) -> str:
