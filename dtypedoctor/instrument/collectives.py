@@ -33,6 +33,7 @@ from dtypedoctor._torch_private import (
     version_of,
 )
 from dtypedoctor.instrument.frames import local_of
+from dtypedoctor.instrument.operators import tensors_of
 from dtypedoctor.instrument.places import Looks, Place
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
@@ -70,13 +71,6 @@ FOLLOWED = {
 """Operators of the namespace ``c10d``."""
 SHARED = frozenset(one.name for one in FOLLOWED.values()) - {"broadcast", "scatter", "send", "recv"}
 """Collectives to which every rank of the group sends something."""
-
-
-def flat(value: Any) -> list[Tensor]:
-    """The tensors in an argument: one, a list, or a list of lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for item in value for tensor in flat(item)]
 
 
 def root_of(name: str, args: tuple[Any, ...], group: int) -> int | None:
@@ -288,14 +282,14 @@ class Collectives:
             packet = getattr(torch.ops.c10d, name, None)
             if packet is not None:
                 library.impl(name, self._kernel(packet.default, followed), "ADInplaceOrView", with_keyset=True)
-        shield, what = self._guard.shield, "what some collectives returned"
+        shield, what = self._guard.shield, "the results of some collectives"
         self._undo = follow_works(
             shield(self._waited, what), shield(self._coalescing, what), shield(self._issued_together, what)
         )
 
     def _kernel(self, operator: Any, followed: Followed) -> Callable[..., Any]:
-        issued = self._guard.shield(self._issued, "what went into some collectives")
-        returned = self._guard.shield(self._returned, "what some collectives returned")
+        issued = self._guard.shield(self._issued, "the inputs of some collectives")
+        returned = self._guard.shield(self._returned, "the results of some collectives")
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if self._inside:  # a torch mode has seen the operator, and calls it anew
@@ -378,7 +372,7 @@ class Collectives:
     def _about_to_overwrite(self, results: Any) -> bool:
         """Whether memory is written to now that may still have to be measured."""
         found = False
-        for tensor in filter(measurable, flat(results) if self._unread else ()):
+        for tensor in filter(measurable, tensors_of(results) if self._unread else ()):
             held = self._unread.pop(tensor.untyped_storage().data_ptr(), None)
             found = found or (held is not None and held() is not None)
         return found
@@ -387,7 +381,7 @@ class Collectives:
         root, fqn = self._unit()
         place = self._places.setdefault((root, fqn, name), Place(root, fqn, name))
         phase = self._position.phase
-        for number, tensor in enumerate(flat(value)):
+        for number, tensor in enumerate(tensors_of(value)):
             if measurable(tensor):
                 index = f"{there}{number}" if there.endswith(":") else there  # a message has one tensor
                 looks = Looks(phase, kind, index, tensor.dtype, tensor.shape, None, tensor.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dtypedoctor._torch_private import SHARDING_COPIES, unit_policy, without_autocast
 from dtypedoctor.instrument.frames import source_of
-from dtypedoctor.instrument.naming import Names, dtype_name, quantization_of
+from dtypedoctor.instrument.naming import Names, dtype_name, quantization_of, short_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.events import ParameterNote
@@ -148,7 +148,7 @@ def _by_dtype(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[
 
 def _dtypes_of(policy: Any) -> dict[str, str | None]:
     found = {key: getattr(policy, key, None) for key in _POLICY}
-    return {key: str(dtype).removeprefix("torch.") if dtype is not None else None for key, dtype in found.items()}
+    return {key: short_name(dtype) if dtype is not None else None for key, dtype in found.items()}
 
 
 MAX_CHECKS = 400
@@ -232,7 +232,7 @@ class WeightCheck:
                     operand=index,
                     weight=packed.name,
                     dtype=dtype_name(operand),
-                    quant_dtype=_name(stored),
+                    quant_dtype=short_name(stored),
                     relative_error=error if isfinite(error) else None,
                 )
                 self._session.emit(bits, fqn=packed.owner)
@@ -249,14 +249,10 @@ class WeightCheck:
             operand=index,
             weight=closest.name,
             dtype=dtype_name(operand),
-            quant_dtype=_name(closest.state.dtype),
+            quant_dtype=short_name(closest.state.dtype),
             relative_error=error if isfinite(error) else None,
         )
         self._session.emit(compared, fqn=closest.owner)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _packed_weights(names: Names) -> Iterator[_Packed]:
@@ -337,9 +333,6 @@ def _decoded(weight: Tensor, state: Any) -> _Sample:
     codes = torch.stack((packed >> 4, packed & 15), -1).flatten(1).long()
     return _Sample(blocks, state.code.float()[codes] * absmax.float()[:, None])
 
-
-Fact = tuple[str, str, dict[str, Any]]
-"""Kind, dotted name of the module, values."""
 
 _KEEP_LISTS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 

@@ -141,9 +141,7 @@ class OptimizerSamples:
         return kept
 
     def _named(self, optimizer: Optimizer) -> list[Rooted]:
-        known = {
-            id(tensor): (root, name) for root, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer
-        }
+        known = self._names.parameters()
         found: list[Rooted] = []
         for group_number, group in enumerate(optimizer.param_groups):
             for number, parameter in enumerate(group["params"]):
@@ -211,8 +209,7 @@ class LeafGradients:
 
     def _parameters(self) -> dict[int, tuple[int, str]]:
         if self._known[0] != self._names.version:
-            known = {id(t): (root, name) for root, name, t, _, is_buffer in self._names.tensors() if not is_buffer}
-            self._known = (self._names.version, known)
+            self._known = (self._names.version, self._names.parameters())
         return self._known[1]
 
 
@@ -301,7 +298,7 @@ class UnscaleLog:
 
     def _describe(self, optimizer: Optimizer) -> Unscaled:
         """All but the scale, which is still on its way."""
-        known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}
+        known = self._names.parameters()
         params: Counter[str] = Counter()
         gradients: Counter[str] = Counter()
         names: dict[str, list[str]] = {}
@@ -314,7 +311,7 @@ class UnscaleLog:
             if parameter.grad is not None:
                 gradients[dtype_name(parameter.grad)] += 1
             if dtype in ("float16", "bfloat16") and parameter.requires_grad and id(parameter) in known:
-                names.setdefault(dtype, []).append(known[id(parameter)])
+                names.setdefault(dtype, []).append(known[id(parameter)][1])
         return Unscaled(
             scale=0.0,
             params=dict(params),

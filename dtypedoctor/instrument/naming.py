@@ -20,8 +20,13 @@ FULL_LOOK = 16
 """Steps after which all modules are searched again for parameters that were not there before."""
 
 
+def short_name(dtype: torch.dtype) -> str:
+    """``float16``, say, without the ``torch.`` prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_name(tensor: Tensor) -> str:
-    """The tensor's dtype without the ``torch.`` prefix."""
+    """The dtype of ``tensor`` without the ``torch.`` prefix."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -130,6 +135,10 @@ class Names:
                     if buffer is not None and not is_lazy(buffer):
                         yield number, dot + name, buffer, module, True
 
+    def parameters(self) -> dict[int, tuple[int, str]]:
+        """Root number and dotted name of each parameter that has memory, by the identity of its tensor."""
+        return {id(tensor): (root, name) for root, name, tensor, _, is_buffer in self.tensors() if not is_buffer}
+
     def note_parameters(self) -> None:
         """Writes a note for every parameter and buffer that is new or whose dtype or requires_grad has changed."""
         self._held = []
@@ -186,8 +195,8 @@ def quantization_of(tensor: Tensor, owner: nn.Module, state: Any = None) -> dict
     compute = getattr(owner, "compute_dtype", None)
     return {
         "kind": str(getattr(state, "quant_type", "")),
-        "dtype": str(state.dtype).removeprefix("torch."),
-        "compute_dtype": str(compute).removeprefix("torch.") if compute is not None else None,
+        "dtype": short_name(state.dtype),
+        "compute_dtype": short_name(compute) if compute is not None else None,
         "storage_dtype": dtype_name(tensor),
         "nested": bool(nested),
         "offset_dtype": dtype_name(offset) if isinstance(offset, Tensor) else None,

@@ -177,8 +177,6 @@ class TensorIds:
         return self._next - 1
 
 
-__all__ = ["bytes_of", "fits"]
-
 AT_LEAST = 20 << 20
 """Bytes that an experiment may take in any program."""
 SHARE = 0.015

@@ -222,7 +222,7 @@ def _nothing() -> None:
 STANDARD = threading.__file__.removesuffix("threading.py")
 """Where Python's own modules lie."""
 DAEMONS = "operators in daemon threads"
-NO_MODE = "a dispatch mode that is on when Python ends such a thread would abort the program; a thread that is no daemon is measured"
+NO_MODE = "a dispatch mode that is active when Python ends a daemon thread would abort the program; use daemon=False to have them measured"
 
 
 class Threads:

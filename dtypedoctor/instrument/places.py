@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.statistics import Named
 from dtypedoctor.trace.events import Site
 
@@ -195,7 +195,7 @@ class Sites:
         found = next(self._numbers)
         self._writer.write(
             Site(id=found, root=place.root, fqn=place.fqn, cls=place.cls, phase=looks.phase, kind=looks.kind,
-                 index=looks.path, dtype=str(looks.dtype).removeprefix("torch."), shape=shape,
+                 index=looks.path, dtype=short_name(looks.dtype), shape=shape,
                  device=looks.device.type, autocast=looks.autocast)
         )  # fmt: skip
         place.sites[key] = found  # not before: an interruption would leave a number that is described nowhere

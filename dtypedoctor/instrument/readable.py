@@ -26,8 +26,6 @@ from dtypedoctor.instrument.statistics import is_spread, measurable, modes_are_o
 from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.trace import events
 
-__all__ = ["Coverage", "holds_no_floats"]
-
 _PLAIN = (type(None), bool, int, str, bytes)
 """Types of values that can neither be inf nor NaN."""
 _CONTAINERS = (tuple, list, set, frozenset)
@@ -71,11 +69,9 @@ def holds_no_floats(value: object, depth: int = 0) -> bool:
     return all(holds_no_floats(item, depth + 1) for item in value)  # type: ignore[attr-defined]
 
 
-__all__ = ["Missed", "readable", "values_of", "wants_gradient"]
-
 _NOT_PLAIN = "its values are not plain memory, and its class's own code would have to run to read them"
 _CAPTURED = "nothing can be read while a CUDA graph is captured; run once without the graph to have it measured"
-_LAYOUT = "its layout is none that can be read"
+_LAYOUT = "its memory layout cannot be read"
 
 
 _WHOLE = frozenset({torch.int64, torch.int32, torch.bool, torch.uint8})

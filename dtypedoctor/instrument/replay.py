@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dtypedoctor._torch_private import schema_of, tree_flatten, tree_map, without_autocast
-from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import Arguments, tensors_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_spread, measurable, measure
@@ -37,7 +37,7 @@ def replay_wider(writer: TraceWriter, of: int, func: Any, args: tuple[Any, ...],
             return value.to(wide)
         return wide if isinstance(value, torch.dtype) and value in _FLOATS else value
 
-    run_again(writer, of, str(wide).removeprefix("torch."), func, tree_map(widen, (args, kwargs)))
+    run_again(writer, of, short_name(wide), func, tree_map(widen, (args, kwargs)))
 
 
 def run_again(
@@ -85,11 +85,13 @@ def replay_refused(writer: TraceWriter, of: int, func: Any, arguments: Arguments
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     run_again(writer, of, "equal-dtypes", func, _cast(arguments, partial(_always, wide)))
     for dtype in dtypes:
-        run_again(writer, of, f"all-as-{_short(dtype)}", func, _cast(arguments, partial(_always, dtype)))
+        run_again(writer, of, f"all-as-{short_name(dtype)}", func, _cast(arguments, partial(_always, dtype)))
     for index, leaf in enumerate(leaves):
         to = _wanted_by_others(leaf, leaves) if measurable(leaf) else None
         if to is not None:
-            run_again(writer, of, f"operand-{index}-as-{_short(to)}", func, _cast(arguments, partial(_only, leaf, to)))
+            run_again(
+                writer, of, f"operand-{index}-as-{short_name(to)}", func, _cast(arguments, partial(_only, leaf, to))
+            )
 
 
 def _wanted_by_others(operand: Tensor, operands: list[Tensor]) -> torch.dtype | None:
@@ -138,12 +140,6 @@ def _always(dtype: torch.dtype, _: Tensor) -> torch.dtype:
 def _only(chosen: Tensor, dtype: torch.dtype, tensor: Tensor) -> torch.dtype:
     return dtype if tensor is chosen else tensor.dtype
 
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-__all__ = ["AttentionReplay", "Ran"]
 
 MAX_BETWEEN = 24
 """Ops from the product of queries and keys to that with the values."""

@@ -191,7 +191,7 @@ class Returned:
         """The run is over: tells what could not be measured, and how often."""
         for missed, times in self._missed.items():
             calls = f"{times:,} time{'s' if times > 1 else ''}, first from {self._first_missed[missed]}"
-            self._writer.write(NotWatched(what=f"module results of type {missed.type} ({calls})", why=missed.why))
+            self._writer.write(NotWatched(what=f"module outputs of type {missed.type} ({calls})", why=missed.why))
         self._missed.clear()
 
     def _learn(self, place: Place, given: tuple[Any, Any], output: Any, source: Source) -> None:

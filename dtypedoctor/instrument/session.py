@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from dtypedoctor._torch_private import DisableTorchFunction, function_mode_is_on, region_is_on, set_grad_enabled
 from dtypedoctor.instrument.frames import source_of
-from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.position import Position, is_foreign
 from dtypedoctor.instrument.readable import Coverage
 from dtypedoctor.interruptions import contained, is_interruption
@@ -89,7 +89,7 @@ class AutocastLog:
     def _note(self, region: autocast) -> None:
         found = AutocastRegion(
             device=region.device,
-            wanted=str(region.fast_dtype).removeprefix("torch."),
+            wanted=short_name(region.fast_dtype),
             enabled=region_is_on(region),
             source=source_of(sys._getframe(2)),
         )
@@ -112,9 +112,7 @@ class AutocastLog:
 
 def _already_open() -> list[AutocastRegion]:
     return [
-        AutocastRegion(
-            device=d, wanted=str(torch.get_autocast_dtype(d)).removeprefix("torch."), enabled=True, source=None
-        )
+        AutocastRegion(device=d, wanted=short_name(torch.get_autocast_dtype(d)), enabled=True, source=None)
         for d in ("cpu", "cuda")
         if torch.is_autocast_enabled(d)
     ]

@@ -25,7 +25,9 @@ from dtypedoctor.instrument.statistics import Rooted
 
 CallListener = Callable[[nn.Module], None]
 
-MEASURED_ONLY = "one of the calls is looked at as a whole; what the modules in the others return is measured"
+MEASURED_ONLY = (
+    "one call at a time is checked operator by operator; of the others, module outputs and gradients are measured"
+)
 
 _RAISED = object()
 """Stands for what a module has returned whose call an exception has left."""
@@ -76,7 +78,7 @@ class ModuleWatch:
         self._handles = [
             hooks.register_module_forward_pre_hook(self._guard.shield(self._enter, "some module calls")),
             hooks.register_module_forward_hook(
-                self._guard.shield(self._leave, "what some modules returned"), with_kwargs=True, always_call=True
+                self._guard.shield(self._leave, "the outputs of some modules"), with_kwargs=True, always_call=True
             ),
         ]
         self._reveal = count_no_global_hook_of(frozenset(handle.id for handle in self._handles))
@@ -175,7 +177,10 @@ class ModuleWatch:
         """
         if self._position.backward_depth:
             return False
-        self._guard.tell("modules in several threads at once", "only one thread's calls can be told apart")
+        self._guard.tell(
+            "modules in several threads at once",
+            "only one thread's calls can be distinguished; call modules from one thread to have all of them measured",
+        )
         return True
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _RAISED) -> None:

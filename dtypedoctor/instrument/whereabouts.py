@@ -24,7 +24,7 @@ from dtypedoctor._torch_private import (
     sequence_number,
 )
 from dtypedoctor.instrument.frames import function_context, function_name, local_of, raising_operator, source_of
-from dtypedoctor.instrument.naming import Names
+from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.operators import TensorIds
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.redaction.messages import message_of
@@ -112,7 +112,7 @@ class Whereabouts:
             function=function_name(context),
             decorated=facts["decorated"],
             fwd_used_autocast=facts["fwd_used_autocast"],
-            ctx_dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,
+            ctx_dtype=short_name(dtype) if dtype is not None else None,
             forward_autocast=made.autocast,
             forward_source=made.source,
         )

@@ -196,7 +196,7 @@ def test_what_cannot_be_looked_into_is_named_and_not_measured(name: str, tmp_pat
     trace = run(tmp_path, MISSED[name], torch.ones(2))
     assert counts(trace) == (1, 0)
     (note,) = trace.all(NotWatched)
-    assert note.what.startswith("module results of type ")
+    assert note.what.startswith("module outputs of type ")
     assert "1 time" in note.what
 
 
@@ -224,7 +224,7 @@ def test_how_often_something_was_missed_is_told_once(tmp_path: Path) -> None:
     net = nn.Sequential(Returns(MISSED["generator"]))
     trace = watched(tmp_path, lambda _: [net(torch.ones(1)) for _ in range(3)])
     assert counts(trace) == (6, 0)
-    assert [note.what for note in trace.all(NotWatched)] == ["module results of type generator (6 times, first from 0)"]
+    assert [note.what for note in trace.all(NotWatched)] == ["module outputs of type generator (6 times, first from 0)"]
 
 
 def test_a_cache_that_is_given_and_comes_back_is_no_result() -> None:

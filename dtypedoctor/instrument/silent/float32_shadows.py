@@ -104,7 +104,7 @@ class AbsorbedOverflows:
             return _in_float32(seen, shadows)
         self._shadows.clear()
         self.session.guard.tell(
-            _LARGE_TENSORS, "their float32 copies would take too much memory; a smaller batch is checked"
+            _LARGE_TENSORS, "their float32 copies would take too much memory; use a smaller batch to have them checked"
         )
         return []
 
@@ -277,7 +277,8 @@ class RouterFlips:
             self._judge(seen, fed[-1])
         elif seen.name == _SELECTION and self._dropped:
             self.session.guard.tell(
-                _MANY_TOKENS, "what they were made of would have to be kept; a smaller batch is checked"
+                _MANY_TOKENS,
+                "keeping their inputs would take too much memory; use a smaller batch to have them checked",
             )
         for product in fed:
             self._follow(seen, product, numbers)

@@ -45,7 +45,7 @@ FIRST_LOOKS = 2
 EACH_LATER = 8
 """The calls that are looked at are 1, 2, and then each 8 times the one before."""
 
-TOO_LARGE = "a copy of what they overwrite would take too much memory; a smaller batch is checked"
+TOO_LARGE = "a copy of what they overwrite would take too much memory; use a smaller batch to have them checked"
 
 _SKIPPED = frozenset({"aten.detach.default", "aten.alias.default"})
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from dtypedoctor.instrument.contents import tensors_in
+from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, measurable, measure
 from dtypedoctor.trace.records.execution import AutocastRegion, EagerCall
@@ -122,7 +123,7 @@ class CacheCheck:
         fqn = place[1] if place is not None else name
         copy = StaleCopy(
             weight=f"{fqn}.weight" if fqn else "weight",
-            dtype=str(output.dtype).removeprefix("torch."),
+            dtype=dtype_name(output),
             relative_error=error,
             region=self._region.source if self._region is not None else None,
             calls=max((root.calls for root in self._roots.values()), default=0),

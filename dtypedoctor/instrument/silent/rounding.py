@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, schema_of
-from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import tensors_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.look import Seen
@@ -306,7 +306,7 @@ def _rounded(name: str, buffer: Tensor, position: int) -> _Table | None:
     told = RotaryTable(
         name=name,
         dtype=dtype_name(buffer),
-        rounded_to=str(rounded_to).removeprefix("torch."),
+        rounded_to=short_name(rounded_to),
         length=len(values),
         first=values[0],
         last=values[-1],

@@ -97,10 +97,10 @@ class GradientCheck:
         self._session.emit(ScaledBackward(scale=SCALE, parameters=told))
 
     def _of(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}
+        known = self._names.parameters()
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
-                yield known.get(id(parameter), f"param_groups.{number}.{index}"), parameter
+                yield known.get(id(parameter), (0, f"param_groups.{number}.{index}"))[1], parameter
 
 
 def _gradients(losses: list[Tensor], parameters: list[Tensor], scale: float) -> tuple[Tensor | None, ...]:
@@ -237,7 +237,7 @@ class UpdateCheck:
         samples: list[_Sample] = []
         if not any(p.dtype in HALF for group in optimizer.param_groups for p in group["params"]):
             return samples
-        known = {id(tensor): name for _, name, tensor, _, is_buffer in self._names.tensors() if not is_buffer}
+        known = self._names.parameters()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 stride = _stride(optimizer, parameter)
@@ -245,7 +245,7 @@ class UpdateCheck:
                     before = _strided(parameter, stride).clone()
                     copy = nn.Parameter(before.float())
                     copy.grad = _strided(parameter.grad, stride).float()
-                    samples.append(_Sample(known[id(parameter)], parameter, stride, before, copy))
+                    samples.append(_Sample(known[id(parameter)][1], parameter, stride, before, copy))
         return samples
 
 
