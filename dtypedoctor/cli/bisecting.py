@@ -25,8 +25,8 @@ from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.loading import case_of, override, resolve
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trials.bisection.bisect import Bisection, End, Told, bisect
-from dtypedoctor.trials.bisection.laboratory import JOURNAL, Asked, Journal, Laboratory
+from dtypedoctor.trials.bisection.bisect import Bisection, End, Progress, bisect
+from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Asked, Journal, ProbeRunner
 from dtypedoctor.trials.bisection.questions import Measured
 
 __all__ = ["Case", "Options", "bisect_case", "new_case", "resumed_case"]
@@ -136,7 +136,7 @@ def bisect_case(case: Case, jobs: int | None) -> Report:
         UsageError: it cannot be run at all; a new directory is not left behind.
         WorkerDiedError: the worker died before there was a model.
     """
-    with _kept_only_if_used(case), Narrowing(sys.stderr) as view, _laboratory(case, jobs, view) as lab:
+    with _kept_only_if_used(case), Narrowing(sys.stderr) as view, _probe_runner(case, jobs, view) as runner:
         journal = Journal(case.directory)
 
         def probe(measured: Measured) -> None:
@@ -153,8 +153,8 @@ def bisect_case(case: Case, jobs: int | None) -> Report:
                     seconds=round(measured.symptom.seconds, 3),
                 )
 
-        told = Told(stage=view.stage, forest=view.forest, probe=probe)
-        found = bisect(case.asked.scenario, lab, told, case.asked.tolerance)
+        progress = Progress(stage=view.stage, forest=view.forest, probe=probe)
+        found = bisect(case.asked.scenario, runner, progress, case.asked.tolerance)
     return _reported(found, case.directory)
 
 
@@ -172,7 +172,7 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
 
 
 @contextmanager
-def _laboratory(case: Case, jobs: int | None, view: Narrowing) -> Iterator[Laboratory]:
+def _probe_runner(case: Case, jobs: int | None, view: Narrowing) -> Iterator[ProbeRunner]:
     """Runs requests in workers forked from a server that has the models built; on GPUs each worker gets one for itself."""
     directory, gpus = case.directory, visible_gpus()
     journal = Journal(directory)
@@ -188,7 +188,7 @@ def _laboratory(case: Case, jobs: int | None, view: Narrowing) -> Iterator[Labor
         def note(place: str, run: Run | UsageError) -> None:
             journal.note("run", place=place, ended=run.message if isinstance(run, UsageError) else ending_of(run).words)
 
-        yield Laboratory(
+        yield ProbeRunner(
             directory,
             lambda request, place, slot: warm.start(request, place, gpu_environment(slot, gpus) if on_gpu else {}),
             jobs or (max(1, len(gpus)) if on_gpu else min(len(os.sched_getaffinity(0)), MOST_JOBS)),

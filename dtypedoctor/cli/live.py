@@ -21,7 +21,7 @@ from dtypedoctor.trials.bisection.symptoms import part_in_words
 from dtypedoctor.trials.reduction import Outcome
 from dtypedoctor.trials.search import Node, leaves_of
 
-__all__ = ["Branch", "LiveView", "Narrowing", "Progress", "Region", "label_in_words"]
+__all__ = ["Branch", "LiveView", "Narrowing", "Region", "SuspectTree", "label_in_words"]
 
 _LABELS = {
     "before": "baseline",
@@ -158,7 +158,7 @@ class Branch:
     measured: Measured | None = None
 
 
-class Progress:
+class SuspectTree:
     """Follows the probes of one question.
 
     A leaf is ruled out when a run was healthy without treating it. Where treating more can hurt that is not the last
@@ -215,7 +215,7 @@ class Narrowing:
         self._region = Region(stream)
         self._stage = ""
         self._began = time.monotonic()
-        self._progress: Progress | None = None
+        self._progress: SuspectTree | None = None
         self._last = Text()
 
     def __enter__(self) -> Self:
@@ -235,7 +235,7 @@ class Narrowing:
 
     def forest(self, forest: Forest) -> None:
         """The candidates are known."""
-        self._progress = Progress(forest.roots)
+        self._progress = SuspectTree(forest.roots)
 
     def probe(self, measured: Measured) -> None:
         """A probe has ended."""

@@ -12,8 +12,8 @@ from dtypedoctor.report.strip import origin_strip
 from dtypedoctor.report.text import counted, number
 from dtypedoctor.report.verdict import measured_in, missing_end, verdict
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched
-from dtypedoctor.trials.bisection.bench import Verdict
 from dtypedoctor.trials.bisection.bisect import Bisection, End
+from dtypedoctor.trials.bisection.measurements import Verdict
 from dtypedoctor.trials.bisection.questions import Answer
 from dtypedoctor.trials.bisection.symptoms import Kind, Symptom, part_in_words
 from dtypedoctor.trials.caught import noted

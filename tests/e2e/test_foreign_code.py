@@ -14,7 +14,7 @@ from dtypedoctor.cli.bisecting import Options, resumed_case
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.loading import available, resolve
-from dtypedoctor.trials.bisection.laboratory import Asked, Journal
+from dtypedoctor.trials.bisection.probe_runner import Asked, Journal
 
 FACTORY = """\
 name: foreign

@@ -6,7 +6,7 @@ import pytest
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.loading import case_of
-from dtypedoctor.trials.bisection.laboratory import JOURNAL, Asked, Journal
+from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Asked, Journal
 
 
 def test_what_was_asked_for_is_read_back(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Root
-from dtypedoctor.trials.bisection.bench import Bench, Cost, Verdict, measure, measure_cost, set_up
-from dtypedoctor.trials.bisection.laboratory import Laboratory
+from dtypedoctor.trials.bisection.measurements import Cost, ReferenceSetup, Verdict, measure, measure_cost, set_up
+from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 from dtypedoctor.trials.bisection.probes import KEEP, Workload, cheaper, describe, modes, unrounded, with_kept
 from dtypedoctor.trials.bisection.questions import (
     Answer,
@@ -35,7 +35,7 @@ from dtypedoctor.trials.results import Trial
 from dtypedoctor.trials.search import Node
 from dtypedoctor.trials.treatment import Plan, Treatment, treat
 
-__all__ = ["Bisection", "End", "Told", "bisect"]
+__all__ = ["Bisection", "End", "Progress", "bisect"]
 
 
 class End(StrEnum):
@@ -109,8 +109,8 @@ class Bisection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """Who is told what goes on.
+class Progress:
+    """Callbacks that follow a bisection.
 
     Attributes:
         stage: a new part begins, in words.
@@ -123,13 +123,13 @@ class Told:
     probe: Watch
 
 
-def bisect(scenario: Scenario, lab: Laboratory, told: Told, tolerance: float | None = None) -> Bisection:
+def bisect(scenario: Scenario, runner: ProbeRunner, progress: Progress, tolerance: float | None = None) -> Bisection:
     """Finds a smallest set of modules that must be kept in float32, and of corrections, for ``scenario`` to be healthy.
 
     Args:
         scenario: what fails.
-        lab: runs requests.
-        told: is told what goes on.
+        runner: runs requests.
+        progress: is called as it goes on.
         tolerance: the largest accepted root-mean-square difference of log-probabilities (and of the loss) from the float32
             reference; derived from the reference where it is None.
 
@@ -139,21 +139,21 @@ def bisect(scenario: Scenario, lab: Laboratory, told: Told, tolerance: float | N
     """
     if any(isinstance(step.workload, Script) for step in scenario.steps):
         raise UsageError("a script cannot be bisected", "Bisect its model: --model package.module:factory.")
-    found = _Bisecting(scenario, lab, told, tolerance).whole()
-    return replace(found, runs=lab.runs)
+    found = _Bisecting(scenario, runner, progress, tolerance).whole()
+    return replace(found, runs=runner.runs)
 
 
 class _Bisecting:
-    def __init__(self, scenario: Scenario, lab: Laboratory, told: Told, tolerance: float | None) -> None:
+    def __init__(self, scenario: Scenario, runner: ProbeRunner, progress: Progress, tolerance: float | None) -> None:
         self._scenario = scenario
-        self._lab = lab
-        self._told = told
+        self._runner = runner
+        self._progress = progress
         self._given = tolerance
 
     def whole(self) -> Bisection:
         """From the untreated run to the reproduction."""
-        self._told.stage("the case")
-        treatment = treat(self._scenario, lambda label, request: self._lab.run(request, label), Plan(remedies=False))
+        self._progress.stage("reproducing the failure")
+        treatment = treat(self._scenario, lambda label, request: self._runner.run(request, label), Plan(remedies=False))
         _require_built(treatment.before)
         try:
             return self._searched(treatment)
@@ -163,7 +163,7 @@ class _Bisecting:
 
     def _searched(self, treatment: Treatment) -> Bisection:
         """What is found out about the failure of the untreated run."""
-        failure, bench = self._failure(treatment)
+        failure, setup = self._failure(treatment)
         found = Bisection(end=End.HEALTHY, treatment=treatment, failure=failure)
         if failure.healthy:
             return found
@@ -172,44 +172,44 @@ class _Bisecting:
             whole = position == len(ladder) - 1
             if not whole and not self._shows(workload, failure):
                 continue
-            bench = self._bench(workload)
-            found = self._on(bench, replace(found, workload=workload.words, tolerance=_first_limit(bench)))
+            setup = self._set_up(workload)
+            found = self._on(setup, replace(found, workload=workload.words, tolerance=_first_limit(setup)))
             if found.end is not End.FOUND or found.confirmed:
                 break  # else the cheap workload has left out a part of the failure
-        return self._concluded(found, bench, ladder) if bench is not None else found
+        return self._concluded(found, setup, ladder) if setup is not None else found
 
-    def _failure(self, treatment: Treatment) -> tuple[Symptom, Bench | None]:
+    def _failure(self, treatment: Treatment) -> tuple[Symptom, ReferenceSetup | None]:
         """What the untreated run came to; only where nothing else is wrong its outputs are compared with the reference's."""
         failure = symptom_of(treatment.before)
         if not failure.healthy:
             return failure, None
-        self._told.stage("its float32 reference")
-        bench = self._bench(Workload(words=describe(self._scenario), scenario=self._scenario))
-        return bench.judge(treatment.before), bench
+        self._progress.stage("running the float32 reference")
+        setup = self._set_up(Workload(words=describe(self._scenario), scenario=self._scenario))
+        return setup.judge(treatment.before), setup
 
-    def _bench(self, workload: Workload) -> Bench:
-        return set_up(self._lab, workload, self._given)
+    def _set_up(self, workload: Workload) -> ReferenceSetup:
+        return set_up(self._runner, workload, self._given)
 
     def _shows(self, workload: Workload, failure: Symptom) -> bool:
         """Whether a cheaper workload fails in the same way at the same place."""
-        self._told.stage(f"does {workload.words} show it?")
+        self._progress.stage(f"trying {workload.words}")
         try:
-            run = self._lab.run(Request(scenario=workload.scenario))
+            run = self._runner.run(Request(scenario=workload.scenario))
         except UsageError:
             return False
-        seen = symptom_of(run) if failure.kind is not Kind.INACCURATE else self._bench(workload).judge(run)
+        seen = symptom_of(run) if failure.kind is not Kind.INACCURATE else self._set_up(workload).judge(run)
         return seen.outcome(failure) is Outcome.FAIL and seen.fqn == failure.fqn
 
-    def _on(self, bench: Bench, found: Bisection) -> Bisection:
+    def _on(self, setup: ReferenceSetup, found: Bisection) -> Bisection:
         """The answers on one workload."""
-        if not bench.healthy.healthy:
+        if not setup.healthy.healthy:
             return replace(
-                found, end=self._fails_throughout(bench, found), note=f"the float32 reference: {bench.healthy.reason}"
+                found, end=self._fails_throughout(setup, found), note=f"the float32 reference: {setup.healthy.reason}"
             )
-        forest = self._forest(bench, found)
-        self._told.forest(forest)
-        self._told.stage(f"which modules, by {bench.workload.words}")
-        answer = ask(self._lab, bench, _about_modules(forest, bench, found.failure), self._told.probe)
+        forest = self._forest(setup, found)
+        self._progress.forest(forest)
+        self._progress.stage(f"narrowing down modules by {setup.workload.words}")
+        answer = ask(self._runner, setup, _about_modules(forest, setup, found.failure), self._progress.probe)
         kept = forest.names(frozenset(answer.culprits))
         found = replace(found, end=End.FOUND, modules=answer, kept=kept, candidates=len(forest.leaves))
         if answer.interrupted:
@@ -217,22 +217,22 @@ class _Bisecting:
         if answer.result is None:
             return self._refused(found, answer)
         try:
-            trial, confirmed = self._try(found, KEEP, with_kept(self._scenario, kept), bench)
+            trial, confirmed = self._try(found, KEEP, with_kept(self._scenario, kept), setup)
         except (KeyboardInterrupt, UsageError):
-            return replace(found, end=End.INTERRUPTED, note="the whole scenario was not tried with them")
+            return replace(found, end=End.INTERRUPTED, note="the whole scenario was not run with them")
         return replace(found, trials=(trial,), confirmed=confirmed)
 
-    def _fails_throughout(self, bench: Bench, found: Bisection) -> End:
+    def _fails_throughout(self, setup: ReferenceSetup, found: Bisection) -> End:
         """What it means that the float32 reference is not healthy either."""
-        if bench.healthy.outcome(found.failure) is not Outcome.FAIL:
+        if setup.healthy.outcome(found.failure) is not Outcome.FAIL:
             return End.UNRESOLVED
-        before_rounding = self._lab.run(Request(scenario=unrounded(bench.workload.scenario)))
+        before_rounding = self._runner.run(Request(scenario=unrounded(setup.workload.scenario)))
         return End.ROUNDED_WEIGHTS if symptom_of(before_rounding).healthy else End.DOMAIN_ERROR
 
-    def _forest(self, bench: Bench, found: Bisection) -> Forest:
+    def _forest(self, setup: ReferenceSetup, found: Bisection) -> Forest:
         before = found.treatment.before.trace
-        untreated = self._lab.run(Request(scenario=bench.workload.scenario)).trace
-        called = called_modules([before, untreated], bench.reference)
+        untreated = self._runner.run(Request(scenario=setup.workload.scenario)).trace
+        called = called_modules([before, untreated], setup.reference)
         return plant(called, suspicion(untreated, found.failure.fqn))
 
     def _refused(self, found: Bisection, answer: Answer) -> Bisection:
@@ -241,16 +241,16 @@ class _Bisecting:
         tried = max(answer.symptoms, key=len)
         symptom = answer.symptoms[tried]
         if answer.baseline.everything is None:
-            note = f"the failure did not come back when the untreated run was repeated: {symptom.reason}"
+            note = f"the failure did not recur when the baseline was repeated: {symptom.reason}"
             return replace(found, end=End.UNRESOLVED, note=note)
         if answer.baseline.everything is Outcome.FAIL:
             return replace(found, end=End.OUTSIDE, note=symptom.reason)
         return replace(found, end=End.UNRESOLVED, note=f"with every module in float32: {symptom.reason}")
 
-    def _try(self, found: Bisection, label: str, changed: Scenario, bench: Bench) -> tuple[Trial, bool]:
+    def _try(self, found: Bisection, label: str, changed: Scenario, setup: ReferenceSetup) -> tuple[Trial, bool]:
         """The whole scenario, changed: the trial, and whether it is healthy."""
-        self._told.stage(f"{describe(self._scenario)} with {label}")
-        run = self._lab.run(Request(scenario=changed), f"remedy-{label}")
+        self._progress.stage(f"running {describe(self._scenario)} with {label}")
+        run = self._runner.run(Request(scenario=changed), f"remedy-{label}")
         yardstick = Yardstick(before=found.treatment.before_summary, findings=found.treatment.findings)
         known = remedies()
         remedy = Remedy(
@@ -259,41 +259,42 @@ class _Bisecting:
             safe=all(known[name].safe for name in label.split("+") if name in known),
             change=lambda _: changed,
         )
-        return judge(remedy, changed, run, yardstick), symptom_of(run, bench.tolerance.of_first_outputs()).healthy
+        return judge(remedy, changed, run, yardstick), symptom_of(run, setup.tolerance.of_first_outputs()).healthy
 
-    def _concluded(self, found: Bisection, bench: Bench, ladder: Sequence[Workload]) -> Bisection:
+    def _concluded(self, found: Bisection, setup: ReferenceSetup, ladder: Sequence[Workload]) -> Bisection:
         """Corrections, modes, cost and reproduction, where there is a culprit; Ctrl-C, or a run that cannot be made, leaves out the rest."""
         if found.end is not End.FOUND:
             return found
         try:
-            found = self._corrected(found, bench, offered_corrections(self._scenario, found.treatment.findings))
-            self._told.stage("the verdict table")
+            found = self._corrected(found, setup, offered_corrections(self._scenario, found.treatment.findings))
+            self._progress.stage("running other modes")
             found = replace(
-                found, verdicts=measure(self._lab, bench, modes(bench.workload, ladder, found.culprits), found.failure)
+                found,
+                verdicts=measure(self._runner, setup, modes(setup.workload, ladder, found.culprits), found.failure),
             )
-            self._told.stage("the cost")
-            found = replace(found, cost=measure_cost(self._lab, bench.workload, found.culprits))
-            self._told.stage("a minimal reproduction")
-            return replace(found, reproduction=reproduce(self._lab, bench, found.culprits))
+            self._progress.stage("measuring cost")
+            found = replace(found, cost=measure_cost(self._runner, setup.workload, found.culprits))
+            self._progress.stage("writing a minimal reproduction")
+            return replace(found, reproduction=reproduce(self._runner, setup, found.culprits))
         except (KeyboardInterrupt, UsageError, OSError):
-            return replace(found, end=End.INTERRUPTED, note="the modules are known, what comes after them is not")
+            return replace(found, end=End.INTERRUPTED, note="the modules are known; what follows was not measured")
 
-    def _corrected(self, found: Bisection, bench: Bench, offered: tuple[str, ...]) -> Bisection:
+    def _corrected(self, found: Bisection, setup: ReferenceSetup, offered: tuple[str, ...]) -> Bisection:
         """Which of the offered corrections are needed; those that do not fit this model are left out."""
         if not offered:
             return found
-        self._told.stage(f"which corrections, of {len(offered)}")
-        answer = ask(self._lab, bench, _about_corrections(offered, bench, found.failure), self._told.probe)
+        self._progress.stage(f"narrowing down {len(offered)} corrections")
+        answer = ask(self._runner, setup, _about_corrections(offered, setup, found.failure), self._progress.probe)
         unfit = _not_installed(answer)
         if unfit is not None:
             remaining = tuple(one for one in offered if one != unfit)
-            return self._corrected(found, bench, remaining)
+            return self._corrected(found, setup, remaining)
         found = replace(found, corrections=answer, offered=offered)
         if answer.interrupted:
             raise KeyboardInterrupt
         if answer.result is None:
             return found
-        trial, _ = self._try(found, "+".join(answer.culprits), with_offers(self._scenario, answer.culprits), bench)
+        trial, _ = self._try(found, "+".join(answer.culprits), with_offers(self._scenario, answer.culprits), setup)
         return replace(found, trials=(*found.trials, trial))
 
 
@@ -318,7 +319,7 @@ def _require_built(before: Run) -> None:
             f"the model cannot be built: {ending_of(before).words}",
             "If it does not fit into memory, a smaller model or a narrower --dtype may.",
         )
-    raise UsageError(f"the model {before.exit.describe()} while it was built", "Give a larger --time-limit.")
+    raise UsageError(f"the model {before.exit.describe()} while it was built", "Raise --time-limit.")
 
 
 def _not_installed(answer: Answer) -> str | None:
@@ -329,25 +330,25 @@ def _not_installed(answer: Answer) -> str | None:
     return symptom.detail if symptom.kind is Kind.NOT_INSTALLED else None
 
 
-def _first_limit(bench: Bench) -> float | None:
-    return next(iter(bench.tolerance.limits.values()), None)
+def _first_limit(setup: ReferenceSetup) -> float | None:
+    return next(iter(setup.tolerance.limits.values()), None)
 
 
-def _about_modules(forest: Forest, bench: Bench, failure: Symptom) -> Question:
+def _about_modules(forest: Forest, setup: ReferenceSetup, failure: Symptom) -> Question:
     return Question(
         name="modules",
         roots=forest.roots,
-        scenario=lambda treated: with_kept(bench.workload.scenario, forest.names(treated)),
+        scenario=lambda treated: with_kept(setup.workload.scenario, forest.names(treated)),
         names=forest.names,
         failure=failure,
     )
 
 
-def _about_corrections(offered: Sequence[str], bench: Bench, failure: Symptom) -> Question:
+def _about_corrections(offered: Sequence[str], setup: ReferenceSetup, failure: Symptom) -> Question:
     return Question(
         name="corrections",
         roots=tuple(Node(id=one) for one in offered),
-        scenario=lambda treated: with_offers(bench.workload.scenario, [one for one in offered if one in treated]),
+        scenario=lambda treated: with_offers(setup.workload.scenario, [one for one in offered if one in treated]),
         names=lambda treated: tuple(one for one in offered if one in treated),
         failure=failure,
     )

@@ -14,8 +14,8 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.bisection.bench import Bench
-from dtypedoctor.trials.bisection.laboratory import Laboratory
+from dtypedoctor.trials.bisection.measurements import ReferenceSetup
+from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 from dtypedoctor.trials.bisection.symptoms import OWN, Symptom
 from dtypedoctor.trials.reduction import BaselineError, Options, Probe, Reduction, Result
 from dtypedoctor.trials.remedies import remedies, with_corrections
@@ -264,7 +264,7 @@ class Answer:
         return tuple(sorted(self.best)) if self.best is not None else ()
 
 
-def ask(lab: Laboratory, bench: Bench, question: Question, watch: Watch) -> Answer:
+def ask(runner: ProbeRunner, setup: ReferenceSetup, question: Question, watch: Watch) -> Answer:
     """Has the reducer's sets run and judged until it is done.
 
     Ctrl-C does not raise: the answer then holds the best that is known.
@@ -277,11 +277,11 @@ def ask(lab: Laboratory, bench: Bench, question: Question, watch: Watch) -> Answ
         names = question.names(probe.treated)
         watch(Measured(question=question.name, probe=probe, names=names, symptom=symptom, repeated=repeated))
 
-    reduction = Reduction(question.roots, Options(width=lab.width, repeat=1, on_probe=tell))
+    reduction = Reduction(question.roots, Options(width=runner.width, repeat=1, on_probe=tell))
     attempts: Counter[frozenset[str]] = Counter()
     try:
         while sets := reduction.step():
-            for treated, symptom, repeated in _run(lab, bench, question, sets, attempts):
+            for treated, symptom, repeated in _run(runner, setup, question, sets, attempts):
                 latest[treated] = symptom, repeated
                 answer.symptoms.setdefault(treated, symptom)
                 answer.seconds.append(symptom.seconds)
@@ -296,11 +296,11 @@ def ask(lab: Laboratory, bench: Bench, question: Question, watch: Watch) -> Answ
     return answer
 
 
-def _run(lab: Laboratory, bench: Bench, question: Question, sets: Sequence[frozenset[str]],
+def _run(runner: ProbeRunner, setup: ReferenceSetup, question: Question, sets: Sequence[frozenset[str]],
          attempts: Mapping[frozenset[str], int]) -> Iterator[tuple[frozenset[str], Symptom, bool]]:  # fmt: skip
     """Runs sets, those of one attempt together, as they end."""
     for attempt in sorted({attempts[treated] for treated in sets}):
         same = [treated for treated in sets if attempts[treated] == attempt]
         requests = [Request(scenario=question.scenario(treated)) for treated in same]
-        for done in lab.run_all(requests, attempt=attempt):
-            yield same[done.index], bench.judge(done.run), done.repeated
+        for done in runner.run_all(requests, attempt=attempt):
+            yield same[done.index], setup.judge(done.run), done.repeated

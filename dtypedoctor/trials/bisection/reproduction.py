@@ -20,8 +20,8 @@ from dtypedoctor.redaction.secrets import SECRET, names_a_secret
 from dtypedoctor.runner.script import run_clean
 from dtypedoctor.scenario.problems import printable
 from dtypedoctor.scenario.request import Capture, Request
-from dtypedoctor.trials.bisection.bench import Bench
-from dtypedoctor.trials.bisection.laboratory import Laboratory
+from dtypedoctor.trials.bisection.measurements import ReferenceSetup
+from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 from dtypedoctor.trials.bisection.script_template import TEMPLATE
 from dtypedoctor.trials.bisection.symptoms import OWN, Kind, Symptom, symptom_of
 
@@ -250,20 +250,20 @@ class Reproduction:
     reason: str = ""
 
 
-def reproduce(lab: Laboratory, bench: Bench, culprits: Sequence[str]) -> Reproduction:
+def reproduce(runner: ProbeRunner, setup: ReferenceSetup, culprits: Sequence[str]) -> Reproduction:
     """Writes ``repro.py`` and ``repro.safetensors`` into the run directory for the first culprit that fails by itself.
 
     The script is run once in a fresh interpreter and kept only if it fails as it says.
     """
-    untreated = lab.run(Request(scenario=bench.workload.scenario))
-    failure = symptom_of(untreated, bench.tolerance)
+    untreated = runner.run(Request(scenario=setup.workload.scenario))
+    failure = symptom_of(untreated, setup.tolerance)
     if failure.phase == "optimizer" or failure.call is None:
         return Reproduction(module=culprits[0], reason="it fails outside of the modules' own calls")
     order = [*sorted(culprits, key=lambda culprit: culprit != failure.fqn)[:MOST_TRIED], *_around(culprits)]
     versions = untreated.trace.environment.get("versions", {})
     tried: list[Reproduction] = []
     for culprit in order:
-        tried.append(_attempt(lab, bench, culprit, failure, _made_with(versions)))
+        tried.append(_attempt(runner, setup, culprit, failure, _made_with(versions)))
         if tried[-1].script:  # another attempt would write over its files
             return tried[-1]
     return tried[0]
@@ -278,11 +278,13 @@ def _around(culprits: Sequence[str]) -> tuple[str, ...]:
     return (".".join(common),) if common and common != [""] else ()
 
 
-def _attempt(lab: Laboratory, bench: Bench, culprit: str, failure: Symptom, made_with: str) -> Reproduction:
+def _attempt(
+    runner: ProbeRunner, setup: ReferenceSetup, culprit: str, failure: Symptom, made_with: str
+) -> Reproduction:
     assert failure.call is not None  # the caller has looked
     wanted = Capture(module=culprit.removesuffix(OWN), own=culprit.endswith(OWN), call=failure.call)
     try:
-        captured = lab.run(Request(scenario=bench.workload.scenario, capture=wanted)).directory
+        captured = runner.run(Request(scenario=setup.workload.scenario, capture=wanted)).directory
         description = parse_json(read_file(captured / _CAPTURED[0], _LARGEST))
     except UsageError as error:
         return Reproduction(module=culprit, reason=error.message)
@@ -290,22 +292,22 @@ def _attempt(lab: Laboratory, bench: Bench, culprit: str, failure: Symptom, made
         return Reproduction(
             module=culprit, reason=f"the module cannot be carried into a script: {captured / 'stderr.txt'}"
         )
-    claim = _claim(culprit, failure, bench, description, made_with)
+    claim = _claim(culprit, failure, setup, description, made_with)
     reason = "no script could be written"
     for configs in (False, True):
         try:
             text = script_text(description, claim, configs=configs)
         except CannotBeWrittenError as error:
             return Reproduction(module=culprit, reason=str(error))
-        status, said, errors = _written(lab.directory, text, captured / _CAPTURED[1])
+        status, said, errors = _written(runner.directory, text, captured / _CAPTURED[1])
         line = next((line for line in said.splitlines() if line.startswith(_FAILS)), "")
         if status == 1 and line:
-            size = (lab.directory / TENSORS).stat().st_size
+            size = (runner.directory / TENSORS).stat().st_size
             return Reproduction(module=culprit, script=SCRIPT, bytes=size, said=line)
         ended = status in (0, 2)  # in its own words
         reason = f"by itself the module does not fail: {_last_line(said if ended else errors)}"
     for name in (SCRIPT, TENSORS):
-        (lab.directory / name).unlink(missing_ok=True)
+        (runner.directory / name).unlink(missing_ok=True)
     return Reproduction(module=culprit, reason=reason)
 
 
@@ -315,13 +317,13 @@ def _written(directory: Path, text: str, tensors: Path) -> tuple[int, str, str]:
     return run_clean(directory / SCRIPT, TIME_LIMIT)
 
 
-def _claim(culprit: str, failure: Symptom, bench: Bench, description: dict[str, Any], made_with: str) -> Claim:
+def _claim(culprit: str, failure: Symptom, setup: ReferenceSetup, description: dict[str, Any], made_with: str) -> Claim:
     cls = description["recipe"]["class"].rpartition(":")[2]
     part = "own arithmetic of " if culprit.endswith(OWN) else ""
     return Claim(
         title=f"{part}{cls} ({culprit.removesuffix(OWN) or 'the whole model'}): {failure.kind}",
         about=(
-            f"Found by bisection of {bench.workload.scenario.name!r} with {bench.workload.words}: {failure.reason}.",
+            f"Found by bisection of {setup.workload.scenario.name!r} with {setup.workload.words}: {failure.reason}.",
             "With this part alone in float32 the run is healthy; without that it fails.",
         ),
         check=_check(failure),

@@ -19,7 +19,7 @@ from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import REQUEST, Request
 
-__all__ = ["JOURNAL", "Asked", "Done", "Journal", "Laboratory", "Start", "Started"]
+__all__ = ["JOURNAL", "Asked", "Done", "Journal", "ProbeRunner", "Start", "Started"]
 
 
 POLL_SECONDS = 0.05
@@ -57,7 +57,7 @@ class Done:
     repeated: bool
 
 
-class Laboratory:
+class ProbeRunner:
     """Runs requests in directories below one; what lies there finished is not run again, so that it can go on after any end.
 
     Args:

@@ -13,7 +13,7 @@ from dtypedoctor.scenario.model import Forward, Scenario, Train
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Metric, ParameterNote, Resources
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.bisection.laboratory import Laboratory
+from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 from dtypedoctor.trials.bisection.probes import (
     Mode,
     Workload,
@@ -26,11 +26,11 @@ from dtypedoctor.trials.bisection.probes import (
 from dtypedoctor.trials.bisection.symptoms import Kind, Symptom, Tolerance, derive, refused, symptom_of
 from dtypedoctor.trials.reduction import Outcome
 
-__all__ = ["Bench", "Cost", "Verdict", "measure", "measure_cost", "set_up"]
+__all__ = ["Cost", "ReferenceSetup", "Verdict", "measure", "measure_cost", "set_up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class ReferenceSetup:
     """A workload that runs can be judged on.
 
     Attributes:
@@ -50,7 +50,7 @@ class Bench:
         return refused(run.message) if isinstance(run, UsageError) else symptom_of(run, self.tolerance)
 
 
-def set_up(lab: Laboratory, workload: Workload, given: float | None) -> Bench:
+def set_up(runner: ProbeRunner, workload: Workload, given: float | None) -> ReferenceSetup:
     """Runs the reference of ``workload``, and the moved references where no tolerance is given.
 
     Raises:
@@ -59,13 +59,13 @@ def set_up(lab: Laboratory, workload: Workload, given: float | None) -> Bench:
     scenario = workload.scenario
     wanted = [reference(scenario), *(() if given is not None else perturbed(scenario))]
     found: dict[int, Run] = {}
-    for done in lab.run_all([Request(scenario=one) for one in wanted]):
+    for done in runner.run_all([Request(scenario=one) for one in wanted]):
         if isinstance(done.run, UsageError):
             raise done.run
         found[done.index] = done.run
     exact = found.pop(0)
     moved = [run.trace for run in found.values() if symptom_of(run).healthy]
-    return Bench(
+    return ReferenceSetup(
         workload=workload,
         reference=exact.trace,
         healthy=symptom_of(exact),
@@ -92,17 +92,19 @@ class Verdict:
     symptom: Symptom
 
 
-def measure(lab: Laboratory, bench: Bench, wanted: Sequence[Mode], failure: Symptom) -> tuple[Verdict, ...]:
+def measure(
+    runner: ProbeRunner, setup: ReferenceSetup, wanted: Sequence[Mode], failure: Symptom
+) -> tuple[Verdict, ...]:
     """Runs every mode.
 
     Finiteness and exceptions decide. How exact a mode is, is asked only where that is what failed.
     """
     order = sorted(wanted, key=lambda mode: not _compiles(mode))  # the slowest first
     found: dict[str, Symptom] = {}
-    for done in lab.run_all([Request(scenario=mode.scenario) for mode in order]):
+    for done in runner.run_all([Request(scenario=mode.scenario) for mode in order]):
         mode, run = order[done.index], done.run
         symptom = (
-            refused(run.message) if isinstance(run, UsageError) else symptom_of(run, _tolerance(bench, mode, failure))
+            refused(run.message) if isinstance(run, UsageError) else symptom_of(run, _tolerance(setup, mode, failure))
         )
         found[mode.name] = _as_far_as_seen(symptom, mode)
     return tuple(
@@ -117,12 +119,12 @@ def measure(lab: Laboratory, bench: Bench, wanted: Sequence[Mode], failure: Symp
     )
 
 
-def _tolerance(bench: Bench, mode: Mode, failure: Symptom) -> Tolerance | None:
+def _tolerance(setup: ReferenceSetup, mode: Mode, failure: Symptom) -> Tolerance | None:
     """What is accepted of a mode's run; of another workload only the outputs before any training can be compared."""
     if failure.kind is not Kind.INACCURATE:
         return None
-    same = _work(mode.scenario) == _work(bench.workload.scenario)
-    return bench.tolerance if same else bench.tolerance.of_first_outputs()
+    same = _work(mode.scenario) == _work(setup.workload.scenario)
+    return setup.tolerance if same else setup.tolerance.of_first_outputs()
 
 
 def _work(scenario: Scenario) -> list[dict[str, Any]]:
@@ -170,12 +172,12 @@ class Cost:
     step_time_ratio: float | None
 
 
-def measure_cost(lab: Laboratory, workload: Workload, modules: Sequence[str]) -> Cost | None:
+def measure_cost(runner: ProbeRunner, workload: Workload, modules: Sequence[str]) -> Cost | None:
     """Runs ``workload`` untreated and with ``modules`` in float32, one after the other; None where that is not possible."""
     scenario = _longer(workload.scenario)
     try:
-        plain = lab.run(Request(scenario=scenario), "cost-untreated").trace
-        kept = lab.run(Request(scenario=with_kept(scenario, modules)), "cost-kept").trace
+        plain = runner.run(Request(scenario=scenario), "cost-untreated").trace
+        kept = runner.run(Request(scenario=with_kept(scenario, modules)), "cost-kept").trace
     except UsageError:
         return None
     times = _step_time(plain), _step_time(kept)
