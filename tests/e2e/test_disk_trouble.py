@@ -15,7 +15,7 @@ from command import Finished, dtypedoctor, report_of
 from dtypedoctor.trace.events import SCHEMA, Header, Site
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.trials.bisection.laboratory import JOURNAL
+from dtypedoctor.trials.bisection.probe_runner import JOURNAL
 
 TRAINING = """
 import torch
