@@ -45,7 +45,7 @@ def test_the_product_in_the_first_mlp_is_blamed_with_proof(cured: tuple[Finished
     assert re.fullmatch(r"transformers/models/gemma4/modeling_gemma4\.py:\d+", finding["source"])
     assert finding["confidence"] == "proven"
     evidence = " ".join(finding["evidence"])
-    assert "65504" in evidence
+    assert "65,504" in evidence
     assert "float32 is finite" in evidence
 
 

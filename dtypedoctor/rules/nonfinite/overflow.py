@@ -1,4 +1,5 @@
 """Results that float32 holds and their own dtype does not: in any operator, in a norm's squares, in attention scores, in gradients.
+At the end those that a later operator makes finite again, which no check for inf or NaN sees.
 
 ``fully-masked-row`` is here as well, because an overflow and a mask can leave the same rows of ``-inf`` before a softmax.
 """
@@ -6,7 +7,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.nonfinite_origin import (
     PRODUCTS,
     SOFTMAX,
@@ -16,9 +17,10 @@ from dtypedoctor.diagnosis.nonfinite_origin import (
     skipped_scale,
 )
 from dtypedoctor.diagnosis.ops import OpGraph, ancestry, has_inf, overload_free
-from dtypedoctor.diagnosis.statement import Statement
+from dtypedoctor.diagnosis.statement import Statement, located
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
+    class_of,
     how_the_run_ended,
     limit_of,
     magnitudes,
@@ -29,7 +31,9 @@ from dtypedoctor.diagnosis.wording import (
     short,
 )
 from dtypedoctor.dtypes import short_name
-from dtypedoctor.trace.events import Op
+from dtypedoctor.trace.events import Observed, Op
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.silent import Absorbed, Overflowed
 
 
 def judge_overflow(origin: Origin) -> Finding | None:
@@ -287,3 +291,114 @@ def _about_the_scale(origin: Origin) -> Iterator[str]:
     scale, replay = skipped_scale(origin.trace, origin.op.step), origin.replay
     if scale is not None and replay is not None and replay.absmax is not None:
         yield f"The loss scale was {scale:g}; at scale 1 the result would be {number(replay.absmax / scale)}, still too large."
+
+
+HARMLESS = 0.05
+"""Relative error below which the result is what float32 gives, but for rounding."""
+CLAMPS = frozenset({"clamp", "clamp_min", "clamp_max", "hardtanh", "minimum", "maximum"})
+REPLACEMENTS = frozenset({"nan_to_num", "where", "masked_fill"})
+EDGE = 0.5
+"""Share of a dtype's range from which on the bound of a clamp is meant to catch overflows; that of a ReLU6 is not."""
+
+
+def swallowed_overflows(trace: Trace) -> Iterator[Finding]:
+    """Overflows after which the values are finite without anybody having wanted to rescue them.
+
+    A result that differs from float32's is an error; one that does not is worth knowing, and no more than that.
+    """
+    for seen in trace.observed(Absorbed):
+        if not is_rescue(seen) and seen.what.rescued:
+            yield from _swallowed(trace, seen)
+
+
+def is_rescue(seen: Observed[Absorbed]) -> bool:
+    """Whether the operator that ends an overflow in finite values is there to replace what is not finite."""
+    what = seen.what
+    name = overload_free(what.op)
+    if name == "nan_to_num":
+        return True
+    if name in REPLACEMENTS:
+        return what.by_mask
+    bounds = [*what.scalars, *map(str, what.bounds)]
+    return name in CLAMPS and any(_is_edge(text, what.born.dtype) for text in bounds)
+
+
+def _is_edge(text: str, dtype: str) -> bool:
+    try:
+        return EDGE * limit_of(dtype) <= abs(float(text)) < float("inf")
+    except ValueError:
+        return False
+
+
+def absorbed_proof(seen: Observed[Absorbed]) -> str:
+    """The float32 run of the ops between the overflow and the first finite result, as a clause."""
+    born = seen.what.born
+    return (
+        f"{born.op} and what follows it up to {seen.what.op}, run again in float32, is finite everywhere: the result "
+        f"reaches {born.float32:,.6g} where {born.dtype} overflows"
+    )
+
+
+def absorbed_evidence(seen: Observed[Absorbed]) -> Iterator[str]:
+    """What was measured from the overflow to the first finite result."""
+    what, born = seen.what, seen.what.born
+    operands = " and ".join(map(number, born.operands))
+    yield (
+        f"{born.op} in {short(born.fqn)} has operands up to {operands}; its result reaches {number(born.float32)}, "
+        f"{max_of(born.dtype)}: {born.bad} of {born.elements} elements overflow."
+    )
+    if len(what.through) > 1:
+        yield f"From there to the first finite result: {', '.join(what.through)}."
+    difference = what.relative_error
+    yield (
+        f"The result of {what.op} differs from that of the same operations in float32 by {difference:.2g} times its "
+        "largest magnitude."
+    )
+
+
+def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Iterator[Finding]:
+    what, born = seen.what, seen.what.born
+    if born.negative:
+        return  # a mask that has become -inf, say: to what follows it is as good as any very negative number
+    harmful = what.relative_error > HARMLESS
+    norm = harmful and born.squares and _takes_root(born, what)
+    name = "norm-square-overflow" if norm else "float16-overflow"
+    ends = (
+        "and the result is wrong"
+        if harmful
+        else f"and {what.op} makes of it what it makes of the float32 value as well"
+    )
+    said = Statement(
+        id=name,
+        proven_by=absorbed_proof(seen),
+        severity=Severity.ERROR if harmful else Severity.INFO,
+        summary=(
+            f"{born.op} in {short(born.fqn)} overflows {born.dtype} in step {seen.step}, leaves nothing but finite "
+            f"values behind, {ends}."
+        ),
+        cause=CAUSE_IN_A_NORM if norm else _cause_of_absorbed(what, born),
+        evidence=tuple(absorbed_evidence(seen)),
+    )
+    yield located(
+        said,
+        phase=seen.phase,
+        step=seen.step,
+        fqn=born.fqn,
+        op=born.op,
+        dtype=born.dtype,
+        source=born.source,
+        cls=class_of(trace, born.fqn or ""),
+    )
+
+
+def _takes_root(born: Overflowed, what: Absorbed) -> bool:
+    after = {overload_free(name) for name in what.through}
+    length = overload_free(born.op) in ("linalg_vector_norm", "norm")
+    return bool(after & ROOTS) or (length and bool(after & DIVISIONS))
+
+
+def _cause_of_absorbed(what: Absorbed, born: Overflowed) -> str:
+    return (
+        f"{born.op} at {born.source} makes inf of finite operands; {what.op} at {what.source} makes finite values "
+        "of the inf, so that no check for inf or NaN sees it."
+    )

@@ -14,10 +14,10 @@ from dtypedoctor.rules.nonfinite.overflow import (
     judge_masked_row,
     judge_norm_square,
     judge_overflow,
+    swallowed_overflows,
 )
 from dtypedoctor.rules.nonfinite.undefined import judge_domain, judge_optimizer_step, judge_rounded, judge_unexamined
 from dtypedoctor.rules.nonfinite.unrecorded import judge_by_module, judge_compiled, judge_constant, judge_given
-from dtypedoctor.rules.silent.silent_rescue import swallowed_overflows
 from dtypedoctor.trace.model import Trace
 
 FLOAT16_OVERFLOW = FindingSpec(
