@@ -40,7 +40,12 @@ Ablate = Annotated[
 Try = Annotated[
     list[str] | None, typer.Option("--try", help="Run again with this fix installed in the script.", metavar="FIX")
 ]
-Once = Annotated[bool, typer.Option("--once", help="Never run the script a second time to trace a failure.")]
+Once = Annotated[
+    bool,
+    typer.Option(
+        "--once", help="Run the script one time only; what fails is replayed from a fork of it (Linux on x86-64, CPU)."
+    ),
+]
 Verify = Annotated[
     bool,
     typer.Option(

@@ -3,7 +3,7 @@
 import mmap
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +86,8 @@ class Instruments:
         self._threads = Threads(session.guard, self._thread_begins, self._thread_ends)
         self._children = mmap.mmap(-1, 1)  # shared with processes that the program forks
         self.position.silent_work = self._note_child
+        self.on_suspicion: list[Callable[[], None]] = []
+        """Called when something has just been found not to be finite."""
         if watch:
             self._listen()
         else:
@@ -227,6 +229,14 @@ class Instruments:
         with self.position.during("probe"), self.position.mute(), self._modules.only_marking():
             yield
 
+    def look_into(self, windows: Sequence[OpWindow]) -> None:
+        """From here on everything is measured and the op trace is on in ``windows``; to be called before an outermost call."""
+        self._modules.every = 1
+        self._windows = OpWindows(self._ops, self.position, windows)
+        self._windows.scaled_backward = [self.silent.scaled_backward]
+        self.silent.make_again(window.call for window in windows if window.eager)
+        self._windows.start(self.position.call)
+
     def begin_stage(self, step: int) -> None:
         """A step of the scenario begins: its first training step is number ``step`` of the process."""
         self._phases.restart(step)
@@ -340,6 +350,8 @@ class Instruments:
         """Looks at all parameters where something has just been found not to be finite."""
         if self._modules.suspicious():
             self._samples.look_closer()
+            for listener in self.on_suspicion:
+                listener()
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self.collectives.settle()

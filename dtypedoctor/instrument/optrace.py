@@ -361,9 +361,9 @@ class OpWindows:
         self._open: OpWindow | None = None
         self.scaled_backward: list[Callable[[list[Tensor]], None]] = []
 
-    def start(self) -> None:
-        """The program begins: what is made before the first call belongs to it, and to the first step."""
-        self._open_early(0)
+    def start(self, call: int = 1) -> None:
+        """The program begins, or goes on before outermost call number ``call``: what is made before it belongs to it, and to its step."""
+        self._open_early(call - 1)
         self._open_whole(self._position.step)
 
     def before_call(self, module: nn.Module) -> None:

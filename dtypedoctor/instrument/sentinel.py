@@ -52,6 +52,7 @@ from dtypedoctor.instrument.operators import (
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable, real_of
+from dtypedoctor.replay.standby import is_forking
 
 ALLOWANCE = 20_000
 """Operators that are all measured, however many there are between two module calls."""
@@ -168,7 +169,7 @@ class Sentinel(OperatorMode):
         held = ref(self)
 
         def forked() -> None:
-            if (here := held()) is not None:
+            if not is_forking() and (here := held()) is not None:
                 here.leave()
 
         os.register_at_fork(after_in_child=forked)

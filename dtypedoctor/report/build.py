@@ -88,6 +88,8 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
         yield trace.folded.describe()
     if treatment.findings and treatment.closer is None:
         yield f"op trace: {treatment.no_closer}"
+    elif treatment.replayed:
+        yield treatment.replayed
 
 
 _MOST_NAMED = 5

@@ -43,6 +43,7 @@ class Capture(Strict):
 class Request(Strict):
     """One run of a worker. The trace goes to the directory that holds the request file.
 
+    ``standby`` has a script leave processes that can go on from moments of its run (:mod:`dtypedoctor.replay`).
     ``repeats`` and ``witness`` are for scripts, which seed their random numbers themselves or not at all: the label of the run whose
     random state this one begins with, and whether a digest of the parameters is taken after each optimizer step.
     """
@@ -50,6 +51,7 @@ class Request(Strict):
     scenario: Scenario
     watch: bool = True
     windows: list[Window] = Field(default_factory=list)
+    standby: bool = False
     repeats: str | None = None
     witness: bool = False
     capture: Capture | None = None

@@ -160,6 +160,22 @@ class TraceWriter:
         """Writes nothing more. For a forked child, whose parent goes on writing the same file."""
         self._disowned = True
 
+    def continue_in(self, directory: Path) -> None:
+        """Goes on in ``directory``, in a process forked from the one that has written so far; what that wrote is copied.
+
+        Of a long run the main file alone is copied, and no further one is begun.
+
+        Raises:
+            FileExistsError: the directory already holds a trace.
+            OSError: it cannot be written.
+        """
+        self._events = self._events.continued(directory / EVENTS)
+        self._cursor = CursorPage(directory / CURSOR)
+        self._details = DetailFiles(directory, self._events, _read_details, whole=True)
+        self._directory = directory
+        self._owner = getpid()
+        self._disowned = False
+
     def close(self) -> None:
         """Closes the files; the End record has to be written before."""
         if self._is_ours():

@@ -14,6 +14,7 @@ from dtypedoctor.scenario.request import Request, Window
 from dtypedoctor.trace.events import Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CompileCounts
+from dtypedoctor.trials.replays import Replays
 from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
 
 __all__ = ["CloserLook", "another_way", "look_closer", "unconfirmed"]
@@ -39,6 +40,7 @@ class CloserLook:
         no_closer: why there is none, where there is none.
         other: a second run that shows something else.
         doubt: what that run did instead, in words.
+        certificate: of a replay, how it was compared with the run, as a sentence.
     """
 
     before: Run
@@ -46,6 +48,7 @@ class CloserLook:
     no_closer: str = ""
     other: Run | None = None
     doubt: str = ""
+    certificate: str = ""
 
     @property
     def seen(self) -> Run:
@@ -58,22 +61,42 @@ class CloserLook:
 
 
 def look_closer(scenario: Scenario, before: Run, later: LaterRuns, *, wanted: bool) -> CloserLook:
-    """The same run again with the op trace on where the first one failed, or why there is none."""
+    """The run again with the op trace on where it failed, or why there is none.
+
+    Args:
+        scenario: what was run.
+        before: the run.
+        later: runs it again.
+        wanted: whether it may be run again; otherwise what failed is replayed from a process that stood by, where one did.
+    """
     if not wanted:
-        return CloserLook(before=before, no_closer=NOT_WANTED)
+        return _replayed(scenario, before)
     if _was_stopped(before):
         return CloserLook(before=before, no_closer=NOT_REPEATED)
     look = _looked(scenario, before, later)
+    doubt = another_way(before, look.closer) if look.closer is not None else ""
+    return _doubted(look, f"a second run went another way: {doubt}", doubt) if doubt else look
+
+
+def _replayed(scenario: Scenario, before: Run) -> CloserLook:
+    replays = Replays(before)
+    look = _looked(scenario, before, replays)
     if look.closer is None:
-        return look
-    doubt = another_way(before, look.closer)
-    if not doubt:
-        return look
-    no_closer = f"a second run went another way: {doubt}"
-    return replace(look, closer=None, no_closer=no_closer, other=look.closer, doubt=doubt)
+        why = f"{NOT_WANTED}, and nothing could be replayed: {replays.why_not}" if replays.why_not else look.no_closer
+        return replace(look, no_closer=why)
+    certificate = replays.certificate(look.closer)
+    ended = look.closer.trace.end is not None  # else it was over long after what it was made for
+    doubt = (another_way(before, look.closer) if ended else "") or certificate.doubt
+    if doubt:
+        return _doubted(look, f"the replay went another way: {doubt}", doubt)
+    return replace(look, certificate=certificate.words)
 
 
-def _looked(scenario: Scenario, before: Run, later: LaterRuns) -> CloserLook:
+def _doubted(look: CloserLook, why: str, doubt: str) -> CloserLook:
+    return replace(look, closer=None, no_closer=why, other=look.closer, doubt=doubt)
+
+
+def _looked(scenario: Scenario, before: Run, later: LaterRuns | Replays) -> CloserLook:
     """Opens the likeliest window; where the op trace shows that what looked like a failure got nowhere, the next one as well."""
     windows: list[Window] = []
     closer: Run | None = None
@@ -91,7 +114,7 @@ def _looked(scenario: Scenario, before: Run, later: LaterRuns) -> CloserLook:
     return CloserLook(before=before, closer=closer, no_closer="" if closer is not None else NOTHING_POINTED)
 
 
-def _not_seen_again(scenario: Scenario, before: Run, later: LaterRuns, *, may_look: bool) -> CloserLook:
+def _not_seen_again(scenario: Scenario, before: Run, later: LaterRuns | Replays, *, may_look: bool) -> CloserLook:
     """A failure that went away with the op trace may have been the compiler's: the call is made compiled and in eager mode."""
     window = eager_window(before.trace, analysis_of(before.trace).incidents) if may_look else None
     if window is not None:

@@ -7,6 +7,7 @@ from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.distributed import across_ranks
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.errors import UsageError
+from dtypedoctor.replay.wake import dismiss
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
@@ -38,6 +39,7 @@ class Treatment:
         no_closer: why there is no second look, where there is none.
         diagnosed: the trace that the findings come from (the closer look's where there is one).
         complete: whether remedies were to be tried, so that the scenario's expectation can be judged.
+        replayed: of a second look that is a replay of a part of the run, how it was compared with it.
         refusals: the runs after the first that could not be made, and why.
     """
 
@@ -54,6 +56,7 @@ class Treatment:
     trials: tuple[Trial, ...]
     complete: bool
     refusals: tuple[str, ...] = ()
+    replayed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +91,13 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     plan = plan or Plan()
     static = check_checkpoints(scenario)
     run = led_by_spawned(led(_judging_caught(run)))
-    before = _first(run, Request(scenario=scenario, witness=plan.certify))
+    replayed = is_script(scenario) and not plan.closer
+    before = _first(run, Request(scenario=scenario, witness=plan.certify, standby=replayed))
     later = LaterRuns(run, before)
-    look = look_closer(scenario, before, later, wanted=plan.closer)
+    try:
+        look = look_closer(scenario, before, later, wanted=plan.closer)
+    finally:
+        dismiss(before.directory)
     findings = _found_in(look.seen, static)
     observer = _certificate(scenario, before, later) if plan.certify else NOT_COMPARED
     failed = _has_failed(before, findings)
@@ -103,6 +110,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         before_summary=yardstick.before,
         closer=look.closer,
         no_closer=look.no_closer,
+        replayed=look.certificate,
         diagnosed=look.seen.trace,
         findings=look.weighed(weighed(settled(findings, trials), trials)),
         observer=observer,

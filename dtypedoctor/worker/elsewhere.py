@@ -13,6 +13,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from dtypedoctor.replay.standby import is_forking
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE
 
 _SYSTEM = (
@@ -56,19 +57,28 @@ class Elsewhere:
         self._libraries: dict[str, None] = {}
         self._waited_for = _children_waited_for()
         self._had_child = _has_child()
+        self._had_children = False
 
     def begin(self) -> None:
         """Begins to listen; to be called once."""
         self._listening = True
-        os.register_at_fork(after_in_parent=self._forked)
+        os.register_at_fork(before=self._forking, after_in_parent=self._forked)
         sys.addaudithook(self.heard)
 
     def end(self) -> None:
         """Stops listening."""
         self._listening = False
 
+    def _forking(self) -> None:
+        if is_forking():
+            self._had_children = self._had_children or self._has_had_children()
+
     def _forked(self) -> None:
-        self._forks += self._listening
+        self._forks += self._listening and not is_forking()
+
+    def standby_is_there(self) -> None:
+        """A process of ours was waited for, and is none of the program's."""
+        self._waited_for = _children_waited_for()
 
     def heard(self, event: str, details: tuple[Any, ...]) -> None:
         """The audit hook."""
@@ -100,6 +110,8 @@ class Elsewhere:
 
     def _has_had_children(self) -> bool:
         """Whether there is a first child now, or one was waited for; multiprocessing spawns without an event."""
+        if self._had_children:
+            return True
         return _children_waited_for() != self._waited_for or (_has_child() and not self._had_child)
 
 

@@ -6,7 +6,7 @@ which comes when torch is there. Nothing heavy is imported here: a script may ne
 
 import os
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -76,6 +76,7 @@ class Recording:
         self._owner = getpid()
         self._began = perf_counter()
         self._over = False
+        self._is_expected: Callable[[BaseException], bool] | None = None
         self.writer.write(header(watched=watched))
 
     @property
@@ -105,6 +106,20 @@ class Recording:
         watch.start()
         keep_out_of_compiler(Elsewhere.heard)
 
+    def standby_is_there(self) -> None:
+        """A process of ours was forked, which is none of the program's."""
+        if self._elsewhere is not None:
+            self._elsewhere.standby_is_there()
+
+    def go_on(self, is_expected: Callable[[BaseException], bool]) -> None:
+        """This process is a fork of the recorded one and replays a part of the program: it ends with the program's last line.
+
+        Args:
+            is_expected: whether an exception is what the program itself has ended with.
+        """
+        self._owner = getpid()
+        self._is_expected = is_expected
+
     def refuse(self, message: str, hint: str = "") -> None:
         """What was asked for cannot be run; nothing that a watch knows is written."""
         self.writer.write(Refused(message=message, hint=hint))
@@ -120,6 +135,9 @@ class Recording:
         """
         if not self.active:
             return
+        unexpected = self._is_expected is not None and error is not None and not self._is_expected(error)
+        if unexpected and not isinstance(error, SystemExit):
+            os._exit(0)  # it wanted to change something that a replay must not change: what comes now says nothing
         self._over = True
         is_program = self._elsewhere is not None
         if error is not None and is_program:
@@ -180,3 +198,5 @@ class Recording:
         self._over = True
         self.writer.write(End(n=self.writer.next_n(), outcome=outcome, steps_completed=steps))
         self.writer.close()
+        if self._is_expected is not None:
+            os._exit(0)

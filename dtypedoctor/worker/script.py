@@ -150,7 +150,10 @@ class ScriptRecording:
 
     def _torch_is_there(self) -> None:
         with contained() as ours:  # a defect of ours must not end the script
-            self._recording.begin_watch(_watch(self._recording.writer, self._request))
+            watch = _watch(self._recording.writer, self._request)
+            self._recording.begin_watch(watch)
+            if self._request["standby"] and member() is None:
+                keep_standbys(self._directory, self._recording, watch)
             keep_out_of_compiler(FirstRunFiles.heard)
         if ours.error is not None:
             self._failed(NOTHING_WATCHED, ours.error)
@@ -174,6 +177,13 @@ class ScriptRecording:
                 f"the script reads or continues {path}, written during its first run: a second run would be another one"
             )
         os._exit(2)
+
+
+def keep_standbys(directory: Path, recording: Recording, watch: "ProcessWatch") -> None:
+    """Has the process leave forks from which parts of it can be replayed."""
+    from dtypedoctor.worker.standbys import Standbys
+
+    Standbys(directory, recording, watch).begin()
 
 
 def _watch(writer: TraceWriter, request: Mapping[str, Any]) -> "ProcessWatch":

@@ -1,0 +1,188 @@
+"""Processes that stand by: forks of a program from a moment of its run, asleep until somebody wants to see what comes after it.
+
+A standby is not a child of the program (it is forked twice), so the program can wait for its children as before. Nothing that it shares with the
+program stays shared (:mod:`dtypedoctor.replay.cage`). It listens at a named pipe. For each request it forks a process that returns from
+:func:`stand_by` with the request, goes on with the program's own code, and must end by ``os._exit``.
+"""
+
+import contextlib
+import ctypes
+import os
+import random
+import select
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtypedoctor.replay.cage import isolate_descriptors, isolate_memory
+from dtypedoctor.unpatched import from_json, getpid
+
+__all__ = ["PREFIX", "OrEnd", "Standby", "is_forking", "stand_by"]
+
+PREFIX = "standby-"
+"""How the names of the pipes begin; step and outermost call follow."""
+READY_SECONDS = 10.0
+"""How long the program waits at most until a standby is isolated."""
+ORPHAN_SECONDS = 60
+"""How long a standby outlives the program."""
+
+_libc = ctypes.CDLL(None)
+_SIZE_OF_SIGACTION = 256
+"""Bytes; more than the structure has anywhere. Zeros stand for the default action."""
+_forking = False
+
+
+def is_forking() -> bool:
+    """Whether the fork that is being made is a standby, which hooks that listen to forks are to leave alone."""
+    return _forking
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standby:
+    """A process that stands by.
+
+    Attributes:
+        pipe: the named pipe at which it listens.
+        seconds: how long the program was held up to make it.
+    """
+
+    pipe: Path
+    seconds: float
+
+    def dismiss(self) -> None:
+        """Ends it."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.write(descriptor, b"null\n")
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            self.pipe.unlink()
+
+
+class OrEnd:
+    """Ends this process where an exception would leave the block: it is a fork, and the program's code is not to see it."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            os._exit(1)
+
+
+def stand_by(pipe: Path) -> Standby | dict[str, Any]:
+    """Forks this process at this moment.
+
+    Args:
+        pipe: where the standby is to listen; must not exist yet.
+
+    Returns:
+        In the program the standby; in each process that goes on from here later the request that it was made for.
+
+    Raises:
+        OSError: it could not be made.
+    """
+    global _forking
+    began = time.perf_counter()
+    drawn = random.getstate()  # Python seeds its generator anew in a fork
+    os.mkfifo(pipe, 0o600)
+    ready, tell = os.pipe()
+    program = getpid()
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
+    _forking = True
+    try:
+        with _not_told_of_children():
+            child = os.fork()
+            if child == 0:
+                with OrEnd():
+                    _leave_parent()
+                    request = _listen(pipe, tell, program)
+                    random.setstate(drawn)
+                return request
+            os.waitpid(child, 0)
+    finally:
+        _forking = False
+        if getpid() == program:
+            signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+            os.close(tell)
+    with open(ready, "rb", buffering=0) as answer:
+        is_ready = bool(select.select([answer], [], [], READY_SECONDS)[0]) and bool(answer.read(1))
+    if not is_ready:
+        pipe.unlink()
+        raise OSError(f"{pipe.name} did not get ready")
+    return Standby(pipe=pipe, seconds=time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def _not_told_of_children() -> Iterator[None]:
+    """The program's handler of SIGCHLD, whatever it is, does not run for children that end inside; it does after it for those of its own.
+
+    Blocking the signal instead would only delay it, or let a thread of a library take it.
+    """
+    handler = ctypes.create_string_buffer(_SIZE_OF_SIGACTION)
+    default = ctypes.create_string_buffer(_SIZE_OF_SIGACTION)
+    _libc.sigaction(signal.SIGCHLD, default, handler)
+    try:
+        yield
+    finally:
+        _libc.sigaction(signal.SIGCHLD, handler, None)
+    with contextlib.suppress(ChildProcessError):
+        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            os.kill(os.getpid(), signal.SIGCHLD)
+
+
+def _leave_parent() -> None:
+    """Goes on in a child of this process, which ends: so the program has no child that it does not know of."""
+    if os.fork():
+        os._exit(0)
+
+
+def _listen(pipe: Path, tell: int, program: int) -> dict[str, Any]:
+    """Sleeps until requests come; returns in a fork for each of them. Signals are blocked, and stay so."""
+    source = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # with a writer of its own it never ends
+    isolate_descriptors(keep=(source, tell))
+    isolate_memory()
+    _be_killed_first()
+    os.write(tell, b".")
+    os.close(tell)
+    while (request := _next_request(source, program)) is not None:
+        child = os.fork()
+        if child == 0:
+            os.close(source)
+            return request
+        os.waitpid(child, 0)
+    os._exit(0)
+
+
+def _next_request(source: int, program: int) -> dict[str, Any] | None:
+    """What is asked for next; None where nothing will be any more."""
+    line = b""
+    left = ORPHAN_SECONDS
+    while not line.endswith(b"\n"):
+        if select.select([source], [], [], 1.0)[0]:
+            line += os.read(source, 1)
+        elif not _is_there(program):
+            left -= 1
+        if not left:
+            return None
+    request: dict[str, Any] | None = from_json(line)
+    return request
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _be_killed_first() -> None:
+    """Where memory runs out, the kernel is to end this process and not the program."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as file:
+        file.write(b"1000")

@@ -1,0 +1,159 @@
+"""Keeps processes that stand by while a script runs, so that what failed in it can be replayed from shortly before, without starting it again."""
+
+import os
+import threading
+from collections.abc import Iterator
+from math import inf
+from mmap import PAGESIZE as PAGE
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtypedoctor.instrument.optrace import OpWindow
+from dtypedoctor.replay.cage import forbid_changes, is_supported, limit_processor_time
+from dtypedoctor.replay.standby import PREFIX, OrEnd, Standby, stand_by
+from dtypedoctor.replay.wake import DONE
+from dtypedoctor.unpatched import getpid, perf_counter
+from dtypedoctor.worker.environment import resident
+from dtypedoctor.worker.process_watch import ProcessWatch
+from dtypedoctor.worker.recording import Recording
+
+FREE_SECONDS = 0.25
+SHARE = 0.02
+"""Time that may go into standbys: so much at once, and a share of the time since the watch began."""
+SECONDS_PER_PAGE = 1e-6
+"""What it costs to write for the first time to a page of memory that a standby has too."""
+GOES_ON = 5.0
+"""Seconds, at least, that a replay goes on after the last of its windows; else as long as it took until then."""
+MAX_KEPT = 2
+"""Standbys that stay because something went wrong after they were made."""
+ROOM = 2
+"""How often the memory of the process must be free as well: what it writes from then on is there twice."""
+
+
+class Standbys:
+    """Forks a standby before the first outermost call and, as far as the time goes, before later ones.
+
+    The first stays, and so does the last before something was not finite or raised; of the others the latest.
+
+    Args:
+        directory: where they listen.
+        recording: of this process.
+        watch: the watch of this process.
+    """
+
+    def __init__(self, directory: Path, recording: Recording, watch: ProcessWatch) -> None:
+        self._directory = directory
+        self._recording = recording
+        self._watch = watch
+        self._owner = getpid()
+        self._latest: Standby | None = None
+        self._keeps_latest = False
+        self._kept = 0
+        self._began = perf_counter()
+        self._spent = 0.0
+        self._cost = 0.0
+        self._impossible = False
+        self._windows: list[OpWindow] = []
+        self._over = inf
+
+    def begin(self) -> None:
+        """Begins to make them."""
+        instruments = self._watch.instruments
+        instruments.modules.before_root.insert(0, instruments.guard.shield(self._before_call, "replay of what fails"))
+        instruments.on_suspicion.append(self._keep_latest)
+        instruments.modules.on_error.append(self._keep_latest)
+
+    def _before_call(self, module: nn.Module) -> None:
+        position = self._watch.instruments.position
+        if self._windows:
+            self._end_in_time()
+        now = perf_counter() - self._began
+        if position.backward_depth or getpid() != self._owner or self._impossible:
+            return
+        if self._spent and self._spent + self._cost > FREE_SECONDS + SHARE * now:
+            return
+        why_not = next(_hindrances(), "")
+        if why_not:
+            self._impossible = True
+            self._watch.instruments.guard.tell("replay of what fails", why_not)
+            return
+        made = stand_by(self._directory / f"{PREFIX}{position.step}-{position.call}")
+        if isinstance(made, Standby):
+            self._keep(made)
+        else:
+            with OrEnd():
+                self._go_on(made)
+
+    def _keep(self, made: Standby) -> None:
+        self._recording.standby_is_there()
+        if self._latest is not None and not self._keeps_latest:
+            self._latest.dismiss()
+        self._keeps_latest = self._latest is None  # the first one
+        self._latest = made
+        self._cost = made.seconds + resident() / PAGE * SECONDS_PER_PAGE
+        self._spent += self._cost
+
+    def _keep_latest(self, *_: Any) -> None:
+        """Something has gone wrong since the latest one was made."""
+        if not self._keeps_latest and self._kept < MAX_KEPT:
+            self._kept += 1
+            self._keeps_latest = True
+
+    def _go_on(self, request: dict[str, Any]) -> None:
+        directory = Path(request["directory"])
+        with open(directory / DONE, "wb", buffering=0) as done:  # stays open until this process ends
+            os.dup(done.fileno())
+            done.write(str(os.getpid()).encode("ascii"))
+        limit_processor_time(request["seconds"])
+        self._recording.writer.continue_in(directory)
+        forbid_changes()
+        torch.set_num_threads(1)  # the threads of the pool are not in this process
+        self._owner = 0
+        position = self._watch.instruments.position
+        self._recording.go_on(lambda error: [type(error).__name__, position.call] == request["raised"])
+        self._began = perf_counter()
+        self._windows = [OpWindow(**window) for window in request["windows"]]
+        self._watch.adopt(self._windows)
+
+    def _end_in_time(self) -> None:
+        """Ends a replay that has come far beyond its windows: a training may go on for days."""
+        position = self._watch.instruments.position
+        if all(position.call > window.call and position.step > window.step for window in self._windows):
+            now = perf_counter()
+            self._over = min(self._over, now + max(GOES_ON, now - self._began))
+            if now > self._over:
+                os._exit(0)
+
+
+def _hindrances() -> Iterator[str]:
+    """Why no standby can be made now."""
+    if not is_supported():
+        yield "a process can only be isolated on Linux on x86-64"
+    if torch.cuda.is_initialized():
+        yield "a fork of a process that uses CUDA cannot go on"
+    if threading.current_thread() is not threading.main_thread():
+        yield "the modules run in a thread"
+    if _available() < ROOM * resident():
+        yield "there is not enough memory for a copy of the process"
+
+
+def _available() -> int:
+    """Bytes of memory that are free, on the machine and in the control group of this process."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    free = int(lines["MemAvailable"].split()[0]) << 10
+    return min(free, *_left_in_groups())
+
+
+def _left_in_groups() -> Iterator[int]:
+    group = Path("/sys/fs/cgroup")
+    yield 1 << 62
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text().strip()
+    except OSError:
+        return
+    if limit != "max":
+        yield int(limit) - int(used)

@@ -1,0 +1,184 @@
+"""Parts of a run are replayed from processes that stand by; the program itself must notice nothing of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+from exec_corpus import treat_forked
+from nursery import preload
+from replayed import files_in, replay, run_standing_by, scenario_of
+from script_corpus import Case, cases
+
+from dtypedoctor.diagnosis.finding import Confidence
+from dtypedoctor.replay.cage import is_supported
+from dtypedoctor.replay.wake import dismiss, waiting_in
+from dtypedoctor.runner.run import STDOUT
+from dtypedoctor.scenario.request import Window
+from dtypedoctor.trace.events import Op
+from dtypedoctor.trials import replays
+from dtypedoctor.trials.observer import compare_unwatched
+from dtypedoctor.trials.treatment import Plan, treat
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="Linux on x86-64 only")
+
+ONE_RUN = Plan(certify=False, closer=False, only=frozenset())
+HEALTHY = [case for case in cases() if case.healthy and not case.imports][::15]
+
+OVERFLOW = """
+import torch
+from torch import nn
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((4,), 200.0))
+    def forward(self, x):
+        return x * self.gain
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), Scores()).half()
+"""
+"""A model whose second module overflows float16 where its input is large."""
+
+BUSY = (
+    OVERFLOW
+    + """
+import os, pathlib, random, subprocess
+pathlib.Path("out").mkdir()
+pathlib.Path("lines.txt").write_text("".join(f"{i}\\n" for i in range(6)))
+lines = open("lines.txt")
+log = open("out/log.txt", "w")
+entropy = int.from_bytes(os.urandom(2), "big") / 2**16
+random.seed(3)
+for step in range(6):
+    line = next(lines)
+    print("step", int(line), random.random(), flush=step % 2 == 0)
+    log.write(line)
+    x = torch.full((2, 4), 1.0 + entropy if step < 4 else 30000.0).half()
+    try:
+        os.wait()
+    except ChildProcessError:
+        print("no child")
+    out = model(x)
+    if step == 2:
+        os.unlink("lines.txt")
+        subprocess.run(["true"], check=True)
+    torch.save(model.state_dict(), f"out/{step}.pt")
+    if not out.isfinite().all():
+        raise SystemExit(3)
+"""
+)
+"""Prints, writes, removes its own input, waits for children that it has not, draws from the system's entropy, and fails in call 5."""
+
+HANGS = (
+    OVERFLOW
+    + """
+import queue, threading
+asked, answers = queue.Queue(), queue.Queue()
+def serve():
+    while asked.get() is not None:
+        answers.put(30000.0)
+threading.Thread(target=serve).start()
+for step in range(2):
+    asked.put(step)
+    model(torch.full((2, 4), answers.get()).half())
+asked.put(None)
+"""
+)
+"""Needs a thread, which a fork does not have."""
+
+FORKS = (
+    OVERFLOW
+    + """
+import os
+from torch.utils.data import DataLoader
+child = os.fork()
+if child == 0:
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for x in DataLoader([torch.full((4,), 30000.0)] * 4, batch_size=2, num_workers=1, multiprocessing_context="fork"):
+    model(x.half())
+"""
+)
+"""Has a child of its own and a data loader with a worker."""
+
+
+def script(folder: Path, text: str) -> Path:
+    """A script in a folder of its own."""
+    path = folder / "script.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_program_that_changes_its_folder_is_diagnosed_from_one_run_and_left_alone(tmp_path: Path) -> None:
+    """Two runs would differ. What it prints, writes and exits with is what it does without standbys, and nothing is there twice."""
+    path = script(tmp_path, BUSY)
+    treatment = treat(scenario_of(path), lambda label, _: run_standing_by(path, tmp_path / "forced", label), ONE_RUN)
+    found = treatment.findings[0]
+    assert (found.id, found.fqn, found.op, found.call) == ("float16-overflow", "1", "aten.mul.Tensor", 5)
+    assert found.confidence is Confidence.PROVEN
+    assert "all" in treatment.replayed
+    assert "are equal" in treatment.replayed
+    alone = run_standing_by(path, tmp_path / "alone", watch=False)
+    assert (treatment.before.directory / STDOUT).read_text() == (alone.directory / STDOUT).read_text()
+    assert treatment.before.exit.code == alone.exit.code == 3
+    wanted = files_in(tmp_path / "alone" / "work")
+    assert files_in(tmp_path / "forced" / "work") == wanted
+
+
+def test_a_replay_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a thread that it has not; the program's own run is reported."""
+    monkeypatch.setattr(replays, "SHORTEST", 2.0)
+    monkeypatch.setattr(replays, "SLOWER", 0.0)
+    treatment = treat_forked(script(tmp_path, HANGS), tmp_path, ONE_RUN)
+    assert treatment.closer is not None or "stopped" in treatment.no_closer
+    assert treatment.before.exit.code == 0
+
+
+def test_a_program_with_processes_of_its_own(tmp_path: Path) -> None:
+    """Its child is waited for as ever, its data loader's worker is its own, and what overflows is found."""
+    treatment = treat_forked(script(tmp_path, FORKS), tmp_path, ONE_RUN)
+    assert (tmp_path / "before" / "output.txt").read_text().splitlines()[:1] == ["7"]
+    assert treatment.findings[0].op == "aten.mul.Tensor"
+
+
+@pytest.mark.parametrize("case", HEALTHY, ids=lambda case: case.name)
+def test_healthy_scripts_are_unchanged_by_standbys_and_replayed_exactly(case: Case, tmp_path: Path) -> None:
+    """With a standby before every call: the same losses, parameters after each step, output and files; and replays of random calls do the same."""
+    preload(case.imports)
+    alone = run_standing_by(case.path, tmp_path / "alone", watch=False)
+    run = run_standing_by(case.path, tmp_path / "forced")
+    assert compare_unwatched(run, alone).bitwise_equal is not False
+    assert (run.directory / STDOUT).read_text() == (alone.directory / STDOUT).read_text()
+    assert files_in(tmp_path / "forced" / "work") == files_in(tmp_path / "alone" / "work")
+    drawn = random.Random(case.name)
+    calls = max((sample.call for sample in run.trace.samples), default=0)
+    for number in range(2 if calls else 0):
+        window = Window(call=drawn.randint(1, calls), until=drawn.choice(["next-call", "backward"]))
+        again, made = replay(run, f"replay-{number}", [window])
+        assert again is not None, made.why_not
+        assert not made.certificate(again).doubt
+        assert any(op.call == window.call for op in again.trace.all(Op))
+    assert files_in(tmp_path / "forced" / "work") == files_in(tmp_path / "alone" / "work")
+    dismiss(run.directory)
+    assert not waiting_in(run.directory)
+
+
+def test_no_process_is_left(tmp_path: Path) -> None:
+    """Standbys end with the report."""
+    path = script(tmp_path, OVERFLOW + "model(torch.full((2, 4), 30000.0).half())\n")
+    treat_forked(path, tmp_path, ONE_RUN)
+    deadline = time.monotonic() + 30
+    while left := [name for name in os.listdir("/proc") if name.isdecimal() and str(tmp_path) in _folder_of(name)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    assert not list((tmp_path / "before").glob("standby-*"))
+
+
+def _folder_of(process: str) -> str:
+    try:
+        return os.readlink(f"/proc/{process}/cwd")
+    except OSError:  # it has ended, or is somebody else's
+        return ""
