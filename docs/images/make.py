@@ -38,7 +38,7 @@ def terminal(run: Path) -> str:
     print_document(
         run_document(report), Console(file=written, width=COLUMNS, force_terminal=True, color_system="standard")
     )
-    shown = re.split(r"\n[^\n]*Before and after", written.getvalue())[0].rstrip()
+    shown = re.split(r"\n[^\n]*Baseline and fixes", written.getvalue())[0].rstrip()
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text.from_ansi(shown))
     drawn = console.export_svg(title=f"dtypedoctor run {report.name}", unique_id="dtypedoctor")

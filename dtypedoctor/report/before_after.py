@@ -1,4 +1,4 @@
-"""Before and after: one column per run, one row per quantity."""
+"""The baseline beside the runs with fixes and the reference: one column per run, one row per quantity."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ _MOST_BESIDE, _MOST_RUNS = 4, 12
 """Runs in one table, and in all."""
 
 _UNEXPLAINED = "operand-dtype-mismatch"
-"""What a refused operation is called as long as no op trace tells where its dtypes come from."""
-_CORRECTED = ("rescued elements", "clamped elements")
+"""What a dtype mismatch is called without an op trace that tells where its dtypes come from."""
+_CORRECTED = ("elements replaced", "elements clamped")
 """Rows that say something only where a correction had something to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One run: its label, one cell per row, whether it is one with a remedy that does not cure, and whether with one that is there to raise."""
+    """One run: its label, one cell per row, whether its fix does not work, and whether it is a check, which is there to raise."""
 
     label: str
     cells: tuple[str, ...]
@@ -42,21 +42,21 @@ class Comparison:
 
     @property
     def main(self) -> tuple[Column, ...]:
-        """What has to be seen: before, the remedies that cure, the reference."""
+        """What has to be seen: the baseline, the fixes that work, the reference."""
         return tuple(column for column in self.columns if not column.is_failed_remedy)
 
     @property
     def failed(self) -> tuple[Column, ...]:
-        """The runs with remedies that do not cure."""
+        """The runs with fixes that do not work."""
         return tuple(column for column in self.columns if column.is_failed_remedy)
 
     @property
     def failed_title(self) -> str:
-        """What the table of :attr:`failed` holds: remedies, and checks, which are there to raise."""
+        """What the table of :attr:`failed` holds: fixes, and checks, which are there to raise."""
         checks = sum(column.is_check for column in self.failed)
         remedies = len(self.failed) - checks
-        parts = [counted(remedies, "remedy that does", "remedies that do") + " not cure"] if remedies else []
-        parts += [counted(checks, "check that raises", "checks that raise") + " as intended"] if checks else []
+        parts = [counted(remedies, "fix that does", "fixes that do") + " not work"] if remedies else []
+        parts += [counted(checks, "check that raises", "checks that raise") + ", as intended"] if checks else []
         return ", ".join(parts)
 
 
@@ -70,22 +70,22 @@ class _Entry:
 
     @property
     def failed(self) -> bool:
-        """Whether it is the run of a remedy that does not cure."""
+        """Whether it is the run of a fix that does not work."""
         return self.trial is not None and self.trial.outcome is not Outcome.FIXED
 
 
 def before_after(report: Report) -> Section:
-    """The runs side by side and step by step, those of remedies that do not cure folded away."""
+    """The runs side by side and step by step, those of fixes that do not work folded away."""
     found = compare(report)
     if not found.columns:
         return Section("The run", ())
-    title = "Before and after" if len(found.columns) > 1 else "The run"
-    tables, charts = side_by_side(found.rows, found.main), tuple(_charts(runs(report)[: len(found.main)]))
+    title = "Baseline and fixes" if len(found.columns) > 1 else "The run"
+    tables, charts = side_by_side(found.rows, found.main), tuple(_charts(_entries(report)[: len(found.main)]))
     blocks: list[Block] = [Beside(tables, charts)] if charts else [*tables]
     blocks += [Paragraph(note, Look.DIM) for note in found.notes]
     if found.failed:
         blocks.append(Fold(found.failed_title, side_by_side(found.rows, found.failed)))
-    return Section(title, tuple(blocks), "compare", "Before and after")
+    return Section(title, tuple(blocks), "compare", "Runs")
 
 
 def side_by_side(labels: Sequence[str], columns: Sequence[Column]) -> tuple[Block, ...]:
@@ -107,9 +107,9 @@ def _cell(text: str) -> Words:
     return Words(text, outcome_look(text))
 
 
-def _charts(compared: Sequence[RunSummary]) -> Iterator[Chart]:
+def _charts(compared: Sequence[_Entry]) -> Iterator[Chart]:
     for quantity, pick in (("loss", _loss), ("grad_norm", _grad_norm), ("reward", _reward)):
-        lines = tuple((run.label, pick(run)) for run in compared)
+        lines = tuple((entry.label, pick(entry.run)) for entry in compared)
         if any(len(values) > 1 for _, values in lines):
             yield Chart(quantity, lines)
 
@@ -127,7 +127,7 @@ def _reward(run: RunSummary) -> Sequence[float | None]:
 
 
 def runs(report: Report) -> tuple[RunSummary, ...]:
-    """The runs that are compared: before, each trial that cures, the reference, each trial that does not cure."""
+    """The runs that are compared: the baseline, each trial that fixes, the reference, each trial that does not."""
     return tuple(entry.run for entry in _entries(report))
 
 
@@ -155,7 +155,7 @@ def _is_empty(cell: str, row: str) -> bool:
 def _entries(report: Report) -> list[_Entry]:
     found = tuple(dict.fromkeys(finding.id for finding in report.findings))
     entries = (
-        [_Entry(label="before", run=report.before, findings=found, ended=_before(report))] if report.before else []
+        [_Entry(label="baseline", run=report.before, findings=found, ended=_before(report))] if report.before else []
     )
     tried = [_Entry(label=t.remedy, run=t.run, findings=t.run.finding_ids, trial=t) for t in report.trials if t.run]
     entries += [entry for entry in tried if not entry.failed]
@@ -172,7 +172,7 @@ def _entries(report: Report) -> list[_Entry]:
 
 
 def _before(report: Report) -> str:
-    """How the untreated run ended, without the message that stands above already."""
+    """How the baseline ended, without the message that stands above already."""
     ended = report.before.ended if report.before else ""
     return ended.partition(": ")[0] if ended_with(report) else ended
 
@@ -190,29 +190,26 @@ def _reference(report: Report) -> str:
         "" if known.autocast else "no autocast",
         "" if known.compile else "nothing compiled",
     ]
-    return f"The reference is the untreated run with {' and '.join(filter(None, changes))}."
+    return f"The reference is the baseline with {' and '.join(filter(None, changes))}."
 
 
 def _notes(report: Report) -> list[str]:
     notes = [_reference(report)] if _reference(report) else []
     bases = sorted({t.ratio_base for t in report.trials if t.ratio_base and t.run})
     if bases:
-        notes.append(f"× compares with the run “{', '.join(bases)}”.")
+        notes.append(f"× is the ratio to the {', '.join('baseline' if base == 'before' else base for base in bases)}.")
     if any(t.parity for t in report.trials):
-        notes.append(
-            "KL is that of the policy's token log-probabilities against the reference on the same inputs, over the steps."
-        )
+        notes.append("KL: policy against reference, on the token log-probabilities of the same inputs, per step.")
     if any(entry.run.output_error is not None for entry in _entries(report)):
         notes.append(
-            "Output error is the relative difference of the outputs before the first step from those of the same weights in "
-            f"float32: below 0.03 it is rounding, above {WRONG_OUTPUT:g} something else was computed."
+            "Output error: relative difference between the outputs before the first step and those of the same weights in "
+            f"float32. Below 0.03 is rounding; above {WRONG_OUTPUT:g} is wrong."
         )
     if _UNEXPLAINED not in {f.id for f in report.findings} and any(
         t.run and _UNEXPLAINED in t.run.finding_ids for t in report.trials
     ):
         notes.append(
-            "After the failure the untreated run alone is repeated and recorded operation by operation; the other runs are not, "
-            f"so there a refused operation is called {_UNEXPLAINED}, whatever its cause."
+            f"Only the baseline has an op trace, so in the other runs any dtype mismatch is reported as {_UNEXPLAINED}."
         )
     return notes
 
@@ -225,7 +222,7 @@ def _outcome(entry: _Entry) -> str:
 
 def _steps(entry: _Entry) -> str:
     planned = entry.run.steps_planned  # nobody but a script itself knows what it plans
-    return f"{entry.run.steps_completed} of {planned}" if planned else str(entry.run.steps_completed)
+    return f"{entry.run.steps_completed}/{planned}" if planned else str(entry.run.steps_completed)
 
 
 def _with_ratio(text: str, factor: float | None) -> str:
@@ -253,16 +250,16 @@ def _kl(parity: Parity) -> str:
 
 
 def _safe(trial: Trial) -> str:
-    """Whether it hides nothing; where nothing was cured there is nothing to hide."""
+    """Whether it may hide a failure, by what the fix does; where nothing was fixed there is nothing to hide."""
     if trial.outcome is not Outcome.FIXED:
         return ABSENT
-    return "yes" if trial.safe else "no"
+    return "none known" if trial.safe else "may hide a failure"
 
 
 def _reward_equal(parity: Parity) -> str:
     if parity.reward_equal_steps is None:
         return ABSENT
-    return f"{parity.reward_equal_steps} of {parity.steps_compared}"
+    return f"{parity.reward_equal_steps}/{parity.steps_compared} steps"
 
 
 _ROWS: dict[str, Callable[[_Entry], str]] = {
@@ -274,11 +271,11 @@ _ROWS: dict[str, Callable[[_Entry], str]] = {
     "reward": lambda entry: span(entry.run.reward),
     "step time": _step_time,
     "peak memory": _peak_memory,
-    "rescued elements": _of_trial(lambda trial: count(trial.rescued_elements)),
-    "clamped elements": _of_trial(lambda trial: count(trial.clamped_elements)),
+    "elements replaced": _of_trial(lambda trial: count(trial.rescued_elements)),
+    "elements clamped": _of_trial(lambda trial: count(trial.clamped_elements)),
     "KL p50, p95, max": _of_parity(_kl),
     "KL total": _of_parity(lambda parity: f"{number(parity.total_kl)} in {counted(parity.steps_compared, 'step')}"),
     "equal rewards": _of_parity(_reward_equal),
     "output error": lambda entry: number(entry.run.output_error),
-    "safe": _of_trial(_safe),
+    "side effects": _of_trial(_safe),
 }

@@ -15,8 +15,8 @@ from dtypedoctor.report.text import ABSENT, counted, duration, memory, number, o
 
 _VERDICT_HEADER = ("mode", "outcome", "phase", "module", "absmax")
 _VERDICT_NOTE = (
-    "Module: where it fails, else where it comes nearest to the end of its dtype's range; absmax: the largest finite "
-    "magnitude there. Inside compiled code nothing is watched: what the model returns stands for it."
+    "module: where it fails, else where it comes closest to its dtype's max; absmax: the largest finite magnitude there. "
+    "Compiled code is measured at the model's output only."
 )
 
 _Found = Mapping[str, Any]
@@ -36,9 +36,9 @@ def bisection_part(report: Report) -> Section:
             (mode, Words(outcome, _LOOKS.get(outcome, Look.PLAIN)), phase, _shortened(module, shared), absmax)
             for mode, outcome, phase, module, absmax in verdicts
         )
-        blocks += [Heading("verdicts, one mode a row"), Table(_VERDICT_HEADER, rows, _VERDICT_NOTE)]
+        blocks += [Heading("verdict of each mode"), Table(_VERDICT_HEADER, rows, _VERDICT_NOTE)]
     if remedy := remedy_yaml(found):
-        blocks += [Heading("remedy, to put into the scenario"), Code(remedy, "yaml")]
+        blocks += [Heading("fix, to add to the scenario"), Code(remedy, "yaml")]
     return Section("Bisection", tuple(blocks), "bisection")
 
 
@@ -51,7 +51,7 @@ def bisection_summary(bisection: _Found) -> list[tuple[str, str]]:
     rows = [
         ("culprits", _listed(bisection.get("culprits"))),
         ("corrections", _corrections(bisection)),
-        ("1-minimal", _minimal(bisection)),
+        ("minimal", _minimal(bisection)),
         ("probes", _probes(bisection)),
         *_doubts(bisection),
         *_cost(bisection.get("cost")),
@@ -70,7 +70,7 @@ def bisection_verdicts(bisection: _Found) -> list[tuple[str, str, str, str, str]
 
 
 def remedy_yaml(bisection: _Found) -> str:
-    """What to put into a scenario so that it is cured, as YAML; empty where nothing is known to cure."""
+    """What to add to a scenario to fix it, as YAML; empty where no fix is known."""
     remedy = bisection.get("remedy")
     text: str = yaml.safe_dump(remedy, sort_keys=False, width=200) if isinstance(remedy, Mapping) else ""
     return text.rstrip("\n")
@@ -85,7 +85,7 @@ def _corrections(bisection: _Found) -> str:
 def _minimal(bisection: _Found) -> str:
     if not bisection.get("one_minimal"):
         return "not checked" if bisection.get("end") not in (None, "found") else "no"
-    return "yes: leaving out any one of them brings the failure back"
+    return "yes: without any one of them the failure recurs"
 
 
 def _probes(bisection: _Found) -> str:
@@ -102,11 +102,11 @@ def _probes(bisection: _Found) -> str:
 def _doubts(bisection: _Found) -> Iterator[tuple[str, str]]:
     """What the reader has to know before believing the rest."""
     for line in bisection.get("flaky") or ():
-        yield "flaky", f"the same run came out differently: {line}"
+        yield "flaky", f"repeated runs differ: {line}"
     if bisection.get("unresolved"):
-        yield "unresolved", f"{counted(int(bisection['unresolved']), 'probe')} failed in another way"
+        yield "unresolved", f"{counted(int(bisection['unresolved']), 'probe')} failed differently"
     if bisection.get("monotone") is False:
-        yield "not monotone", "a run that was healthy failed when more was kept in float32"
+        yield "not monotone", "a healthy run failed with more modules in float32"
     if bisection.get("note"):
         yield "note", str(bisection["note"])
 
@@ -139,7 +139,7 @@ def _reproduction(found: object) -> Iterator[tuple[str, str]]:
         return
     if found.get("script"):
         size = memory(int(found.get("bytes") or 0))
-        yield "reproduction", f"{found['script']} ({size} of tensors); run to make sure, it says: {found.get('said')}"
+        yield "reproduction", f"{found['script']} ({size} of tensors); verified, it prints: {found.get('said')}"
     else:
         yield "reproduction", f"none: {found.get('reason')}"
 

@@ -63,7 +63,7 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
 
 
 def _of_others(treatment: Treatment) -> Iterator[str]:
-    """What was not watched of the other processes of a script that has spawned some."""
+    """What was not covered of the other processes of a script that has spawned some."""
     for run in treatment.before.others:
         if not run.trace.usable:
             yield "a spawned process: it left no trace"
@@ -94,7 +94,7 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
 
 _MOST_NAMED = 5
 _NEAR_THE_END = 0.5
-"""Share of a dtype's range from which on a healthy run says so: a factor of two is little for activations."""
+"""Share of a dtype's max above which a healthy run says so: a factor of two is little for activations."""
 
 
 def answer(found: Bisection) -> str:
@@ -105,8 +105,8 @@ def answer(found: Bisection) -> str:
 def _found(found: Bisection) -> str:
     if not found.confirmed:
         reason = found.trials[0].reason if found.trials else "that was not tried"
-        return f"{_kept(found)} makes {found.workload} healthy, but not the whole run: {reason}."
-    story = f"{_kept(found)} is enough for a healthy run; without it: {found.failure.reason}."
+        return f"Keeping {_kept(found)} in float32 fixes {found.workload}, but not the whole run: {reason}."
+    story = f"Smallest fix: keep {_kept(found)} in float32. Without it: {found.failure.reason}."
     return f"{story}{_by_corrections(found)}{_now_and_then(found)}"
 
 
@@ -114,11 +114,11 @@ def _now_and_then(found: Bisection) -> str:
     result = found.modules.result if found.modules is not None else None
     if result is None or not result.flaky:
         return ""
-    return " The failure is flaky: a run that was repeated came out differently, so this may be luck."
+    return " The failure is flaky: repeated runs differ, so this may be chance. Bisect again to confirm it."
 
 
 def _by_corrections(found: Bisection) -> str:
-    """The corrections that do the same, or as far as they do; nothing where there are none."""
+    """Corrections that are enough as well, or how far they are; nothing where there are none."""
     names = found.corrections.culprits if found.corrections is not None else ()
     trial = next((t for t in found.trials if t.remedy == "+".join(names)), None)
     if not names or trial is None:
@@ -137,8 +137,7 @@ def _by_corrections(found: Bisection) -> str:
 def _kept(found: Bisection) -> str:
     names = [part_in_words(name) for name in found.kept]
     more = len(names) - _MOST_NAMED
-    shown = _enumerated([*names[:_MOST_NAMED], f"{more} more"] if more > 0 else names)
-    return f"Keeping {'only ' if len(names) == 1 else ''}{shown} in float32"
+    return _enumerated([*names[:_MOST_NAMED], f"{more} more"] if more > 0 else names)
 
 
 def _enumerated(names: Sequence[str]) -> str:
@@ -147,21 +146,21 @@ def _enumerated(names: Sequence[str]) -> str:
 
 def _healthy(found: Bisection) -> str:
     told = (
-        f"It does not fail: finite, without a dtype error, and as near to float32 as rounding allows{_how_near(found)}."
+        f"No failure: everything is finite, no dtype error, and within rounding of float32{_how_near(found)}."
         f"{_near_the_end(found.failure)}"
     )
     others = [finding.id for finding in found.treatment.findings if finding.severity is not Severity.INFO]
     notes = [finding.id for finding in found.treatment.findings if finding.severity is Severity.INFO]
     if others:
-        told += f" What is found besides ({', '.join(others)}) is nothing that a bisection can look for."
-    return f"{told} Noted besides: {', '.join(notes)}." if notes else told
+        told += f" Bisection cannot search for what else is found: {', '.join(others)}; `dtypedoctor run` tries fixes for it."
+    return f"{told} Notes: {', '.join(notes)}." if notes else told
 
 
 def _near_the_end(healthy: Symptom) -> str:
-    """What is about to overflow: other tokens may bring it over the end."""
+    """What is close to overflow: other tokens may exceed the max."""
     if healthy.share is None or healthy.share < _NEAR_THE_END or healthy.absmax is None or healthy.fqn is None:
         return ""
-    return f" {part_in_words(healthy.fqn)} comes to {number(healthy.absmax)}, {healthy.share:.0%} of what its dtype can hold."
+    return f" {part_in_words(healthy.fqn)} reaches {number(healthy.absmax)}, {healthy.share:.0%} of its dtype's max."
 
 
 def _how_near(found: Bisection) -> str:
@@ -170,33 +169,33 @@ def _how_near(found: Bisection) -> str:
 
 def _domain_error(found: Bisection) -> str:
     name = "domain-error: it" if found.failure.kind is Kind.NOT_FINITE else "It"
-    return f"{name} fails in float32 as well, so this is no matter of precision ({found.note})."
+    return f"{name} fails in float32 too, so precision is not the cause ({found.note})."
 
 
 def _rounded_weights(found: Bisection) -> str:
     return (
-        f"The weights do not survive the cast: as the dtype rounds them it fails even in float32 ({found.note}), as they were before "
-        "it does not. Keeping modules in float32 comes too late for that; load these weights in a wider dtype."
+        f"Rounding the weights breaks the model: with the rounded weights it fails even in float32 ({found.note}), with the original "
+        "ones it does not. Keeping modules in float32 cannot restore them; load these weights in a wider dtype."
     )
 
 
 def _outside(found: Bisection) -> str:
     return (
-        f"No module is to blame: it fails even with all {counted(found.candidates, 'part')} of the model in float32 ({found.note}), "
-        "but not in the float32 reference. What differs lies outside of the modules."
+        f"The cause is outside the modules: it fails even with all {counted(found.candidates, 'module')} in float32 ({found.note}), "
+        "but not in the float32 reference. Check the dtypes of the inputs, the loss and the code between modules."
     )
 
 
 def _unresolved(found: Bisection) -> str:
-    return f"Nothing can be said about which module is to blame: {found.note}."
+    return f"Unresolved, no module can be named: {found.note}."
 
 
 def _interrupted(found: Bisection) -> str:
     if not found.culprits:
-        return f"Interrupted before anything was known{': ' + found.note if found.note else ''}."
+        return f"Interrupted before a result{': ' + found.note if found.note else ''}."
     minimal = found.modules is not None and found.modules.result is not None
-    known = "" if minimal else f" Some of these {counted(len(found.culprits), 'part')} may not be needed."
-    return f"Interrupted. {_kept(found)} is enough for {found.workload} to be healthy.{known}"
+    known = "" if minimal else f" Some of these {counted(len(found.culprits), 'module')} may not be needed."
+    return f"Interrupted. Keeping {_kept(found)} in float32 fixes {found.workload}.{known}"
 
 
 _ANSWERS: dict[End, Callable[[Bisection], str]] = {
@@ -211,7 +210,7 @@ _ANSWERS: dict[End, Callable[[Bisection], str]] = {
 
 
 def bisection_report(found: Bisection, *, command: str, files: dict[str, str], next_command: str) -> Report:
-    """Everything that is said about a bisection: the report of its untreated run, with the answers.
+    """Everything that is said about a bisection: the report of its baseline, with the answers.
 
     Args:
         found: what was found out.
@@ -263,7 +262,7 @@ def bisection_section(found: Bisection) -> dict[str, Any]:
 def _disagreements(answers: list[Answer]) -> list[str]:
     """What came out differently when it was run again."""
     return [
-        f"with {len(one.treated) or 'nothing'} treated: {', then '.join(one.outcomes)}"
+        f"with {len(one.treated) or 'nothing'} in float32: {', then '.join(one.outcomes)}"
         for answer in answers
         if answer.result is not None
         for one in answer.result.disagreements

@@ -1,4 +1,4 @@
-"""The document about two compared runs: the verdict in a sentence, where they part, and why they are not called equal."""
+"""The document about two compared runs: the verdict in a sentence, where they diverge, and why they are not equal."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -92,7 +92,7 @@ def _runs(found: TraceComparison) -> Section:
 
 
 def _why(found: TraceComparison) -> Section:
-    return _section("Why they are not called equal", lines=tuple(reasons(found)))
+    return _section("Why they are not equal", lines=tuple(reasons(found)))
 
 
 def _first(found: TraceComparison) -> Section:
@@ -101,7 +101,7 @@ def _first(found: TraceComparison) -> Section:
 
 def _first_nonfinite(found: TraceComparison) -> Section:
     other = found.first_nonfinite if found.first_nonfinite != found.first else None
-    return _divergence("First NaN or inf that only one has", other, found.compared)
+    return _divergence("First NaN or inf in one run only", other, found.compared)
 
 
 def _divergence(title: str, place: Divergence | None, compared: int) -> Section:
@@ -131,7 +131,7 @@ def _drift(found: TraceComparison) -> Section:
     rows = (beyond or drifting)[:_MOST_ROWS]
     shared = shared_prefix([module.fqn for module in rows if module.lane != "loss"])
     return _section(
-        "Drift per module, " + ("in the order in which they leave the tolerance" if beyond else "largest first"),
+        "Drift per module, " + ("in the order in which they exceed the tolerance" if beyond else "largest first"),
         header=("module", "in", "dtype", "beyond", "drift", "step"),
         rows=tuple(_drift_row(module, shared) for module in rows),
         notes=tuple(_drift_notes(modules, beyond, drifting)),
@@ -141,7 +141,7 @@ def _drift(found: TraceComparison) -> Section:
 def _drift_notes(
     modules: Sequence[ModuleDrift], beyond: Sequence[ModuleDrift], drifting: Sequence[ModuleDrift]
 ) -> Iterator[str]:
-    yield f"{count(len(beyond))} of {counted(len(modules), 'row')} leave the tolerance; --format json has every one."
+    yield f"{count(len(beyond))} of {counted(len(modules), 'row')} exceed the tolerance; --format json has every one."
     if drifting:
         far = drifting[0]
         yield f"The largest drift is {number(far.max_error)}, of {_name(far, 0)} in step {far.max_error_step} ({far.lane})."
@@ -243,7 +243,7 @@ def _settings(found: TraceComparison) -> Section:
     several = [*(("", one) for one in found.settings), *(("environment: ", one) for one in found.environment)]
     rows = [(named(f"{prefix}{one.name}"), one.a or ABSENT, one.b or ABSENT) for prefix, one in several]
     return _section(
-        "What the runs were given that differs",
+        "Settings that differ",
         header=("", "A", "B"),
         rows=tuple(rows[: 2 * _MOST_ROWS]),
         notes=_rest(rows[_MOST_ROWS:], "rows"),
@@ -275,7 +275,7 @@ def headline(found: TraceComparison) -> str:
 
 
 def reasons(found: TraceComparison) -> list[str]:
-    """Everything for which the two are not called equal, divergences first; empty for equal runs."""
+    """Everything for which the two are not equal, divergences first; empty for equal runs."""
     return [*_divergences(found), *_gaps(found)]
 
 
@@ -319,14 +319,14 @@ def _finiteness(measured: Measured) -> str:
 
 def _agreement(found: TraceComparison) -> str:
     if found.equal == found.compared:
-        return "agree in every digit that traces keep"
-    return f"agree within {number(found.tolerance)}, {count(found.equal) if found.equal else 'none'} of them in every digit that traces keep"
+        return "are equal to the precision of the trace"
+    return f"agree within {number(found.tolerance)} ({count(found.equal)} equal to the precision of the trace)"
 
 
 def _extras(found: TraceComparison) -> str:
     extras = sum(one.tensors for one in found.missing)
     words = counted(extras, "measurement")
-    return f" Set aside: {words} of further outputs, which only one run's modules return." if extras else ""
+    return f" Ignored: {words} of outputs that only one run's modules return." if extras else ""
 
 
 def _shared_numbers(found: TraceComparison) -> bool:
@@ -363,7 +363,7 @@ def _steps(steps: tuple[int, ...]) -> str:
 def _gaps(found: TraceComparison) -> Iterator[str]:
     for name, side in (("A", found.a), ("B", found.b)):
         if not side.watched:
-            yield f"{name} was not watched, so no tensor of it was measured"
+            yield f"{name} was not instrumented, so none of its tensors was measured"
         elif not side.tensors:
             yield f"no tensor was measured in {name}"
         if not side.complete:

@@ -77,7 +77,7 @@ def _pinned(version: str) -> str:
     return version if _TORCH_BUILD.fullmatch(version) else version.split("+")[0]
 
 
-ELSEWHERE = "On another machine: a script that installs these versions and runs the same"
+ELSEWHERE = "On another machine: a script that installs these versions and runs the same command"
 """What formats call :func:`reproduction_script`."""
 
 _OWN = "dtypedoctor "

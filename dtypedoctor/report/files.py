@@ -103,7 +103,7 @@ CLOSER, REFERENCE = "closer", "reference"
 
 
 def with_pictures(report: Report, directory: Path) -> Report:
-    """``report`` with a picture of the run before, of the first remedy that fixes, and of the reference.
+    """``report`` with a picture of the baseline, of the first fix that works, and of the reference.
 
     Args:
         report: the report of the run in ``directory``.
@@ -111,7 +111,7 @@ def with_pictures(report: Report, directory: Path) -> Report:
             ``remedy-ID`` and ``reference``. A run that left no trace is passed over.
     """
     cures = [trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED]
-    wanted = {BEFORE: BEFORE, **{f"remedy-{remedy}": remedy for remedy in cures[:1]}, REFERENCE: REFERENCE}
+    wanted = {BEFORE: "baseline", **{f"remedy-{remedy}": remedy for remedy in cures[:1]}, REFERENCE: REFERENCE}
     pictures = (_picture(directory, name, label) for name, label in wanted.items())
     return replace(report, pictures=tuple(picture for picture in pictures if picture is not None))
 

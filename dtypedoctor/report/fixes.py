@@ -1,4 +1,4 @@
-"""The remedies of a report: what each changes and what came of it, those that cure first."""
+"""The fixes of a report: what each changes and what came of it, those that fix the failure first."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ from dtypedoctor.trials.results import Bearing
 
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
 _BEARINGS = {
-    None: "passes, as without",
+    None: "passes, as does the baseline",
     Bearing.NEEDED: "passes",
-    Bearing.NOT_NEEDED: "fails as before",
+    Bearing.NOT_NEEDED: "fails the same way",
     Bearing.MOVED: "fails elsewhere",
 }
-"""The outcomes of a run under another condition, which is no cure."""
+"""The outcomes of an ablation, which is not a fix."""
 _MARK = " Unsafe."
-_DIAGNOSTIC = " A diagnosis, no cure."
-_UNSAFE = "Unsafe: it may only hide the failure instead of curing it."
+_DIAGNOSTIC = " Diagnostic only, not a fix."
+_UNSAFE = "Unsafe: it may hide the failure instead of fixing it."
 _MOST_NAMED = 2
-"""Remedies that a headline names."""
+"""Fixes that a headline names."""
 _LOOKS = {
     "fixed": Look.GOOD,
     "raises, as intended": Look.GOOD,
@@ -41,8 +41,8 @@ _LOOKS = {
     "not fixed": Look.BAD,
     "not tried": Look.WARN,
     "never reached": Look.WARN,
-    "passes, as without": Look.WARN,
-    "fails as before": Look.WARN,
+    "passes, as does the baseline": Look.WARN,
+    "fails the same way": Look.WARN,
     "fails elsewhere": Look.WARN,
 }
 _ORDER = (Outcome.FIXED, Outcome.NOT_FIXED, Outcome.NOT_TRIED)
@@ -50,15 +50,15 @@ _ORDER = (Outcome.FIXED, Outcome.NOT_FIXED, Outcome.NOT_TRIED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemedyLine:
-    """One remedy in words.
+    """One fix in words.
 
     Attributes:
         id: its id.
         change: what it changes, beginning with a capital letter; empty where that is not known.
-        outcome: ``fixed``, ``not fixed``, ``not tried``, ``raises, as intended``, ``never reached``; of a run under another
-            condition ``passes``, ``fails as before``, ``fails elsewhere``.
+        outcome: ``fixed``, ``not fixed``, ``not tried``, ``raises, as intended``, ``never reached``; of an ablation
+            ``passes``, ``fails the same way``, ``fails elsewhere``.
         reason: what decided.
-        result: how far its run came, beside the untreated one (``3 of 3 steps, 0 before``); empty without a run.
+        result: how far its run came, beside the baseline (``3/3 steps; 0/3 without it``); empty without a run.
         cures: whether it fixes.
         safe: whether it keeps the meaning of the run.
     """
@@ -73,25 +73,27 @@ class RemedyLine:
 
 
 def fixes_part(report: Report) -> Section:
-    """All remedies, each with what came of it and what it changes, and which to prefer."""
+    """All fixes, each with what came of it and what it changes, and which to prefer."""
     lines = remedy_lines(report)
+    tried = any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials)
+    title = "Fixes tried" if tried else "Suggested fixes"
     if not lines:
-        return Section("Remedies", ())
+        return Section(title, ())
     rows: list[tuple[Line, ...]] = []
     for line in lines:
         outcome = Words(line.outcome, outcome_look(line.outcome))
         rows.append((named(line.id), line.change, (outcome, f": {line.reason}") if line.reason else outcome))
-    blocks: list[Block] = [Table(("remedy", "what it changes", "outcome"), tuple(rows))]
+    blocks: list[Block] = [Table(("fix", "what it changes", "outcome"), tuple(rows))]
     if unsafe := legend(lines):
         blocks.append(Paragraph(unsafe, Look.DIM))
     choice = tuple((named(remedy), f" if {when}") for remedy, when in which_one(report))
     if choice:
-        blocks += [Heading("which one: prefer"), Items(choice)]
-    return Section("Remedies", tuple(blocks), "remedies")
+        blocks += [Heading("which to prefer"), Items(choice)]
+    return Section(title, tuple(blocks), "remedies", "Fixes")
 
 
 def fix_checks(report: Report) -> Iterator[Check]:
-    """A check for each remedy: skipped unless it fixes."""
+    """A check for each fix that was tried: skipped unless it fixes the failure."""
     for trial in report.trials:
         words = f"{outcome_words(trial)}: {trial.reason}"
         fixed = trial.outcome is Outcome.FIXED
@@ -120,34 +122,34 @@ def outcome_words(trial: Trial) -> str:
 
 
 def legend(lines: Sequence[RemedyLine]) -> str:
-    """What the word *unsafe* means; empty where no remedy is."""
+    """What the word *unsafe* means; empty where no fix is."""
     return _UNSAFE if any(line.change.endswith(_MARK) for line in lines) else ""
 
 
 def cures(report: Report) -> list[RemedyLine]:
-    """The remedies that were tried and fix it, in the order in which they were tried."""
+    """The fixes that were tried and fix it, in the order in which they were tried."""
     return [line for trial in report.trials if (line := _of_trial(trial, report)).cures]
 
 
 def which_one(report: Report) -> list[tuple[str, str]]:
-    """Where several remedies cure and keep the meaning of the run: the id of each, and when to prefer it."""
+    """Where several fixes work and keep the meaning of the run: the id of each, and when to prefer it."""
     known = [remedies()[line.id] for line in cures(report) if line.id in remedies()]
     told = [(remedy.id, remedy.prefer) for remedy in known if remedy.prefer]
     return told if len(told) > 1 else []
 
 
 def cured_sentence(trials: Sequence[Trial]) -> str:
-    """What cures, to be put behind a headline; remedies that may only hide the failure count where nothing else helps."""
+    """What fixes it, to follow a headline; fixes that may only hide the failure count where nothing else helps."""
     fixed = [trial for trial in trials if _cures(trial)]
     safe = [trial.remedy for trial in fixed if trial.safe]
     if safe:
         more = f" (and {len(safe) - _MOST_NAMED} more)" if len(safe) > _MOST_NAMED else ""
-        return f" Cured by {' or '.join(safe[:_MOST_NAMED])}{more}."
-    return f" Gone, but perhaps only hidden, with {fixed[0].remedy}." if fixed else ""
+        return f" Fixed by {' or '.join(safe[:_MOST_NAMED])}{more}."
+    return f" It disappears with {fixed[0].remedy}, which may only hide it." if fixed else ""
 
 
 def remedy_lines(report: Report) -> list[RemedyLine]:
-    """All remedies: those that cure, those that do not, those that were not tried, those that are only proposed."""
+    """All fixes: those that work, those that do not, those that were not tried, those that are only proposed."""
     ordered = sorted(report.trials, key=lambda trial: _ORDER.index(trial.outcome))
     return [*(_of_trial(trial, report) for trial in ordered), *_only_proposed(report)]
 
@@ -177,13 +179,11 @@ def _mark(trial: Trial) -> str:
 def _result(trial: Trial, report: Report) -> str:
     if trial.run is None or not trial.run.steps_planned:
         return ""
-    done = f"{trial.run.steps_completed} of {trial.run.steps_planned} steps"
-    before = report.before
-    return (
-        f"{done}, {before.steps_completed} before"
-        if before and before.steps_planned == trial.run.steps_planned
-        else done
-    )
+    planned, before = trial.run.steps_planned, report.before
+    done = f"{trial.run.steps_completed}/{planned} steps"
+    if before is None or before.steps_planned != planned:
+        return done
+    return f"{done}; {before.steps_completed}/{planned} without it"
 
 
 def _only_proposed(report: Report) -> Iterator[RemedyLine]:
@@ -192,11 +192,11 @@ def _only_proposed(report: Report) -> Iterator[RemedyLine]:
         if name not in tried:
             known = remedies().get(name)
             change = _sentence(known.summary) if known is not None else ""
-            yield RemedyLine(id=name, change=change, outcome="not tried", reason="no remedy was tried in this run")
+            yield RemedyLine(id=name, change=change, outcome="not tried", reason="no fix was tried in this run")
 
 
 def _sentence(text: str) -> str:
-    """``text`` with a full stop behind, and a capital letter in front unless it begins with the id of a remedy."""
+    """``text`` with a full stop behind, and a capital letter in front unless it begins with the id of a fix."""
     text = text.strip().rstrip(".")
     first = text.partition(" ")[0]
     return f"{text if '-' in first else text[:1].upper() + text[1:]}." if text else ""

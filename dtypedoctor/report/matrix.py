@@ -1,4 +1,4 @@
-"""Several reports as one matrix: what each scenario showed, what cured it, and whether it is as the scenario says."""
+"""Several reports as one matrix: what each scenario showed, what fixed it, and whether that was expected."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from dtypedoctor.report.document import (
 from dtypedoctor.report.model import Outcome, Report, Status
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import ended_with, place
-from dtypedoctor.report.text import ABSENT, duration, number
+from dtypedoctor.report.text import ABSENT, counted, duration, number
 
 SCHEMA = 1
 
@@ -44,7 +44,7 @@ class MatrixRow:
         cause: the first finding's headline; the reason where the scenario was refused.
         findings: ids of all findings, the root cause first.
         output_error: relative output error of the untreated run against float32, where measured.
-        cured_by, not_cured_by, not_tried: remedies by outcome; ``unsafe`` names those that cast without a word.
+        cured_by, not_cured_by, not_tried: fixes by outcome; ``unsafe`` names those that cast silently.
         as_expected: whether the scenario showed what it says it shows; a healthy one says that nothing is found.
         exit: what ``dtypedoctor run`` would exit with for it alone.
         seconds: wall-clock time of all its runs.
@@ -123,8 +123,8 @@ def refused_row(scenario: str, message: str, *, exit_code: int) -> MatrixRow:
 
 def in_one_line(row: MatrixRow) -> str:
     """The row as a line of progress."""
-    verdict = "as it says" if row.as_expected else "NOT as it says"
-    found = row.finding or ("refused" if row.status == "refused" else "no finding")
+    verdict = "as expected" if row.as_expected else "UNEXPECTED"
+    found = row.finding or ("could not run" if row.status == "refused" else "no finding")
     return f"{row.scenario}: {verdict} ({found}, {row.seconds:.1f} s)"
 
 
@@ -170,7 +170,7 @@ def matrix_document(rows: Sequence[MatrixRow], reports: Sequence[Report], *, exi
     notes = [Paragraph(_UNSAFE, Look.DIM)] if any(row.unsafe for row in rows) else []
     return Document(
         name="scenarios",
-        headline=f"{met} of {len(rows)} scenarios are as they say, in {seconds}.",
+        headline=f"{met} of {counted(len(rows), 'scenario')} as expected, in {seconds}.",
         good=met == len(rows),
         sections=(
             Section("", (Table(_HEADER, tuple(map(_cells, rows))), *notes)),
@@ -181,20 +181,20 @@ def matrix_document(rows: Sequence[MatrixRow], reports: Sequence[Report], *, exi
     )
 
 
-_HEADER = ("scenario", "before", "finding", "after", "as it says")
-_UNSAFE = "* unsafe: it casts what disagrees without a word, so it may hide a failure instead of curing it."
+_HEADER = ("scenario", "baseline", "finding", "outcome", "as expected")
+_UNSAFE = "* unsafe: casts silently, so it may hide a failure instead of fixing it."
 
 
 def _cells(row: MatrixRow) -> tuple[Line, ...]:
     found = f"{row.finding}, {'proven' if row.proven else row.confidence}" if row.finding else "none"
-    after = ("cured" if row.cured_by else "not cured") if row.finding else ABSENT
+    after = ("fixed" if row.cured_by else "not fixed") if row.finding else ABSENT
     expected = Words("yes", Look.GOOD) if row.as_expected else Words("NO", Look.BAD)
     return (named(row.scenario), _before(row), found, after, expected)
 
 
 def _before(row: MatrixRow) -> str:
     if row.status == "refused":
-        return "refused"
+        return "could not run"
     if row.before != "completed":
         return row.before.split(":")[0]
     if row.finding is not None and row.output_error is not None:
@@ -209,7 +209,7 @@ def _details(row: MatrixRow, report: Report) -> Section:
         blocks.append(Facts(facts))
     runs = compare(report)
     if runs.main:
-        blocks.append(Fold("Before and after", side_by_side(runs.rows, runs.main), brief=""))
+        blocks.append(Fold("Baseline and fixes", side_by_side(runs.rows, runs.main), brief=""))
     return Section(row.scenario, tuple(blocks), anchor=f"scenario-{row.scenario}")
 
 
@@ -221,8 +221,8 @@ def _facts(row: MatrixRow, report: Report) -> Iterator[tuple[str, Line]]:
             (label, named(value)) for label, value in place(report.findings[0]) if label in ("module", "source")
         )
     for title, remedies in (
-        ("cured by", row.cured_by),
-        ("not cured by", row.not_cured_by),
+        ("fixed by", row.cured_by),
+        ("not fixed by", row.not_cured_by),
         ("not tried", row.not_tried),
     ):
         if remedies:

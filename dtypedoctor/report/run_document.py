@@ -49,6 +49,7 @@ from dtypedoctor.report.strip import strip_part
 from dtypedoctor.report.text import ABSENT, counted
 from dtypedoctor.report.to_json import report_data
 
+_AS_EXPECTED = {True: "As expected: ", False: "UNEXPECTED: ", None: "Expectation not judged: "}
 _MOST_CHANGES, _MOST_IN_FULL = 300, 12
 """Dtype changes that are listed, and findings that are told in full."""
 
@@ -98,12 +99,12 @@ def bisection_document(report: Report) -> Document:
 
 
 def _labels(report: Report) -> Iterator[Words]:
-    """How sure the most important finding is, and how many remedies cure it and keep the meaning of the run."""
+    """How sure the most important finding is, and how many safe fixes it has."""
     if report.findings:
         yield Words(report.findings[0].confidence.upper())
         cured = sum(line.safe for line in cures(report))
         if cured:
-            yield Words(f"CURED BY {counted(cured, 'REMEDY', 'REMEDIES')}", Look.GOOD)
+            yield Words(counted(cured, "SAFE FIX", "SAFE FIXES"), Look.GOOD)
 
 
 def _verdict(report: Report) -> Section:
@@ -132,7 +133,7 @@ def _briefly(findings: Sequence[Finding]) -> Iterator[Fold]:
     rows = tuple((named(f.id), str(f.severity), named(f.fqn or ABSENT), f.summary) for f in findings)
     if rows:
         table = Table(("id", "severity", "module", "summary"), rows)
-        yield Fold(f"{len(rows)} more findings, less important or consequences", (table,))
+        yield Fold(f"{len(rows)} more findings: less severe, or consequences", (table,))
 
 
 def _story(finding: Finding) -> tuple[Block, ...]:
@@ -144,7 +145,7 @@ def _story(finding: Finding) -> tuple[Block, ...]:
         blocks += [Heading(about), Items(tuple(map(_link, links)), chain=True)]
     if finding.references:
         elsewhere = tuple(Words(url, Look.LINK) for url in finding.references)
-        blocks += [Heading("the same failure elsewhere"), Items(elsewhere)]
+        blocks += [Heading("related issues"), Items(elsewhere)]
     return tuple(blocks)
 
 
@@ -162,8 +163,8 @@ def _link(link: Link) -> Line:
 
 def _map(report: Report) -> Section:
     intro = (
-        "Each row is a module, each column a step. The color says how far the largest element stands up the range of its own dtype, "
-        "from the smallest normal value to the largest; what is beyond is hatched."
+        "Each row is a module, each column a step. Color: the largest element on the log scale of its own dtype, from the "
+        "smallest normal value to the max; inf and NaN are hatched."
     )
     blocks = (Paragraph(intro, Look.DIM), Map(report.pictures, report.findings))
     return Section("Magnitudes, module by module", blocks, "map", "Magnitudes")
@@ -171,7 +172,7 @@ def _map(report: Report) -> Section:
 
 def _flow(report: Report) -> Section:
     """Every module that outputs another floating-point dtype than its input's, and what changes it."""
-    heading = "Where the dtype changes"
+    heading = "Dtype changes"
     if not report.pictures:
         return Section(heading, ())
     phases: dict[tuple[str, ...], list[str]] = {}  # one row for all phases in which the same happens
@@ -184,9 +185,9 @@ def _flow(report: Report) -> Section:
         for (fqn, cls, into, out, why), when in phases.items()
     )
     if not rows:
-        none = Paragraph("No module hands on a floating-point dtype other than the one it was given.")
+        none = Paragraph("No module outputs a floating-point dtype other than that of its input.")
         return Section(heading, (none,), "flow", "Dtype flow")
-    label = f"Run “{report.pictures[0].label}”"
+    label = f"Run: {report.pictures[0].label}"
     blocks: list[Block] = [Table(("module", "class", "phase", "in", "out", "why"), rows[:_MOST_CHANGES], label)]
     if len(rows) > _MOST_CHANGES:
         blocks.append(Paragraph(f"{len(rows) - _MOST_CHANGES} more are in the trace.", Look.DIM))
@@ -198,18 +199,17 @@ def _dtypes(names: Sequence[str]) -> str:
 
 
 def _trust(report: Report) -> Section:
-    """Observer certificate, expectation, and what was not watched."""
+    """Observer certificate, expectation, and what was not covered."""
     sentences = (observer_sentence(report.observer), measured_sentence(report), raw_sentence(report))
     blocks: list[Block] = [Paragraph(sentence) for sentence in sentences if sentence]
     if report.expectation:
-        met = {True: "met", False: "NOT met", None: "not judged"}[report.expectation_met]
-        blocks.append(Paragraph((Words(f"Expectation {met}: ", Look.STRONG), report.expectation)))
+        blocks.append(Paragraph((Words(_AS_EXPECTED[report.expectation_met], Look.STRONG), report.expectation)))
     if report.coverage:
-        blocks += [Heading("not watched"), Items(report.coverage)]
+        blocks += [Heading("not covered"), Items(report.coverage)]
     notes = [(picture.label, note) for picture in report.pictures for note in picture.notes]
     if notes:
         noted: tuple[Line, ...] = tuple((Words(f"{label}: ", Look.STRONG), note) for label, note in notes)
-        blocks += [Heading("what the runs noted"), Items(noted)]
+        blocks += [Heading("events of the runs"), Items(noted)]
     return Section("Can this be trusted?", tuple(blocks), "trust", "Trust")
 
 

@@ -1,13 +1,16 @@
 """Parts of a report in words: what ran, what was found, where, how sure, what fixes it."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
+from dtypedoctor.diagnosis.registry import page
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS
+from dtypedoctor.errors import DoctorError
 from dtypedoctor.report.document import Line, Look, Words, named
 from dtypedoctor.report.fixes import RemedyLine, cures, outcome_words, remedy_lines
 from dtypedoctor.report.model import Observer, Outcome, Report, Status
@@ -23,11 +26,11 @@ STATUS = {
     Status.UNKNOWN: "UNKNOWN",
 }
 CONFIDENCE = {
-    Confidence.PROVEN: "proven by counterfactual",
+    Confidence.PROVEN: "proven",
     Confidence.LIKELY: "likely, not proven",
     Confidence.POSSIBLE: "possible, not proven",
 }
-_SETTLED = "the operation, or the whole run, was repeated with one thing changed, and that settled it"
+_SETTLED = "the operator, or the whole run, was repeated with one change, and the failure disappeared"
 _OF_A_REGION = "autocast-contradicts-model"
 
 _BUILTIN = "builtin:"
@@ -68,8 +71,8 @@ def proven_means(report: Report) -> str:
     proven = next((finding for finding in report.findings if finding.confidence is Confidence.PROVEN), None)
     if proven is None:
         return ""
-    how = f"by counterfactual: {one_line(proven.proven_by or _SETTLED)}."
-    return f"Proven {how}" if proven is report.findings[0] else f"{one_line(proven.id)}, further down, is proven {how}"
+    how = one_line(proven.proven_by or _SETTLED)
+    return f"Proven: {how}." if proven is report.findings[0] else f"{one_line(proven.id)}, below, is proven: {how}."
 
 
 def place(finding: Finding) -> list[tuple[str, str]]:
@@ -95,7 +98,7 @@ def _dtype_of_what(finding: Finding) -> str:
 
 def _source(finding: Finding) -> str | None:
     own = finding.source is not None and finding.source.startswith(OWN_WORKLOADS)
-    return f"{finding.source} (the workload of the scenario)" if own else finding.source
+    return f"{finding.source} (the scenario's workload)" if own else finding.source
 
 
 def title(finding: Finding) -> str:
@@ -106,9 +109,12 @@ def title(finding: Finding) -> str:
 def chains(finding: Finding) -> Iterator[tuple[str, tuple[Link, ...]]]:
     """The provenance chains of a finding that has any: what each is about, and its links in a reader's words."""
     if finding.provenance:
-        yield "where the dtype came from, back from the failing op", tuple(map(_worded, _joined(finding.provenance)))
+        yield (
+            "dtype provenance, from the failing operator back to the origin",
+            tuple(map(_worded, _joined(finding.provenance))),
+        )
     if finding.met:
-        yield "where the dtype that it met came from", tuple(map(_worded, finding.met))
+        yield "dtype provenance of the other operand", tuple(map(_worded, finding.met))
 
 
 def _joined(links: tuple[Link, ...]) -> tuple[Link, ...]:
@@ -124,10 +130,10 @@ def _worded(link: Link) -> Link:
 
 
 def watched_and_not(observer: Observer) -> str:
-    """Whether the run was the same without the watch, in few words; empty where nothing is known of that."""
+    """Whether the run was the same without instrumentation, in few words; empty where that is not known."""
     if observer.bitwise_equal is None:
         return "raises the same error" if observer.same_error else ""
-    return "the same, bit for bit" if observer.bitwise_equal else "NOT the same, see below"
+    return "same failure, bitwise identical" if observer.bitwise_equal else "NOT the same, see below"
 
 
 def ended_with(report: Report) -> str:
@@ -144,11 +150,11 @@ def link_dtypes(link: Link) -> str:
 def observer_sentence(observer: Observer) -> str:
     """The observer certificate: whether watching changed the run."""
     if observer.bitwise_equal is None and observer.same_error:
-        return f"The watch is not the reason: {observer.reason.rstrip('.')}."
+        return f"Instrumentation does not cause the failure: {observer.reason.rstrip('.')}."
     verdict = {
-        True: "The watch changed nothing, bit for bit:",
-        False: "The watch CHANGED the run:",
-        None: "Whether the watch changed a number could not be checked:",
+        True: "Instrumentation changed nothing (bitwise identical):",
+        False: "Instrumentation CHANGED the run:",
+        None: "Not verified that instrumentation is inert:",
     }[observer.bitwise_equal]
     return f"{verdict} {observer.reason.rstrip('.')}."
 
@@ -157,14 +163,14 @@ def raw_sentence(report: Report) -> str:
     """Where the program's own output lies, which is not redacted; empty where it was not kept."""
     place = report.files.get("raw_output")
     return (
-        f"The program's whole output is in {place}: raw, with whatever secrets and data it printed; only you can read it."
+        f"The program's output is in {place}, not redacted: it may contain secrets and data, and only you can read it."
         if place
         else ""
     )
 
 
 def what_ran(report: Report) -> str:
-    """What the untreated run does, e.g. ``grpo on the small builtin model llama, bfloat16, LoRA; on cpu``.
+    """What the untreated run does, e.g. ``grpo on builtin model llama, bfloat16, LoRA; on cpu``.
 
     Empty where the report does not carry a whole scenario (it was redacted, or is older than the present keys).
     """
@@ -190,7 +196,7 @@ def _parts(step: ScenarioStep) -> Iterator[str]:
     on = ""
     if model is not None:
         own = model.name.startswith(_BUILTIN)
-        name = f"the small builtin model {model.name.removeprefix(_BUILTIN)}" if own else f"the model {model.name}"
+        name = f"builtin model {model.name.removeprefix(_BUILTIN)}" if own else f"model {model.name}"
         on = f" on {name}"
     yield f"{step.workload.kind}{on}"
     if model is not None:
@@ -204,7 +210,7 @@ def _parts(step: ScenarioStep) -> Iterator[str]:
 
 
 _MOST = 6
-"""Remedies that are told here."""
+"""Fixes that are listed here."""
 
 
 _Fact = tuple[str, Line]
@@ -226,7 +232,7 @@ def _facts(report: Report) -> Iterator[_Fact]:
     yield from _cures(report)
     yield from _diagnoses(report)
     if same := watched_and_not(report.observer):
-        yield "unwatched", same
+        yield "uninstrumented", same
 
 
 def _surface(consequence: Finding) -> _Fact:
@@ -237,24 +243,47 @@ def _surface(consequence: Finding) -> _Fact:
 
 
 def _cures(report: Report) -> Iterator[_Fact]:
-    told = cures(report)[:_MOST]
-    yield from (_remedy("or by" if position else "cured by", line) for position, line in enumerate(told))
-    if told:
+    fixes = cures(report)[:_MOST]
+    if fixes:
+        yield from _labelled("fixed by", "or by", fixes)
         return
     if any(trial.outcome is not Outcome.NOT_TRIED and trial.diagnostic is None for trial in report.trials):
-        yield "cured by", "none of the remedies tried"
+        yield "fixed by", f"none of the fixes tried; `dtypedoctor explain {report.findings[0].id}` lists others"
         return
     untried = [line for line in remedy_lines(report) if line.outcome == "not tried"][:_MOST]
-    yield from (_remedy("or" if position else "proposed, not tried", line) for position, line in enumerate(untried))
-    if not untried:
-        yield "cured by", "nothing that dtypedoctor can put in; the finding's page says what to change"
+    if untried:
+        yield from _labelled("suggested fix", "or", untried)
+    else:
+        yield "fixed by", f"no automatic fix. {_by_hand(report.findings[0])}"
+
+
+def _labelled(first: str, others: str, lines: Sequence[RemedyLine]) -> Iterator[_Fact]:
+    """A fact for each fix, the first with a label of its own."""
+    yield from (_remedy(others if position else first, line) for position, line in enumerate(lines))
+
+
+_HOW_TO_FIX = re.compile(
+    r"^## How to fix it\n+(?:\d+\.|-)\s+(.+?)(?=\n(?:\d+\.|-)\s|\n\n|\Z)", re.MULTILINE | re.DOTALL
+)
+
+
+def _by_hand(finding: Finding) -> str:
+    """What the reader can do: the first way of fixing that the finding's page names."""
+    try:
+        found = _HOW_TO_FIX.search(page(finding.id))
+    except DoctorError:
+        found = None
+    if found is None:
+        return f"`dtypedoctor explain {finding.id}` lists what to change."
+    without_links = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", found[1])
+    return f"Do this: {' '.join(without_links.replace('`', '').split())}"
 
 
 def _diagnoses(report: Report) -> Iterator[_Fact]:
-    """What runs under other conditions have said of the failure."""
+    """What ablations say of the failure."""
     for trial in report.trials:
         if trial.diagnostic is not None and trial.diagnostic.bearing is not None:
-            yield "under", (named(trial.remedy), f": it {outcome_words(trial)}; a diagnosis, no cure")
+            yield "ablation", (named(trial.remedy), f": the run {outcome_words(trial)} (diagnostic only, not a fix)")
 
 
 def _remedy(label: str, line: RemedyLine) -> _Fact:

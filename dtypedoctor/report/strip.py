@@ -57,13 +57,15 @@ def scale_caption(rows: Sequence[StripRow]) -> str:
     """What the bars mean, with the largest value of each dtype that occurs."""
     limits = {short_name(row.dtype): number(limit(row.dtype)) for row in rows if limit(row.dtype) is not None}
     ends = ", ".join(f"{dtype} {largest}" for dtype, largest in limits.items())
-    return f"The bar is logarithmic, from the dtype's smallest normal value to its largest ({ends or ABSENT})."
+    return f"Bars: log scale, from the dtype's smallest normal value to its max ({ends or ABSENT})."
 
 
 def strip_title(rows: Sequence[StripRow]) -> str:
     """What the strip is about: the origin only where one is known."""
     return (
-        "Magnitudes around the origin" if any(row.is_origin for row in rows) else "Magnitudes near the first inf or NaN"
+        "Activation magnitudes near the origin"
+        if any(row.is_origin for row in rows)
+        else "Activation magnitudes near the first inf or NaN"
     )
 
 
@@ -98,10 +100,10 @@ def _note(row: StripRow) -> str:
 def strip_part(report: Report) -> Section:
     """The strip, which needs no trace."""
     lines = strip_lines(report.strip)
-    title = f"{strip_title(report.strip)}, in execution order"
+    title = f"{strip_title(report.strip)} (execution order, log scale)"
     if not lines:
         return Section(title, ())
-    table = Table(("", "module", "dtype", "absmax", "of its range", ""), tuple(map(_line_cells, lines)))
+    table = Table(("", "module", "dtype", "absmax", "in its range", ""), tuple(map(_line_cells, lines)))
     return Section(title, (table, Paragraph(scale_caption(report.strip), Look.DIM)), "strip", "Magnitudes")
 
 

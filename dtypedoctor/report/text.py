@@ -62,15 +62,18 @@ def _code(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
+_EXPONENT = re.compile(r"e\+?(-?)0*(?=\d)")
 ABSENT = "–"
 """Stands for a number that is missing or not finite."""
 
 
 def number(value: float | None) -> str:
-    """Four significant digits; all of them where the whole number before the point is longer (65504)."""
+    """Four significant digits, as people write them: ``1.234``, ``65,504``, ``3.403e38``."""
     if value is None or not math.isfinite(value):
         return ABSENT
-    return f"{value:.0f}" if 10_000 <= abs(value) < 1_000_000 else f"{value:.4g}"
+    if 10_000 <= abs(value) < 1_000_000:
+        return f"{value:,.0f}"
+    return _EXPONENT.sub(r"e\1", f"{value:.4g}")
 
 
 def count(value: int | None) -> str:
@@ -123,7 +126,7 @@ def series(values: Sequence[float | None], limit: int = 12) -> str:
 
 
 def _short(value: float | None) -> str:
-    return ABSENT if value is None or not math.isfinite(value) else f"{value:.3g}"
+    return ABSENT if value is None or not math.isfinite(value) else _EXPONENT.sub(r"e\1", f"{value:.3g}")
 
 
 def fill(absmax: float | None, dtype: str) -> float | None:

@@ -14,7 +14,7 @@ from dtypedoctor.diagnosis.window import doubt_in_words
 from dtypedoctor.report.fixes import cured_sentence
 from dtypedoctor.report.model import Status
 from dtypedoctor.report.run_facts import MEASURED, measured_share
-from dtypedoctor.report.text import one_line
+from dtypedoctor.report.text import counted, one_line
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.cursor import Stopped
 from dtypedoctor.trace.events import (
@@ -148,7 +148,7 @@ _KINDS = {"grad_output": "the gradient of", "grad": "the gradient of", "param": 
 
 
 def last_module(trace: Trace) -> str:
-    """A half-sentence that names the module entered last, with its dtypes, and the first value that was not finite."""
+    """A half-sentence that names the module entered last, with its dtypes, and the first non-finite value."""
     where = _where(trace)
     if not where:
         return " before any module was entered"
@@ -161,7 +161,7 @@ def missing_end(run: Run) -> str:
     if trace.stopped is not None:
         return f"the end of the run: the recording stopped before it; the last module entered was {_where(trace) or 'none'}"
     there = (
-        f"{len(trace.samples)} measurement(s) up to {trace.moment(trace.samples[-1].step)}"
+        f"{counted(len(trace.samples), 'measurement')} up to {trace.moment(trace.samples[-1].step)}"
         if trace.samples
         else "no measurement"
     )
@@ -179,17 +179,17 @@ def _where(trace: Trace) -> str:
 
 def _why(run: Run) -> str:
     if run.foreign and not run.died:
-        return "the script left without letting Python finish (os._exit, or it became another program)"
-    return "the trace has no end record, because the process ended without writing one"
+        return "the script ended without Python's shutdown (os._exit or exec)"
+    return "the process ended without writing an end record"
 
 
 def _at_most(trace: Trace) -> str:
     where = _where(trace)
     if any(site.device == "cuda" for site in trace.sites.values()):
-        return "at most what the device had not finished yet is missing" + (
+        return "at most the work that the device had not finished is missing" + (
             f"; last entered was {where}" if where else ""
         )
-    return f"at most what {where} was doing is missing" if where else "no module had been entered"
+    return f"at most the work of {where} is missing" if where else "no module had been entered"
 
 
 def _dtypes(trace: Trace, site: Site) -> str:
@@ -197,9 +197,10 @@ def _dtypes(trace: Trace, site: Site) -> str:
     flows = [flow for flow in trace.all(Flow) if (flow.root, flow.fqn) == (site.root, site.fqn)]
     if flows:
         return f"{_listed(flows[-1].inputs)} in, {_listed(flows[-1].outputs)} out"
-    notes = [note for note in trace.all(ParameterNote) if note.root == site.root]
-    own = [note.dtype for note in notes if not site.fqn or note.name.startswith(f"{site.fqn}.")]
-    return f"holds {_listed(own)}" if own else f"in a model of {_listed([note.dtype for note in notes])}"
+    parameters = {note.name: note.dtype for note in trace.all(ParameterNote) if note.root == site.root}
+    prefix = f"{site.fqn}." if site.fqn else ""
+    own = [dtype for name, dtype in parameters.items() if name.startswith(prefix)]
+    return f"holds {_listed(own)}" if own else f"in a model of {_listed(list(parameters.values()))}"
 
 
 def _listed(dtypes: list[str]) -> str:
@@ -222,11 +223,11 @@ def _first_nonfinite(trace: Trace) -> str:
         return ""
     sample, site = found
     place = f"{_KINDS.get(site.kind, 'the output of')} {one_line(site.fqn or site.cls)} ({site.dtype})"
-    return f"; the first value that was not finite was in {place} in {trace.moment(sample.step)}"
+    return f"; the first non-finite value was in {place} in {trace.moment(sample.step)}"
 
 
 def verdict(treatment: Treatment, measured: Measured) -> tuple[Status, str]:
-    """The status of the untreated run, and one sentence that says why. *Healthy* is said only of what was measured.
+    """The status of the baseline, and one sentence that says why. *Healthy* is said only of what was measured.
 
     Args:
         treatment: what was found out.
@@ -246,14 +247,14 @@ def verdict(treatment: Treatment, measured: Measured) -> tuple[Status, str]:
 def _without_findings(treatment: Treatment, measured: Measured, noted: Finding | None) -> tuple[Status, str]:
     trace, ending = treatment.before.trace, ending_of(treatment.before)
     if ending.how is How.INTERRUPTED:
-        return Status.ERROR, f"Nothing found until the run was {ending.words}."
+        return Status.ERROR, f"Nothing found before the run was {ending.words}."
     if not ending.completed:
         unseen = "".join(f" ({lack})" for lack in (_lack(treatment, measured),) if lack)
         return Status.ERROR, f"The run failed; nothing precision-related was found{unseen}: {ending.words}"
     if blind := next((note.why for note in trace.all(NotWatched) if note.what == NOTHING_WATCHED), ""):
-        return Status.ERROR, f"Nothing was watched: {blind}."
+        return Status.ERROR, f"Nothing was instrumented: {blind}."
     if measured.matters:
-        return Status.UNKNOWN, _capital(f"{measured.matters} is not finite, and no detector explains it.")
+        return Status.UNKNOWN, _capital(f"{measured.matters} is not finite, and no rule explains it.")
     others = (run.trace for run in treatment.before.processes if run.trace is not trace and run.trace.usable)
     traces = [trace, *others]
     if any(
@@ -261,7 +262,7 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
     ):  # a recording that stopped says so there, too
         return (
             Status.ERROR,
-            f"Nothing found, but only a part of the trace could be read: {_as_far_as_known(trace, measured)}.",
+            f"Nothing found, but only part of the trace is readable: {_as_far_as_known(trace, measured)}.",
         )
     if stopped := [one.stopped for one in traces if one.stopped is not None]:
         return Status.UNKNOWN, f"Nothing found until {_stop(stopped)}: {_as_far_as_known(trace, measured)}."
@@ -282,12 +283,12 @@ def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) ->
     trace = treatment.before.trace
     if trace.end is None:
         known = _as_far_as_known(trace, measured)
-        return f"Nothing found until the script left without letting Python finish: {known}."
+        return f"Nothing found before the script ended without Python's shutdown: {known}."
     if treatment.observer.bitwise_equal is False:
-        return f"Nothing found with instrumentation, but it changed the run: {treatment.observer.reason}."
+        return f"Nothing found, but instrumentation changed the run: {treatment.observer.reason}."
     failed = [note.what for note in trace.all(NotWatched) if note.why.startswith(FAILED_THERE)]
     unchecked = f" Not checked, because dtypedoctor failed there: {one_line(', '.join(failed), 200)}." if failed else ""
-    also = f" Noted: {noted.summary}" if noted is not None else ""
+    also = f" Note: {noted.summary}" if noted is not None else ""
     return f"Nothing found{' that is wrong' if also else ''}: {_done(treatment)}, {_finiteness(measured)}.{unchecked}{also}"
 
 
@@ -326,7 +327,7 @@ def _finiteness(measured: Measured) -> str:
 
 
 def _as_far_as_known(trace: Trace, measured: Measured) -> str:
-    return f"{trace.steps_done} step(s) are known to be done, {_finiteness(measured)}"
+    return f"{counted(trace.steps_done, 'step')} completed, {_finiteness(measured)}"
 
 
 def _who(run: Run) -> str:
@@ -339,8 +340,8 @@ def _done(treatment: Treatment) -> str:
     """How far a run that came to its end got, in words."""
     before = treatment.before_summary
     if before.steps_planned:
-        return f"{before.steps_completed} of {before.steps_planned} steps done"
-    return f"the script came to its end after {before.steps_completed} optimizer step(s)"
+        return f"{before.steps_completed}/{before.steps_planned} steps completed"
+    return f"the script completed after {counted(before.steps_completed, 'optimizer step')}"
 
 
 def _capital(text: str) -> str:

@@ -252,7 +252,7 @@ class Expectation(Strict):
 
     findings: list[Name] = Field(default_factory=list, description="Finding ids, the root cause first.")
     cured_by: list[Name] = Field(default_factory=list, description="Remedies that cure.")
-    not_cured_by: list[Name] = Field(default_factory=list, description="Remedies that are tried and do not cure.")
+    not_cured_by: list[Name] = Field(default_factory=list, description="Fixes that are tried and do not work.")
     only_on: Literal["cpu", "cuda"] | None = Field(
         default=None, description="The device on which this holds; elsewhere nothing is expected to go wrong."
     )

@@ -95,7 +95,7 @@ def test_gemma4_has_one_culprit_the_product_in_its_first_mlp(gemma: tuple[Finish
     assert not found["flaky"]
     assert found["remedy"] == {"corrections": [{"id": "gemma4-mlp-float32-product"}]}
     assert found["candidates"] == 44
-    assert finished.out.startswith("Keeping only the own arithmetic of layers.0.mlp in float32 is enough")
+    assert finished.out.startswith("Smallest fix: keep the own arithmetic of layers.0.mlp in float32.")
 
 
 def test_the_verdict_table_of_gemma4_separates_the_modes(gemma: tuple[Finished, Path]) -> None:
@@ -234,14 +234,14 @@ def test_an_operation_of_the_model_itself_is_found_and_shown(bisect: InThisProce
 @pytest.mark.parametrize(
     ("model", "code", "end", "says"),
     [
-        ("bisect_factories:healthy", 0, "healthy", "It does not fail"),
-        ("builtin:llama-tiny", 0, "healthy", "It does not fail"),
-        ("bisect_factories:nearly", 0, "healthy", "blocks.1.clamp comes to 60000, 92% of what its dtype can hold."),
-        ("bisect_factories:rescued", 0, "healthy", "rounding allows. Noted besides: float16-overflow."),
-        ("bisect_factories:weights_too_large", 10, "rounded-weights", "The weights do not survive the cast"),
-        ("bisect_factories:domain", 10, "domain-error", "domain-error: it fails in float32 as well"),
+        ("bisect_factories:healthy", 0, "healthy", "No failure: everything is finite"),
+        ("builtin:llama-tiny", 0, "healthy", "No failure: everything is finite"),
+        ("bisect_factories:nearly", 0, "healthy", "blocks.1.clamp reaches 60,000, 92% of its dtype's max."),
+        ("bisect_factories:rescued", 0, "healthy", "within rounding of float32. Notes: float16-overflow."),
+        ("bisect_factories:weights_too_large", 10, "rounded-weights", "Rounding the weights breaks the model"),
+        ("bisect_factories:domain", 10, "domain-error", "domain-error: it fails in float32 too"),
         ("bisect_factories:untouchable", 10, "unresolved", "somebody has replaced my forward"),
-        ("factories:killed", 10, "domain-error", "It fails in float32 as well"),
+        ("factories:killed", 10, "domain-error", "It fails in float32 too"),
     ],
 )
 def test_what_has_no_culprit_says_why(

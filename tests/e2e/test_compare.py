@@ -96,7 +96,7 @@ def test_an_unwatched_run_is_no_match(runs: Path) -> None:
     """Its losses agree, and that nothing else was measured is the first thing said."""
     finished = compare(runs, "sdpa", "sdpa/unwatched")
     assert finished.code == 10
-    assert finished.out.startswith("INCOMPLETE: what both have agrees, but B was not watched")
+    assert finished.out.startswith("INCOMPLETE: what both have agrees, but B was not instrumented")
 
 
 def test_a_markdown_comparison_is_clean_on_stdout(runs: Path) -> None:

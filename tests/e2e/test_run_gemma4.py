@@ -30,7 +30,7 @@ def test_it_fails_as_it_says_and_is_cured_as_it_says(cured: tuple[Finished, Path
     finished, _ = cured
     assert finished.code == 0, finished.err
     assert "Traceback" not in finished.err
-    assert "Before and after" in finished.out
+    assert "Baseline and fixes" in finished.out
     assert "gemma4-mlp-float32-product" in finished.out
     assert "\x1b[" not in finished.out
 

@@ -77,8 +77,8 @@ def test_the_command_exits_with_the_gravest_code(mixed: tuple[Finished, Path]) -
 def test_one_matrix_is_printed_and_progress_goes_to_stderr(mixed: tuple[Finished, Path]) -> None:
     """One line of progress per scenario, none per run."""
     finished, _ = mixed
-    assert "1 of 4 scenarios are as they say" in finished.out
-    assert re.search(r"cured by +norm-output-cast", finished.out)
+    assert "1 of 4 scenarios as expected" in finished.out
+    assert re.search(r"fixed by +norm-output-cast", finished.out)
     progress = [line for line in finished.err.splitlines() if line[:1].isdigit()]
     assert [line.split()[0] for line in progress] == ["1/4", "2/4", "3/4", "4/4"]
 
@@ -91,7 +91,7 @@ def test_two_healthy_files_exit_with_zero(tmp_path: Path) -> None:
     root = ET.fromstring(finished.out)
     assert [suite.get("name") for suite in root] == ["first", "second"]
     assert (root.get("failures"), root.get("errors")) == ("0", "0")
-    assert "2 of 2 scenarios are as they say" in dtypedoctor("report", tmp_path / "out").out
+    assert "2 of 2 scenarios as expected" in dtypedoctor("report", tmp_path / "out").out
 
 
 def test_a_finished_matrix_is_a_gate_in_the_formats_of_a_ci(mixed: tuple[Finished, Path]) -> None:
@@ -116,8 +116,8 @@ def test_several_scenarios_are_one_document_in_every_format(mixed: tuple[Finishe
     _, out = mixed
     page = dtypedoctor("report", out, "--format", "html")
     assert (page.code, page.err) == (0, "")
-    assert "1 of 4 scenarios are as they say" in page.out
-    assert "1 of 4 scenarios are as they say" in dtypedoctor("report", out).out
+    assert "1 of 4 scenarios as expected" in page.out
+    assert "1 of 4 scenarios as expected" in dtypedoctor("report", out).out
     (out / "matrix.json").rename(out / "kept.json")
     try:
         assert dtypedoctor("report", out).code == 2

@@ -60,7 +60,7 @@ def test_the_command_exits_with_zero_and_prints_one_matrix(everything: tuple[Fin
     """All of them are as they say."""
     finished, _ = everything
     assert finished.code == 0, finished.out
-    assert f"{len(ALL)} of {len(ALL)} scenarios are as they say" in finished.out
+    assert f"{len(ALL)} of {len(ALL)} scenarios as expected" in finished.out
     assert "Traceback" not in finished.err
 
 

@@ -79,7 +79,7 @@ def test_a_training_is_the_same_with_the_callback(settings: dict[str, Any], tmp_
     assert all(torch.equal(a, b) for a, b in zip(weights(trainer), weights(alone), strict=True))
     report = report_in(tmp_path / "run")
     assert report["status"] == "healthy", report["headline"]
-    assert "3 optimizer step(s)" in report["headline"]
+    assert "3 optimizer steps" in report["headline"]
     assert callback.report is not None
     metrics = trace_in(tmp_path / "run").all(Metric)
     assert [metric.step for metric in metrics] == [1, 2, 3]
@@ -99,7 +99,7 @@ def test_trainers_of_trl_are_watched(make: Callable[..., Trainer], phases: set[s
     assert losses(trainer) == losses(alone)
     report = report_in(tmp_path / "run")
     assert report["status"] == "healthy", report["headline"]
-    assert "2 optimizer step(s)" in report["headline"]
+    assert "2 optimizer steps" in report["headline"]
     assert phases <= phases_in(tmp_path / "run")
 
 
@@ -111,7 +111,7 @@ def test_watch_around_a_trainer_says_what_the_callback_says(tmp_path: Path) -> N
         trainer.evaluate()
     report = report_in(tmp_path / "run")
     assert report["status"] == "healthy"
-    assert "3 optimizer step(s)" in report["headline"]
+    assert "3 optimizer steps" in report["headline"]
 
 
 def overflowing_llama() -> Any:
@@ -139,9 +139,9 @@ def test_one_callback_serves_several_trainings_and_an_end_that_was_not_told(tmp_
     assert callback.report is None
     plain(tmp_path / "second", callback).train()
     first, second = report_in(tmp_path / "run"), report_in(tmp_path / "run-2")
-    assert "2 optimizer step(s)" in first["headline"]
+    assert "2 optimizer steps" in first["headline"]
     assert any("training did not come to its end" in line for line in first["coverage"])
-    assert "3 optimizer step(s)" in second["headline"]
+    assert "3 optimizer steps" in second["headline"]
     assert not any("did not come to its end" in line for line in second["coverage"])
 
 
@@ -168,7 +168,7 @@ def test_a_training_that_is_resumed_is_watched_from_there(tmp_path: Path) -> Non
     assert trainer.state.global_step == 3
     report = report_in(tmp_path / "run")
     assert report["status"] == "healthy", report["findings"]
-    assert "1 optimizer step(s)" in report["headline"]
+    assert "1 optimizer step" in report["headline"]
 
 
 def test_a_training_inside_a_watched_block_is_part_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +178,7 @@ def test_a_training_inside_a_watched_block_is_part_of_it(tmp_path: Path, capsys:
         plain(tmp_path / "trainer", callback).train()
     assert "part of what is watched" in capsys.readouterr().err
     assert not (tmp_path / "inner").exists()
-    assert "3 optimizer step(s)" in report_in(tmp_path / "outer")["headline"]
+    assert "3 optimizer steps" in report_in(tmp_path / "outer")["headline"]
 
 
 DIES = """

@@ -66,9 +66,9 @@ def test_the_markdown_form_is_what_is_expected() -> None:
 def test_equal_runs_are_called_equal_without_reasons_against_it() -> None:
     """The headline says how much was compared and how well it agrees."""
     exact = compared(three_modules().build(), three_modules().build())
-    assert headline(exact) == "EQUAL: 3 measurements in both runs agree in every digit that traces keep."
+    assert headline(exact) == "EQUAL: 3 measurements in both runs are equal to the precision of the trace."
     close = compared(three_modules().build(), three_modules(scale=1.005).build())
-    assert "agree within 0.01, 1 of them in every digit" in headline(close)
+    assert "agree within 0.01 (1 equal to the precision of the trace)" in headline(close)
     assert reasons(exact) == reasons(close) == []
 
 
@@ -76,7 +76,7 @@ def test_further_outputs_of_one_run_are_mentioned_in_the_headline() -> None:
     """What is set aside is not set aside in silence."""
     more = three_modules().sample("layers.1", 0.5, index="1").build()
     found = compared(three_modules().build(), more)
-    assert "Set aside: 1 measurement of further outputs" in headline(found)
+    assert "Ignored: 1 measurement of outputs" in headline(found)
     assert "only in B: 1 tensor (forward)" in shown(found, 120)
 
 
@@ -104,7 +104,7 @@ def test_nothing_compared_is_said_in_capitals() -> None:
     empty = TraceBuilder().build()
     assert headline(compared(empty, three_modules().build())) == "NOTHING COMPARED: no tensor was measured in A"
     unwatched = TraceBuilder().add(Header(watched=False)).build()
-    assert "A was not watched" in headline(compared(unwatched, three_modules().build()))
+    assert "A was not instrumented" in headline(compared(unwatched, three_modules().build()))
 
 
 def test_every_gap_is_a_reason() -> None:

@@ -198,13 +198,13 @@ def test_a_run_that_passes_under_another_condition_is_not_called_a_cure() -> Non
         name="case", status=Status.FINDINGS, headline="", findings=(FOUND,), trials=(trial(Bearing.NEEDED), untried)
     )
     facts = [(label, plain_text(line)) for label, line in summary_facts(report)]
-    assert ("under", "autocast-off: it passes; a diagnosis, no cure") in facts
-    ((label, told),) = [fact for fact in facts if fact[0] in ("cured by", "proposed, not tried")]
-    assert label == "proposed, not tried"
+    assert ("ablation", "autocast-off: the run passes (diagnostic only, not a fix)") in facts
+    ((label, told),) = [fact for fact in facts if fact[0] in ("fixed by", "suggested fix")]
+    assert label == "suggested fix"
     assert told.startswith("bfloat16")
     assert cures(report) == []
     assert cured_sentence(report.trials) == ""
     line, _ = remedy_lines(report)
-    assert (line.outcome, line.change) == ("passes", "Open no region. A diagnosis, no cure.")
+    assert (line.outcome, line.change) == ("passes", "Open no region. Diagnostic only, not a fix.")
     line, _ = remedy_lines(replace(report, trials=(not_tried(remedies()["compile-off"], "why", condition=True),)))
-    assert (line.outcome, line.change.rpartition(". ")[2]) == ("not tried", "A diagnosis, no cure.")
+    assert (line.outcome, line.change.rpartition(". ")[2]) == ("not tried", "Diagnostic only, not a fix.")

@@ -78,9 +78,9 @@ def test_the_table_names_findings_causes_and_remedies(width: int) -> None:
     text = printed(width)
     assert max(map(len, text.splitlines())) <= width
     assert "gemma4_grpo_bf16" in text
-    assert "cured by " in text
-    assert "2 of 3 scenarios are as they say, in 15.5 s." in text
-    assert "refused" in text
+    assert "fixed by " in text
+    assert "2 of 3 scenarios as expected, in 15.5 s." in text
+    assert "could not run" in text
     assert "needs a CUDA device" in text
 
 
@@ -91,5 +91,5 @@ def test_the_table_needs_no_more_than_ascii() -> None:
 
 def test_a_row_in_one_line() -> None:
     """Progress on stderr."""
-    assert in_one_line(rows()[0]) == "gemma4_grpo_fp16: as it says (float16-overflow, 12.5 s)"
-    assert in_one_line(rows()[2]) == "needs_cuda: NOT as it says (refused, 0.0 s)"
+    assert in_one_line(rows()[0]) == "gemma4_grpo_fp16: as expected (float16-overflow, 12.5 s)"
+    assert in_one_line(rows()[2]) == "needs_cuda: UNEXPECTED (could not run, 0.0 s)"

@@ -43,9 +43,9 @@ def test_remedies_that_cure_come_first_each_with_what_it_changes() -> None:
     ]
     assert lines[2].change == "Cast nothing: raise."
     assert lines[3].change == "Clamps the product. Unsafe."
-    assert "only hide the failure" in legend(lines)
+    assert "may hide the failure" in legend(lines)
     assert legend(lines[:3]) == ""
-    assert [line.result for line in cures(with_a_failed_first_trial())] == ["8 of 8 steps, 1 before"] * 2
+    assert [line.result for line in cures(with_a_failed_first_trial())] == ["8/8 steps; 1/8 without it"] * 2
 
 
 def test_a_remedy_that_is_only_proposed_says_what_it_would_change() -> None:
@@ -62,27 +62,27 @@ def test_runs_that_cure_stand_beside_the_untreated_one_and_the_others_apart() ->
     """Before, cures, reference; and the findings of the untreated run are those that the report tells."""
     table = compare(with_a_failed_first_trial())
     assert [column.label for column in table.main] == [
-        "before", "gemma4-mlp-float32-product", "bfloat16", "reference (bfloat16)",
+        "baseline", "gemma4-mlp-float32-product", "bfloat16", "reference (bfloat16)",
     ]  # fmt: skip
     assert [column.label for column in table.failed] == ["strict"]
     assert table.main[0].cells[table.rows.index("findings")] == "float16-overflow"
     assert any("operand-dtype-mismatch" in note for note in table.notes)
-    assert table.failed_title == "1 check that raises as intended"
+    assert table.failed_title == "1 check that raises, as intended"
 
 
 def test_what_corrections_changed_is_told_only_where_they_changed_something() -> None:
     """Nothing was rescued in any run, 96 elements were clamped in one."""
     rows = compare(overflow()).rows
-    assert "rescued elements" not in rows
-    assert "clamped elements" in rows
+    assert "elements replaced" not in rows
+    assert "elements clamped" in rows
 
 
 def test_the_first_table_of_a_ticket_holds_the_error_and_each_cure() -> None:
     """What failed and what helps can be read without scrolling."""
     first = render_markdown(run_document(overflow())).split("###")[0]
     assert "| **error** | `RuntimeError in step 2` |" in first
-    assert "| **cured by** | `gemma4-mlp-float32-product`: Multiplies in float32" in first
-    assert "| **or by** | `bfloat16`: Runs the model in bfloat16 (8 of 8 steps, 1 before) |" in first
+    assert "| **fixed by** | `gemma4-mlp-float32-product`: Multiplies in float32" in first
+    assert "| **or by** | `bfloat16`: Runs the model in bfloat16 (8/8 steps; 1/8 without it) |" in first
 
 
 def test_the_error_is_not_repeated_where_the_headline_is_about_it() -> None:
@@ -98,13 +98,13 @@ def test_the_environment_has_no_empty_rows() -> None:
 
 
 def test_a_headline_names_safe_cures_and_few_of_them() -> None:
-    """A remedy that may only hide the failure is no cure beside others, and is called by its name alone."""
+    """A remedy that may hide the failure is no cure beside others, and is called by its name alone."""
     safe = overflow().trials[1]
     unsafe = replace(safe, remedy="cast-it", safe=False)
     several = [unsafe, *(replace(safe, remedy=name) for name in ("a", "b", "c"))]
-    assert cured_sentence(several) == " Cured by a or b (and 1 more)."
-    assert cured_sentence([unsafe, safe]) == " Cured by bfloat16."
-    assert cured_sentence([unsafe]) == " Gone, but perhaps only hidden, with cast-it."
+    assert cured_sentence(several) == " Fixed by a or b (and 1 more)."
+    assert cured_sentence([unsafe, safe]) == " Fixed by bfloat16."
+    assert cured_sentence([unsafe]) == " It disappears with cast-it, which may only hide it."
     assert cured_sentence([overflow().trials[2]]) == ""
 
 
@@ -116,23 +116,25 @@ def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
     def told(*trials: Trial) -> list[tuple[str, str]]:
         facts = summary_facts(replace(report, trials=trials, findings=(replace(report.findings[0], remedies=()),)))
         return [
-            (label, plain_text(parts_of(line)[0]))
-            for label, line in facts
-            if label in ("cured by", "proposed, not tried")
+            (label, plain_text(parts_of(line)[0])) for label, line in facts if label in ("fixed by", "suggested fix")
         ]
 
-    assert told(refused) == [("proposed, not tried", refused.remedy)]
-    assert told(refused, failed) == [("cured by", "none of the remedies tried")]
-    assert told() == [("cured by", "nothing that dtypedoctor can put in; the finding's page says what to change")]
+    assert told(refused) == [("suggested fix", refused.remedy)]
+    assert told(refused, failed) == [
+        ("fixed by", "none of the fixes tried; `dtypedoctor explain float16-overflow` lists others")
+    ]
+    ((label, by_hand),) = told()
+    assert label == "fixed by"
+    assert by_hand.startswith("no automatic fix. Do this: bfloat16. ")
 
 
 def test_of_several_cures_the_report_says_when_to_prefer_which() -> None:
-    """One alone leaves no choice, and a remedy that may only hide the failure is never preferred."""
+    """One alone leaves no choice, and a remedy that may hide the failure is never preferred."""
     report = overflow()
     assert [remedy for remedy, _ in which_one(report)] == ["gemma4-mlp-float32-product", "bfloat16"]
     assert which_one(replace(report, trials=report.trials[1:])) == []
     page = render_markdown(run_document(report))
-    assert "**Which one: prefer**\n\n- `gemma4-mlp-float32-product` if the run must stay in float16" in page
+    assert "**Which to prefer**\n\n- `gemma4-mlp-float32-product` if the run must stay in float16" in page
 
 
 def test_every_remedy_that_keeps_the_meaning_of_the_run_has_a_preference() -> None:

@@ -21,7 +21,7 @@ from dtypedoctor.report.run_facts import (
 )
 from dtypedoctor.report.to_markdown import render_markdown
 
-BACK = "where the dtype came from, back from the failing op"
+BACK = "dtype provenance, from the failing operator back to the origin"
 SCENARIO = {
     "name": "case",
     "summary": "It fails.",
@@ -40,10 +40,7 @@ TRAINING = [{"model": {"name": "builtin:llama"}, "workload": {"kind": "train", "
 def test_what_ran_is_told_in_a_line_and_the_summary_with_the_scenario() -> None:
     """The summary says what somebody expects, the headline what was measured; they are not told side by side."""
     report = replace(mismatch(), scenario=SCENARIO, environment={"device": "cpu"})
-    assert (
-        what_ran(report)
-        == "grpo on the small builtin model llama, bfloat16, LoRA, float16 autocast; then unload; on cpu"
-    )
+    assert what_ran(report) == "grpo on builtin model llama, bfloat16, LoRA, float16 autocast; then unload; on cpu"
     assert what_ran(
         replace(report, scenario={**SCENARIO, "steps": TRAINING, "distributed": {"processes": 2}})
     ).endswith("on cpu, in 2 processes")
@@ -70,7 +67,7 @@ def test_a_dtype_is_labelled_by_what_it_is_of() -> None:
 def test_a_line_of_the_program_itself_is_said_to_be_the_workload_of_the_scenario() -> None:
     """It must not look as if the diagnosing program had the fault."""
     own = replace(mismatch().findings[0], source="dtypedoctor/workloads/trainers.py:31")
-    assert dict(place(own))["source"] == "dtypedoctor/workloads/trainers.py:31 (the workload of the scenario)"
+    assert dict(place(own))["source"] == "dtypedoctor/workloads/trainers.py:31 (the scenario's workload)"
 
 
 def test_a_chain_that_ends_at_the_failing_op_tells_it_once() -> None:
@@ -89,7 +86,7 @@ def test_both_sides_of_a_mismatch_are_told() -> None:
     """Where the odd dtype came from, and the one that it met; a parameter is named once."""
     (_, odd), (about, met) = chains(mismatch().findings[0])
     assert len(odd) == 2
-    assert about == "where the dtype that it met came from"
+    assert about == "dtype provenance of the other operand"
     assert [(link.fqn, link.op, link.dtype_out) for link in met] == [
         ("model.layers.3.self_attn.q_proj", "load-dtype: weight", "bfloat16")
     ]
@@ -105,10 +102,10 @@ def test_a_consequence_is_headed_as_one() -> None:
 @pytest.mark.parametrize(
     ("observer", "said", "begins"),
     [
-        (Observer(bitwise_equal=True, reason="r"), "the same, bit for bit", "The watch changed nothing"),
-        (Observer(bitwise_equal=False, reason="r"), "NOT the same, see below", "The watch CHANGED"),
-        (Observer(bitwise_equal=None, reason="r", same_error=True), "raises the same error", "The watch is not the reason"),
-        (Observer(bitwise_equal=None, reason="r"), "", "Whether the watch changed a number could not be checked"),
+        (Observer(bitwise_equal=True, reason="r"), "same failure, bitwise identical", "Instrumentation changed nothing"),
+        (Observer(bitwise_equal=False, reason="r"), "NOT the same, see below", "Instrumentation CHANGED"),
+        (Observer(bitwise_equal=None, reason="r", same_error=True), "raises the same error", "Instrumentation does not cause the failure"),
+        (Observer(bitwise_equal=None, reason="r"), "", "Not verified that instrumentation is inert"),
     ],
 )  # fmt: skip
 def test_the_same_error_without_the_watch_is_good_news(observer: Observer, said: str, begins: str) -> None:
@@ -135,6 +132,6 @@ def test_what_is_proven_is_said_of_the_finding_that_is() -> None:
     told = [
         proven_means(replace(report, findings=found)) for found in ((first, unsure), (unsure, first), (unsure,), ())
     ]
-    assert told[0] == f"Proven by counterfactual: {first.proven_by}."
-    assert told[1].startswith(f"{first.id}, further down, is proven by counterfactual: ")
+    assert told[0] == f"Proven: {first.proven_by}."
+    assert told[1].startswith(f"{first.id}, below, is proven: ")
     assert told[2:] == ["", ""]

@@ -90,19 +90,19 @@ def test_hostile_texts_are_shown_and_not_run() -> None:
 def test_the_page_says_what_failed_and_what_cures() -> None:
     """Headline, finding, place, cause, evidence, table and command are there without any script."""
     shown = " ".join(" ".join(Page(render_html(run_document(overflow()))).texts).split())
-    for said in (overflow().headline, "float16-overflow", "proven by counterfactual", "modeling_gemma4.py:271", "12 inf of 1,024",
-                 "7 of 8", "gemma4-mlp-float32-product", "dtypedoctor run scenarios/gemma4_grpo_fp16.yaml"):  # fmt: skip
+    for said in (overflow().headline, "float16-overflow", "error, proven", "modeling_gemma4.py:271", "12 inf of 1,024",
+                 "7/8", "gemma4-mlp-float32-product", "dtypedoctor run scenarios/gemma4_grpo_fp16.yaml"):  # fmt: skip
         assert said in shown
-    assert "no remedy was tried" not in shown
+    assert "no fix was tried" not in shown
 
 
 def test_the_first_line_says_how_sure_it_is_and_how_many_remedies_cure() -> None:
     """A remedy that may only hide the failure does not count; without findings there is nothing to be sure of."""
     unsafe = tuple(replace(trial, safe=False) for trial in overflow().trials)
     for report, said, not_said in (
-        (overflow(), ["PROVEN", "CURED BY 2 REMEDIES"], []),
-        (replace(overflow(), trials=unsafe), ["PROVEN"], ["CURED BY"]),
-        (mismatch(), ["LIKELY"], ["CURED BY"]),
+        (overflow(), ["PROVEN", "2 SAFE FIXES"], []),
+        (replace(overflow(), trials=unsafe), ["PROVEN"], ["SAFE FIX"]),
+        (mismatch(), ["LIKELY"], ["SAFE FIX"]),
         (healthy(), ["HEALTHY"], ["PROVEN", "LIKELY"]),
     ):
         shown = " ".join(Page(render_html(run_document(report))).texts)

@@ -118,8 +118,8 @@ def test_the_longest_report_fits_into_a_comment() -> None:
     tags, _ = markup(text)
     assert tags <= ALLOWED_HTML
     for section in (
-        "### Before and after",
-        "### Magnitudes",
+        "### Baseline and fixes",
+        "### Activation magnitudes",
         "### Can this be trusted?",
         "### Reproduce",
         "Environment",

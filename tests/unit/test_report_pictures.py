@@ -127,8 +127,8 @@ def test_ops_tell_where_a_value_was_born() -> None:
     (line,) = distil(traced().build(), "before").ops
     assert line.born
     assert line.inputs[0] == "f16 2×4 absmax 318.8"
-    assert line.outputs == ("f16 2×4 absmax 56256 8 inf",)
-    assert line.notes == ("in place", "inside Fn", "autocast float16", "again in float32: finite, absmax 77178")
+    assert line.outputs == ("f16 2×4 absmax 56,256 8 inf",)
+    assert line.notes == ("in place", "inside Fn", "autocast float16", "again in float32: finite, absmax 77,178")
 
 
 def test_a_mask_of_infinities_is_no_birth() -> None:
@@ -210,7 +210,7 @@ def test_the_gallery_shows_before_the_first_cure_and_the_reference(tmp_path: Pat
         writer.write_samples(writer.next_n(), 1, 1, [(0, 2.0, 0, 0)])
         writer.close()
     report = with_pictures(overflow(), tmp_path)
-    assert [picture.label for picture in report.pictures] == ["before", "gemma4-mlp-float32-product"]
+    assert [picture.label for picture in report.pictures] == ["baseline", "gemma4-mlp-float32-product"]
     assert with_pictures(overflow(), tmp_path / "nowhere").pictures == ()
 
 

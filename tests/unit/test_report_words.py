@@ -70,7 +70,7 @@ def test_ascii_text_is_ascii(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(65504.0, "65504"), (77178.09375, "77178"), (0.0, "0"), (6.104e-05, "6.104e-05"), (3.3895e38, "3.389e+38"),
+    [(65504.0, "65,504"), (77178.09375, "77,178"), (0.0, "0"), (6.104e-05, "6.104e-5"), (3.3895e38, "3.389e38"),
      (None, "–"), (float("nan"), "–"), (float("inf"), "–"), (1234.5678, "1235")],
 )  # fmt: skip
 def test_numbers_are_short(value: float | None, expected: str) -> None:

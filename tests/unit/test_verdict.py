@@ -132,7 +132,7 @@ def test_a_loss_that_is_nan_without_a_sample_is_not_healthy() -> None:
         .build()
     )
     assert report.status is Status.UNKNOWN
-    assert report.headline == "The loss in step 7 is not finite, and no detector explains it."
+    assert report.headline == "The loss in step 7 is not finite, and no rule explains it."
 
 
 def test_work_in_processes_that_nobody_measures_makes_a_run_unknown() -> None:
@@ -203,11 +203,11 @@ def test_an_origin_is_marked_only_where_one_is_known() -> None:
     seen = report_on(TraceBuilder().sample("up", 1.0).sample("mlp", 1.0, inf=3).build())
     assert [row.is_origin for row in seen.strip] == [False, False]
     text = format_named("md").render(public_run(seen))
-    assert "Magnitudes near the first inf or NaN" in text
+    assert "Activation magnitudes near the first inf or NaN" in text
     assert "ORIGIN" not in text
     traced = report_on(overflow().build())
     assert any(row.is_origin for row in traced.strip)
-    assert "Magnitudes around the origin" in format_named("md").render(public_run(traced))
+    assert "Activation magnitudes near the origin" in format_named("md").render(public_run(traced))
 
 
 def test_nan_that_was_made_outside_of_modules_and_replaced_is_not_called_finite() -> None:
