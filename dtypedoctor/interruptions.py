@@ -2,7 +2,7 @@
 
 Python runs a signal handler between two instructions of whatever runs at that moment, and raises there what the handler raises;
 an exception that one thread sends to another (``PyThreadState_SetAsyncExc``) arrives the same way. Such an interruption means
-the program, so code that keeps its own errors to itself must let it pass.
+the program, so code that keeps its own errors to itself (:class:`contained`) must let it pass.
 """
 
 import sys
@@ -12,7 +12,7 @@ from queue import Empty
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["contained", "is_interruption", "noticing"]
+__all__ = ["contained", "is_interruption", "noticing", "say"]
 
 _TRACE_EVENTS = frozenset({"call", "line", "return", "exception", "opcode"})
 _RAISES = frozenset({"RAISE_VARARGS", "RERAISE"})
@@ -92,6 +92,14 @@ class noticing:  # noqa: N801  (used as a function is)
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if isinstance(error, self._only):
             self._notice(error)
+
+
+def say(text: str) -> None:
+    """Writes a line to standard error, whatever that is now; where it cannot be written, nobody is told."""
+    with contained():
+        stream = sys.stderr
+        stream.write(text + "\n")
+        stream.flush()
 
 
 def _breaks_in(frame: FrameType, interrupted: FrameType) -> bool:

@@ -5,15 +5,12 @@ imported, or does not go through the names that programs replace.
 """
 
 import os
-import sys
 from io import FileIO
 from json.decoder import JSONDecoder
 from json.encoder import JSONEncoder
 from os import PathLike, getpid, listdir
 from time import monotonic, perf_counter, sleep, time_ns
 from typing import Any
-
-from dtypedoctor.interruptions import contained
 
 __all__ = [
     "from_json",
@@ -22,7 +19,6 @@ __all__ = [
     "monotonic",
     "perf_counter",
     "read_text",
-    "say",
     "sleep",
     "time_ns",
     "to_json",
@@ -79,11 +75,3 @@ def read_text(path: str | PathLike[str]) -> str:
     """
     with FileIO(os.fspath(path)) as file:
         return str(file.readall(), "utf-8")
-
-
-def say(text: str) -> None:
-    """Writes a line to standard error, whatever that is now; where it cannot be written, nobody is told."""
-    with contained():
-        stream = sys.stderr
-        stream.write(text + "\n")
-        stream.flush()

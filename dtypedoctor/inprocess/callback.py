@@ -9,8 +9,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from dtypedoctor.inprocess.watch import Watched, watched_for
+from dtypedoctor.interruptions import say
 from dtypedoctor.report.model import Report
-from dtypedoctor.unpatched import say
 
 __all__ = ["DtypeDoctorCallback"]
 

@@ -11,7 +11,7 @@ from typing import Self
 from torch import nn
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.interruptions import contained
+from dtypedoctor.interruptions import contained, say
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
@@ -22,7 +22,6 @@ from dtypedoctor.runner.run import BEFORE, WorkerExit, collect
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.ranks import member, rank_directory
 from dtypedoctor.trials.treatment import examine
-from dtypedoctor.unpatched import say
 from dtypedoctor.worker.process_watch import ProcessWatch
 from dtypedoctor.worker.recording import Recording
 from dtypedoctor.worker.tracebacks import hide_in_excepthook

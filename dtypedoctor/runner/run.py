@@ -3,7 +3,7 @@
 import contextlib
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from dtypedoctor.scenario.request import REQUEST, Request
 from dtypedoctor.trace.events import Refused, Stage
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.ranks import leading_directory
+from dtypedoctor.trace.ranks import lead, leading_directory
 from dtypedoctor.trace.reader import read_trace, steps_by_call
 from dtypedoctor.unpatched import to_json
 
@@ -29,6 +29,7 @@ __all__ = [
     "SavedRun",
     "WorkerExit",
     "collect",
+    "led_by",
     "open_run",
     "write_request",
 ]
@@ -164,6 +165,12 @@ def _trace(directory: Path) -> Trace:
 
 def _nothing(why: str) -> Trace:
     return Trace(records=(), samples=(), sites={}, damage=(why,))
+
+
+def led_by(ranks: tuple[Run, ...], rank: int) -> Run:
+    """The run of one rank, which stands for that of all; it is also noted where they lie."""
+    lead(ranks[rank].directory.parent, rank)
+    return replace(ranks[rank], ranks=ranks)
 
 
 BEFORE = "before"

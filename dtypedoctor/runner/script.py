@@ -1,4 +1,4 @@
-"""Runs Python programs in fresh interpreters: a user's script, the processes that torchrun starts, and a script without the doctor.
+"""Runs Python programs in fresh interpreters: a user's script, or the processes that torchrun starts.
 
 A user's script differs from ``python script.py`` as little as can be: the same interpreter, environment, working directory
 and standard input. It has a process group of its own, so that it can be stopped with all that it started.
@@ -6,7 +6,6 @@ and standard input. It has a process group of its own, so that it can be stopped
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,12 +15,12 @@ from typing import Any
 from dtypedoctor.redaction.redact import write_request_file
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.process import run_process
-from dtypedoctor.runner.run import Run, WorkerExit, collect, write_request
+from dtypedoctor.runner.run import Run, WorkerExit, collect, led_by, write_request
 from dtypedoctor.scenario.model import Script
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trace.ranks import child_directories, lead, rank_directory
+from dtypedoctor.trace.ranks import child_directories, rank_directory
 
-__all__ = ["BOOT", "led_by", "run_clean", "run_ranks", "run_script"]
+__all__ = ["BOOT", "run_ranks", "run_script"]
 
 BOOT = Path(__file__).resolve().parents[1] / "worker" / "boot.py"
 
@@ -94,12 +93,6 @@ def run_ranks(
     return led_by(tuple(runs), leading)
 
 
-def led_by(ranks: tuple[Run, ...], rank: int) -> Run:
-    """The run of one rank, which stands for that of all; it is also noted where they lie."""
-    lead(ranks[rank].directory.parent, rank)
-    return replace(ranks[rank], ranks=ranks)
-
-
 def _torchrun(directory: Path, count: int) -> list[str]:
     return [
         str(ELASTIC),
@@ -142,33 +135,3 @@ def _collect(
     if end is not None and run.exit.code == -signal.SIGTERM:
         run = collect(place, replace(run.exit, code=int(end.outcome != "completed")), foreign=foreign)
     return replace(run, rank=rank)
-
-
-_RUN = """
-import runpy, sys
-sys.path.append(sys.argv.pop())
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def run_clean(script: Path, time_limit: float) -> tuple[int, str, str]:
-    """Runs ``script`` in its own directory; modules of the present directory can be imported where no other has their name.
-
-    Returns:
-        The exit status (minus the signal that ended it, -1 at the time limit), its output, and what it wrote of errors.
-    """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _RUN, script.name, str(Path.cwd())],
-            cwd=script.parent,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=time_limit,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return -1, "", f"it was stopped after {time_limit:.0f} s"
-    return done.returncode, done.stdout, done.stderr

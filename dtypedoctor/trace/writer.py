@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
-from dtypedoctor.interruptions import is_interruption
+from dtypedoctor.interruptions import is_interruption, say
 from dtypedoctor.redaction.redact import without_literals, without_process_secrets
 from dtypedoctor.trace.cursor import CURSOR, CursorPage
 from dtypedoctor.trace.details import DetailFiles
@@ -29,7 +29,7 @@ from dtypedoctor.trace.events import (
 from dtypedoctor.trace.lines import EVENTS, Lines
 from dtypedoctor.trace.loader import Loader
 from dtypedoctor.trace.records import to_disk
-from dtypedoctor.unpatched import getpid, say, to_json
+from dtypedoctor.unpatched import getpid, to_json
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Trouble of a disk, as against a wrong place."""

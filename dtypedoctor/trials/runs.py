@@ -14,8 +14,7 @@ from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.distributed import SENT, Rank, leading_rank
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.errors import DoctorError, UsageError
-from dtypedoctor.runner.run import BEFORE, Run, SavedRun, open_run
-from dtypedoctor.runner.script import led_by
+from dtypedoctor.runner.run import BEFORE, Run, SavedRun, led_by, open_run
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.ranks import rank_directories
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from shadows import hostile_folder, imported
 
-from dtypedoctor.runner.script import run_clean
+from dtypedoctor.trials.bisection.reproduction import run_clean
 
 COMMAND = "from dtypedoctor.__main__ import main\nif __name__ == '__main__':\n    main()\n"
 """What pip installs as ``bin/dtypedoctor``."""

@@ -7,6 +7,8 @@ as ``repr`` writes it, or a comment.
 import contextlib
 import keyword
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,7 +19,6 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.redaction.secrets import SECRET, names_a_secret
-from dtypedoctor.runner.script import run_clean
 from dtypedoctor.scenario.problems import printable
 from dtypedoctor.scenario.request import Capture, Request
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
@@ -25,7 +26,7 @@ from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 from dtypedoctor.trials.bisection.script_template import TEMPLATE
 from dtypedoctor.trials.bisection.symptoms import OWN, Kind, Symptom, symptom_of
 
-__all__ = ["SCRIPT", "CannotBeWrittenError", "Claim", "Reproduction", "reproduce", "script_text"]
+__all__ = ["SCRIPT", "CannotBeWrittenError", "Claim", "Reproduction", "reproduce", "run_clean", "script_text"]
 
 
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"
@@ -353,3 +354,33 @@ def _known(versions: dict[str, str]) -> Iterator[str]:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else "it said nothing"
+
+
+_RUN = """
+import runpy, sys
+sys.path.append(sys.argv.pop())
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_clean(script: Path, time_limit: float) -> tuple[int, str, str]:
+    """Runs ``script`` in its own directory; modules of the present directory can be imported where no other has their name.
+
+    Returns:
+        The exit status (minus the signal that ended it, -1 at the time limit), its output, and what it wrote of errors.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _RUN, script.name, str(Path.cwd())],
+            cwd=script.parent,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=time_limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return -1, "", f"it was stopped after {time_limit:.0f} s"
+    return done.returncode, done.stdout, done.stderr
