@@ -16,7 +16,7 @@ from dtypedoctor.trace.events import ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AutocastRegion, CompileCounts
 
-__all__ = ["TIE_BREAKERS", "diagnose", "doubted", "findings_of", "in_calls", "preflight", "with_tie_breakers"]
+__all__ = ["TIE_BREAKERS", "cap_confidence", "diagnose", "findings_of", "in_calls", "preflight", "with_tie_breakers"]
 
 
 def diagnose(trace: Trace) -> tuple[Finding, ...]:
@@ -29,7 +29,7 @@ def _diagnosed(trace: Trace) -> tuple[Finding, ...]:
     ordered = tuple(with_tie_breakers(finding, trace) for finding in most_severe_first(found))
     if trace.by_call:
         ordered = tuple(map(in_calls, ordered))
-    return tuple(map(doubted, ordered)) if trace.damage else ordered
+    return tuple(map(cap_confidence, ordered)) if trace.damage else ordered
 
 
 def preflight(subject: Subject) -> tuple[Finding, ...]:
@@ -53,7 +53,7 @@ def findings_of(detector: Detector, trace: Trace) -> tuple[Finding, ...]:
         return ()
 
 
-def doubted(finding: Finding) -> Finding:
+def cap_confidence(finding: Finding) -> Finding:
     """The finding, no more than likely."""
     if finding.confidence is not Confidence.PROVEN:
         return finding

@@ -87,7 +87,7 @@ LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library itself."""
 
 LARGEST_SMALL = 1 << 20
-"""Bytes of a tensor that is read: a quantisation state in JSON, or a table of frequencies."""
+"""Bytes of a tensor that is read: a quantization state in JSON, or a table of frequencies."""
 
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -197,10 +197,10 @@ def read_checkpoint(path: Path, intent: Intent | None = None) -> Subject:
     files = sorted(folder.glob("*.safetensors")) if path.is_dir() else [path]
     entries = [entry for file in files for entry in read_entries(file)]
     config = _json(folder / CONFIG)
-    quantised = {entry.name.partition(STATE)[0] for entry in entries if STATE in entry.name}
+    quantized = {entry.name.partition(STATE)[0] for entry in entries if STATE in entry.name}
     return Subject(
         name=str(path),
-        tensors=tuple(_tensor(entry) for entry in entries if not _is_part(entry.name, quantised)),
+        tensors=tuple(_tensor(entry) for entry in entries if not _is_part(entry.name, quantized)),
         quant_states=tuple(_quant_states(entries)),
         config=config,
         adapter=_json(folder / ADAPTER) if (folder / ADAPTER).is_file() else None,
@@ -222,10 +222,10 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _is_part(name: str, quantised: set[str]) -> bool:
+def _is_part(name: str, quantized: set[str]) -> bool:
     if STATE in name:
         return True
-    return any(name.endswith(part) and name.removesuffix(part) in quantised for part in STATE_PARTS)
+    return any(name.endswith(part) and name.removesuffix(part) in quantized for part in STATE_PARTS)
 
 
 def _tensor(entry: Entry) -> StaticTensor:
@@ -250,7 +250,7 @@ def _quant_states(entries: list[Entry]) -> Iterator[QuantState]:
                 weight=weight, kind=kind, dtype=str(state["dtype"]), nested="nested_dtype" in state
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{entry.file}: {entry.name} is no quantisation state ({reason(error)})") from error
+            raise UsageError(f"{entry.file}: {entry.name} is no quantization state ({reason(error)})") from error
 
 
 def _shards(index: Path) -> set[str]:

@@ -21,7 +21,7 @@ from dtypedoctor.diagnosis.ops import (
     only_negative_inf,
     overload_free,
 )
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import class_of, limit_of, place
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
@@ -400,11 +400,11 @@ def _counts(tensor: TensorNote) -> bool:
     return (has_nan(tensor) or tensor.num_posinf > 0) and bool(tensor.shape or tensor.name)
 
 
-def found_at(origin: Origin, said: Statement) -> Finding:
+def make_finding_at(origin: Origin, statement: Statement) -> Finding:
     """The statement about the op at which a non-finite value came into being."""
     op = origin.op
-    return located(
-        said,
+    return make_finding(
+        statement,
         phase=op.phase,
         step=op.step,
         fqn=place(op),

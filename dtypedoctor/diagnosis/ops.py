@@ -120,7 +120,7 @@ def overload_free(name: str) -> str:
 
 
 CONSTANT = re.compile(r"^[-+]?(inf|nan)$", re.IGNORECASE)
-UNINITIALISED = ("aten.empty", "aten.new_empty", "aten.resize_", "aten.set_")
+UNINITIALIZED = ("aten.empty", "aten.new_empty", "aten.resize_", "aten.set_")
 """Ops whose result is memory that nothing has computed yet."""
 
 
@@ -234,7 +234,7 @@ def _upstream(
 
 def asked_for(op: Op) -> bool:
     """Whether what is not finite in its results was asked for by name, as in a mask, or is memory as it was."""
-    return op.op.startswith(UNINITIALISED) or any(CONSTANT.match(text) for text in op.scalars)
+    return op.op.startswith(UNINITIALIZED) or any(CONSTANT.match(text) for text in op.scalars)
 
 
 def _in_order(ops: Iterable[Op]) -> tuple[Op, ...]:

@@ -89,7 +89,7 @@ class FindingSpec:
         supported_by: remedies that take away more than that cause: what came of them is worth saying, and proves nothing.
         ablations: ablations that tell its causes apart, offered where a run has what they take away.
         fits_wider_dtype: its values may fit in a wider dtype: autocast is suspected only where a region has the finding's own dtype.
-        needs: the ablation that takes away the cause it names: where the run fails without that too, the finding is doubted.
+        needs: the ablation that takes away the cause it names: where the run fails without that too, the finding is cap_confidence.
         needs_only: that ablation takes away nothing besides, so that a run which passes under it proves the finding.
         in_float32_too: it claims that the dtype is not the cause: a run without autocast that fails in the same place proves it.
         nonfinite: it names the origin of an inf or NaN, so that magnitudes of the modules around it say something.

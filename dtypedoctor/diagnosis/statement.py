@@ -6,7 +6,7 @@ from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.trace.events import Observed
 
-__all__ = ["Statement", "found_in", "located"]
+__all__ = ["Statement", "make_finding", "make_finding_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,8 @@ class Statement:
     severity: Severity = Severity.ERROR
 
 
-def located(
-    said: Statement,
+def make_finding(
+    statement: Statement,
     *,
     phase: str | None,
     step: int | None = None,
@@ -42,24 +42,24 @@ def located(
 
     What is mere information needs no remedy.
     """
-    spec = spec_of(said.id)
+    spec = spec_of(statement.id)
     return Finding(
-        id=said.id,
-        severity=said.severity,
-        confidence=Confidence.PROVEN if said.proven_by is not None else said.confidence,
-        proven_by=said.proven_by,
+        id=statement.id,
+        severity=statement.severity,
+        confidence=Confidence.PROVEN if statement.proven_by is not None else statement.confidence,
+        proven_by=statement.proven_by,
         fqn=fqn,
         op=op,
         phase=phase,
         step=step,
         dtype=dtype,
         source=source,
-        summary=_as_sentence(said.summary),
-        cause=said.cause,
-        evidence=said.evidence,
+        summary=_as_sentence(statement.summary),
+        cause=statement.cause,
+        evidence=statement.evidence,
         provenance=provenance,
         met=met,
-        remedies=() if said.severity is Severity.INFO else spec.remedies_for(cls),
+        remedies=() if statement.severity is Severity.INFO else spec.remedies_for(cls),
         references=spec.references,
     )
 
@@ -69,8 +69,8 @@ def _as_sentence(summary: str) -> str:
     return f"The {summary.removeprefix('the ')}" if summary.startswith("the ") else summary
 
 
-def found_in(
-    seen: Observed[object], said: Statement, *, dtype: str | None, op: str | None = None, source: str | None = None
+def make_finding_of(
+    seen: Observed[object], statement: Statement, *, dtype: str | None, op: str | None = None, source: str | None = None
 ) -> Finding:
     """The statement about what an instrument observed; the module is the one that the observation names."""
-    return located(said, phase=seen.phase, step=seen.step, fqn=seen.fqn, op=op, dtype=dtype, source=source)
+    return make_finding(statement, phase=seen.phase, step=seen.step, fqn=seen.fqn, op=op, dtype=dtype, source=source)

@@ -41,14 +41,14 @@ class StaticTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantState:
-    """The quantisation state of one packed weight.
+    """The quantization state of one packed weight.
 
     Attributes:
         weight: name of the weight.
         kind: ``nf4`` or ``fp4``.
-        dtype: the dtype that the weight is dequantised to.
+        dtype: the dtype that the weight is dequantized to.
         compute_dtype: the dtype that the module computes in, where the model itself says so.
-        nested: whether the statistics are quantised too.
+        nested: whether the statistics are quantized too.
     """
 
     weight: str
@@ -79,7 +79,7 @@ class Subject:
 
     Attributes:
         name: what the user calls it.
-        tensors: everything stored or noted, without the parts of quantisation states.
+        tensors: everything stored or noted, without the parts of quantization states.
         quant_states: of packed weights.
         config: ``config.json``, empty where there is none.
         adapter: ``adapter_config.json`` of a PEFT adapter, else None.

@@ -18,7 +18,7 @@ __all__ = ["doubt_in_words", "doubtful_weights", "is_dtype_error", "shows_failur
 
 
 DTYPE_WORDS = ("dtype", "scalar type", "same type", "bias type", "Half", "BFloat16")
-"""Words by which torch's messages about mixed dtypes are recognised."""
+"""Words by which torch's messages about mixed dtypes are recognized."""
 
 
 COMPILER_ERRORS = frozenset({"Unsupported", "FailOnRecompileLimitHit"})
@@ -32,7 +32,7 @@ def is_dtype_error(raised: Raised) -> bool:
 
 def suspicious_windows(trace: Trace) -> tuple[Window, ...]:
     """The windows in which the failure of ``trace`` may happen, the likeliest first: of a refused op, else of non-finite
-    values that matter, else of packed weights that may be dequantised wrongly, else of gradients that may have been flushed
+    values that matter, else of packed weights that may be dequantized wrongly, else of gradients that may have been flushed
     to zero.
 
     Those that the op trace of ``trace`` has settled already are left out: nothing is left where it explains the failure, and
@@ -142,13 +142,13 @@ def eager_window(trace: Trace, incidents: tuple[Incident, ...]) -> Window | None
 
 
 USUAL = frozenset({"float16", "bfloat16"})
-"""Dtypes of quantisation states that every dequantiser has a kernel for."""
+"""Dtypes of quantization states that every dequantizer has a kernel for."""
 
 
 def doubtful_weights(trace: Trace) -> Window | None:
     """The first call of a model whose packed weights are worth comparing with what is multiplied.
 
-    That is a model whose quantisation states say something else than those of a model before it in the same process (which
+    That is a model whose quantization states say something else than those of a model before it in the same process (which
     may have left a buffer of its dtype behind), or something that is no 16-bit dtype (for which a kernel may be missing).
     None where there is no such model, or where its first call has been looked at.
     """
@@ -162,7 +162,7 @@ def doubtful_weights(trace: Trace) -> Window | None:
 
 
 def _states(trace: Trace) -> dict[int, set[str]]:
-    """The dtypes that the quantisation states of each outermost module say."""
+    """The dtypes that the quantization states of each outermost module say."""
     states: dict[int, set[str]] = defaultdict(set)
     for note in trace.all(ParameterNote):
         if note.quant and note.quant.get("dtype"):

@@ -16,7 +16,7 @@ OUTSIDE = -1
 
 
 def short(fqn: str | None) -> str:
-    """The tail of a dotted name that a person recognises."""
+    """The tail of a dotted name that a person recognizes."""
     if fqn is None:
         return "the code outside of all modules"
     if fqn.isdigit():
@@ -30,7 +30,7 @@ def named_module(fqn: str | None) -> str:
 
 
 def short_parameter(name: str) -> str:
-    """The name of a parameter behind the tail of its module's that a person recognises."""
+    """The name of a parameter behind the tail of its module's that a person recognizes."""
     module, _, own = name.rpartition(".")
     return f"{short(module)}.{own}" if module else own
 

@@ -13,8 +13,11 @@ from dtypedoctor.diagnosis.rule import (
     FindingSpec,
     Rule,
 )
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.trace.model import Trace
 
 __all__ = ["COMPILE_AND_LOAD", "DTYPE_MISMATCH", "LOSS_SCALING", "NON_FINITE", "SILENT", "Confidence", "Finding", "FindingSpec", "Rule",
-           "Severity", "Statement", "Trace", "located"]  # fmt: skip
+           "Severity", "Statement", "Trace", "located", "make_finding"]  # fmt: skip
+
+located = make_finding
+"""The name by which rules of other packages may know it."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.subject import Subject, plain_dtype
 from dtypedoctor.diagnosis.wording import limit_of, listed, number
 from dtypedoctor.trace.events import Observed
@@ -103,7 +103,7 @@ _BITS = {"bfloat16": "8", "float16": "11"}
 
 
 def _finding(summary: str, cause: str, evidence: tuple[str, ...], dtype: str) -> Finding:
-    said = Statement(
+    statement = Statement(
         id="checkpoint-dtype-mismatch",
         severity=Severity.WARNING,
         proven_by="the dtypes before and after loading were compared",
@@ -111,7 +111,7 @@ def _finding(summary: str, cause: str, evidence: tuple[str, ...], dtype: str) ->
         cause=cause,
         evidence=evidence,
     )
-    return located(said, phase="static", dtype=dtype)
+    return make_finding(statement, phase="static", dtype=dtype)
 
 
 def _main(census: Mapping[str, int]) -> str:
@@ -125,18 +125,18 @@ def _census(census: Mapping[str, int]) -> str:
 
 def check_configured(subject: Subject) -> Iterator[Finding]:
     """What is stored against what the config says, the config against its own parts, what is stored against the request."""
-    stored, said = subject.stored_dtype, subject.config_dtype
+    stored, configured = subject.stored_dtype, subject.config_dtype
     if subject.loaded or stored is None:
         return
-    if said is not None and said != stored:
+    if configured is not None and configured != stored:
         yield _inspected(
             Severity.WARNING,
-            said,
-            f"The files hold {stored} weights and the config says {said}.",
-            f"Who loads without naming a dtype gets {said}: the weights are cast in silence{_harm(stored, said)}.",
-            (_counts(subject), f"config: dtype is {said}."),
+            configured,
+            f"The files hold {stored} weights and the config says {configured}.",
+            f"Who loads without naming a dtype gets {configured}: the weights are cast in silence{_harm(stored, configured)}.",
+            (_counts(subject), f"config: dtype is {configured}."),
         )
-    yield from _parts(subject.config, said)
+    yield from _parts(subject.config, configured)
     wanted = subject.intent.dtype
     if wanted is not None and wanted != stored and (stored, wanted) == ("bfloat16", "float16"):
         yield _inspected(
@@ -148,23 +148,23 @@ def check_configured(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _parts(config: Mapping[str, Any], said: str | None) -> Iterator[Finding]:
+def _parts(config: Mapping[str, Any], configured: str | None) -> Iterator[Finding]:
     for name, part in config.items():
         other = plain_dtype(part.get("dtype") or part.get("torch_dtype")) if isinstance(part, dict) else None
-        if other is not None and said is not None and other != said:
+        if other is not None and configured is not None and other != configured:
             yield _inspected(
                 Severity.INFO,
                 other,
-                f"{name} says {other} and the config as a whole {said}.",
+                f"{name} says {other} and the config as a whole {configured}.",
                 "Which of them wins depends on the version of the library and on how the model is loaded.",
-                (f"dtype is {said}; {name}.dtype is {other}.",),
+                (f"dtype is {configured}; {name}.dtype is {other}.",),
             )
 
 
-def _harm(stored: str, said: str) -> str:
-    if (stored, said) == ("bfloat16", "float16"):
+def _harm(stored: str, configured: str) -> str:
+    if (stored, configured) == ("bfloat16", "float16"):
         return ", and values above 65504 become inf"
-    if (stored, said) == ("float16", "bfloat16"):
+    if (stored, configured) == ("float16", "bfloat16"):
         return ", and 3 bits of each are lost for good"
     return ", and half of their bits are lost" if stored == "float32" else ""
 
@@ -175,7 +175,7 @@ def _counts(subject: Subject) -> str:
 
 
 def _inspected(severity: Severity, dtype: str, summary: str, cause: str, evidence: tuple[str, ...]) -> Finding:
-    said = Statement(
+    statement = Statement(
         id="checkpoint-dtype-mismatch",
         severity=severity,
         confidence=Confidence.LIKELY,
@@ -183,7 +183,7 @@ def _inspected(severity: Severity, dtype: str, summary: str, cause: str, evidenc
         cause=cause,
         evidence=evidence,
     )
-    return located(said, phase="static", dtype=dtype)
+    return make_finding(statement, phase="static", dtype=dtype)
 
 
 RULES = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.trace.events import Observed, ParameterNote, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CompileCounts, GraphBreak, Recompiled, RecompileLimit
@@ -81,7 +81,7 @@ def _broken(trace: Trace, breaks: Sequence[Observed[GraphBreak]]) -> Finding:
     first = breaks[0].what
     places = f"{len(breaks)} places" if len(breaks) > 1 else "one place"
     ours = any(_FOREIGN.search(text) or _OF_PRECISION.search(text) for text in map(_reason, breaks))
-    said = Statement(
+    statement = Statement(
         id="compile-graph-break",
         severity=Severity.WARNING if ours else Severity.INFO,  # a print in a forward is the user's business
         confidence=Confidence.LIKELY,
@@ -96,7 +96,7 @@ def _broken(trace: Trace, breaks: Sequence[Observed[GraphBreak]]) -> Finding:
             f"{graphs} graphs were compiled in place of one.",
         ),
     )
-    finding = located(said, phase="compile", fqn=breaks[0].fqn, source=_file_and_line(first.frames[-1]))
+    finding = make_finding(statement, phase="compile", fqn=breaks[0].fqn, source=_file_and_line(first.frames[-1]))
     return _with_custom_op(finding, trace, [str(one.what) for one in breaks])
 
 
@@ -106,7 +106,7 @@ def _refused(trace: Trace, raised: Raised) -> Finding:
     kind = raised.message.split("\n", 1)[0]
     lines = [found for found in _USER_LINE.finditer(raised.message) if not _TORCH.search(found["file"])]
     place = f"{lines[-1]['file']}:{lines[-1]['line']}" if lines else None
-    said = Statement(
+    statement = Statement(
         id="compile-graph-break",
         confidence=Confidence.LIKELY,
         summary=f"torch.compile with fullgraph=True cannot compile the model{f' at {_short(place)}' if place else ''}: {kind}.",
@@ -116,7 +116,9 @@ def _refused(trace: Trace, raised: Raised) -> Finding:
         ),
         evidence=(f"The run ended in step {raised.step} with {raised.type}: {kind}",),
     )
-    finding = located(said, phase="compile", step=raised.step, source=_file_and_line(place) if place else None)
+    finding = make_finding(
+        statement, phase="compile", step=raised.step, source=_file_and_line(place) if place else None
+    )
     return _with_custom_op(finding, trace, [raised.message])
 
 
@@ -127,7 +129,7 @@ def _exhausted(trace: Trace, hits: Sequence[Observed[RecompileLimit]], raised: R
     guard = _guard(first.guard if first is not None else "")
     place = first.place if first is not None else ""
     versions = first.value if first is not None else "too many"
-    said = Statement(
+    statement = Statement(
         id="recompile-limit",
         severity=Severity.ERROR if fatal else Severity.WARNING,
         confidence=Confidence.LIKELY,
@@ -141,8 +143,8 @@ def _exhausted(trace: Trace, hits: Sequence[Observed[RecompileLimit]], raised: R
         ),
         evidence=tuple(_evidence_of_recompiles(trace.observed(Recompiled), hits)),
     )
-    finding = located(
-        said, phase="compile", fqn=hits[0].fqn if hits else None, source=_file_and_line(place) if place else None
+    finding = make_finding(
+        statement, phase="compile", fqn=hits[0].fqn if hits else None, source=_file_and_line(place) if place else None
     )
     return _with_custom_op(finding, trace, [str(one.what) for one in (*hits, *trace.observed(GraphBreak))])
 

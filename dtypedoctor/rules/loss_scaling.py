@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import LOSS_SCALING, OF_ANY_FINDING, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.subject import StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line
 from dtypedoctor.dtypes import HALF
@@ -96,7 +96,7 @@ def _float16_gradients(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Fi
     names, params = last.names.get("float16", []), last.params
     owners = list(dict.fromkeys(module_of(name) for name in names))
     few = bool(owners) and params.get("float16", 0) < sum(params.values())
-    said = Statement(
+    statement = Statement(
         id="unscale-float16-gradients",
         confidence=Confidence.LIKELY,
         summary=f"GradScaler.unscale_() was called on float16 gradients ({listed(names) or 'names unknown'}).",
@@ -111,8 +111,8 @@ def _float16_gradients(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Fi
             *how_the_run_ended(trace),
         ),
     )
-    return located(
-        said,
+    return make_finding(
+        statement,
         phase="optimizer",
         step=raised.step,
         fqn=owners[0] if few else "",
@@ -134,7 +134,7 @@ def _nothing_checked(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Find
         why = "All its parameters are frozen."
     else:
         why = "Its parameters are in the model and trainable, but the loss does not depend on them (no_grad, detach)."
-    said = Statement(
+    statement = Statement(
         id="no-inf-checks",
         confidence=Confidence.LIKELY,
         summary="The scaler steps an optimizer none of whose parameters has a gradient.",
@@ -146,13 +146,13 @@ def _nothing_checked(trace: Trace, raised: Raised, seen: list[Unscaled]) -> Find
             *how_the_run_ended(trace),
         ),
     )
-    return located(said, phase="optimizer", step=raised.step, source=raising_line(raised))
+    return make_finding(statement, phase="optimizer", step=raised.step, source=raising_line(raised))
 
 
 def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Unscaled | None) -> Finding:
     served = seen if seen is not None else UNKNOWN
     names = served.names.get("bfloat16", [])
-    said = Statement(
+    statement = Statement(
         id="scaler-bfloat16",
         severity=Severity.ERROR if refused is not None else Severity.WARNING,
         confidence=Confidence.LIKELY,
@@ -167,8 +167,8 @@ def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Unscaled | N
         ),
     )
     if refused is None:
-        return located(said, phase="static", dtype="bfloat16")
-    return located(said, phase="optimizer", step=refused.step, dtype="bfloat16", source=raising_line(refused))
+        return make_finding(statement, phase="static", dtype="bfloat16")
+    return make_finding(statement, phase="optimizer", step=refused.step, dtype="bfloat16", source=raising_line(refused))
 
 
 def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
@@ -181,7 +181,7 @@ def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
     first = skipped[0].step if skipped else None
     spoilt = _forward_is_not_finite(trace, first)
     scales = f"from {skipped[0].scale:.6g} to {skipped[-1].scale:.6g}" if skipped else "to its minimum"
-    said = Statement(
+    statement = Statement(
         id="loss-scale-exhausted",
         severity=Severity.WARNING if spoilt else Severity.ERROR,
         confidence=Confidence.LIKELY,
@@ -205,7 +205,9 @@ def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
         ),
     )
     at = refused.step if first is None and refused is not None else first
-    yield located(said, phase="optimizer", step=at, source=raising_line(refused) if refused is not None else None)
+    yield make_finding(
+        statement, phase="optimizer", step=at, source=raising_line(refused) if refused is not None else None
+    )
 
 
 def _is_exhausted(skipped: tuple[ScalerState, ...]) -> bool:
@@ -241,7 +243,7 @@ def check_trainable(subject: Subject) -> Iterator[Finding]:
     for dtype, finding in REJECTED.items():
         hostile = [tensor for tensor in _what_training_updates(subject) if subject.in_memory(tensor) == dtype]
         if hostile:
-            said = Statement(
+            statement = Statement(
                 id=finding,
                 severity=Severity.ERROR if wanted else Severity.INFO,
                 confidence=Confidence.LIKELY if wanted else Confidence.POSSIBLE,
@@ -249,7 +251,7 @@ def check_trainable(subject: Subject) -> Iterator[Finding]:
                 cause=f"{WHY_REJECTED[dtype]} Weights that are trained with a scaler have to be float32.",
                 evidence=(f"They are {listed([tensor.name for tensor in hostile])}.",),
             )
-            yield located(said, phase="static", dtype=dtype)
+            yield make_finding(statement, phase="static", dtype=dtype)
 
 
 def _what_training_updates(subject: Subject) -> Iterator[StaticTensor]:

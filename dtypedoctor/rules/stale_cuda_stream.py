@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import StreamLaunches
 
@@ -31,20 +31,20 @@ def detect_stale_streams(trace: Trace) -> Iterator[Finding]:
     launched = sum(o.what.count for o in uses)
     wrong = sum(o.what.count for o in stale)
     first = stale[0]
-    said = Statement(
+    statement = Statement(
         id="stale-cuda-stream",
         confidence=Confidence.LIKELY,
         summary=f"{wrong} of {launched} kernel launches went to another CUDA stream than the current one of {first.what.device}.",
         cause=(
             "The stream's handle was asked for once and kept. Work on another stream is not ordered with what the current "
-            "stream does before and after it, so a weight may be used before it is dequantised, or read while it changes."
+            "stream does before and after it, so a weight may be used before it is dequantized, or read while it changes."
         ),
         evidence=tuple(
             f"{o.what.count} launches on {o.what.device}: stream {o.what.used:#x}, current {o.what.current:#x}."
             for o in stale
         ),
     )
-    yield located(said, phase=first.phase, step=first.step)
+    yield make_finding(statement, phase=first.phase, step=first.step)
 
 
 RULES = (Rule(name="streams", specs=(SPEC,), detect=detect_stale_streams),)

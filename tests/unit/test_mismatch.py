@@ -11,7 +11,7 @@ from dtypedoctor.diagnosis.finding import Confidence, Severity
 from dtypedoctor.diagnosis.registry import by_family
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH
 from dtypedoctor.rules.mismatch.census import Census
-from dtypedoctor.rules.mismatch.dtype_origin import is_dequantisation
+from dtypedoctor.rules.mismatch.dtype_origin import is_dequantization
 from dtypedoctor.rules.mismatch.messages import complaint_of, dtype_named
 from dtypedoctor.rules.mismatch.rule import detect_mismatch
 from dtypedoctor.trace.events import Flow, Observed, Replay
@@ -366,4 +366,4 @@ def test_a_table_of_biases_is_no_cache(place: int, name: str) -> None:
 )
 def test_an_operator_unpacks_weights_where_its_library_says_so(op: str, unpacks: bool) -> None:
     """torch's own `dequantize` is of another kind of tensor."""
-    assert is_dequantisation(TraceBuilder().op(op, "layer", [], [])) is unpacks
+    assert is_dequantization(TraceBuilder().op(op, "layer", [], [])) is unpacks

@@ -7,7 +7,7 @@ from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.rules.mismatch.case import described
-from dtypedoctor.rules.mismatch.dtype_origin import Birth, Reason
+from dtypedoctor.rules.mismatch.dtype_origin import DtypeOrigin, Reason
 from dtypedoctor.rules.mismatch.explained_by_torch import mixed_shard_units
 from dtypedoctor.trace.events import Observation, Raised
 
@@ -83,5 +83,5 @@ def test_what_fsdp_takes_is_no_finding(records: tuple[Observation, ...]) -> None
 
 def test_the_cast_of_a_unit_is_called_by_its_name() -> None:
     """Provenance says that a policy's output_dtype gave an operand its dtype."""
-    birth = Birth(reason=Reason.FSDP_OUTPUT, dtype="float32", root=0, fqn="layers.3")
-    assert described(birth) == "the FSDP output dtype of the shard unit layers.3"
+    origin = DtypeOrigin(reason=Reason.FSDP_OUTPUT, dtype="float32", root=0, fqn="layers.3")
+    assert described(origin) == "the FSDP output dtype of the shard unit layers.3"

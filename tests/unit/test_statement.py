@@ -6,7 +6,7 @@ import pytest
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity, most_severe_first
 from dtypedoctor.diagnosis.registry import finding_ids
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 
 
 def said(name: str = "float16-overflow", severity: Severity = Severity.ERROR) -> Statement:
@@ -16,22 +16,22 @@ def said(name: str = "float16-overflow", severity: Severity = Severity.ERROR) ->
 
 def test_the_remedy_for_the_class_of_the_module_comes_first() -> None:
     """It changes less than one for any module."""
-    finding = located(said(), phase="forward", cls="Gemma4TextMLP")
+    finding = make_finding(said(), phase="forward", cls="Gemma4TextMLP")
     assert finding.remedies == ("gemma4-mlp-float32-product", "bfloat16")
-    assert located(said(), phase="forward").remedies == ("bfloat16",)
+    assert make_finding(said(), phase="forward").remedies == ("bfloat16",)
 
 
 def test_what_is_mere_information_proposes_no_remedy() -> None:
     """It is no failure, so nothing could cure it."""
-    assert located(said(severity=Severity.WARNING), phase="forward").remedies
-    assert located(said(severity=Severity.INFO), phase="forward").remedies == ()
+    assert make_finding(said(severity=Severity.WARNING), phase="forward").remedies
+    assert make_finding(said(severity=Severity.INFO), phase="forward").remedies == ()
 
 
 def test_every_finding_has_public_references(subtests: pytest.Subtests) -> None:
     """Threads, pull requests, commits or files that can be looked up, whatever detector says it."""
     for finding in finding_ids():
         with subtests.test(finding):
-            references = located(said(finding), phase=None).references
+            references = make_finding(said(finding), phase=None).references
             assert references
             for address in references:
                 assert re.fullmatch(

@@ -6,11 +6,11 @@ from functools import cached_property
 
 from dtypedoctor.diagnosis.finding import Finding, Link
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of, overload_free
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import how_the_run_ended, place, short, short_parameter
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules.mismatch.census import Census
-from dtypedoctor.rules.mismatch.dtype_origin import MERGES, WRITES_AT_INDEX, Birth, Provenance, Reason
+from dtypedoctor.rules.mismatch.dtype_origin import MERGES, WRITES_AT_INDEX, DtypeOrigin, Provenance, Reason
 from dtypedoctor.rules.mismatch.messages import Complaint, complaint_of
 from dtypedoctor.trace.events import Op, Raised, Replay, TensorNote
 from dtypedoctor.trace.model import Trace
@@ -23,9 +23,9 @@ __all__ = [
     "described",
     "finding",
     "is_settled",
-    "met",
+    "op_name",
+    "operand_summary",
     "ran_in",
-    "said",
     "settled_by",
     "who_is_what",
 ]
@@ -37,7 +37,7 @@ class Operand:
 
     index: int
     tensor: TensorNote
-    birth: Birth
+    origin: DtypeOrigin
 
     @property
     def dtype(self) -> str:
@@ -83,9 +83,9 @@ class Case:
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
-        """The floating-point operands, each with where its dtype was born."""
+        """The floating-point operands, each with where its dtype originates."""
         return tuple(
-            Operand(index=i, tensor=t, birth=self.provenance.of(t, self.op))
+            Operand(index=i, tensor=t, origin=self.provenance.of(t, self.op))
             for i, t in enumerate(self.op.inputs)
             if t.dtype in DTYPES
         )
@@ -118,9 +118,9 @@ class Case:
 
     @cached_property
     def odd(self) -> Operand | None:
-        """The operand that does not have the dtype it should have; of several the one whose birth says most."""
+        """The operand that does not have the dtype it should have; of several the one whose origin says most."""
         deviating = [operand for operand in self.operands if operand.dtype != self.rule]
-        telling = [operand for operand in deviating if operand.birth.reason not in _SAYS_LITTLE]
+        telling = [operand for operand in deviating if operand.origin.reason not in _SAYS_LITTLE]
         return next(iter([*telling, *deviating]), None)
 
     @property
@@ -197,7 +197,7 @@ class Verdict:
         summary, cause, proven_by: see :class:`Finding`.
         evidence: sentences of the rule's own; what every refusal shows is added to them.
         blamed: the operand whose chain is the provenance; the odd one where left out.
-        reason: the named reason in which the chain ends, where it is not the birth of the operand.
+        reason: the named reason in which the chain ends, where it is not the origin of the operand.
         unfit: remedies of this finding that do nothing about this op.
     """
 
@@ -221,9 +221,9 @@ def finding(case: Case, verdict: Verdict) -> Finding:
         proven_by=verdict.proven_by,
         summary=verdict.summary,
         cause=verdict.cause,
-        evidence=(met(case), *verdict.evidence, *_experiments(case, odd), *how_the_run_ended(case.trace)),
+        evidence=(operand_summary(case), *verdict.evidence, *_experiments(case, odd), *how_the_run_ended(case.trace)),
     )
-    found = located(
+    found = make_finding(
         statement,
         phase=op.phase,
         step=op.step,
@@ -238,7 +238,7 @@ def finding(case: Case, verdict: Verdict) -> Finding:
     return replace(found, remedies=tuple(remedy for remedy in found.remedies if remedy not in verdict.unfit))
 
 
-def met(case: Case) -> str:
+def operand_summary(case: Case) -> str:
     """Which operands the op got, as a sentence."""
     operands = ", ".join(
         t.dtype + (f" ({short_parameter(t.name)})" if t.name and t.origin != "input" else "")
@@ -247,52 +247,52 @@ def met(case: Case) -> str:
     )
     where = f" at {case.op.source}" if case.op.source else ""
     region = f" inside a {case.op.autocast} autocast region" if case.op.autocast else ", no autocast"
-    return f"{said(case)}{where} got {operands}{region}."
+    return f"{op_name(case)}{where} got {operands}{region}."
 
 
-def said(case: Case) -> str:
+def op_name(case: Case) -> str:
     """The refused op as a person would call it."""
     op = case.op.op
     return f"{op.removeprefix(_MODULE)}.forward" if op.startswith(_MODULE) else op
 
 
-def described(birth: Birth) -> str:
+def described(origin: DtypeOrigin) -> str:
     """Where a dtype comes from, as the end of a sentence."""
-    at = f" at {birth.op.source}" if birth.op is not None and birth.op.source else ""
-    name = birth.name or ""
-    where = short(birth.fqn) if birth.fqn is not None else "the code outside of all modules"
+    at = f" at {origin.op.source}" if origin.op is not None and origin.op.source else ""
+    name = origin.name or ""
+    where = short(origin.fqn) if origin.fqn is not None else "the code outside of all modules"
     words = {
-        Reason.NORM: f"the {birth.dtype} norm weight {name}",
-        Reason.BUFFER: f"the {birth.dtype} buffer {name}",
-        Reason.EMBEDDING: f"the {birth.dtype} embedding {name}",
+        Reason.NORM: f"the {origin.dtype} norm weight {name}",
+        Reason.BUFFER: f"the {origin.dtype} buffer {name}",
+        Reason.EMBEDDING: f"the {origin.dtype} embedding {name}",
         Reason.AUTOCAST_LIST: f"autocast, which casts the operands of the ops on its list{at}",
-        Reason.QUANT_STATE: f"the dequantisation of {name or 'a packed weight'} to {birth.quant_dtype}{at}",
-        Reason.REINTERPRETED: f"{name or 'a packed weight'}, dequantised to {birth.quant_dtype} and read as {birth.dtype}{at}",
+        Reason.QUANT_STATE: f"the dequantization of {name or 'a packed weight'} to {origin.quant_dtype}{at}",
+        Reason.REINTERPRETED: f"{name or 'a packed weight'}, dequantized to {origin.quant_dtype} and read as {origin.dtype}{at}",
         Reason.COMPUTE_DTYPE: f"the compute dtype of the 4-bit layer {where}{at}",
-        Reason.ADAPTER: f"the {birth.dtype} adapter {name}",
-        Reason.MODULES_TO_SAVE: f"{name}, peft's trained copy, in {birth.dtype}",
-        Reason.KEEP_IN_FP32: f"{name}, which the model's keep list leaves in {birth.dtype}",
+        Reason.ADAPTER: f"the {origin.dtype} adapter {name}",
+        Reason.MODULES_TO_SAVE: f"{name}, peft's trained copy, in {origin.dtype}",
+        Reason.KEEP_IN_FP32: f"{name}, which the model's keep list leaves in {origin.dtype}",
         Reason.FSDP_OUTPUT: f"the FSDP output dtype of the shard unit {where}",
-        Reason.ATTRIBUTE: f"the tensor {name}, a plain attribute in {birth.dtype}",
-        Reason.CACHE: f"memory in {birth.dtype} that outlives the call{f' ({name})' if name else ''}",
-        Reason.MODEL_INPUT: f"the model's input in {birth.dtype} ({name})",
-        Reason.LOAD_DTYPE: f"{name}, which is {birth.dtype}",
+        Reason.ATTRIBUTE: f"the tensor {name}, a plain attribute in {origin.dtype}",
+        Reason.CACHE: f"memory in {origin.dtype} that outlives the call{f' ({name})' if name else ''}",
+        Reason.MODEL_INPUT: f"the model's input in {origin.dtype} ({name})",
+        Reason.LOAD_DTYPE: f"{name}, which is {origin.dtype}",
         Reason.INPLACE: f"memory that {where} writes to{at}",
         Reason.CUSTOM_FUNCTION: f"a custom autograd function in {where}{at}",
-        Reason.CAST: f"a cast to {birth.dtype} in {where}{at}",
-        Reason.FACTORY: f"a tensor made in {birth.dtype} in {where}{at}",
-        Reason.ELSEWHERE: f"a {birth.dtype} tensor from outside of the call",
+        Reason.CAST: f"a cast to {origin.dtype} in {where}{at}",
+        Reason.FACTORY: f"a tensor made in {origin.dtype} in {where}{at}",
+        Reason.ELSEWHERE: f"a {origin.dtype} tensor from outside of the call",
     }
-    return words[birth.reason]
+    return words[origin.reason]
 
 
 def is_settled(case: Case, operand: Operand | None) -> bool:
-    """Whether experiments show that the dtype of ``operand`` alone made the op refuse, and that its birth gave it that dtype."""
+    """Whether experiments show that the dtype of ``operand`` alone made the op refuse, and that its origin gave it that dtype."""
     if operand is None or not case.ran("equal-dtypes") or not case.ran_with(operand):
         return False
-    promoted = operand.birth.promoted
+    promoted = operand.origin.promoted
     if promoted is None:
-        return operand.birth.reason is not Reason.ELSEWHERE
+        return operand.origin.reason is not Reason.ELSEWHERE
     narrow = case.graph.replay(promoted, "narrowest-dtype")
     return narrow is not None and narrow.dtype is not None and narrow.dtype != operand.dtype
 
@@ -301,20 +301,22 @@ def settled_by(case: Case, operand: Operand | None) -> str | None:
     """The experiment of :func:`is_settled` as a clause; None where nothing is settled."""
     if operand is None or not is_settled(case, operand):
         return None
-    return f"{said(case)} run again with its {operand.dtype} operand alone cast to {case.rule} does not raise"
+    return f"{op_name(case)} run again with its {operand.dtype} operand alone cast to {case.rule} does not raise"
 
 
 def ran_in(case: Case, dtype: str | None) -> str | None:
     """The experiment in which all operands of the op had ``dtype``, as a clause; None where it raised or was not made."""
     return (
-        f"{said(case)} run again with all operands in {dtype} does not raise" if case.ran(f"all-as-{dtype}") else None
+        f"{op_name(case)} run again with all operands in {dtype} does not raise"
+        if case.ran(f"all-as-{dtype}")
+        else None
     )
 
 
 def _experiments(case: Case, odd: Operand | None) -> tuple[str, ...]:
     ways = tuple(_ways_that_ran(case, odd))
     found = [f"Replayed alone on the same operands, the op runs {' or '.join(ways)}."] if ways else []
-    promoted = odd.birth.promoted if odd is not None else None
+    promoted = odd.origin.promoted if odd is not None else None
     narrow = case.graph.replay(promoted, "narrowest-dtype") if promoted is not None else None
     if promoted is not None and narrow is not None and narrow.dtype and odd is not None and narrow.dtype != odd.dtype:
         found.append(
@@ -343,21 +345,21 @@ def _index_if_it_ran_alone(case: Case, odd: Operand | None) -> int | None:
 
 
 def _chain(case: Case, odd: Operand | None, verdict: Verdict) -> tuple[Link, ...]:
-    """From the refused op back to the birth of the odd operand, or to the reason that the verdict gives instead."""
+    """From the refused op back to the origin of the odd operand, or to the reason that the verdict gives instead."""
     op, dtype = case.op, odd.dtype if odd is not None else None
     first = Link(fqn=place(op), op=op.op, dtype_in=dtype, dtype_out=None, source=op.source)
-    chain = (first, *(odd.birth.chain if odd is not None else ()))
+    chain = (first, *(odd.origin.chain if odd is not None else ()))
     if verdict.reason is None:
         return chain
     return (*chain, Link(fqn=verdict.fqn, op=verdict.reason, dtype_in=None, dtype_out=dtype, source=op.source))
 
 
 def _other_side(case: Case, odd: Operand | None) -> tuple[Link, ...]:
-    """Where the dtype that the odd operand met came from: the chain of the operand of another dtype whose birth says most.
+    """Where the dtype that the odd operand met came from: the chain of the operand of another dtype whose origin says most.
 
     Links that hand the dtype on as they got it are left out: nothing is to be found there.
     """
     others = [operand for operand in case.operands if odd is not None and operand.dtype != odd.dtype]
-    known = [operand for operand in others if operand.birth.reason is not Reason.ELSEWHERE]
-    chain: tuple[Link, ...] = next((operand.birth.chain for operand in [*known, *others]), ())
+    known = [operand for operand in others if operand.origin.reason is not Reason.ELSEWHERE]
+    chain: tuple[Link, ...] = next((operand.origin.chain for operand in [*known, *others]), ())
     return (*(link for link in chain[:-1] if link.dtype_in != link.dtype_out), *chain[-1:])

@@ -27,10 +27,10 @@ __all__ = [
     "UNCOMPUTED",
     "VIEWS",
     "WRITES_AT_INDEX",
-    "Birth",
+    "DtypeOrigin",
     "Provenance",
     "Reason",
-    "is_dequantisation",
+    "is_dequantization",
     "writes",
 ]
 
@@ -45,9 +45,9 @@ class Reason(StrEnum):
     AUTOCAST_LIST = "autocast-list"
     """An op on autocast's own list, whose operands or result it casts."""
     QUANT_STATE = "quant-state"
-    """What a packed weight was dequantised to."""
+    """What a packed weight was dequantized to."""
     REINTERPRETED = "reinterpreted"
-    """A packed weight, dequantised to one format and read as another."""
+    """A packed weight, dequantized to one format and read as another."""
     COMPUTE_DTYPE = "compute-dtype"
     """A 4-bit layer that computes in a dtype of its own."""
     ADAPTER = "adapter"
@@ -77,17 +77,17 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
+class DtypeOrigin:
     """Where the dtype of a tensor comes from.
 
     Attributes:
         reason: the named reason.
         dtype: the dtype.
-        root, fqn: the module where it was born: the one that holds the tensor ``name``, else the one whose code ran.
+        root, fqn: the module where it originates: the one that holds the tensor ``name``, else the one whose code ran.
         name: the parameter, buffer, attribute, input or packed weight that gave the dtype, where it is one.
         op: the op at which the tensor got this dtype; None where no op of the window did.
-        promoted: the op of mixed dtypes, nearest to the birth, whose result took over the wider one.
-        quant_dtype: the dtype that was dequantised to, where the tensor goes back to a packed weight.
+        promoted: the op of mixed dtypes, nearest to the origin, whose result took over the wider one.
+        quant_dtype: the dtype that was dequantized to, where the tensor goes back to a packed weight.
         chain: from the operand back, views left out; the last link names the reason.
     """
 
@@ -138,8 +138,8 @@ ATTENTION = frozenset({"scaled_dot_product_attention", "_scaled_dot_product_atte
                        "_flash_attn_forward", "flash_attn_func"})  # fmt: skip
 
 
-def is_dequantisation(op: Op) -> bool:
-    """Whether an op unpacks quantised weights (bitsandbytes' operators, and those of others that say so)."""
+def is_dequantization(op: Op) -> bool:
+    """Whether an op unpacks quantized weights (bitsandbytes' operators, and those of others that say so)."""
     namespace, _, name = op.op.partition(".")
     return namespace != "aten" and "dequantize" in name
 
@@ -178,20 +178,20 @@ class Provenance:
                 if storage not in given or writes(op):
                     self._writers.setdefault(storage, []).append(op)
 
-    def of(self, tensor: TensorNote, user: Op) -> Birth:
-        """Where the dtype of ``tensor``, an operand of ``user``, was born."""
+    def of(self, tensor: TensorNote, user: Op) -> DtypeOrigin:
+        """Where the dtype of ``tensor``, an operand of ``user``, originates."""
         return _Walk(self, tensor.dtype).back(tensor, user)
 
-    def before_casts(self, birth: Birth) -> Birth:
+    def before_casts(self, origin: DtypeOrigin) -> DtypeOrigin:
         """Where a tensor comes from that was cast (by autocast or by name) before it got to where it is."""
         for _ in range(MAX_CASTS):
-            cast = birth.op if birth.reason in (Reason.CAST, Reason.AUTOCAST_LIST) else None
+            cast = origin.op if origin.reason in (Reason.CAST, Reason.AUTOCAST_LIST) else None
             source = next((t for t in cast.inputs if t.dtype in DTYPES), None) if cast is not None else None
             if cast is None or source is None:
                 break
             earlier = self.of(source, cast)
-            birth = replace(earlier, chain=(*birth.chain[:-1], *earlier.chain))
-        return birth
+            origin = replace(earlier, chain=(*origin.chain[:-1], *earlier.chain))
+        return origin
 
     def maker(self, tensor: TensorNote, user: Op) -> Op | None:
         """The op that made ``tensor``, or else the last one before ``user`` that wrote to its memory."""
@@ -321,7 +321,7 @@ class Provenance:
 
 
 class _Walk:
-    """One walk up the op trace, looking for the birth of one dtype."""
+    """One walk up the op trace, looking for the origin of one dtype."""
 
     def __init__(self, known: Provenance, dtype: str) -> None:
         self._known = known
@@ -329,8 +329,8 @@ class _Walk:
         self._links: list[Link] = []
         self._promoted: Op | None = None
 
-    def back(self, tensor: TensorNote, user: Op) -> Birth:
-        """The birth of the dtype of ``tensor``."""
+    def back(self, tensor: TensorNote, user: Op) -> DtypeOrigin:
+        """The origin of the dtype of ``tensor``."""
         for _ in range(MAX_WALK):
             refilled = self._known.refilled(tensor, user)
             if tensor.origin and tensor.dtype == self._dtype and refilled is None:
@@ -338,35 +338,35 @@ class _Walk:
             maker = refilled or self._known.maker(tensor, user)
             if maker is None:
                 break
-            born = self._dequantised(maker) if is_dequantisation(maker) else self._born_at(maker, tensor)
+            origin = self._dequantized(maker) if is_dequantization(maker) else self._begins_at(maker, tensor)
             self._link(maker, tensor.dtype)
-            back = self._cast_back(maker, born)
+            back = self._cast_back(maker, origin)
             if back is not None:
                 tensor, user = back
                 continue
-            if born is not None:
-                return self._end(born)
+            if origin is not None:
+                return self._end(origin)
             following = self._follow(maker, tensor)
             if following is None:
                 break
             tensor, user = following, maker
-        return self._end(self._birth(Reason.ELSEWHERE, user))
+        return self._end(self._originates(Reason.ELSEWHERE, user))
 
-    def _born_at(self, maker: Op, tensor: TensorNote) -> Birth | None:
-        """The birth, if ``maker`` is where the dtype begins; None where it took it over from an operand."""
+    def _begins_at(self, maker: Op, tensor: TensorNote) -> DtypeOrigin | None:
+        """The origin, if ``maker`` is where the dtype begins; None where it took it over from an operand."""
         if tensor.dtype != self._dtype or _reads_bits(maker, tensor) or writes(maker):
             return None
         floats = floating(maker.inputs)
         same = [t for t in floats if t.dtype == tensor.dtype]
         if not same:
             is_made = not floats or overload_free(maker.op) in LIKE
-            return self._birth(Reason.FACTORY, maker) if is_made else self._cast(maker)
+            return self._originates(Reason.FACTORY, maker) if is_made else self._cast(maker)
         if any(DTYPES[t.dtype].bits < DTYPES[self._dtype].bits for t in floats):
             self._promoted = maker
         return self._decided_by_weight(maker, same, all_agree=len(same) == len(floats) > 1)
 
-    def _decided_by_weight(self, maker: Op, same: list[TensorNote], *, all_agree: bool) -> Birth | None:
-        """The birth, if a parameter or buffer among the operands of this dtype decides it.
+    def _decided_by_weight(self, maker: Op, same: list[TensorNote], *, all_agree: bool) -> DtypeOrigin | None:
+        """The origin, if a parameter or buffer among the operands of this dtype decides it.
 
         Where all operands agree, it does so in ops that take one dtype only: elsewhere the other operand may have had it first.
         """
@@ -386,41 +386,41 @@ class _Walk:
         computed = (t for t in same if not t.origin)
         return next(computed, same[0])
 
-    def _cast_back(self, maker: Op, born: Birth | None) -> tuple[TensorNote, Op] | None:
+    def _cast_back(self, maker: Op, origin: DtypeOrigin | None) -> tuple[TensorNote, Op] | None:
         """Where the dtype comes from that a cast takes from an operand of its module."""
         if (
-            born is None
-            or born.reason not in (Reason.CAST, Reason.FACTORY)
+            origin is None
+            or origin.reason not in (Reason.CAST, Reason.FACTORY)
             or overload_free(maker.op) not in CASTS
             or maker.by_name
         ):
             return None
         return self._known.casts_back_to(maker, self._dtype)
 
-    def _named(self, tensor: TensorNote, user: Op) -> Birth:
+    def _named(self, tensor: TensorNote, user: Op) -> DtypeOrigin:
         name = tensor.name or ""
         others = {"buffer": Reason.BUFFER, "attribute": Reason.ATTRIBUTE, "input": Reason.MODEL_INPUT}
         reason = others.get(tensor.origin) or self._known.reason_of_parameter(name, user)
         fqn = user.fqn if tensor.origin == "input" else owner_of(name)
         if reason is Reason.LOAD_DTYPE:
             fqn = self._known.census.loaded_with(user.root, fqn, tensor.dtype)
-        return replace(self._birth(reason, user), fqn=fqn, name=name)
+        return replace(self._originates(reason, user), fqn=fqn, name=name)
 
-    def _cast(self, maker: Op) -> Birth:
-        birth = self._birth(self._known.reason_of_cast(maker, self._dtype), maker)
-        unit = self._known.shard_unit(maker, self._dtype) if birth.reason is Reason.CAST else None
-        return birth if unit is None else replace(birth, reason=Reason.FSDP_OUTPUT, fqn=unit)
+    def _cast(self, maker: Op) -> DtypeOrigin:
+        origin = self._originates(self._known.reason_of_cast(maker, self._dtype), maker)
+        unit = self._known.shard_unit(maker, self._dtype) if origin.reason is Reason.CAST else None
+        return origin if unit is None else replace(origin, reason=Reason.FSDP_OUTPUT, fqn=unit)
 
-    def _dequantised(self, maker: Op) -> Birth:
+    def _dequantized(self, maker: Op) -> DtypeOrigin:
         packed = next((t for t in maker.inputs if t.origin and t.dtype not in DTYPES), None)
         dtype = maker.outputs[0].dtype
-        birth = self._birth(Reason.QUANT_STATE if dtype == self._dtype else Reason.REINTERPRETED, maker)
+        origin = self._originates(Reason.QUANT_STATE if dtype == self._dtype else Reason.REINTERPRETED, maker)
         if packed is None or packed.name is None:
-            return replace(birth, quant_dtype=dtype)
-        return replace(birth, fqn=owner_of(packed.name), name=packed.name, quant_dtype=dtype)
+            return replace(origin, quant_dtype=dtype)
+        return replace(origin, fqn=owner_of(packed.name), name=packed.name, quant_dtype=dtype)
 
-    def _birth(self, reason: Reason, op: Op) -> Birth:
-        return Birth(reason=reason, dtype=self._dtype, root=op.root, fqn=op.fqn, op=op)
+    def _originates(self, reason: Reason, op: Op) -> DtypeOrigin:
+        return DtypeOrigin(reason=reason, dtype=self._dtype, root=op.root, fqn=op.fqn, op=op)
 
     def _link(self, maker: Op, dtype: str) -> None:
         if overload_free(maker.op) in VIEWS and maker.op != "aten.view.dtype":
@@ -429,13 +429,13 @@ class _Walk:
         dtype_in = next((d for d in floats if d != dtype), floats[0] if floats else None)
         self._links.append(Link(fqn=maker.fqn, op=maker.op, dtype_in=dtype_in, dtype_out=dtype, source=maker.source))
 
-    def _end(self, birth: Birth) -> Birth:
-        what = f"{birth.reason}: {birth.name}" if birth.name else str(birth.reason)
-        source = birth.op.source if birth.op is not None else None
-        last = Link(fqn=birth.fqn, op=what, dtype_in=None, dtype_out=birth.quant_dtype or birth.dtype, source=source)
+    def _end(self, origin: DtypeOrigin) -> DtypeOrigin:
+        what = f"{origin.reason}: {origin.name}" if origin.name else str(origin.reason)
+        source = origin.op.source if origin.op is not None else None
+        last = Link(fqn=origin.fqn, op=what, dtype_in=None, dtype_out=origin.quant_dtype or origin.dtype, source=source)
         links = self._links
         kept = links if len(links) < MAX_LINKS else [*links[: MAX_LINKS // 2], *links[-MAX_LINKS // 2 :]]
-        return replace(birth, promoted=self._promoted, chain=(*kept, last))
+        return replace(origin, promoted=self._promoted, chain=(*kept, last))
 
 
 def floating(tensors: Iterable[TensorNote]) -> list[TensorNote]:

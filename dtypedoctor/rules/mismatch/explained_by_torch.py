@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, raising_line, short
-from dtypedoctor.rules.mismatch.case import Case, Verdict, ran_in, said
+from dtypedoctor.rules.mismatch.case import Case, Verdict, op_name, ran_in
 from dtypedoctor.rules.mismatch.messages import complaint_of, dtype_named
 from dtypedoctor.trace.events import Observed, Op, Raised
 from dtypedoctor.trace.model import Trace
@@ -40,7 +40,7 @@ def recomputed_outside_of_the_region(case: Case) -> Verdict | None:
         summary=f"{short(unit)} is recomputed without the {first.autocast} autocast region of its forward pass.",
         cause=(
             f"The forward pass ran inside a {first.autocast} autocast region. Whoever recomputes it in the backward pass enters "
-            f"none, so {said(case)} gets {' and '.join(case.dtypes)} as they are."
+            f"none, so {op_name(case)} gets {' and '.join(case.dtypes)} as they are."
         ),
         proven_by=ran_in(case, first.autocast),
         evidence=(f"In the forward pass {first.op} got {', '.join(t.dtype for t in first.inputs)}, cast by autocast.",),
@@ -86,7 +86,7 @@ def recomputed_with_other_dtypes(trace: Trace) -> Iterator[Finding]:
         ),
         evidence=(*evidence, *how_the_run_ended(trace)),
     )
-    yield located(
+    yield make_finding(
         statement,
         phase="recompute",
         step=raised.step,
@@ -185,7 +185,7 @@ def _of_a_unit(trace: Trace, unit: Observed[ShardUnit | ShardCall] | None, raise
     )
     calls = (seen.what for seen in trace.observed(ShardCall))
     sources = (call.source for call in calls if _dtypes(call) and _same(call, dtypes))
-    return located(
+    return make_finding(
         statement,
         phase=raised.phase if raised is not None else "static",
         step=raised.step if raised is not None else None,
@@ -232,5 +232,5 @@ def context_without_region(trace: Trace) -> Iterator[Finding]:
         ),
         evidence=how_the_run_ended(trace),
     )
-    finding = located(statement, phase=raised.phase, step=raised.step, source=raising_line(raised))
+    finding = make_finding(statement, phase=raised.phase, step=raised.step, source=raising_line(raised))
     yield replace(finding, references=("https://github.com/pytorch/pytorch/issues/132388", *finding.references))

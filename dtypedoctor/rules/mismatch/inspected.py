@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import Rule
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.subject import QuantState, StaticTensor, Subject, plain_dtype
 from dtypedoctor.diagnosis.wording import listed, module_of
 from dtypedoctor.dtypes import HALF
@@ -31,7 +31,7 @@ def check_kept(subject: Subject) -> Iterator[Finding]:
     if not kept:
         return
     why = "the model's class lists them to be kept so" if not subject.loaded else "they are so in memory"
-    said = Statement(
+    statement = Statement(
         id=NORM_PROMOTES_TO_FLOAT32.id,
         severity=Severity.INFO,
         confidence=Confidence.POSSIBLE,
@@ -40,7 +40,7 @@ def check_kept(subject: Subject) -> Iterator[Finding]:
         f"They are float32 because {why}.",
         evidence=(f"They are {listed([tensor.name for tensor in kept])}.", *_keep_lists(subject)),
     )
-    yield located(said, phase="static", dtype="float32")
+    yield make_finding(statement, phase="static", dtype="float32")
 
 
 def _stays_float32(subject: Subject, tensor: StaticTensor, target: str) -> bool:
@@ -55,7 +55,7 @@ def _keep_lists(subject: Subject) -> Iterator[str]:
 FLOAT16_ONLY = frozenset({"awq", "gptq"})
 
 
-def check_quantised(subject: Subject) -> Iterator[Finding]:
+def check_quantized(subject: Subject) -> Iterator[Finding]:
     """``quant_state.dtype`` against the model's and the compute dtype, and kernels that know float16 only."""
     yield from _states(subject)
     yield from _float16_kernels(subject)
@@ -68,16 +68,16 @@ def _states(subject: Subject) -> Iterator[Finding]:
         yield from _computing(subject)
         return
     first = odd[0]
-    said = Statement(
+    statement = Statement(
         id=QUANT_STATE_DTYPE.id,
         severity=Severity.WARNING,
         confidence=Confidence.LIKELY,
-        summary=f"{len(odd)} packed weight(s) dequantise to {first.dtype} in a model of {target}.",
+        summary=f"{len(odd)} packed weight(s) dequantize to {first.dtype} in a model of {target}.",
         cause=f"A packed weight comes back in quant_state.dtype, whatever the model's dtype is. Fused kernels that multiply it "
         f"with {target} activations raise without autocast; under autocast the mismatch stays hidden in the forward pass.",
         evidence=tuple(_state_evidence(subject, odd, target)),
     )
-    yield located(said, phase="static", fqn=module_of(first.weight), dtype=first.dtype)
+    yield make_finding(statement, phase="static", fqn=module_of(first.weight), dtype=first.dtype)
 
 
 def _state_evidence(subject: Subject, odd: list[QuantState], target: str | None) -> Iterator[str]:
@@ -99,16 +99,16 @@ def _computing(subject: Subject) -> Iterator[Finding]:
         compute = state.compute_dtype or _compute_dtype(subject)
         if compute is None or compute == state.dtype:
             continue
-        said = Statement(
+        statement = Statement(
             id=QUANT_STATE_DTYPE.id,
             severity=Severity.INFO,
             confidence=Confidence.LIKELY,
-            summary=f"Packed weights dequantise to {state.dtype} and are multiplied in {compute}.",
+            summary=f"Packed weights dequantize to {state.dtype} and are multiplied in {compute}.",
             cause="bitsandbytes' own modules cast the weight once more. Fused kernels that take it as it comes back do not, and "
             "raise or compute on bits of the wrong format.",
             evidence=(f"{state.weight}: quant_state.dtype is {state.dtype}, compute_dtype is {compute}.",),
         )
-        yield located(said, phase="static", fqn=module_of(state.weight), dtype=state.dtype)
+        yield make_finding(statement, phase="static", fqn=module_of(state.weight), dtype=state.dtype)
         return
 
 
@@ -123,7 +123,7 @@ def _float16_kernels(subject: Subject) -> Iterator[Finding]:
     target = subject.load_dtype
     if method not in FLOAT16_ONLY or target in (None, "float16"):
         return
-    said = Statement(
+    statement = Statement(
         id=OPERAND_DTYPE_MISMATCH.id,
         severity=Severity.WARNING,
         confidence=Confidence.LIKELY,
@@ -132,7 +132,7 @@ def _float16_kernels(subject: Subject) -> Iterator[Finding]:
         "model that was trained in bfloat16 may leave float16's range there.",
         evidence=(f"quant_method is {method}; the model is loaded as {target}.",),
     )
-    found = located(said, phase="static", dtype=target)
+    found = make_finding(statement, phase="static", dtype=target)
     yield replace(found, references=("https://github.com/vllm-project/vllm/issues/1114", *found.references))
 
 
@@ -143,7 +143,7 @@ def check_sharding(subject: Subject) -> Iterator[Finding]:
     if not mixed:
         return
     unit, dtypes = next(iter(mixed.items()))
-    said = Statement(
+    statement = Statement(
         id=FSDP_MIXED_DTYPES.id,
         severity=Severity.ERROR if wanted else Severity.INFO,
         confidence=Confidence.LIKELY if wanted else Confidence.POSSIBLE,
@@ -152,7 +152,7 @@ def check_sharding(subject: Subject) -> Iterator[Finding]:
         "unit. The packed bytes of 4-bit weights count with their storage dtype.",
         evidence=tuple(_sharding_evidence(unit, dtypes)),
     )
-    yield located(said, phase="static", fqn=unit)
+    yield make_finding(statement, phase="static", fqn=unit)
 
 
 def _sharding_evidence(unit: str, dtypes: dict[str, list[StaticTensor]]) -> Iterator[str]:
@@ -179,6 +179,6 @@ def _unit_of(name: str) -> str:
 
 RULES = (
     Rule(name="kept-weights", specs=(NORM_PROMOTES_TO_FLOAT32,), inspect=check_kept),
-    Rule(name="packed-weights", specs=(QUANT_STATE_DTYPE, OPERAND_DTYPE_MISMATCH), inspect=check_quantised),
+    Rule(name="packed-weights", specs=(QUANT_STATE_DTYPE, OPERAND_DTYPE_MISMATCH), inspect=check_quantized),
     Rule(name="shard-units", specs=(FSDP_MIXED_DTYPES,), inspect=check_sharding),
 )

@@ -4,9 +4,9 @@ A norm, a buffer, the input, an adapter, the head; then KV caches, features merg
 """
 
 from dtypedoctor.diagnosis.wording import place, short
-from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, said, settled_by
+from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, settled_by
 from dtypedoctor.rules.mismatch.census import owner_of
-from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, Birth, Reason
+from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, DtypeOrigin, Reason
 
 __all__ = ["attention_operands", "by_origin", "cache_of_another_dtype", "merged_features"]
 
@@ -21,8 +21,8 @@ def by_origin(case: Case) -> Verdict | None:
     odd = case.odd
     if odd is None or len(case.dtypes) < 2:
         return None
-    reason = odd.birth.reason
-    if odd.birth.promoted is not None and reason in WHERE_IT_PROMOTES:
+    reason = odd.origin.reason
+    if odd.origin.promoted is not None and reason in WHERE_IT_PROMOTES:
         return WHERE_IT_PROMOTES[reason](case, odd)
     if reason in WHATEVER_IT_MEETS:
         return WHATEVER_IT_MEETS[reason](case, odd)
@@ -32,38 +32,38 @@ def by_origin(case: Case) -> Verdict | None:
 
 
 def _norm(case: Case, odd: Operand) -> Verdict:
-    birth = odd.birth
-    entry = case.census.keeper(birth.root, birth.fqn or "")
+    origin = odd.origin
+    entry = case.census.keeper(origin.root, origin.fqn or "")
     kept = f" The model's list of modules to keep in float32 has {entry!r}, which names it." if entry else ""
     return Verdict(
         id="norm-promotes-to-float32",
         proven_by=settled_by(case, odd),
         blamed=odd,
-        fqn=birth.fqn,
-        summary=f"{short(birth.fqn)} outputs {odd.dtype} for {case.rule} activations; {_rejecting(case)} then raises.",
+        fqn=origin.fqn,
+        summary=f"{short(origin.fqn)} outputs {odd.dtype} for {case.rule} activations; {_rejecting(case)} then raises.",
         cause=(
             f"The norm's weight is {odd.dtype}. It is multiplied with activations that were cast back to {case.rule}, and the "
             f"product of the two is {odd.dtype}: the norm's output follows its weight.{kept}"
         ),
-        evidence=(f"The keep list's entry {entry!r} is contained in the name {birth.fqn}.",) if entry else (),
+        evidence=(f"The keep list's entry {entry!r} is contained in the name {origin.fqn}.",) if entry else (),
     )
 
 
 def _buffer(case: Case, odd: Operand) -> Verdict:
-    birth = odd.birth
+    origin = odd.origin
     what = (
         "buffer"
-        if birth.reason is Reason.BUFFER
+        if origin.reason is Reason.BUFFER
         else "tensor (a plain attribute, which `module.to(dtype)` does not touch)"
     )
     return Verdict(
         id="buffer-promotes-to-float32",
         proven_by=settled_by(case, odd),
         blamed=odd,
-        fqn=birth.fqn,
-        summary=f"{what.split()[0].capitalize()} {birth.name} ({odd.dtype}) promotes the activations to {odd.dtype}; {_rejecting(case)} then raises.",
+        fqn=origin.fqn,
+        summary=f"{what.split()[0].capitalize()} {origin.name} ({odd.dtype}) promotes the activations to {odd.dtype}; {_rejecting(case)} then raises.",
         cause=(
-            f"{birth.name} is a {odd.dtype} {what}. Arithmetic of two floating dtypes returns the wider one, so everything "
+            f"{origin.name} is a {odd.dtype} {what}. Arithmetic of two floating dtypes returns the wider one, so everything "
             f"after it is {odd.dtype}. Casting parameters only, and mixed-precision policies of shard units, leave buffers alone."
         ),
     )
@@ -77,44 +77,44 @@ def _input(case: Case, odd: Operand) -> Verdict:
         fqn=place(case.op),
         summary=f"The model gets {odd.dtype} input where its weights are {case.rule}; {_rejecting(case)} raises.",
         cause=(
-            f"{described(odd.birth)[0].upper()}{described(odd.birth)[1:]} gets to {said(case)} as it is. Nothing between the "
+            f"{described(odd.origin)[0].upper()}{described(odd.origin)[1:]} gets to {op_name(case)} as it is. Nothing between the "
             f"caller and {short(place(case.op))} casts it."
         ),
     )
 
 
 def _adapter(case: Case, odd: Operand) -> Verdict:
-    birth = odd.birth
-    wrapper = case.census.saved_copy(birth.root, birth.fqn or "")
+    origin = odd.origin
+    wrapper = case.census.saved_copy(origin.root, origin.fqn or "")
     return Verdict(
         id="adapter-dtype-mismatch",
         proven_by=settled_by(case, odd),
         blamed=odd,
-        fqn=wrapper or birth.fqn,
-        summary=f"The adapter {short(birth.fqn)} is {odd.dtype}, the base model and its activations are {case.rule}.",
+        fqn=wrapper or origin.fqn,
+        summary=f"The adapter {short(origin.fqn)} is {odd.dtype}, the base model and its activations are {case.rule}.",
         cause=(
-            f"{birth.name} is a trainable {odd.dtype} weight beside a frozen {case.rule} one. Neither autocast nor a cast at "
+            f"{origin.name} is a trainable {odd.dtype} weight beside a frozen {case.rule} one. Neither autocast nor a cast at "
             "the adapter's input brings the two together here."
         ),
     )
 
 
 def _head(case: Case, odd: Operand) -> Verdict:
-    birth = odd.birth
-    wrapper = case.census.saved_copy(birth.root, birth.fqn or "")
+    origin = odd.origin
+    wrapper = case.census.saved_copy(origin.root, origin.fqn or "")
     head = short(place(case.op))
-    if birth.reason is Reason.COMPUTE_DTYPE:
+    if origin.reason is Reason.COMPUTE_DTYPE:
         cause = (
-            f"The 4-bit layer {short(birth.fqn)} computes in {odd.dtype} (its compute dtype, float32 by default) and outputs that; "
+            f"The 4-bit layer {short(origin.fqn)} computes in {odd.dtype} (its compute dtype, float32 by default) and outputs that; "
             f"{head} is {case.rule} and casts nothing."
         )
     else:
-        cause = f"The weight is {described(birth)}; the backbone outputs {case.rule} and nothing casts it."
+        cause = f"The weight is {described(origin)}; the backbone outputs {case.rule} and nothing casts it."
     return Verdict(
         id="head-dtype-mismatch",
         proven_by=settled_by(case, odd),
         blamed=odd,
-        fqn=place(case.op) if birth.reason is Reason.COMPUTE_DTYPE else wrapper or birth.fqn,
+        fqn=place(case.op) if origin.reason is Reason.COMPUTE_DTYPE else wrapper or origin.fqn,
         summary=f"The last layer, {head}, has {_own_dtype(case)} weights but gets a {_given_dtype(case)} input.",
         cause=cause,
     )
@@ -130,27 +130,27 @@ def _given_dtype(case: Case) -> str | None:
 
 
 def _fallback(case: Case, odd: Operand) -> Verdict:
-    birth = odd.birth
+    origin = odd.origin
     return Verdict(
         id="operand-dtype-mismatch",
         proven_by=settled_by(case, odd),
         blamed=odd,
-        fqn=birth.fqn if birth.reason in OF_THE_OWNER else place(case.op),
-        summary=f"{said(case)} in {short(place(case.op))} gets {' and '.join(case.dtypes)}.",
-        cause=f"{case.rule} is what {_ruled_by(case)}. The {odd.dtype} operand goes back to {described(birth)}.{_more(case, birth)}",
+        fqn=origin.fqn if origin.reason in OF_THE_OWNER else place(case.op),
+        summary=f"{op_name(case)} in {short(place(case.op))} gets {' and '.join(case.dtypes)}.",
+        cause=f"{case.rule} is what {_ruled_by(case)}. The {odd.dtype} operand goes back to {described(origin)}.{_more(case, origin)}",
     )
 
 
 def _is_about_the_head(case: Case, odd: Operand) -> bool:
     """Whether the last layer's own weight is odd, or what it is given was computed in another dtype by a 4-bit layer."""
-    if odd.birth.reason is Reason.COMPUTE_DTYPE:
+    if odd.origin.reason is Reason.COMPUTE_DTYPE:
         return case.census.is_head(case.op.root, case.op.fqn)
     own = odd.tensor.origin == "parameter" and owner_of(odd.tensor.name or "") == case.op.fqn
     return own and case.census.is_head(case.op.root, case.op.fqn)
 
 
 def _rejecting(case: Case) -> str:
-    return f"{said(case)} in {short(place(case.op))}"
+    return f"{op_name(case)} in {short(place(case.op))}"
 
 
 def _ruled_by(case: Case) -> str:
@@ -161,12 +161,12 @@ def _ruled_by(case: Case) -> str:
     return "the other operands are"
 
 
-def _more(case: Case, birth: Birth) -> str:
-    """What the reason itself asks to be said."""
-    if birth.reason is Reason.KEEP_IN_FP32:
-        entry = case.census.keeper(birth.root, birth.fqn or "")
+def _more(case: Case, origin: DtypeOrigin) -> str:
+    """What the reason itself adds."""
+    if origin.reason is Reason.KEEP_IN_FP32:
+        entry = case.census.keeper(origin.root, origin.fqn or "")
         return f" The entry {entry!r} of the model's keep list names it, and its forward casts nothing."
-    if birth.reason is Reason.FSDP_OUTPUT:
+    if origin.reason is Reason.FSDP_OUTPUT:
         return " A unit's output_dtype is applied at the end of every unit, inner ones too."
     return ""
 
@@ -187,23 +187,23 @@ def cache_of_another_dtype(case: Case) -> Verdict | None:
     if not case.writes_at_index or any(t.dtype == "bool" for t in case.op.inputs):
         return None
     target, source = _target_and_source(case)
-    if target is None or source is None or not _outlives_the_call(target.birth):
+    if target is None or source is None or not _outlives_the_call(target.origin):
         return None
-    return _cache(case, target, f"{said(case)} writes {source.dtype} keys or values into it.")
+    return _cache(case, target, f"{op_name(case)} writes {source.dtype} keys or values into it.")
 
 
 def merged_features(case: Case) -> Verdict | None:
     """A write into a tensor that the call itself computed: features put into embeddings, experts' answers into rows."""
     target, source = _target_and_source(case)
-    if case.family not in MERGES or target is None or source is None or target.birth.reason is Reason.FACTORY:
+    if case.family not in MERGES or target is None or source is None or target.origin.reason is Reason.FACTORY:
         return None
     return Verdict(
         id="merge-dtype-mismatch",
         fqn=place(case.op),
         summary=f"{short(place(case.op))} writes {source.dtype} features into a {target.dtype} tensor.",
         cause=(
-            f"{said(case)} needs one dtype and casts nothing, under autocast neither. The destination goes back to "
-            f"{described(target.birth)}, the source to {described(source.birth)}."
+            f"{op_name(case)} needs one dtype and casts nothing, under autocast neither. The destination goes back to "
+            f"{described(target.origin)}, the source to {described(source.origin)}."
         ),
         proven_by=settled_by(case, source),
         blamed=source,
@@ -219,7 +219,7 @@ def attention_operands(case: Case) -> Verdict | None:
     if odd is None:
         return None
     if _is_memory(odd) and len(case.dtypes) > 1:
-        return _cache(case, odd, f"{said(case)} reads it beside {case.rule} queries.")
+        return _cache(case, odd, f"{op_name(case)} reads it beside {case.rule} queries.")
     dtypes = ", ".join(operand.dtype for operand in case.operands)
     return Verdict(
         id="attention-dtype-mismatch",
@@ -228,7 +228,7 @@ def attention_operands(case: Case) -> Verdict | None:
         cause=(
             f"Query, key, value and mask (here {dtypes}) have to agree"
             + (", and the flash kernel takes float16 and bfloat16 only" if family == FLASH else "")
-            + f". The {odd.dtype} goes back to {described(odd.birth)}."
+            + f". The {odd.dtype} goes back to {described(odd.origin)}."
         ),
         proven_by=settled_by(case, odd),
         blamed=odd,
@@ -250,7 +250,7 @@ def _cache(case: Case, cache: Operand, use: str) -> Verdict:
             + (", the dtype of the configuration," if config == cache.dtype else "")
             + f" before the call, and the layers compute in {others}. {use}"
         ),
-        proven_by=f"{said(case)} run again with all operands in one dtype does not raise"
+        proven_by=f"{op_name(case)} run again with all operands in one dtype does not raise"
         if case.ran("equal-dtypes")
         else None,
         evidence=tuple(evidence),
@@ -260,16 +260,16 @@ def _cache(case: Case, cache: Operand, use: str) -> Verdict:
 
 def _as_cache(operand: Operand) -> Operand:
     """The operand with the reason by which it counts here."""
-    birth = operand.birth
-    last = birth.chain[-1]
-    what = f"{Reason.CACHE}: {birth.name}" if birth.name else str(Reason.CACHE)
+    origin = operand.origin
+    last = origin.chain[-1]
+    what = f"{Reason.CACHE}: {origin.name}" if origin.name else str(Reason.CACHE)
     changed = last.__class__(fqn=last.fqn, op=what, dtype_in=None, dtype_out=last.dtype_out, source=last.source)
     return Operand(
         index=operand.index,
         tensor=operand.tensor,
-        birth=Birth(
-            reason=Reason.CACHE, dtype=birth.dtype, root=birth.root, fqn=birth.fqn, name=birth.name, op=birth.op,
-            chain=(*birth.chain[:-1], changed),
+        origin=DtypeOrigin(
+            reason=Reason.CACHE, dtype=origin.dtype, root=origin.root, fqn=origin.fqn, name=origin.name, op=origin.op,
+            chain=(*origin.chain[:-1], changed),
         ),
     )  # fmt: skip
 
@@ -284,11 +284,11 @@ def _target_and_source(case: Case) -> tuple[Operand | None, Operand | None]:
 def _is_memory(operand: Operand) -> bool:
     """Whether attention reads what was there before the call, as it was, as keys or values; in the place of the mask it is a mask or a
     table of biases, whatever holds it."""
-    birth = operand.birth
-    return birth.promoted is None and operand.index in KEY_AND_VALUE and _outlives_the_call(birth)
+    origin = operand.origin
+    return origin.promoted is None and operand.index in KEY_AND_VALUE and _outlives_the_call(origin)
 
 
-def _outlives_the_call(birth: Birth) -> bool:
+def _outlives_the_call(origin: DtypeOrigin) -> bool:
     """Whether memory was there before the call; an object that the model was given (not a plain argument) was."""
-    handed_over = birth.reason is Reason.MODEL_INPUT and (birth.name or "").count(".") > 1
-    return birth.reason in OUTLIVES_THE_CALL or handed_over
+    handed_over = origin.reason is Reason.MODEL_INPUT and (origin.name or "").count(".") > 1
+    return origin.reason in OUTLIVES_THE_CALL or handed_over

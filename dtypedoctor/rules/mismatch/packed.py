@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import listed, place, short
-from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, said, settled_by
+from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, op_name, settled_by
 from dtypedoctor.rules.mismatch.census import Census, owner_of
 from dtypedoctor.rules.mismatch.dtype_origin import (
     CASTS,
@@ -18,7 +18,7 @@ from dtypedoctor.rules.mismatch.dtype_origin import (
     PRODUCTS,
     UNCOMPUTED,
     VIEWS,
-    Birth,
+    DtypeOrigin,
     Provenance,
     Reason,
 )
@@ -28,7 +28,7 @@ from dtypedoctor.trace.records.models import ComparedOperand, PackedBits, Packed
 
 __all__ = [
     "Unpacked",
-    "dequantised_to_another_dtype",
+    "dequantized_to_another_dtype",
     "is_wrong",
     "packed_weight_used_as_dense",
     "silently_wrong_weights",
@@ -50,17 +50,17 @@ class Unpacked:
 
     Attributes:
         op: the op that uses it.
-        birth: where the dtype comes from that it was read in, before it was cast.
+        origin: where the dtype comes from that it was read in, before it was cast.
         owner: dotted name of the module that holds the packed weight.
         name: name of the packed weight, where known.
-        state_dtype: what the quantisation state says.
+        state_dtype: what the quantization state says.
         measured: whether its values were compared with those of the packed bytes.
         error: the relative error found; None where it is not finite, or nothing was measured.
-        misread: whether the bits of what was read are the weight, in the format that the quantisation state says.
+        misread: whether the bits of what was read are the weight, in the format that the quantization state says.
     """
 
     op: Op
-    birth: Birth
+    origin: DtypeOrigin
     owner: str
     name: str | None
     state_dtype: str | None
@@ -69,16 +69,16 @@ class Unpacked:
     misread: bool = False
 
     @classmethod
-    def of(cls, provenance: Provenance, op: Op, index: int, birth: Birth) -> "Unpacked | None":
+    def of(cls, provenance: Provenance, op: Op, index: int, origin: DtypeOrigin) -> "Unpacked | None":
         """The weight that operand ``index`` of ``op`` stands for; None where it is none."""
         compared = (seen.what for seen in provenance.graph.trace.observed(PackedWeight))
         measured = next((one for one in compared if (one.of, one.operand) == (op.n, index)), None)
-        birth = provenance.before_casts(birth)
+        origin = provenance.before_casts(origin)
         misread = measured is not None and is_wrong(measured) and _is_misread(provenance, op, index)
-        if birth.reason in _PACKED:
-            return cls._named(provenance, op, birth, birth.name, measured, misread)
-        if measured is not None and (misread or _may_be_filled_unseen(provenance, op, index, birth, measured)):
-            return cls._named(provenance, op, birth, measured.weight, measured, misread)
+        if origin.reason in _PACKED:
+            return cls._named(provenance, op, origin, origin.name, measured, misread)
+        if measured is not None and (misread or _may_be_filled_unseen(provenance, op, index, origin, measured)):
+            return cls._named(provenance, op, origin, measured.weight, measured, misread)
         return None
 
     @classmethod
@@ -92,22 +92,22 @@ class Unpacked:
         is_cast = any(out.dtype != bits.dtype for out in op.outputs)
         if product is None and not is_cast:
             return None
-        birth = provenance.before_casts(provenance.of(op.inputs[bits.operand], op))
-        name = birth.name if birth.reason in _PACKED else bits.weight
-        return cls._named(provenance, product or op, birth, name, bits, True)
+        origin = provenance.before_casts(provenance.of(op.inputs[bits.operand], op))
+        name = origin.name if origin.reason in _PACKED else bits.weight
+        return cls._named(provenance, product or op, origin, name, bits, True)
 
     @classmethod
-    def _named(cls, provenance: Provenance, op: Op, birth: Birth, name: str | None,
+    def _named(cls, provenance: Provenance, op: Op, origin: DtypeOrigin, name: str | None,
                measured: ComparedOperand | None, misread: bool) -> "Unpacked":  # fmt: skip
         note = provenance.census.note(op.root, name) if name else None
         seen = measured.quant_dtype if measured is not None else None
         stated = note.quant.get("dtype") if note is not None and note.quant else seen
         return cls(
             op=op,
-            birth=birth,
-            owner=owner_of(name) if name else birth.fqn or "",
+            origin=origin,
+            owner=owner_of(name) if name else origin.fqn or "",
             name=name,
-            state_dtype=stated or birth.quant_dtype,
+            state_dtype=stated or origin.quant_dtype,
             measured=measured is not None,
             error=measured.relative_error if measured is not None else None,
             misread=misread,
@@ -117,16 +117,16 @@ class Unpacked:
     def is_garbage(self) -> bool:
         """Whether what was multiplied is not the weight."""
         wrong = self.measured and (self.error is None or self.error > GARBAGE)
-        return wrong or (self.birth.reason is Reason.REINTERPRETED and not self.measured)
+        return wrong or (self.origin.reason is Reason.REINTERPRETED and not self.measured)
 
     @property
     def evidence(self) -> tuple[str, ...]:
         """What was measured of it."""
-        said = [f"The quantisation state of {self.name or short(self.owner)} says {self.state_dtype}."]
+        said = [f"The quantization state of {self.name or short(self.owner)} says {self.state_dtype}."]
         if self.measured:
             size = f"{self.error:.3g}" if self.error is not None else "not finite"
             said.append(
-                f"The matrix that was multiplied is {self.birth.dtype}; its relative error against the packed "
+                f"The matrix that was multiplied is {self.origin.dtype}; its relative error against the packed "
                 f"bytes, decoded in float32, is {size}."
             )
         if self.misread:
@@ -139,7 +139,9 @@ def is_wrong(compared: ComparedOperand) -> bool:
     return compared.relative_error is None or compared.relative_error > GARBAGE
 
 
-def _may_be_filled_unseen(provenance: Provenance, op: Op, index: int, birth: Birth, measured: PackedWeight) -> bool:
+def _may_be_filled_unseen(
+    provenance: Provenance, op: Op, index: int, origin: DtypeOrigin, measured: PackedWeight
+) -> bool:
     """Whether an operand's memory may have been filled by a kernel that no mode sees (ctypes, Triton).
 
     New memory that nobody was seen to write to is; memory from before the window only where its dtype is not the state's,
@@ -151,9 +153,9 @@ def _may_be_filled_unseen(provenance: Provenance, op: Op, index: int, birth: Bir
     first = _before_views(provenance, op, index)
     if first is not None and overload_free(first.op) not in UNCOMPUTED:
         return False
-    if birth.reason is Reason.FACTORY:
-        return birth.op is not None and overload_free(birth.op.op) in UNCOMPUTED
-    if birth.reason is Reason.ELSEWHERE:
+    if origin.reason is Reason.FACTORY:
+        return origin.op is not None and overload_free(origin.op.op) in UNCOMPUTED
+    if origin.reason is Reason.ELSEWHERE:
         return measured.dtype != measured.quant_dtype
     return False
 
@@ -197,7 +199,7 @@ def packed_weight_used_as_dense(case: Case) -> Verdict | None:
         fqn=place(case.op),
         summary=f"{short(place(case.op))} multiplies with the packed bytes of {packed.name} as if they were its weight.",
         cause=(
-            f"{packed.name} holds {packed.dtype} storage{f' ({kind})' if kind else ''} that only the quantised layer's own "
+            f"{packed.name} holds {packed.dtype} storage{f' ({kind})' if kind else ''} that only the quantized layer's own "
             f"forward can unpack. Code that takes the layer's `weight` and multiplies with it (nn.MultiheadAttention's fast "
             "path, a merged projection, a patched forward) gets the bytes."
         ),
@@ -207,10 +209,10 @@ def packed_weight_used_as_dense(case: Case) -> Verdict | None:
 
 
 def stale_buffer(case: Case) -> Verdict | None:
-    """A product refuses a weight that was dequantised to one dtype and is read from memory typed as another."""
+    """A product refuses a weight that was dequantized to one dtype and is read from memory typed as another."""
     for operand in case.operands:
-        found = Unpacked.of(case.provenance, case.op, operand.index, operand.birth)
-        read = found.birth.dtype if found is not None else None
+        found = Unpacked.of(case.provenance, case.op, operand.index, operand.origin)
+        read = found.origin.dtype if found is not None else None
         if found is not None and read is not None and found.is_garbage and found.state_dtype not in (None, read):
             return Verdict(
                 id="stale-dequant-buffer",
@@ -224,12 +226,12 @@ def stale_buffer(case: Case) -> Verdict | None:
     return None
 
 
-def dequantised_to_another_dtype(case: Case) -> Verdict | None:
-    """A product refuses a weight that is what its quantisation state says, which is not what the activations are."""
-    odd = _dequantised_operand(case)
+def dequantized_to_another_dtype(case: Case) -> Verdict | None:
+    """A product refuses a weight that is what its quantization state says, which is not what the activations are."""
+    odd = _dequantized_operand(case)
     if odd is None:
         return None
-    found = Unpacked.of(case.provenance, case.op, odd.index, odd.birth)
+    found = Unpacked.of(case.provenance, case.op, odd.index, odd.origin)
     if found is None:
         return None
     if found.is_garbage:
@@ -246,12 +248,12 @@ def dequantised_to_another_dtype(case: Case) -> Verdict | None:
     return Verdict(
         id="quant-state-dtype",
         fqn=found.owner,
-        summary=f"{found.name or short(found.owner)} dequantises to {odd.dtype}, the activations are {case.rule}.",
+        summary=f"{found.name or short(found.owner)} dequantizes to {odd.dtype}, the activations are {case.rule}.",
         cause=(
-            f"The quantisation state of the packed weight says {odd.dtype}, so that is what it is dequantised to; nothing casts "
+            f"The quantization state of the packed weight says {odd.dtype}, so that is what it is dequantized to; nothing casts "
             f"it to the {case.rule} of what it is multiplied with."
             + (
-                f" The {case.op.autocast} autocast region hides that wherever a product is on its list, but {said(case)} writes "
+                f" The {case.op.autocast} autocast region hides that wherever a product is on its list, but {op_name(case)} writes "
                 "to memory that exists already, where autocast casts nothing."
                 if hidden
                 else ""
@@ -302,7 +304,7 @@ def _unpacked(provenance: Provenance, op: Op, seen: ComparedOperand) -> Unpacked
 
 def _silent(found: list[Unpacked]) -> Finding:
     first = found[0]
-    read = first.birth.dtype
+    read = first.origin.dtype
     stale = first.state_dtype != read
     name = "stale-dequant-buffer" if stale else "quant-state-dtype"
     owners = list(dict.fromkeys(one.owner for one in found))
@@ -314,7 +316,7 @@ def _silent(found: list[Unpacked]) -> Finding:
         cause=_STALE.format(state=first.state_dtype, read=read) if stale else _KERNEL.format(state=first.state_dtype),
         evidence=(*first.evidence, *others, "No operation has complained, and everything is finite."),
     )
-    return located(
+    return make_finding(
         statement,
         phase=first.op.phase,
         step=first.op.step,
@@ -322,31 +324,31 @@ def _silent(found: list[Unpacked]) -> Finding:
         op=first.op.op,
         dtype=read,
         source=first.op.source,
-        provenance=first.birth.chain,
+        provenance=first.origin.chain,
     )
 
 
 _GARBAGE = "the same packed weight, dequantized in float32 from its state, is not the matrix that was multiplied"
 _STALE = (
-    "The kernel that dequantises is chosen by the quantisation state ({state}), the memory that it writes to was made for "
+    "The kernel that dequantizes is chosen by the quantization state ({state}), the memory that it writes to was made for "
     "another dtype ({read}), by an earlier call or model. Nothing is converted: {state} bit patterns are read as {read} numbers. "
     "Casting the result converts wrong values; autocast does so in silence."
 )
 _KERNEL = (
-    "The quantisation state says {state}, and so does the memory, but the kernel that filled it writes another format: a choice "
+    "The quantization state says {state}, and so does the memory, but the kernel that filled it writes another format: a choice "
     "between two 16-bit kernels has none for {state}. Part of the memory is not even written to."
 )
 
 
 def _stale_summary(found: Unpacked, read: str) -> str:
-    return f"{found.name or short(found.owner)} is dequantised to {found.state_dtype} and read as {read}: its values are garbage."
+    return f"{found.name or short(found.owner)} is dequantized to {found.state_dtype} and read as {read}: its values are garbage."
 
 
 def _kernel_summary(found: Unpacked) -> str:
-    return f"{found.name or short(found.owner)} is dequantised by a kernel of another format than its {found.state_dtype} state."
+    return f"{found.name or short(found.owner)} is dequantized by a kernel of another format than its {found.state_dtype} state."
 
 
-def _dequantised_operand(case: Case) -> Operand | None:
+def _dequantized_operand(case: Case) -> Operand | None:
     """The odd operand that goes back to a packed weight, if one does."""
     compared = (o.what for o in case.trace.observed(PackedWeight) if o.what.of == case.op.n)
     seen = {one.operand for one in compared if not is_wrong(one)}
@@ -354,7 +356,7 @@ def _dequantised_operand(case: Case) -> Operand | None:
         (
             o
             for o in case.operands
-            if o.dtype != case.rule and (o.birth.reason is Reason.QUANT_STATE or o.index in seen)
+            if o.dtype != case.rule and (o.origin.reason is Reason.QUANT_STATE or o.index in seen)
         ),
         None,
     )

@@ -5,12 +5,20 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.ops import overload_free
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
 from dtypedoctor.dtypes import HALF
-from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, ran_in, said, who_is_what
+from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, ran_in, who_is_what
 from dtypedoctor.rules.mismatch.census import Census
-from dtypedoctor.rules.mismatch.dtype_origin import ACCUMULATIONS, CASTS, CONVOLUTIONS, PRODUCTS, Birth, Reason, writes
+from dtypedoctor.rules.mismatch.dtype_origin import (
+    ACCUMULATIONS,
+    CASTS,
+    CONVOLUTIONS,
+    PRODUCTS,
+    DtypeOrigin,
+    Reason,
+    writes,
+)
 from dtypedoctor.trace.events import Flow
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AutocastRegion, CustomFunction, OpenRegions
@@ -46,7 +54,7 @@ def custom_function(case: Case) -> Verdict | None:
     elif case.op.autocast and decorated and used:
         cause = (
             f"custom_bwd re-enters the {case.op.autocast} autocast region of the forward, so the products of the backward come "
-            f"in {case.op.autocast}; {said(case)} writes to memory that exists already, where autocast casts nothing, and that "
+            f"in {case.op.autocast}; {op_name(case)} writes to memory that exists already, where autocast casts nothing, and that "
             f"memory has the dtype of {_saved(case)}."
         )
         proof = ran_in(case, case.op.autocast) if case.ran("equal-dtypes") else None
@@ -85,7 +93,7 @@ def _context(case: Case) -> CustomFunction | None:
 
 
 def _saved(case: Case) -> str:
-    return described(case.odd.birth) if case.odd is not None else "what the forward saved"
+    return described(case.odd.origin) if case.odd is not None else "what the forward saved"
 
 
 def autocast_bypass(case: Case) -> Verdict | None:
@@ -96,14 +104,14 @@ def autocast_bypass(case: Case) -> Verdict | None:
     return Verdict(
         id="autocast-bypass",
         fqn=place(case.op),
-        summary=f"{said(case)} in {short(place(case.op))} is not cast by the {region} autocast region around it.",
+        summary=f"{op_name(case)} in {short(place(case.op))} is not cast by the {region} autocast region around it.",
         cause=(
             f"{who_is_what(case)}: {_why_not_cast(case)} The {region} ones come from {_cast_ones(case, region)}; "
             f"the other comes from {_the_rest(case)}."
         ),
         blamed=_before_casts(case),
         proven_by=ran_in(case, region),
-        reason=f"{Reason.INPLACE if writes(case.op) else Reason.AUTOCAST_LIST}: {said(case)} is not cast",
+        reason=f"{Reason.INPLACE if writes(case.op) else Reason.AUTOCAST_LIST}: {op_name(case)} is not cast",
         unfit=_unfit(case),
     )
 
@@ -114,7 +122,7 @@ def _unfit(case: Case) -> frozenset[str]:
 
 
 def _why_not_cast(case: Case) -> str:
-    op = said(case)
+    op = op_name(case)
     if case.op.inplace:
         return f"autocast leaves in-place ops such as {op} alone, because their result has the dtype of memory that exists already."
     if case.op.out_variant:
@@ -126,16 +134,16 @@ def _why_not_cast(case: Case) -> str:
 
 def _cast_ones(case: Case, region: str) -> str:
     """Where the operands in the dtype of the region come from: casts that the code asks for, elsewhere, or ops that autocast casts for."""
-    births = [operand.birth for operand in case.operands if operand.dtype == region]
-    cast = [birth.chain[0] for birth in births if _is_made_under_autocast(birth)]
+    origins = [operand.origin for operand in case.operands if operand.dtype == region]
+    cast = [origin.chain[0] for origin in origins if _is_made_under_autocast(origin)]
     by_hand = [f"a cast to {region} at {link.source}" for link in cast if overload_free(link.op) in CASTS]
-    others = [described(birth) for birth in births if not _is_made_under_autocast(birth)]
+    others = [described(origin) for origin in origins if not _is_made_under_autocast(origin)]
     return " and ".join([*dict.fromkeys([*by_hand, *others]), *_by_autocast(cast)])
 
 
-def _is_made_under_autocast(birth: Birth) -> bool:
+def _is_made_under_autocast(origin: DtypeOrigin) -> bool:
     """Whether an op that autocast casts for made the tensor; its chain then begins with that op."""
-    return birth.reason is Reason.AUTOCAST_LIST and len(birth.chain) > 1
+    return origin.reason is Reason.AUTOCAST_LIST and len(origin.chain) > 1
 
 
 def _by_autocast(links: list[Link]) -> list[str]:
@@ -148,14 +156,14 @@ def _the_rest(case: Case) -> str:
     before = _before_casts(case)
     if case.odd is None or before is None:
         return "operands in another dtype"
-    known = before.birth is not case.odd.birth and before.birth.reason is not Reason.ELSEWHERE
-    return described(case.odd.birth) + (f" of {described(before.birth)}" if known else "")
+    known = before.origin is not case.odd.origin and before.origin.reason is not Reason.ELSEWHERE
+    return described(case.odd.origin) + (f" of {described(before.origin)}" if known else "")
 
 
 def _before_casts(case: Case) -> Operand | None:
     """The odd operand, followed to the tensor behind the casts that gave it its dtype."""
     odd = case.odd
-    return None if odd is None else replace(odd, birth=case.provenance.before_casts(odd.birth))
+    return None if odd is None else replace(odd, origin=case.provenance.before_casts(odd.origin))
 
 
 def wrong_device(case: Case) -> Verdict | None:
@@ -174,7 +182,7 @@ def wrong_device(case: Case) -> Verdict | None:
         summary=f"The autocast region around {short(place(case.op))} is for {region.device!r}; its operands are on {device!r}.",
         cause=(
             f"A region casts for its own device type only. The one that {region.source or 'the caller'} enters does nothing for "
-            f"tensors on {device!r}, so {said(case)} gets {' and '.join(case.dtypes)}, which it would have cast to {region.wanted}."
+            f"tensors on {device!r}, so {op_name(case)} gets {' and '.join(case.dtypes)}, which it would have cast to {region.wanted}."
         ),
         proven_by=proof,
         evidence=(f"With all operands in {region.wanted}, as the region would have cast them, the same op runs.",)
@@ -200,7 +208,7 @@ def contradicted_by(case: Case) -> Finding | None:
         dtypes=(str(model), str(region)),
         where=(case.op.phase, case.op.step, inner[0].source if inner else None),
         proof=ran_in(case, str(model)),
-        consequence=f"{said(case)} at {case.op.source} gets {' and '.join(case.dtypes)}, and raises.",
+        consequence=f"{op_name(case)} at {case.op.source} gets {' and '.join(case.dtypes)}, and raises.",
         weights=case.census.weights_in_words(case.op.root),
     )
 
@@ -242,7 +250,7 @@ def _contradiction(*, root: int, dtypes: tuple[str, str], where: tuple[str, int 
             *((f"Replayed alone, with all operands in {model}, the same op runs.",) if proof else ()),
         ),
     )
-    return located(statement, phase=phase, step=step, dtype=region, source=source)
+    return make_finding(statement, phase=phase, step=step, dtype=region, source=source)
 
 
 def _why_it_matters(model: str, region: str, *, met: bool) -> str:
@@ -287,4 +295,4 @@ def region_without_effect(trace: Trace) -> Iterator[Finding]:
         cause="A region casts for its own device type only; everything runs in the dtypes of weights and inputs.",
         evidence=(f"Every module returned tensors on {', '.join(sorted(devices))}.",),
     )
-    yield located(statement, phase=useless.phase, step=useless.step, source=useless.what.source)
+    yield make_finding(statement, phase=useless.phase, step=useless.step, source=useless.what.source)

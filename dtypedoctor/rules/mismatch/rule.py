@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, OF_ANY_FINDING, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import failing_line, how_the_run_ended, short
 from dtypedoctor.rules.mismatch.case import Case, Verdict, case_of, finding
 from dtypedoctor.rules.mismatch.explained_by_torch import (
@@ -17,7 +17,7 @@ from dtypedoctor.rules.mismatch.explained_by_torch import (
 from dtypedoctor.rules.mismatch.messages import Complaint, complaint_of
 from dtypedoctor.rules.mismatch.operands import attention_operands, by_origin, cache_of_another_dtype, merged_features
 from dtypedoctor.rules.mismatch.packed import (
-    dequantised_to_another_dtype,
+    dequantized_to_another_dtype,
     packed_weight_used_as_dense,
     silently_wrong_weights,
     stale_buffer,
@@ -224,7 +224,7 @@ CHECKS: tuple[Callable[[Case], Verdict | None], ...] = (
     packed_weight_used_as_dense,
     recomputed_outside_of_the_region,
     stale_buffer,
-    dequantised_to_another_dtype,
+    dequantized_to_another_dtype,
     cache_of_another_dtype,
     custom_function,
     autocast_bypass,
@@ -303,7 +303,7 @@ def _by_message(trace: Trace, raised: Raised, complaint: Complaint) -> Finding:
         evidence=how_the_run_ended(trace),
     )
     dtype = complaint.dtypes[0] if complaint.dtypes else None
-    return located(
+    return make_finding(
         statement,
         phase=raised.phase,
         step=raised.step,

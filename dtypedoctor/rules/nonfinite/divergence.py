@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.finding import Finding
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import how_the_run_ended
 from dtypedoctor.trace.model import Trace
 
@@ -90,7 +90,7 @@ def judge_divergence(trace: Trace, end: Finding) -> Finding | None:
     growth = growth_before(trace, end.step)
     if growth is None or not growth.diverges:
         return None
-    said = Statement(
+    statement = Statement(
         id="divergence",
         summary=(
             f"The training diverges: {_when(growth, end.step)} the largest weight goes from "
@@ -102,7 +102,9 @@ def judge_divergence(trace: Trace, end: Finding) -> Finding | None:
         ),
         evidence=tuple(_evidence(trace, growth, end)),
     )
-    return located(said, phase=end.phase, step=end.step, fqn=end.fqn, op=end.op, dtype=end.dtype, source=end.source)
+    return make_finding(
+        statement, phase=end.phase, step=end.step, fqn=end.fqn, op=end.op, dtype=end.dtype, source=end.source
+    )
 
 
 def _when(growth: Growth, end: int) -> str:

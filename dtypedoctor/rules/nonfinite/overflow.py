@@ -13,11 +13,11 @@ from dtypedoctor.diagnosis.nonfinite_origin import (
     SOFTMAX,
     Origin,
     attention_experiment,
-    found_at,
+    make_finding_at,
     skipped_scale,
 )
 from dtypedoctor.diagnosis.ops import OpGraph, ancestry, has_inf, overload_free
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
     class_of,
@@ -42,7 +42,7 @@ def judge_overflow(origin: Origin) -> Finding | None:
         return None
     op, dtype = origin.op, origin.result.dtype
     limit = limit_of(dtype)
-    said = Statement(
+    statement = Statement(
         id="float16-overflow",
         proven_by=proof(origin),
         summary=f"{dtype} overflow in {short(place(op))}, step {op.step}, {op.phase}: {needs(origin)}.",
@@ -55,7 +55,7 @@ def judge_overflow(origin: Origin) -> Finding | None:
         ),
         evidence=tuple(overflow_evidence(origin)),
     )
-    return found_at(origin, said)
+    return make_finding_at(origin, statement)
 
 
 def proof(origin: Origin) -> str | None:
@@ -127,14 +127,14 @@ def judge_norm_square(origin: Origin) -> Finding | None:
     op = origin.op
     if not origin.leaves_a_narrow_range or not is_in_norm(origin.graph, op):
         return None
-    said = Statement(
+    statement = Statement(
         id="norm-square-overflow",
         proven_by=proof(origin),
         summary=f"The squares inside {short(place(op))} overflow in step {op.step}: {needs(origin)}.",
         cause=CAUSE_IN_A_NORM,
         evidence=tuple(overflow_evidence(origin)),
     )
-    return found_at(origin, said)
+    return make_finding_at(origin, statement)
 
 
 def is_in_norm(graph: OpGraph, op: Op) -> bool:
@@ -181,7 +181,7 @@ def judge_attention_scores(origin: Origin) -> Finding | None:
         return None
     op, dtype = origin.op, origin.result.dtype
     tried = attention_experiment(origin.trace, op)
-    said = Statement(
+    statement = Statement(
         id="attention-score-overflow",
         proven_by=proof(origin) or (_FUSED if tried is not None and tried.is_of_the_scores else None),
         summary=f"The attention scores of {short(place(op))} overflow {dtype} in step {op.step}: {needs(origin)}.",
@@ -191,7 +191,7 @@ def judge_attention_scores(origin: Origin) -> Finding | None:
         ),
         evidence=(*overflow_evidence(origin), *(tried.evidence if tried is not None else ())),
     )
-    return found_at(origin, said)
+    return make_finding_at(origin, statement)
 
 
 def _is_score(origin: Origin) -> bool:
@@ -210,7 +210,7 @@ def judge_masked_row(origin: Origin) -> Finding | None:
     scores = next(t for t in op.inputs if has_inf(t))
     tried = attention_experiment(origin.trace, op)
     left = next(iter(ancestry(origin.graph, op).computed), None)
-    said = Statement(
+    statement = Statement(
         id="fully-masked-row",
         proven_by=_UNMASKED if tried is not None and tried.is_of_the_mask else _in_a_wider_dtype(origin),
         summary=f"{short(place(op))} takes a softmax over rows in which every position is masked, in step {op.step}.",
@@ -226,7 +226,7 @@ def judge_masked_row(origin: Origin) -> Finding | None:
             *how_the_run_ended(origin.trace),
         ),
     )
-    return found_at(origin, said)
+    return make_finding_at(origin, statement)
 
 
 def _in_a_wider_dtype(origin: Origin) -> str | None:
@@ -249,8 +249,8 @@ def judge_backward(origin: Origin) -> Finding | None:
         return None
     parameter = _added_up(origin)
     if parameter is not None:
-        return replace(found_at(origin, _of_a_sum(origin, parameter)), fqn=module_of(parameter))
-    said = Statement(
+        return replace(make_finding_at(origin, _of_a_sum(origin, parameter)), fqn=module_of(parameter))
+    statement = Statement(
         id="backward-overflow",
         proven_by=proof(origin),
         summary=f"The gradients overflow {dtype} in the backward of {short(place(op))}, in step {op.step}: {needs(origin)}.",
@@ -260,7 +260,7 @@ def judge_backward(origin: Origin) -> Finding | None:
         ),
         evidence=(*overflow_evidence(origin), *_about_the_scale(origin)),
     )
-    return found_at(origin, said)
+    return make_finding_at(origin, statement)
 
 
 def _added_up(origin: Origin) -> str | None:
@@ -368,7 +368,7 @@ def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Iterator[Finding]:
         if harmful
         else f"and {what.op} makes of it what it makes of the float32 value as well"
     )
-    said = Statement(
+    statement = Statement(
         id=name,
         proven_by=absorbed_proof(seen),
         severity=Severity.ERROR if harmful else Severity.INFO,
@@ -379,8 +379,8 @@ def _swallowed(trace: Trace, seen: Observed[Absorbed]) -> Iterator[Finding]:
         cause=CAUSE_IN_A_NORM if norm else _cause_of_absorbed(what, born),
         evidence=tuple(absorbed_evidence(seen)),
     )
-    yield located(
-        said,
+    yield make_finding(
+        statement,
         phase=seen.phase,
         step=seen.step,
         fqn=born.fqn,

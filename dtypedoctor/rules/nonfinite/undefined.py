@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.nonfinite_origin import FLOAT32_MAX, NARROW, Origin, Vanished, found_at, is_zero_in, vanished
+from dtypedoctor.diagnosis.nonfinite_origin import (
+    FLOAT32_MAX,
+    NARROW,
+    Origin,
+    Vanished,
+    is_zero_in,
+    make_finding_at,
+    vanished,
+)
 from dtypedoctor.diagnosis.ops import all_finite, overload_free
 from dtypedoctor.diagnosis.statement import Statement
 from dtypedoctor.diagnosis.wording import (
@@ -27,14 +35,14 @@ def judge_domain(origin: Origin) -> Finding | None:
     """What no wider dtype would have helped; the last of the judges, on whatever none of the others explains."""
     op = origin.op
     proof = _proof_of_domain(origin)
-    said = Statement(
+    statement = Statement(
         id="domain-error",
         proven_by=proof,
         summary=f"{_operator(origin)} has no finite float32 result for its operands, in step {op.step} ({op.phase}).",
         cause=_cause_of_domain(origin, proven=proof is not None),
         evidence=tuple(_domain_evidence(origin)),
     )
-    return found_at(origin, said)
+    return make_finding_at(origin, statement)
 
 
 def _operator(origin: Origin) -> str:
@@ -71,7 +79,7 @@ def _cause_of_domain(origin: Origin, *, proven: bool) -> str:
     if replay is not None and replay.finite and replay.absmax is not None and replay.absmax > FLOAT32_MAX:
         return (
             "The operands have grown so far that the result is beyond float32's range too: the run diverges (learning rate, "
-            "initialisation, gradients that are not clipped). This is not a mixed-precision problem."
+            "initialization, gradients that are not clipped). This is not a mixed-precision problem."
         )
     undefined = (
         "The operation is not defined for these operands (a division by zero, the logarithm of a negative number …)"
@@ -120,7 +128,7 @@ def judge_rounded(origin: Origin) -> Finding | None:
     if again.finite and (again.absmax is None or again.absmax <= FLOAT32_MAX):
         return None  # a wider dtype is all that this op needs
     found = vanished(origin.graph, op)
-    said = Statement(
+    statement = Statement(
         id="rounds-out-of-domain",
         proven_by=(
             f"{op.op} on the operands of the same program in float32, since the op trace began, is finite (up to "
@@ -130,7 +138,7 @@ def judge_rounded(origin: Origin) -> Finding | None:
         cause=_cause_of_rounding(found),
         evidence=tuple(_rounding_evidence(origin, found)),
     )
-    return found_at(origin, said)
+    return make_finding_at(origin, statement)
 
 
 def _what_vanished(found: Vanished | None) -> str:
@@ -191,7 +199,7 @@ def judge_optimizer_step(origin: Origin) -> Finding | None:
     seen = origin.incident.site
     fqn = module_of(seen.fqn) if seen is not None else place(op)
     vanished = _vanished_epsilon(origin)
-    said = Statement(
+    statement = Statement(
         id="optimizer-epsilon-underflow",
         proven_by=(
             f"the epsilon {vanished} that guards the division rounds to 0 in {dtype}, and does not in float32"
@@ -205,7 +213,7 @@ def judge_optimizer_step(origin: Origin) -> Finding | None:
         ),
         evidence=tuple(_step_evidence(origin, vanished)),
     )
-    return replace(found_at(origin, said), fqn=fqn)
+    return replace(make_finding_at(origin, statement), fqn=fqn)
 
 
 def _vanished_epsilon(origin: Origin) -> str | None:
@@ -235,7 +243,7 @@ def judge_unexamined(origin: Origin) -> Finding | None:
     if (replay is not None and not replay.note) or not all(t.finite for t in op.inputs):
         return None
     why = _why(origin)
-    said = Statement(
+    statement = Statement(
         id="float16-overflow" if dtype in NARROW else "domain-error",
         confidence=Confidence.POSSIBLE,
         summary=f"{op.op} in {short(place(op))} is where {dtype} first stops being finite, in step {op.step}; it was not examined.",
@@ -249,7 +257,7 @@ def judge_unexamined(origin: Origin) -> Finding | None:
             *how_the_run_ended(origin.trace),
         ),
     )
-    return found_at(origin, said)
+    return make_finding_at(origin, statement)
 
 
 def _why(origin: Origin) -> str:

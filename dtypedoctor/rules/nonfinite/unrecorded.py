@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, Reached
-from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, finite_in_eager_mode, found_at
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, finite_in_eager_mode, make_finding_at
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
     class_of,
@@ -35,7 +35,7 @@ def judge_given(origin: Origin) -> Finding | None:
 def _of_model(origin: Origin, tensor: TensorNote) -> Finding:
     op = origin.op
     name = tensor.name or "a tensor of the model"
-    said = Statement(
+    statement = Statement(
         id="nonfinite-parameters",
         confidence=Confidence.LIKELY,
         summary=f"The {tensor.origin} {name} is not finite before step {op.step} uses it.",
@@ -49,13 +49,13 @@ def _of_model(origin: Origin, tensor: TensorNote) -> Finding:
             *how_the_run_ended(origin.trace),
         ),
     )
-    return replace(found_at(origin, said), fqn=module_of(name), op=None, phase="static", source=None)
+    return replace(make_finding_at(origin, statement), fqn=module_of(name), op=None, phase="static", source=None)
 
 
 def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
     op = origin.op
     what = f"The input {tensor.name} of {short(_outermost(origin))}" if tensor.origin == "input" else "A tensor"
-    said = Statement(
+    statement = Statement(
         id="nonfinite-input",
         confidence=Confidence.LIKELY,
         summary=f"{what} that {op.op} at {op.source} uses is not finite already, in step {op.step}.",
@@ -67,7 +67,7 @@ def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
         ),
     )
     fqn = _outermost(origin) if tensor.origin == "input" else place(op)
-    return replace(found_at(origin, said), fqn=fqn, op=None, phase=_phase(op))
+    return replace(make_finding_at(origin, statement), fqn=fqn, op=None, phase=_phase(op))
 
 
 def _cast(tensor: TensorNote) -> str:
@@ -100,7 +100,7 @@ def judge_constant(trace: Trace) -> Finding | None:
         return None
     fqn = raised.modules[-1] if raised.modules else None
     what = raised.op or "an operation"
-    said = Statement(
+    statement = Statement(
         id="float16-overflow",
         confidence=Confidence.LIKELY,
         summary=f"{what} in {short(fqn)} gets a number that float16 cannot hold, in step {raised.step} ({raised.phase}).",
@@ -111,8 +111,8 @@ def judge_constant(trace: Trace) -> Finding | None:
         ),
         evidence=how_the_run_ended(trace),
     )
-    return located(
-        said,
+    return make_finding(
+        statement,
         phase=raised.phase,
         step=raised.step,
         fqn=fqn,
@@ -135,7 +135,7 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
     fqn = _fqn(site, came_in=came_in)
     if came_in and site.phase == "forward" and _outermost_was_given_it(trace, sample, site):
         return _of_the_input(trace, incident, sample, site)
-    said = Statement(
+    statement = Statement(
         id=_finding_id(site),
         confidence=Confidence.POSSIBLE,
         summary=f"{short(fqn)} is where {site.dtype} first stops being finite, in step {sample.step} ({incident.phase}).",
@@ -154,11 +154,11 @@ def judge_by_module(trace: Trace, incident: Incident) -> Finding:
         ),
     )
     cls = class_of(trace, fqn or "")
-    return located(said, phase=incident.phase, step=sample.step, fqn=fqn, dtype=site.dtype, cls=cls)
+    return make_finding(statement, phase=incident.phase, step=sample.step, fqn=fqn, dtype=site.dtype, cls=cls)
 
 
 def _of_the_input(trace: Trace, incident: Incident, sample: Sample, site: Site) -> Finding:
-    said = Statement(
+    statement = Statement(
         id="nonfinite-input",
         confidence=Confidence.LIKELY,
         summary=f"The model's input is already not finite, in step {sample.step}.",
@@ -169,7 +169,9 @@ def _of_the_input(trace: Trace, incident: Incident, sample: Sample, site: Site) 
             *how_the_run_ended(trace),
         ),
     )
-    return located(said, phase=incident.phase, step=sample.step, fqn="", dtype=site.dtype, cls=class_of(trace, ""))
+    return make_finding(
+        statement, phase=incident.phase, step=sample.step, fqn="", dtype=site.dtype, cls=class_of(trace, "")
+    )
 
 
 def _outermost_was_given_it(trace: Trace, sample: Sample, site: Site) -> bool:
@@ -182,14 +184,14 @@ def _outermost_was_given_it(trace: Trace, sample: Sample, site: Site) -> bool:
 def _outside(trace: Trace, incident: Incident) -> Finding:
     if incident.reached is not None:
         return _read(trace, incident.reached)
-    said = Statement(
+    statement = Statement(
         id="domain-error",
         confidence=Confidence.POSSIBLE,
         summary=f"Code outside of all modules rejected a value that is not finite, in step {incident.step} ({incident.phase}).",
         cause=f"Everything that modules returned was finite; {NO_OPS}.",
         evidence=how_the_run_ended(trace),
     )
-    return located(said, phase=incident.phase, step=incident.step)
+    return make_finding(statement, phase=incident.phase, step=incident.step)
 
 
 def _read(trace: Trace, value: Reached) -> Finding:
@@ -202,14 +204,14 @@ def _read(trace: Trace, value: Reached) -> Finding:
         if first is not None
         else f"{NO_OPS}."
     )
-    said = Statement(
+    statement = Statement(
         id="domain-error",
         confidence=Confidence.POSSIBLE,
         summary=f"A value that is not finite {value.got} in step {seen.step} ({seen.phase}).",
         cause=f"The value was computed outside of all modules; {made}",
         evidence=how_the_run_ended(trace),
     )
-    return located(said, phase=seen.phase, step=seen.step, op=op, source=source or value.source)
+    return make_finding(statement, phase=seen.phase, step=seen.step, op=op, source=source or value.source)
 
 
 def _finding_id(site: Site) -> str:
@@ -251,7 +253,7 @@ def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
         return None
     site = incident.site
     fqn = ".".join(part for part in site.fqn.split(".") if part != COMPILED) if site is not None else None
-    said = Statement(
+    statement = Statement(
         id="compile-only-nonfinite",
         proven_by="the same call on the same input in eager mode is finite",
         summary=f"{short(fqn)} returns NaN or inf in step {incident.step} only because it is compiled.",
@@ -266,4 +268,4 @@ def judge_compiled(trace: Trace, incident: Incident) -> Finding | None:
         ),
     )
     dtype = site.dtype if site is not None else None
-    return located(said, phase="compile", step=incident.step, fqn=fqn, dtype=dtype)
+    return make_finding(statement, phase="compile", step=incident.step, fqn=fqn, dtype=dtype)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, found_in
+from dtypedoctor.diagnosis.statement import Statement, make_finding_of
 from dtypedoctor.diagnosis.wording import listed, named_module, short
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
@@ -25,7 +25,7 @@ def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
         by_line.setdefault((one.what.op, one.what.source, one.what.to), []).append(one)
     for seen, *others in by_line.values():
         what = seen.what
-        said = Statement(
+        statement = Statement(
             id="float-to-int-cast",
             proven_by=f"the activation before the cast differs from what is used by {what.relative_error:.3g} times its norm",
             summary=f"{short(seen.fqn)} casts an activation from {what.from_} to {what.to} in step {seen.step}.",
@@ -43,7 +43,7 @@ def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
                 *((f"The same line does so in {listed([named_module(o.fqn) for o in others])}.",) if others else ()),
             ),
         )
-        yield found_in(seen, said, dtype=what.to, op=what.op, source=what.source)
+        yield make_finding_of(seen, statement, dtype=what.to, op=what.op, source=what.source)
 
 
 RULES = (Rule(name="integer-casts", specs=(SPEC,), detect=detect_integer_casts),)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, found_in
+from dtypedoctor.diagnosis.statement import Statement, make_finding_of
 from dtypedoctor.diagnosis.wording import listed, module_of, short_parameter
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Observed, ScalerState
@@ -48,7 +48,7 @@ def _underflow(trace: Trace, seen: Observed[ScaledBackward], revived: dict[str, 
     name, worst = next(iter(revived.items()))
     first = next(iter(trace.observed(GradientZeros)), None) or seen
     smallest = DTYPES["float16"].smallest
-    said = Statement(
+    statement = Statement(
         id="gradient-underflow",
         severity=Severity.WARNING,
         proven_by=f"with the loss multiplied by {seen.what.scale:g} the same backward pass gives gradients that are not zero",
@@ -69,7 +69,7 @@ def _underflow(trace: Trace, seen: Observed[ScaledBackward], revived: dict[str, 
             f"Parameters with lost gradients: {listed(list(revived))}.",
         ),
     )
-    return replace(found_in(first, said, dtype="float16"), fqn=module_of(name), phase="backward")
+    return replace(make_finding_of(first, statement, dtype="float16"), fqn=module_of(name), phase="backward")
 
 
 RULES = (Rule(name="gradient-underflow", specs=(SPEC,), detect=detect_underflow),)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import listed
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.trace.events import Flow, Metric
@@ -32,7 +32,7 @@ def detect_gap(trace: Trace) -> Iterator[Finding]:
     twins = [o for o in trace.observed(Twins) if o.what.largest_gap > GAP and not o.what.dropout]
     if twins:
         what = twins[0].what
-        said = Statement(
+        statement = Statement(
             id="logprob-gap",
             severity=Severity.WARNING,
             confidence=Confidence.LIKELY,
@@ -53,7 +53,7 @@ def detect_gap(trace: Trace) -> Iterator[Finding]:
                 "The trainer drops nothing at random, so that is not the reason.",
             ),
         )
-        yield located(said, phase=twins[0].phase, step=twins[0].step, dtype=what.generator_dtype)
+        yield make_finding(statement, phase=twins[0].phase, step=twins[0].step, dtype=what.generator_dtype)
         return
     found = tuple(_ratio_off(trace))
     yield from found or _reported(trace)
@@ -67,7 +67,7 @@ def _ratio_off(trace: Trace) -> Iterator[Finding]:
         if what.largest_gap <= GAP or what.random or not ways:
             continue
         low, high = what.bounds
-        said = Statement(
+        statement = Statement(
             id="logprob-gap",
             severity=Severity.WARNING,
             confidence=Confidence.LIKELY if len(ways) > 1 else Confidence.POSSIBLE,
@@ -88,7 +88,7 @@ def _ratio_off(trace: Trace) -> Iterator[Finding]:
                 "No module drops elements at random or normalizes by its batch while it trains, so that is not the reason.",
             ),
         )
-        yield located(said, phase="forward", step=seen.step)
+        yield make_finding(statement, phase="forward", step=seen.step)
 
 
 def _ways_of_computing(trace: Trace) -> list[str]:
@@ -106,7 +106,7 @@ def _reported(trace: Trace) -> Iterator[Finding]:
     first = next((metric.values for metric in trace.all(Metric) if metric.step == 1), None)
     if first is None or not _is_off(first):
         return
-    said = Statement(
+    statement = Statement(
         id="logprob-gap",
         severity=Severity.WARNING,
         confidence=Confidence.POSSIBLE,
@@ -114,7 +114,7 @@ def _reported(trace: Trace) -> Iterator[Finding]:
         cause="Before the first update both have the same weights, so the ratio of their probabilities should be 1.",
         evidence=tuple(f"{name} is {first[name]:.6g} in step 1." for name in RATIOS if name in first),
     )
-    yield located(said, phase="generate", step=1)
+    yield make_finding(statement, phase="generate", step=1)
 
 
 def _is_off(reported: Mapping[str, float]) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Correction
 from dtypedoctor.trace.model import Trace
@@ -64,7 +64,7 @@ def never_called(trace: Trace) -> tuple[Correction, ...]:
 
 
 def _not_applied(*, fqn: str | None, source: str | None, summary: str, evidence: tuple[str, ...]) -> Finding:
-    said = Statement(
+    statement = Statement(
         id="patch-not-applied",
         severity=Severity.WARNING,
         proven_by="the code that runs was looked at: it is not the patch, or nothing has called it",
@@ -75,7 +75,7 @@ def _not_applied(*, fqn: str | None, source: str | None, summary: str, evidence:
         ),
         evidence=evidence,
     )
-    return located(said, phase="static", fqn=fqn, source=source)
+    return make_finding(statement, phase="static", fqn=fqn, source=source)
 
 
 RULES = (Rule(name="missing-patches", specs=(SPEC,), detect=detect_missing_patches),)

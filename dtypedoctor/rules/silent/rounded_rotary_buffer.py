@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, found_in, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_of
 from dtypedoctor.diagnosis.subject import StaticTensor, Subject
 from dtypedoctor.diagnosis.wording import module_of, short
 from dtypedoctor.dtypes import HALF
@@ -31,7 +31,7 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
         what = seen.what
         restored = what.dtype != what.rounded_to
         was = f"has the dtype {what.dtype} again and still" if restored else f"is {what.dtype}, so it"
-        said = Statement(
+        statement = Statement(
             id="rounded-rotary-buffer",
             severity=Severity.WARNING,
             proven_by=(
@@ -58,14 +58,14 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
                 ),
             ),
         )
-        yield replace(found_in(seen, said, dtype=what.dtype), phase="static", step=None)
+        yield replace(make_finding_of(seen, statement, dtype=what.dtype), phase="static", step=None)
 
 
 def detect_rounded_positions(trace: Trace) -> Iterator[Finding]:
     """Positions of which half precision has made fewer."""
     for seen in trace.observed(RoundedPositions):
         what = seen.what
-        said = Statement(
+        statement = Statement(
             id="rounded-rotary-buffer",
             severity=Severity.WARNING,
             proven_by=f"the same positions in float32 are up to {what.largest_error:g} apart from those that are used",
@@ -81,7 +81,7 @@ def detect_rounded_positions(trace: Trace) -> Iterator[Finding]:
                 f"{what.used_by} at {what.used_at} computes with the rounded numbers.",
             ),
         )
-        yield found_in(seen, said, dtype=what.dtype, op=what.op, source=what.source)
+        yield make_finding_of(seen, statement, dtype=what.dtype, op=what.op, source=what.source)
 
 
 def _exact(dtype: str) -> int:
@@ -106,7 +106,7 @@ def check_rotary(subject: Subject) -> Iterator[Finding]:
 
 def _inspected(tensor: StaticTensor, lost: str) -> Finding:
     now = f"is {lost}" if tensor.dtype == lost else f"is float32 and holds only values that {lost} has too"
-    said = Statement(
+    statement = Statement(
         id="rounded-rotary-buffer",
         severity=Severity.WARNING,
         confidence=Confidence.LIKELY,
@@ -115,7 +115,7 @@ def _inspected(tensor: StaticTensor, lost: str) -> Finding:
         "A later cast to float32 does not bring the bits back.",
         evidence=(f"{tensor.name} {now}.",),
     )
-    return located(said, phase="static", fqn=module_of(tensor.name), dtype=tensor.dtype)
+    return make_finding(statement, phase="static", fqn=module_of(tensor.name), dtype=tensor.dtype)
 
 
 def rounded_to(values: tuple[float, ...]) -> str | None:

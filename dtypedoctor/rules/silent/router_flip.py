@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, found_in
+from dtypedoctor.diagnosis.statement import Statement, make_finding_of
 from dtypedoctor.diagnosis.wording import listed, named_module, short
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import RouterChoice
@@ -33,7 +33,7 @@ def detect_router_flips(trace: Trace) -> Iterator[Finding]:
         return
     seen = max(flipping, key=lambda o: o.what.flipped / o.what.tokens)
     what = seen.what
-    said = Statement(
+    statement = Statement(
         id="router-flip",
         proven_by=f"with {what.scores_op} in float32 on the same operands {what.flipped} tokens choose other experts",
         severity=Severity.WARNING,
@@ -54,7 +54,7 @@ def detect_router_flips(trace: Trace) -> Iterator[Finding]:
             f"Routers seen so: {listed([named_module(o.fqn) for o in flipping])}.",
         ),
     )
-    yield found_in(seen, said, dtype=what.dtype, op=what.scores_op, source=what.scores_source)
+    yield make_finding_of(seen, statement, dtype=what.dtype, op=what.scores_op, source=what.scores_source)
 
 
 RULES = (Rule(name="router-flips", specs=(SPEC,), detect=detect_router_flips),)

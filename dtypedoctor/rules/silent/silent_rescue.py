@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, found_in, located
+from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_of
 from dtypedoctor.diagnosis.wording import listed, short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules.nonfinite.overflow import absorbed_evidence, absorbed_proof, is_rescue
@@ -46,7 +46,7 @@ def detect_rescues(trace: Trace) -> Iterator[Finding]:
 
 def _rescue(seen: Observed[Absorbed]) -> Finding:
     what, born = seen.what, seen.what.born
-    said = Statement(
+    statement = Statement(
         id="silent-rescue",
         severity=Severity.WARNING,
         proven_by=absorbed_proof(seen),
@@ -60,14 +60,14 @@ def _rescue(seen: Observed[Absorbed]) -> Finding:
         ),
         evidence=tuple(absorbed_evidence(seen)),
     )
-    return found_in(seen, said, dtype=born.dtype, op=what.op, source=what.source)
+    return make_finding_of(seen, statement, dtype=born.dtype, op=what.op, source=what.source)
 
 
 def _rescued_by_corrections(trace: Trace) -> Iterator[Finding]:
     last = {record.id: record for record in trace.all(Correction) if record.installed}
     for record in last.values():
         if record.rescued:
-            said = Statement(
+            statement = Statement(
                 id="silent-rescue",
                 severity=Severity.WARNING,
                 proven_by="the correction counts the elements that it replaces",
@@ -75,7 +75,7 @@ def _rescued_by_corrections(trace: Trace) -> Iterator[Finding]:
                 cause="What comes before the corrected operation is not finite already; the correction hides it.",
                 evidence=(f"{record.rescued} elements rescued and {record.clamped} clamped in {record.hits} calls.",),
             )
-            yield located(said, phase=None)
+            yield make_finding(statement, phase=None)
 
 
 def detect_erased(trace: Trace) -> Iterator[Finding]:
@@ -128,7 +128,7 @@ def _of_a_group(op: Op, replaced: int, infinities: int, sources: list[str], make
         ),
         evidence=tuple(f"{maker.op} at {maker.source} makes NaN of infinities." for maker in makers[:3]),
     )
-    return located(statement, phase=op.phase, step=op.step, op=op.op, source=op.source, dtype=op.outputs[0].dtype)
+    return make_finding(statement, phase=op.phase, step=op.step, op=op.op, source=op.source, dtype=op.outputs[0].dtype)
 
 
 RULES = (

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, found_in
+from dtypedoctor.diagnosis.statement import Statement, make_finding_of
 from dtypedoctor.diagnosis.wording import listed, named_module, short
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import StaleCopy
@@ -26,7 +26,7 @@ def detect_stale_cache(trace: Trace) -> Iterator[Finding]:
         return
     first = seen[0]
     what = first.what
-    said = Statement(
+    statement = Statement(
         id="stale-autocast-cache",
         proven_by=f"the same layer run again without autocast's cache differs by {what.relative_error:.2g} of its largest magnitude",
         summary=(
@@ -45,7 +45,7 @@ def detect_stale_cache(trace: Trace) -> Iterator[Finding]:
             f"Layers seen so: {listed([named_module(o.fqn) for o in seen])}.",
         ),
     )
-    yield found_in(first, said, dtype=what.dtype, source=what.region)
+    yield make_finding_of(first, statement, dtype=what.dtype, source=what.region)
 
 
 RULES = (Rule(name="stale-autocast-cache", specs=(SPEC,), detect=detect_stale_cache),)

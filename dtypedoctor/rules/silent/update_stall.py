@@ -6,7 +6,7 @@ from math import prod, sqrt
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, found_in
+from dtypedoctor.diagnosis.statement import Statement, make_finding_of
 from dtypedoctor.diagnosis.wording import listed, module_of, short_parameter
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Observed
@@ -97,7 +97,7 @@ def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Fin
     name, worst = next(iter(stalled.items()))
     epsilon = DTYPES[worst.dtype].epsilon
     lost, wanted = (sum(counts) for counts in zip(*((it.lost, it.wanted) for it in stalled.values()), strict=True))
-    said = Statement(
+    statement = Statement(
         id="update-stall",
         severity=Severity.WARNING,
         proven_by=f"the same {what.optimizer} steps on a float32 copy of the parameter move it",
@@ -125,7 +125,7 @@ def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Fin
             ),
         ),
     )
-    found = found_in(seen, said, dtype=worst.dtype)
+    found = make_finding_of(seen, statement, dtype=worst.dtype)
     return replace(found, fqn=module_of(name), phase="optimizer", step=what.first_step)
 
 
