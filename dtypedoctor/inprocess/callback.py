@@ -29,14 +29,16 @@ class DtypeDoctorCallback(TrainerCallback):
         out: run directory to create; ``runs/NAME-TIME`` if left out. Later trainings go to ``OUT-2``, ``OUT-3``, …
         every: every module is measured in each ``every``-th training step, the first included; in the others, and always
             with 0, only the residual stream and the loss.
+        replay: replay what fails with each operator on record, see :class:`dtypedoctor.watch`.
 
     Attributes:
         report: what was said at the end of the last training; None before.
     """
 
-    def __init__(self, out: str | os.PathLike[str] | None = None, *, every: int = 1) -> None:
+    def __init__(self, out: str | os.PathLike[str] | None = None, *, every: int = 1, replay: bool = False) -> None:
         self._out = Path(out) if out is not None else None
         self._every = every
+        self._replay = replay
         self._trainings = 0
         self._watched: Watched | None = None
         self.report: Report | None = None
@@ -59,7 +61,7 @@ class DtypeDoctorCallback(TrainerCallback):
         out = self._out
         if out is not None and self._trainings > 1:
             out = out.with_name(f"{out.name}-{self._trainings}")
-        self._watched = Watched(out, every=self._every)
+        self._watched = Watched(out, every=self._every, replay=self._replay)
         self._watched.begin(kwargs.get("model"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -24,6 +24,7 @@ from dtypedoctor.trace.ranks import member, rank_directory
 from dtypedoctor.trials.treatment import examine
 from dtypedoctor.worker.process_watch import ProcessWatch
 from dtypedoctor.worker.recording import Recording
+from dtypedoctor.worker.standbys import Standbys
 from dtypedoctor.worker.tracebacks import hide_in_excepthook
 
 __all__ = ["Watched", "watch", "watched_for"]
@@ -39,6 +40,8 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         out: run directory to create; ``runs/NAME-TIME`` if left out.
         every: every module is measured in each ``every``-th training step, the first included; in the others, and always
             with 0, only the residual stream and the loss.
+        replay: fork the process now and then, and replay what fails from such a fork when the block ends, with each operator on
+            record (Linux on x86-64, code that computes on the CPU). The block's end waits for that, a minute at most.
 
     Attributes:
         directory: the run directory, which is created on entering.
@@ -50,10 +53,15 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
     """
 
     def __init__(
-        self, model: nn.Module | None = None, *, out: str | os.PathLike[str] | None = None, every: int = 1
+        self,
+        model: nn.Module | None = None,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        every: int = 1,
+        replay: bool = False,
     ) -> None:
         self._model = model
-        self._watched = Watched(Path(out) if out is not None else None, every=every)
+        self._watched = Watched(Path(out) if out is not None else None, every=every, replay=replay)
 
     @property
     def directory(self) -> Path:
@@ -88,14 +96,16 @@ class Watched:
     Args:
         out: the run directory to create; ``runs/NAME-TIME`` if left out.
         every: everything is measured in each ``every``-th training step, see :class:`ProcessWatch`.
+        replay: replay what fails, see :class:`watch`.
 
     Attributes:
         directory: the run directory, from :meth:`begin` on.
         report: what is said at the end; None before.
     """
 
-    def __init__(self, out: Path | None, *, every: int = 1) -> None:
+    def __init__(self, out: Path | None, *, every: int = 1, replay: bool = False) -> None:
         self._every = every
+        self._replay = replay
         self._name = scenario_name(sys.argv[0])
         self._out = out
         self.directory: Path
@@ -125,6 +135,8 @@ class Watched:
         self._recording.follow_program("watched")
         process = ProcessWatch(self._recording.writer, every=self._every)
         self._recording.begin_watch(process)
+        if self._replay and member() is None:
+            Standbys(trace, self._recording, process).begin()
         # What ends the program is shown before anybody can tell the watch of it.
         self._show_frames = hide_in_excepthook()
         if model is not None:
@@ -154,7 +166,7 @@ class Watched:
     def _written(self, ended: WorkerExit) -> Report:
         run = collect(self.directory / BEFORE, ended, foreign=True)
         report = build_report(
-            examine(self._scenario(), run),
+            examine(self._scenario(), run, replay=self._replay),
             command=shlex.join(without_process_secrets(["python", *sys.argv])),
             files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": BEFORE},
             next_command=f"dtypedoctor report {shlex.quote(str(self.directory))}",

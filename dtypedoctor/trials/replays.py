@@ -16,7 +16,7 @@ from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.caught import with_caught
 from dtypedoctor.unpatched import monotonic
 
-__all__ = ["Certificate", "Replays"]
+__all__ = ["LONGEST", "Certificate", "Replays"]
 
 LONGEST = 600.0
 SHORTEST = 30.0
@@ -34,13 +34,15 @@ class Replays:
 
     Args:
         run: what is replayed.
+        longest: seconds that a replay may take.
 
     Attributes:
         last: the last replay that was made.
         why_not: why the last one asked for could not be made.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, longest: float = LONGEST) -> None:
+        self._longest = longest
         self._run = run
         self.last: Run | None = None
         self.why_not = ""
@@ -66,7 +68,7 @@ class Replays:
         directory.mkdir()
         self._from = waiting.call
         began = monotonic()
-        seconds = min(LONGEST, max(SHORTEST, SLOWER * self._run.exit.seconds))
+        seconds = min(self._longest, max(SHORTEST, SLOWER * self._run.exit.seconds))
         raised = analysis_of(self._run.trace).uncaught
         told = {
             "windows": [window.model_dump() for window in windows],

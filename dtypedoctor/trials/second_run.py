@@ -14,10 +14,10 @@ from dtypedoctor.scenario.request import Request, Window
 from dtypedoctor.trace.events import Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CompileCounts
-from dtypedoctor.trials.replays import Replays
+from dtypedoctor.trials.replays import LONGEST, Replays
 from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
 
-__all__ = ["CloserLook", "another_way", "look_closer", "unconfirmed"]
+__all__ = ["CloserLook", "another_way", "look_closer", "replayed", "unconfirmed"]
 
 
 MAX_LOOKS = 2
@@ -70,7 +70,7 @@ def look_closer(scenario: Scenario, before: Run, later: LaterRuns, *, wanted: bo
         wanted: whether it may be run again; otherwise what failed is replayed from a process that stood by, where one did.
     """
     if not wanted:
-        return _replayed(scenario, before)
+        return replayed(scenario, before)
     if _was_stopped(before):
         return CloserLook(before=before, no_closer=NOT_REPEATED)
     look = _looked(scenario, before, later)
@@ -78,8 +78,15 @@ def look_closer(scenario: Scenario, before: Run, later: LaterRuns, *, wanted: bo
     return _doubted(look, f"a second run went another way: {doubt}", doubt) if doubt else look
 
 
-def _replayed(scenario: Scenario, before: Run) -> CloserLook:
-    replays = Replays(before)
+def replayed(scenario: Scenario, before: Run, longest: float = LONGEST) -> CloserLook:
+    """The failing part of a run again with the op trace on, from a process that stood by before it, or why there is none.
+
+    Args:
+        scenario: what was run.
+        before: the run.
+        longest: seconds that it may take.
+    """
+    replays = Replays(before, longest)
     look = _looked(scenario, before, replays)
     if look.closer is None:
         why = f"{NOT_WANTED}, and nothing could be replayed: {replays.why_not}" if replays.why_not else look.no_closer

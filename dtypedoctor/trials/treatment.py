@@ -20,10 +20,12 @@ from dtypedoctor.trials.proof import settled, weighed
 from dtypedoctor.trials.remedies import Remedy, exec_option, float32_twin, healthy_reference, is_script, remedies
 from dtypedoctor.trials.results import Observer, RunSummary, Trial
 from dtypedoctor.trials.runs import LaterRuns, RunRequest, led, led_by_spawned, rank_of, ranks_of, said_of_spawned
-from dtypedoctor.trials.second_run import look_closer
+from dtypedoctor.trials.second_run import CloserLook, look_closer, replayed
 from dtypedoctor.trials.summary import summarise
 
 WATCHED_LIVE = "the program was watched while it ran, and is not run again from here (`dtypedoctor exec` does that)"
+LIVE_SECONDS = 60.0
+"""How long a program that watches itself waits for a replay."""
 NOT_COMPARED = Observer(
     bitwise_equal=None, reason="the script was not run without instrumentation; --verify-uninstrumented does that"
 )
@@ -91,8 +93,8 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     plan = plan or Plan()
     static = check_checkpoints(scenario)
     run = led_by_spawned(led(_judging_caught(run)))
-    replayed = is_script(scenario) and not plan.closer
-    before = _first(run, Request(scenario=scenario, witness=plan.certify, standby=replayed))
+    leaves_standbys = is_script(scenario) and not plan.closer
+    before = _first(run, Request(scenario=scenario, witness=plan.certify, standby=leaves_standbys))
     later = LaterRuns(run, before)
     try:
         look = look_closer(scenario, before, later, wanted=plan.closer)
@@ -146,22 +148,27 @@ def _certificate(scenario: Scenario, before: Run, run: LaterRuns) -> Observer:
     return compare_unwatched(before, unwatched)
 
 
-def examine(scenario: Scenario, run: Run) -> Treatment:
+def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
     """Diagnoses a run that is over and cannot be done again from here.
 
     Args:
         scenario: stands for the program that was watched.
         run: what was watched of it.
+        replay: replay what failed from the forks that the run has left.
     """
     run = with_caught(run)
-    findings = across_ranks(said_of_caught(analysis_of(run.trace).findings, run.trace), ranks_of(run), rank_of(run))
+    look = _replay_live(scenario, run) if replay else CloserLook(before=run, no_closer=WATCHED_LIVE)
+    seen = look.seen.trace
+    found = across_ranks(said_of_caught(analysis_of(seen).findings, seen), ranks_of(run), rank_of(run))
+    findings = look.weighed(found)
     return Treatment(
         scenario=scenario,
         before=run,
         before_summary=summarise("before", run, scenario),
-        closer=None,
-        no_closer=WATCHED_LIVE,
-        diagnosed=run.trace,
+        closer=look.closer,
+        no_closer=look.no_closer,
+        replayed=look.certificate,
+        diagnosed=seen,
         findings=findings,
         observer=Observer(bitwise_equal=None, reason=WATCHED_LIVE),
         reference=None,
@@ -169,6 +176,13 @@ def examine(scenario: Scenario, run: Run) -> Treatment:
         trials=tuple(not_tried(remedy, WATCHED_LIVE) for remedy in _proposed(scenario, findings, failed=True)),
         complete=False,
     )
+
+
+def _replay_live(scenario: Scenario, run: Run) -> CloserLook:
+    try:
+        return replayed(scenario, run, LIVE_SECONDS)
+    finally:
+        dismiss(run.directory)
 
 
 def _found_in(run: Run, static: tuple[Finding, ...]) -> tuple[Finding, ...]:

@@ -105,6 +105,18 @@ for x in DataLoader([torch.full((4,), 30000.0)] * 4, batch_size=2, num_workers=1
 """Has a child of its own and a data loader with a worker."""
 
 
+WATCHED = """
+import dtypedoctor
+from dtypedoctor.worker import standbys
+standbys.FREE_SECONDS = 1e9
+with dtypedoctor.watch(model, out="run", replay=True) as watched:
+    for size in (1.0, 30000.0, 2.0):
+        print(size, model(torch.full((2, 4), size).half()).isfinite().all().item())
+found = watched.report.findings[0]
+print(found.op, found.fqn, found.confidence, found.call)
+"""
+
+
 def script(folder: Path, text: str) -> Path:
     """A script in a folder of its own."""
     path = folder / "script.py"
@@ -164,6 +176,15 @@ def test_healthy_scripts_are_unchanged_by_standbys_and_replayed_exactly(case: Ca
     assert files_in(tmp_path / "forced" / "work") == files_in(tmp_path / "alone" / "work")
     dismiss(run.directory)
     assert not waiting_in(run.directory)
+
+
+def test_a_block_that_is_watched_names_the_operator(tmp_path: Path) -> None:
+    """With ``replay=True`` the report of `watch()` has what a second run would have shown; the block's own output is there once."""
+    folder = tmp_path / "once"
+    run_standing_by(script(tmp_path, OVERFLOW + WATCHED), folder, watch=False)
+    lines = (folder / "before" / STDOUT).read_text().splitlines()
+    said = [line for line in lines if not line.startswith("dtypedoctor: ")]
+    assert said == ["1.0 True", "30000.0 False", "2.0 True", "aten.mul.Tensor 1 proven 2"]
 
 
 def test_no_process_is_left(tmp_path: Path) -> None:
