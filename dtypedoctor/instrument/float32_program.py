@@ -13,8 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtypedoctor._torch_private import schema_of, tree_map, without_autocast
-from dtypedoctor.instrument.operators import Arguments, TensorIds, has_out, keep_written, tensors_of, written
+from dtypedoctor._torch_private import tree_map, without_autocast
+from dtypedoctor.instrument.operators import (
+    Arguments,
+    TensorIds,
+    has_out,
+    keep_written,
+    leaves_memory_as_it_was,
+    tensors_of,
+    written,
+)
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import contained
 
@@ -24,7 +32,6 @@ SMALL = 4096
 """Elements of the largest tensor whose float32 original is kept when it is cast and elements of it are lost."""
 
 HALF = (torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn)
-_UNCOMPUTED = ("empty", "new_empty", "resize", "set", "empty_like", "empty_strided", "new_empty_strided")
 
 
 class Originals:
@@ -109,7 +116,7 @@ class Float32Program:
     def _takes_part(self, func: Any, held: dict[int, Tensor], operands: list[Tensor], results: list[Tensor]) -> bool:
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False  # it would draw from the program's random numbers
-        if schema_of(func).name.split("::")[-1].rstrip("_") in _UNCOMPUTED:
+        if leaves_memory_as_it_was(func):
             return False
         return bool(held) or any(t.dtype in HALF for t in (*operands, *results))
 

@@ -36,7 +36,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
 _BEFORE_A_COLLECTIVE = frozenset({"fsdp.all_gather_copy_in.default"})
 _UNCOMPUTED = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_", "set_"}
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize", "resize_as", "set"}
 )
 
 
@@ -66,7 +66,7 @@ def is_unfinished(func: Any) -> bool:
 
 def leaves_memory_as_it_was(func: Any) -> bool:
     """Whether nothing has computed what an operator returns: what is in there was left behind by somebody else."""
-    return schema_of(func).name.split("::")[-1] in _UNCOMPUTED
+    return schema_of(func).name.split("::")[-1].rstrip("_") in _UNCOMPUTED
 
 
 def is_inplace(func: Any) -> bool:

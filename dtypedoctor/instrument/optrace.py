@@ -211,7 +211,7 @@ class OpTrace(OperatorMode):
         self._weights.check(n, str(func), operands, place.root, place.fqn)
         if any(map(is_spread, operands)):
             return  # an operator on shards may communicate, and what one rank repeats alone would wait for ever
-        if _born(inputs, outputs):
+        if _originates(inputs, outputs):
             replay_wider(self._writer, n, func, *kept)
             if exact is not None:
                 note_replay(self._writer, n, "float32-program", exact)
@@ -320,7 +320,7 @@ def _is_wait(func: Any) -> bool:
     return "wait_tensor" in str(func)
 
 
-def _born(inputs: list[TensorNote], outputs: list[TensorNote]) -> bool:
+def _originates(inputs: list[TensorNote], outputs: list[TensorNote]) -> bool:
     """Whether an op turned finite operands into something else, or infinities into NaN (creating a constant is not that)."""
     measured = [t for t in inputs if t.absmax is not None]
     if not measured:

@@ -31,7 +31,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float8_e5m2)
 
 
 @dataclass(frozen=True, slots=True)
-class _Birth:
+class _Overflow:
     """The op that overflowed, and the ops that its result went through."""
 
     op: Overflowed
@@ -43,7 +43,7 @@ class _Shadow:
     """What a tensor would hold had nothing overflowed, in float32 (or as it is, for a mask)."""
 
     tensor: Tensor
-    birth: _Birth
+    overflow: _Overflow
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class AbsorbedOverflows:
         if held:
             self._follow(seen, held)
         elif any(measurable(t) and t.dtype in NARROW for t in seen.results) and not leaves_memory_as_it_was(seen.func):
-            self._look_for_birth(seen)
+            self._look_for_overflow(seen)
 
     def _held(self, seen: Seen) -> dict[int, _Shadow]:
         """Shadows of the operands, by the identity of the operand."""
@@ -83,7 +83,7 @@ class AbsorbedOverflows:
         found = ((id(t), self._shadows.get(seen.number(t))) for t in seen.operands)
         return {number: shadow for number, shadow in found if shadow is not None}
 
-    def _look_for_birth(self, seen: Seen) -> None:
+    def _look_for_overflow(self, seen: Seen) -> None:
         results = [t for t in _measurable(seen.results) if t.dtype in NARROW]
         extents = measure(results)
         operands = _measurable(seen.operands)
@@ -93,8 +93,8 @@ class AbsorbedOverflows:
         floats = _measurable(wide)
         if not floats or not _all_finite(measure(floats)):
             return  # float32 cannot hold it either, or it was asked for
-        birth = _Birth(self._told(seen, results, extents, floats))
-        self._keep(seen, wide, birth)
+        overflow = _Overflow(self._told(seen, results, extents, floats))
+        self._keep(seen, wide, overflow)
 
     def _in_float32(self, seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:
         """The results of the same op in float32, where there is memory for it; else nothing is followed any more."""
@@ -126,23 +126,25 @@ class AbsorbedOverflows:
 
     def _follow(self, seen: Seen, held: dict[int, _Shadow]) -> None:
         self._count += 1
-        before = next(iter(held.values())).birth
-        birth = _Birth(before.op, (*before.through, seen.name))
+        before = next(iter(held.values())).overflow
+        overflow = _Overflow(before.op, (*before.through, seen.name))
         wide = self._in_float32(seen, {number: shadow.tensor for number, shadow in held.items()})
         if not wide:
             return
         floats = [(real, other) for real, other in zip(seen.results, wide, strict=False) if measurable(real)]
         if not floats or not _all_finite(measure([real for real, _ in floats])):
-            self._keep(seen, wide, birth)
+            self._keep(seen, wide, overflow)
         elif _all_finite(measure(_measurable(other for _, other in floats))):
-            self._ended(seen, held, birth, floats)
+            self._ended(seen, held, overflow, floats)
 
-    def _keep(self, seen: Seen, wide: Sequence[Tensor], birth: _Birth) -> None:
+    def _keep(self, seen: Seen, wide: Sequence[Tensor], overflow: _Overflow) -> None:
         for real, other in zip(seen.results, wide, strict=False):
             if real.shape == other.shape and (real.is_floating_point() or not torch.equal(real, other)):
-                self._shadows[seen.number(real)] = _Shadow(other, birth)
+                self._shadows[seen.number(real)] = _Shadow(other, overflow)
 
-    def _ended(self, seen: Seen, held: dict[int, _Shadow], birth: _Birth, floats: list[tuple[Tensor, Tensor]]) -> None:
+    def _ended(
+        self, seen: Seen, held: dict[int, _Shadow], overflow: _Overflow, floats: list[tuple[Tensor, Tensor]]
+    ) -> None:
         followed = [t for t in seen.operands if id(t) in held]
         extents = measure(_measurable(followed))
         if _all_finite(extents):
@@ -158,10 +160,10 @@ class AbsorbedOverflows:
             elements=sum(real.numel() for real, _ in floats),
             bounds=[e.absmax for e in measure(others)],
             by_mask=not all(t.is_floating_point() for t in followed),
-            through=list(birth.through),
-            born=birth.op,
+            through=list(overflow.through),
+            born=overflow.op,
         )
-        key = (birth.op.op, birth.op.fqn, birth.op.source, seen.name, place.source)
+        key = (overflow.op.op, overflow.op.fqn, overflow.op.source, seen.name, place.source)
         self.session.once(absorbed, key, fqn=_fqn(place))
 
     def _place(self) -> OpPlace:
@@ -172,18 +174,19 @@ def _in_float32(seen: Seen, shadows: dict[int, Tensor]) -> list[Tensor]:
     """The results of the same op with its operands in float32, or what stands for them; empty where that cannot be had."""
     if torch.Tag.nondeterministic_seeded in seen.func.tags:
         return []  # it would draw from the program's random numbers
-    args, kwargs = tree_map(partial(_widened, shadows), seen.arguments)
+    args, kwargs = tree_map(partial(_widened, shadows, _FLOATS), seen.arguments)
     with contained():  # an op without a float32 form ends the pursuit
         return tensors_of(seen.func(*args, **kwargs))
     return []
 
 
-def _widened(shadows: dict[int, Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor) and id(value) in shadows:
-        return shadows[id(value)].clone()
+def _widened(stand_ins: dict[int, Tensor], narrow: Sequence[torch.dtype], value: Any) -> Any:
+    """An argument for the same operator in float32: what stands for it by its identity, or a copy, in float32 where it is ``narrow``."""
+    if isinstance(value, Tensor) and id(value) in stand_ins:
+        return stand_ins[id(value)].clone()
     if measurable(value):
-        return value.float() if value.dtype in _FLOATS else value.clone()
-    return torch.float32 if isinstance(value, torch.dtype) and value in _FLOATS else value
+        return value.float() if value.dtype in narrow else value.clone()
+    return torch.float32 if isinstance(value, torch.dtype) and value in narrow else value
 
 
 def _measurable(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -354,19 +357,11 @@ def _again(selection: Seen, product: _Product) -> Tensor | None:
             if torch.Tag.nondeterministic_seeded in one.func.tags:
                 return None
             stand_ins = {id(t): values[n] for t in one.operands if (n := one.number(t)) in values}
-            args, kwargs = tree_map(partial(_replaced, stand_ins), one.arguments)
+            args, kwargs = tree_map(partial(_widened, stand_ins, HALF), one.arguments)
             results = tensors_of(one.func(*args, **kwargs))
             values.update({one.number(real): other for real, other in zip(one.results, results, strict=True)})
         return results[1]
     return None
-
-
-def _replaced(stand_ins: dict[int, Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor) and id(value) in stand_ins:
-        return stand_ins[id(value)].clone()
-    if measurable(value):
-        return value.float() if value.dtype in HALF else value.clone()
-    return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value
 
 
 def _ties(scores: Tensor, chosen: int) -> int:
