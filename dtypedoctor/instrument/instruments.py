@@ -46,7 +46,10 @@ class Instruments:
             where this is 0) only the residual stream and the loss.
 
     Attributes:
-        coverage: how much of what ran was measured.
+        session: what all instruments share; ``writer``, ``position``, ``names``, ``guard`` and ``coverage`` are its own.
+        watching: whether more than exceptions and the workload's own numbers is recorded.
+        phases: says when backward passes and optimizer steps begin and end.
+        modules: says when outermost modules are called.
     """
 
     def __init__(
@@ -56,11 +59,11 @@ class Instruments:
         self.writer = writer
         self.position, self.names, self.guard = session.position, session.names, session.guard
         self.coverage = session.coverage
-        self._watch = watch
+        self.watching = watch
         self._counted = self._stopped = False
-        self._phases = Phases(session)
-        self._modules = ModuleWatch(session)
-        self._modules.every = every
+        self.phases = Phases(session)
+        self.modules = ModuleWatch(session)
+        self.modules.every = every
         self.code_places = CodePlaces(session.names)
         self._facts = ModelFacts(session)
         self._regions = RegionLog(session)
@@ -95,7 +98,7 @@ class Instruments:
 
     def _listen_to_ops(self) -> None:
         """Who hears of each moment where nothing is watched: what counts steps and calls, and the op trace."""
-        phases, modules = self._phases, self._modules
+        phases, modules = self.phases, self.modules
         modules.before_root = [self._before_call]
         modules.after_root = [self._after_call]
         modules.on_error = [self._ops.refused_by_module]
@@ -110,7 +113,7 @@ class Instruments:
 
         The routine look, one of the silent checks, puts its mode on after that of the op trace, and so takes it off before that.
         """
-        phases, modules, silent = self._phases, self._modules, self.silent
+        phases, modules, silent = self.phases, self.modules, self.silent
         modules.before_any = [self._enters_modules]
         modules.before_root = [self._before_call, self._facts.tell, self.code_places.learn, silent.before_call]
         modules.on_error = [self._ops.refused_by_module, self._note_left]
@@ -134,32 +137,201 @@ class Instruments:
     def start(self) -> None:
         """Begins to watch."""
         self.session.autocast.start()
-        self._phases.start()
-        self._phases.follow_generate()
-        if self._watch:
+        self.phases.start()
+        self.phases.follow_generate()
+        if self.watching:
             for what, name in LOST.items():
                 self.guard.tell(what, f"this torch has no {name}")
-            self._modules.start()
+            self.modules.start()
             self.collectives.start()
             self.sharding.start()
             self.silent.start()
         self._windows.start()
-        if self._watch:
+        if self.watching:
             self._thread_begins(self.sentinel)
             self._threads.start()
+
+    def stop(self) -> None:
+        """Stops watching and puts back everything that was replaced."""
+        if self.watching:
+            self._threads.stop()
+            self._exports.stop()
+            if self._children[0]:
+                self.guard.tell("modules and backward passes in forked processes", WORKED_ELSEWHERE)
+            self._stopped = True
+            self.sentinel.stop()
+            self._measure_gradients(self._samples.gradients_left() if self.modules.whole else [])
+            self.silent.stop()
+            self.collectives.stop()
+            self.sharding.stop()
+        self._ops.close()
+        self._samples.look_closer()
+        self.modules.stop()
+        self.phases.stop()
+        self.session.autocast.stop()
+        self.arrivals.finish()
+        if self.watching and not self._counted:
+            self._counted = True
+            self.writer.write(self.coverage.record())
+
+    def begin_stage(self, step: int) -> None:
+        """A step of the scenario begins: its first training step is number ``step`` of the process."""
+        self.phases.restart(step)
+
+    def attach(self, model: nn.Module) -> None:
+        """Names ``model`` as an outermost module before it is first called."""
+        if self.watching and self.names.find(model) is None:
+            self.names.add_root(model)
+
+    def name_as(self, wrapper: nn.Module, model: nn.Module) -> None:
+        """Gives ``wrapper``, through which ``model`` is called, the same name."""
+        self.names.add_alias(wrapper, model)
+
+    def detach(self, model: nn.Module) -> None:
+        """Forgets ``model``, so that its memory can be freed; its number is not given to another."""
+        self.names.remove_root(model)
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Nothing inside is recorded but the module that is being entered."""
+        with self.position.during("probe"), self.position.mute(), self.modules.only_marking():
+            yield
+
+    def look_into(self, windows: Sequence[OpWindow]) -> None:
+        """From here on everything is measured and the op trace is on in ``windows``; to be called before an outermost call."""
+        self.modules.every = 1
+        self._windows = OpWindows(self._ops, self.position, windows)
+        self._windows.scaled_backward = [self.silent.scaled_backward]
+        self.silent.make_again(window.call for window in windows if window.eager)
+        self._windows.start(self.position.call)
+
+    def _before_call(self, module: nn.Module) -> None:
+        self.phases.forget_ended_steps()
+        if self.watching:
+            self.collectives.start()
+            self.collectives.settle()
+        self.phases.follow_generate()
+        self._windows.before_call(module)
+
+    def _after_call(self, module: nn.Module) -> None:
+        self._windows.after_call()
+        self._look_closer()
+
+    def _before_backward(self, tensors: list[Tensor]) -> None:
+        self._windows.before_backward(tensors)
+        if self.watching:
+            if (sentinel := self._here()) is not None:
+                sentinel.backward_begins(tensors)
+            if self.modules.whole:
+                self._leaves.before(tensors)
+            found = [(0, str(i), t) for i, t in enumerate(map(values_of, tensors)) if t is not None]
+            self.coverage.losses += len(tensors)
+            self._measure_outside("loss", found, "forward")
+            self.coverage.losses_measured += len(found)
+            self._look_closer()
+
+    def _after_backward(self) -> None:
+        self._windows.after_backward()
+        if self.watching:
+            self.collectives.settle(backward_is_over=True)
+            self._measure_gradients(self._leaves.after())
+            self._samples.backward_is_over()
+            self.modules.flush()
+            self._look_closer()
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        self.collectives.settle()
+        self._leaves.claim()
+        if self.watching and self.modules.whole:
+            self._samples.before_step(optimizer)
+            self.modules.flush()
+        self._windows.before_step()
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._windows.after_step()
+        if self.watching:
+            self._samples.after_step(optimizer, sentinel=not self.modules.whole)
+            self.modules.flush()
+            self.names.glance_at_parameters()
+
+    def _after_scaler(self, scaler: Any, optimizer: Optimizer, skipped: bool) -> None:
+        if skipped:
+            self._windows.after_step()
+            self._samples.skipped(optimizer)
+        if self.watching:
+            self._scaler.tell(scaler, skipped)
+
+    def _sample_of_step(self, kind: str, found: list[Rooted], phase: str, when: When | None) -> None:
+        if kind == "grad":
+            self._measure_outside(kind, found, phase)
+        else:
+            self.modules.sample_now(kind, found, phase, when)
+
+    def _sample_operator(self, name: str, tensor: Tensor) -> None:
+        self.modules.sample_now("operator", [(0, name, tensor)], self.position.phase)
+
+    def _sample_collective(self, rows: Sequence[Row], at_once: bool) -> None:
+        if not self.modules.whole:
+            return
+        self.modules.sample_rows(rows)
+        if at_once:  # in the order of the stream: what comes next overwrites them
+            self.modules.flush()
+
+    def _measure_returned(self, gradients: object) -> None:
+        self._measure_gradients(self._leaves.returned(gradients))
+
+    def _measure_gradients(self, found: list[Rooted]) -> None:
+        """Of gradients that no optimizer takes, all are measured; beyond the first few only those that are not finite are recorded."""
+        self._gradients += 1
+        if found and self._gradients > MAX_ACCUMULATED:
+            found = [one for one in found if one[-1].device.type != "cpu" or not ends_of(one[-1]).finite]
+        if found:
+            self._measure_outside("accumulated", found, "backward")
+
+    def _measure_outside(self, kind: str, found: list[Rooted], phase: str) -> None:
+        """Measures what no module returned, and says where in the ops the sentinel has seen it, if it is not finite."""
+        position = self.position
+        first = self.writer.next_n(len(found))
+        self.modules.sample_now(kind, found, phase, When(first, position.step, position.call))
+        if not self._bad.any:
+            return
+        for number, (_, _, tensor) in enumerate(found, first):
+            self._bad.sampled("loss" if kind == "loss" else "gradient", tensor, number)
+
+    def _note_gradient(self, gradient: Tensor, number: int) -> None:
+        """The gradient of what a module returned is sample ``number``: says where the sentinel has seen it, if it is not finite."""
+        if self._bad.any:
+            self._bad.sampled("gradient", gradient, number)
+
+    def _look_closer(self) -> None:
+        """Looks at all parameters where something has just been found not to be finite."""
+        if self.modules.suspicious():
+            self._samples.look_closer()
+            for listener in self.on_suspicion:
+                listener()
+
+    def _enters_modules(self, module: nn.Module) -> None:
+        """An outermost call begins: hooks see what happens from here on; what goes in has been seen by the sentinel."""
+
+        def given() -> list[Tensor]:
+            args, kwargs = call_arguments(module)
+            return [tensor for _, tensor in tensors_given(args, kwargs)]
+
+        if (sentinel := self._here()) is not None:
+            sentinel.modules_begin(given)
+        if self._bad.any:
+            self._bad.enters(given(), module)
+
+    def _leaves_modules(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.modules_end()
 
     def _new_sentinel(self) -> Sentinel:
         sentinel = Sentinel(self.session, self._bad, self._sample_operator)
         sentinel.quiet = lambda: self._stopped or self._ops.is_open
-        sentinel.wanted = lambda: self._modules.whole
+        sentinel.wanted = lambda: self.modules.whole
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
         return sentinel
-
-    def _note_child(self) -> None:
-        """A module or a backward pass runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""
-        loader = sys.modules.get("torch.utils.data")
-        if loader is None or loader.get_worker_info() is None:
-            self._children[0] = 1
 
     def _thread_begins(self, sentinel: Sentinel | None = None) -> None:
         self._of_thread.sentinel = sentinel or self._new_sentinel()
@@ -185,200 +357,11 @@ class Instruments:
         if (sentinel := self._here()) is not None:
             sentinel.settle()
 
-    def stop(self) -> None:
-        """Stops watching and puts back everything that was replaced."""
-        if self._watch:
-            self._threads.stop()
-            self._exports.stop()
-            if self._children[0]:
-                self.guard.tell("modules and backward passes in forked processes", WORKED_ELSEWHERE)
-            self._stopped = True
-            self.sentinel.stop()
-            self._measure_gradients(self._samples.gradients_left() if self._modules.whole else [])
-            self.silent.stop()
-            self.collectives.stop()
-            self.sharding.stop()
-        self._ops.close()
-        self._samples.look_closer()
-        self._modules.stop()
-        self._phases.stop()
-        self.session.autocast.stop()
-        self.arrivals.finish()
-        if self._watch and not self._counted:
-            self._counted = True
-            self.writer.write(self.coverage.record())
-
-    @property
-    def phases(self) -> Phases:
-        """What tells of backward passes and optimizer steps."""
-        return self._phases
-
-    @property
-    def modules(self) -> ModuleWatch:
-        """What tells of outermost module calls."""
-        return self._modules
-
-    @property
-    def watching(self) -> bool:
-        """Whether more than exceptions and the workload's own numbers is recorded."""
-        return self._watch
-
-    @contextmanager
-    def probing(self) -> Iterator[None]:
-        """Nothing inside is recorded but the module that is being entered."""
-        with self.position.during("probe"), self.position.mute(), self._modules.only_marking():
-            yield
-
-    def look_into(self, windows: Sequence[OpWindow]) -> None:
-        """From here on everything is measured and the op trace is on in ``windows``; to be called before an outermost call."""
-        self._modules.every = 1
-        self._windows = OpWindows(self._ops, self.position, windows)
-        self._windows.scaled_backward = [self.silent.scaled_backward]
-        self.silent.make_again(window.call for window in windows if window.eager)
-        self._windows.start(self.position.call)
-
-    def begin_stage(self, step: int) -> None:
-        """A step of the scenario begins: its first training step is number ``step`` of the process."""
-        self._phases.restart(step)
-
-    def attach(self, model: nn.Module) -> None:
-        """Names ``model`` as an outermost module before it is first called."""
-        if self._watch and self.names.find(model) is None:
-            self.names.add_root(model)
-
-    def name_as(self, wrapper: nn.Module, model: nn.Module) -> None:
-        """Gives ``wrapper``, through which ``model`` is called, the same name."""
-        self.names.add_alias(wrapper, model)
-
-    def detach(self, model: nn.Module) -> None:
-        """Forgets ``model``, so that its memory can be freed; its number is not given to another."""
-        self.names.remove_root(model)
-
-    def _sample_collective(self, rows: Sequence[Row], at_once: bool) -> None:
-        if not self._modules.whole:
-            return
-        self._modules.sample_rows(rows)
-        if at_once:  # in the order of the stream: what comes next overwrites them
-            self._modules.flush()
-
-    def _before_call(self, module: nn.Module) -> None:
-        self._phases.forget_ended_steps()
-        if self._watch:
-            self.collectives.start()
-            self.collectives.settle()
-        self._phases.follow_generate()
-        self._windows.before_call(module)
-
-    def _after_call(self, module: nn.Module) -> None:
-        self._windows.after_call()
-        self._look_closer()
-
-    def _before_backward(self, tensors: list[Tensor]) -> None:
-        self._windows.before_backward(tensors)
-        if self._watch:
-            if (sentinel := self._here()) is not None:
-                sentinel.backward_begins(tensors)
-            if self._modules.whole:
-                self._leaves.before(tensors)
-            found = [(0, str(i), t) for i, t in enumerate(map(values_of, tensors)) if t is not None]
-            self.coverage.losses += len(tensors)
-            self._measure_outside("loss", found, "forward")
-            self.coverage.losses_measured += len(found)
-            self._look_closer()
-
-    def _after_backward(self) -> None:
-        self._windows.after_backward()
-        if self._watch:
-            self.collectives.settle(backward_is_over=True)
-            self._measure_gradients(self._leaves.after())
-            self._samples.backward_is_over()
-            self._modules.flush()
-            self._look_closer()
-
-    def _sample_of_step(self, kind: str, found: list[Rooted], phase: str, when: When | None) -> None:
-        if kind == "grad":
-            self._measure_outside(kind, found, phase)
-        else:
-            self._modules.sample_now(kind, found, phase, when)
-
-    def _measure_outside(self, kind: str, found: list[Rooted], phase: str) -> None:
-        """Measures what no module returned, and says where in the ops the sentinel has seen it, if it is not finite."""
-        position = self.position
-        first = self.writer.next_n(len(found))
-        self._modules.sample_now(kind, found, phase, When(first, position.step, position.call))
-        if not self._bad.any:
-            return
-        for number, (_, _, tensor) in enumerate(found, first):
-            self._bad.sampled("loss" if kind == "loss" else "gradient", tensor, number)
-
-    def _measure_gradients(self, found: list[Rooted]) -> None:
-        """Of gradients that no optimizer takes, all are measured; beyond the first few only those that are not finite are recorded."""
-        self._gradients += 1
-        if found and self._gradients > MAX_ACCUMULATED:
-            found = [one for one in found if one[-1].device.type != "cpu" or not ends_of(one[-1]).finite]
-        if found:
-            self._measure_outside("accumulated", found, "backward")
-
-    def _measure_returned(self, gradients: object) -> None:
-        self._measure_gradients(self._leaves.returned(gradients))
-
-    def _sample_operator(self, name: str, tensor: Tensor) -> None:
-        self._modules.sample_now("operator", [(0, name, tensor)], self.position.phase)
-
-    def _enters_modules(self, module: nn.Module) -> None:
-        """An outermost call begins: hooks see what happens from here on; what goes in has been seen by the sentinel."""
-
-        def given() -> list[Tensor]:
-            args, kwargs = call_arguments(module)
-            return [tensor for _, tensor in tensors_given(args, kwargs)]
-
-        if (sentinel := self._here()) is not None:
-            sentinel.modules_begin(given)
-        if self._bad.any:
-            self._bad.enters(given(), module)
-
-    def _leaves_modules(self) -> None:
-        if (sentinel := self._here()) is not None:
-            sentinel.modules_end()
-
-    def _note_gradient(self, gradient: Tensor, number: int) -> None:
-        """The gradient of what a module returned is sample ``number``: says where the sentinel has seen it, if it is not finite."""
-        if self._bad.any:
-            self._bad.sampled("gradient", gradient, number)
-
-    def _look_closer(self) -> None:
-        """Looks at all parameters where something has just been found not to be finite."""
-        if self._modules.suspicious():
-            self._samples.look_closer()
-            for listener in self.on_suspicion:
-                listener()
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        self.collectives.settle()
-        self._leaves.claim()
-        if self._watch and self._modules.whole:
-            self._samples.before_step(optimizer)
-            self._modules.flush()
-        self._windows.before_step()
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        self._windows.after_step()
-        if self._watch:
-            self._samples.after_step(optimizer, sentinel=not self._modules.whole)
-            self._modules.flush()
-            self.names.glance_at_parameters()
-
-    def _after_scaler(self, scaler: Any, optimizer: Optimizer, skipped: bool) -> None:
-        if skipped:
-            self._windows.after_step()
-            self._samples.skipped(optimizer)
-        if self._watch:
-            self._scaler.tell(scaler, skipped)
-
-    def _recomputed_for(self, error: BaseException) -> list[str]:
-        """The module whose recomputation torch compares with its forward pass, after leaving it, and finds different."""
-        recomputed = self._modules.recomputed
-        return [recomputed] if recomputed is not None and type(error).__name__ == "CheckpointError" else []
+    def _note_child(self) -> None:
+        """A module or a backward pass runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""
+        loader = sys.modules.get("torch.utils.data")
+        if loader is None or loader.get_worker_info() is None:
+            self._children[0] = 1
 
     def note_exception(self, error: BaseException) -> None:
         """Records an exception that reached the top, and those that it was raised from."""
@@ -402,21 +385,26 @@ class Instruments:
         modules, phase = self._raised_in(error)
         self._caught.note(error, modules, phase, root=root, ending=ending)
 
-    def _note_outside(self, error: BaseException) -> None:
-        """An operator outside of modules has just raised."""
-        self._modules.raised_in = (id(error), [])
-        self._caught.note(error, [], self._phase_of(error), fresh=True)
-
     def _note_left(self, module: nn.Module, args: Any, error: BaseException) -> None:
         found = self.names.find(module)
         self.note_caught(error, root=found[0] if found is not None else -1)
 
+    def _note_outside(self, error: BaseException) -> None:
+        """An operator outside of modules has just raised."""
+        self.modules.raised_in = (id(error), [])
+        self._caught.note(error, [], self._phase_of(error), fresh=True)
+
     def _raised_in(self, error: BaseException) -> tuple[list[str], str]:
         """The module calls that were open where an exception was raised, outermost first, and the phase."""
-        identity, modules = self._modules.raised_in
+        identity, modules = self.modules.raised_in
         return modules if identity == id(error) else self._recomputed_for(error), self._phase_of(error)
+
+    def _recomputed_for(self, error: BaseException) -> list[str]:
+        """The module whose recomputation torch compares with its forward pass, after leaving it, and finds different."""
+        recomputed = self.modules.recomputed
+        return [recomputed] if recomputed is not None and type(error).__name__ == "CheckpointError" else []
 
     def _phase_of(self, error: BaseException) -> str:
         """The phase in which an exception was raised; what was being done has been left by now."""
-        identity, phase = self._phases.failure
+        identity, phase = self.phases.failure
         return phase if identity == id(error) else self.position.phase
