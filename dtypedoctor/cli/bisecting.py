@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.live import Narrowing
-from dtypedoctor.cli.running import kept
+from dtypedoctor.cli.output import kept
 from dtypedoctor.cli.scenario_files import allow_directory, load_checked, resume_command
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
@@ -25,9 +25,10 @@ from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.loading import case_of, override, resolve
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trials.bisection.bisect import Bisection, End, Progress, bisect
+from dtypedoctor.trials.bisection.bisect import Progress, bisect
 from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Asked, Journal, ProbeRunner
 from dtypedoctor.trials.bisection.questions import Measured
+from dtypedoctor.trials.bisection.results import Bisection, End
 
 __all__ = ["Case", "Options", "bisect_case", "new_case", "resumed_case"]
 

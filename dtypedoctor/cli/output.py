@@ -9,6 +9,7 @@ import os
 import select
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -19,8 +20,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dtypedoctor.report.document import Document
+    from dtypedoctor.report.model import Report
 
-__all__ = ["TERMINAL", "FormatOption", "console_for", "show", "shows_runs", "standard_streams", "write_document"]
+__all__ = [
+    "TERMINAL",
+    "FormatOption",
+    "console_for",
+    "kept",
+    "show",
+    "shows_runs",
+    "standard_streams",
+    "write_document",
+]
 
 
 _DESCRIPTORS = (0, 1, 2)
@@ -186,3 +197,14 @@ def shows_runs(format: str) -> bool:
     from dtypedoctor.report.formats import format_named
 
     return format_named(format).shows_runs
+
+
+def kept(directory: Path, report: "Report") -> "Report":
+    """Writes ``report`` into ``directory``, or says on stderr why that cannot be done."""
+    from dtypedoctor.report.files import write_report
+
+    try:
+        write_report(directory, report)
+    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
+        print(f"dtypedoctor: cannot write the report to {directory}: {error.strerror}", file=sys.stderr)
+    return report

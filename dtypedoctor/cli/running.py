@@ -13,12 +13,13 @@ from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.live import LiveView, label_in_words
+from dtypedoctor.cli.output import kept
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.errors import DoctorError, ExitCode, UsageError
 from dtypedoctor.redaction.redact import redact, without_process_secrets
 from dtypedoctor.report.build import build_report
-from dtypedoctor.report.files import MATRIX_JSON, REPORT_JSON, REPORT_MD, write_report
+from dtypedoctor.report.files import MATRIX_JSON, REPORT_JSON, REPORT_MD
 from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_report, refused_row, render_matrix_json, row_of
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.runner.directories import new_directory, remove_unused
@@ -29,9 +30,10 @@ from dtypedoctor.runner.script import run_ranks, run_script
 from dtypedoctor.scenario.loading import resolve
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.request import Request
-from dtypedoctor.trials.treatment import Plan, Treatment, treat
+from dtypedoctor.trials.treated import Treatment
+from dtypedoctor.trials.treatment import Plan, treat
 
-__all__ = ["ENDINGS", "exit_code", "kept", "load_all", "matrix_exit", "treat_all", "treat_scenario", "treat_script"]
+__all__ = ["ENDINGS", "exit_code", "load_all", "matrix_exit", "treat_all", "treat_scenario", "treat_script"]
 
 
 ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
@@ -134,15 +136,6 @@ def _reported(treatment: Treatment, directory: Path) -> Report:
         next_command=f"dtypedoctor report {shlex.quote(str(directory))} --format md",
     )
     return kept(directory, report)
-
-
-def kept(directory: Path, report: Report) -> Report:
-    """Writes ``report`` into ``directory``, or says on stderr why that cannot be done."""
-    try:
-        write_report(directory, report)
-    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
-        print(f"dtypedoctor: cannot write the report to {directory}: {error.strerror}", file=sys.stderr)
-    return report
 
 
 _GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)

@@ -11,7 +11,7 @@ from dtypedoctor.report.model import Outcome, Parity, Report, RunSummary, Trial
 from dtypedoctor.report.run_facts import ended_with
 from dtypedoctor.report.text import ABSENT, count, counted, duration, memory, number, ratio, span
 from dtypedoctor.scenario.model import Reference
-from dtypedoctor.trials.judge import WRONG_OUTPUT
+from dtypedoctor.trials.results import WRONG_OUTPUT
 
 _MOST_BESIDE, _MOST_RUNS = 4, 12
 """Runs in one table, and in all."""

@@ -12,15 +12,13 @@ from dtypedoctor.report.strip import origin_strip
 from dtypedoctor.report.text import counted, number
 from dtypedoctor.report.verdict import measured_in, missing_end, verdict
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched
-from dtypedoctor.trials.bisection.bisect import Bisection, End
-from dtypedoctor.trials.bisection.measurements import Verdict
-from dtypedoctor.trials.bisection.questions import Answer
-from dtypedoctor.trials.bisection.symptoms import Kind, Symptom, part_in_words
+from dtypedoctor.trials.bisection.results import Answer, Bisection, End, Kind, Symptom, Verdict
+from dtypedoctor.trials.bisection.symptoms import part_in_words
 from dtypedoctor.trials.caught import noted
 from dtypedoctor.trials.judge import expectation_on, is_met
 from dtypedoctor.trials.results import Outcome
 from dtypedoctor.trials.runs import ranks_of
-from dtypedoctor.trials.treatment import Treatment
+from dtypedoctor.trials.treated import Treatment
 
 
 def build_report(treatment: Treatment, *, command: str, files: dict[str, str], next_command: str) -> Report:

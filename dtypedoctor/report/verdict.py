@@ -31,7 +31,7 @@ from dtypedoctor.trace.events import (
     Site,
 )
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.treatment import Treatment
+from dtypedoctor.trials.treated import Treatment
 
 ENOUGH = 0.9
 """Share of what ran that has to be measured before a run may be called healthy. Operators are sampled, so any number is enough."""

@@ -14,7 +14,7 @@ from dtypedoctor.trace.events import Correction, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.proof import diagnostic, without_effect
 from dtypedoctor.trials.remedies import Remedy
-from dtypedoctor.trials.results import Diagnostic, Outcome, RunSummary, Trial
+from dtypedoctor.trials.results import WRONG_OUTPUT, Diagnostic, Outcome, RunSummary, Trial
 from dtypedoctor.trials.summary import parity, summarise
 
 __all__ = ["Yardstick", "expectation_on", "is_met", "judge", "not_tried"]
@@ -22,10 +22,6 @@ __all__ = ["Yardstick", "expectation_on", "is_met", "judge", "not_tried"]
 
 MIN_STEPS_FOR_RATIO = 3
 """Fewer steps than this say nothing about step time: the first one warms up."""
-
-WRONG_OUTPUT = 0.25
-"""Outputs with a larger relative error are wrong, not rounded: float16 and bfloat16 stay below 0.02 on the builtin models,
-weights that were read in another format than they were written in give 0.7 and more."""
 
 MISMATCH = "TargetMismatchError"
 """How the reason begins for which a correction does not fit the model that it was to be installed in."""

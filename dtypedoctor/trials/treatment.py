@@ -18,10 +18,11 @@ from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.preflight import check_checkpoints, joined
 from dtypedoctor.trials.proof import settled, weighed
 from dtypedoctor.trials.remedies import Remedy, exec_option, float32_twin, healthy_reference, is_script, remedies
-from dtypedoctor.trials.results import Observer, RunSummary, Trial
+from dtypedoctor.trials.results import Observer, Trial
 from dtypedoctor.trials.runs import LaterRuns, RunRequest, led, led_by_spawned, rank_of, ranks_of, said_of_spawned
 from dtypedoctor.trials.second_run import CloserLook, look_closer, replayed
 from dtypedoctor.trials.summary import summarise
+from dtypedoctor.trials.treated import Treatment
 
 WATCHED_LIVE = "the program was watched while it ran, and is not run again from here (`dtypedoctor exec` does that)"
 LIVE_SECONDS = 60.0
@@ -29,36 +30,6 @@ LIVE_SECONDS = 60.0
 NOT_COMPARED = Observer(
     bitwise_equal=None, reason="the script was not run without instrumentation; --verify-uninstrumented does that"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Treatment:
-    """Everything that was found out about a scenario.
-
-    Attributes:
-        before: the untreated run.
-        closer: the second look at the same failure with the op trace on, if there was anything to look at.
-        no_closer: why there is no second look, where there is none.
-        diagnosed: the trace that the findings come from (the closer look's where there is one).
-        complete: whether remedies were to be tried, so that the scenario's expectation can be judged.
-        replayed: of a second look that is a replay of a part of the run, how it was compared with it.
-        refusals: the runs after the first that could not be made, and why.
-    """
-
-    scenario: Scenario
-    before: Run
-    before_summary: RunSummary
-    closer: Run | None
-    no_closer: str
-    diagnosed: Trace
-    findings: tuple[Finding, ...]
-    observer: Observer
-    reference: Run | None
-    reference_summary: RunSummary | None
-    trials: tuple[Trial, ...]
-    complete: bool
-    refusals: tuple[str, ...] = ()
-    replayed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,8 @@ from dtypedoctor.report.to_json import render_json
 from dtypedoctor.runner.run import Run, WorkerExit, collect
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.scenario.request import REQUEST, Request
-from dtypedoctor.trials.treatment import Plan, Treatment, treat
+from dtypedoctor.trials.treated import Treatment
+from dtypedoctor.trials.treatment import Plan, treat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

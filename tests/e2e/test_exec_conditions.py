@@ -8,7 +8,8 @@ from exec_corpus import treat_forked
 from nursery import preload
 
 from dtypedoctor.trials.results import Bearing, Outcome, Trial
-from dtypedoctor.trials.treatment import Plan, Treatment
+from dtypedoctor.trials.treated import Treatment
+from dtypedoctor.trials.treatment import Plan
 
 OVERFLOW = """
     import torch

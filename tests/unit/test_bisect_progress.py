@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from dtypedoctor.cli.live import Branch, SuspectTree
 from dtypedoctor.trials.bisection.questions import Measured
-from dtypedoctor.trials.bisection.symptoms import Kind, Symptom
+from dtypedoctor.trials.bisection.results import Kind, Symptom
 from dtypedoctor.trials.reduction import Outcome, Probe, Stage
 from dtypedoctor.trials.search import Node
 

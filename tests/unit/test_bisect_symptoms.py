@@ -2,7 +2,8 @@
 
 import pytest
 
-from dtypedoctor.trials.bisection.symptoms import Kind, Symptom, part_in_words, refused
+from dtypedoctor.trials.bisection.results import Kind, Symptom
+from dtypedoctor.trials.bisection.symptoms import part_in_words, refused
 from dtypedoctor.trials.reduction import Outcome
 
 NAN = Symptom(kind=Kind.NOT_FINITE, reason="inf or NaN")

@@ -14,7 +14,8 @@ from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.events import Op, Raised, Replay
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.treatment import Plan, Treatment, treat
+from dtypedoctor.trials.treated import Treatment
+from dtypedoctor.trials.treatment import Plan, treat
 
 SCENARIO = Scenario(
     name="case",

@@ -23,10 +23,10 @@ from dtypedoctor.trials.bisection.probes import (
     samples_tokens,
     with_kept,
 )
-from dtypedoctor.trials.bisection.symptoms import Kind, Symptom, Tolerance, derive, refused, symptom_of
-from dtypedoctor.trials.reduction import Outcome
+from dtypedoctor.trials.bisection.results import Cost, Kind, Symptom, Verdict
+from dtypedoctor.trials.bisection.symptoms import Tolerance, derive, refused, symptom_of
 
-__all__ = ["Cost", "ReferenceSetup", "Verdict", "measure", "measure_cost", "set_up"]
+__all__ = ["ReferenceSetup", "measure", "measure_cost", "set_up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,21 +75,6 @@ def set_up(runner: ProbeRunner, workload: Workload, given: float | None) -> Refe
 
 OUTERMOST = ""
 """Dotted name of the model itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A row of the table: a mode and what it came to.
-
-    Attributes:
-        workload: what was run, in a few words.
-        outcome: relative to the failure under bisection.
-    """
-
-    mode: str
-    workload: str
-    outcome: Outcome
-    symptom: Symptom
 
 
 def measure(
@@ -153,23 +138,6 @@ def _compiles(mode: Mode) -> bool:
 
 STEPS = 6
 """Of a workload whose steps are cheap; the first one, which warms up, does not count."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Compared with the same run untreated; None where one of the two did not live long enough to say.
-
-    Attributes:
-        parameter_bytes: how much more the parameters and buffers take.
-        memory_bytes: how much more the run took at its peak.
-        step_time: median seconds of a step with the modules in float32.
-        step_time_ratio: that over the untreated run's.
-    """
-
-    parameter_bytes: int
-    memory_bytes: int | None
-    step_time: float | None
-    step_time_ratio: float | None
 
 
 def measure_cost(runner: ProbeRunner, workload: Workload, modules: Sequence[str]) -> Cost | None:

@@ -5,7 +5,7 @@ The candidates are the modules of a model (blocks, their submodules, and each mo
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log2
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
@@ -16,12 +16,12 @@ from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
 from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
-from dtypedoctor.trials.bisection.symptoms import OWN, Symptom
-from dtypedoctor.trials.reduction import BaselineError, Options, Probe, Reduction, Result
+from dtypedoctor.trials.bisection.results import OWN, Answer, Symptom
+from dtypedoctor.trials.reduction import BaselineError, Options, Probe, Reduction
 from dtypedoctor.trials.remedies import remedies, with_corrections
 from dtypedoctor.trials.search import Node, cover
 
-__all__ = ["Answer", "Forest", "Measured", "Question", "Watch", "ask", "offered_corrections", "plant", "with_offers"]
+__all__ = ["Forest", "Measured", "Question", "Watch", "ask", "offered_corrections", "plant", "with_offers"]
 
 
 ORIGIN_WEIGHT = 32.0
@@ -234,34 +234,6 @@ class Question:
     scenario: Callable[[frozenset[str]], Scenario]
     names: Callable[[frozenset[str]], tuple[str, ...]]
     failure: Symptom
-
-
-@dataclass(slots=True)
-class Answer:
-    """What came out.
-
-    Attributes:
-        result: what the reducer found; None where it could not begin or was interrupted.
-        baseline: why it could not begin.
-        best: the smallest set that was known to pass when it was interrupted; None where it was not, or where none was.
-        interrupted: Ctrl-C ended it.
-        symptoms: what each set came to when it was first run.
-        seconds: time of each probe.
-    """
-
-    result: Result | None = None
-    baseline: BaselineError | None = None
-    best: frozenset[str] | None = None
-    interrupted: bool = False
-    symptoms: dict[frozenset[str], Symptom] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def culprits(self) -> tuple[str, ...]:
-        """The leaves that must be treated, as far as that is known."""
-        if self.result is not None:
-            return self.result.culprits
-        return tuple(sorted(self.best)) if self.best is not None else ()
 
 
 def ask(runner: ProbeRunner, setup: ReferenceSetup, question: Question, watch: Watch) -> Answer:

@@ -23,10 +23,11 @@ from dtypedoctor.scenario.problems import printable
 from dtypedoctor.scenario.request import Capture, Request
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
 from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
+from dtypedoctor.trials.bisection.results import OWN, Kind, Reproduction, Symptom
 from dtypedoctor.trials.bisection.script_template import TEMPLATE
-from dtypedoctor.trials.bisection.symptoms import OWN, Kind, Symptom, symptom_of
+from dtypedoctor.trials.bisection.symptoms import symptom_of
 
-__all__ = ["SCRIPT", "CannotBeWrittenError", "Claim", "Reproduction", "reproduce", "run_clean", "script_text"]
+__all__ = ["SCRIPT", "CannotBeWrittenError", "Claim", "reproduce", "run_clean", "script_text"]
 
 
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"
@@ -230,25 +231,6 @@ def _dictionary(expressions: Mapping[str, str]) -> str:
 
 def _indented(text: str, spaces: int) -> str:
     return text.replace("\n", "\n" + " " * spaces)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reproduction:
-    """A reproduction, or the reason why there is none.
-
-    Attributes:
-        module: the candidate that it shows.
-        script: its file in the run directory; None where there is none.
-        bytes: size of the tensors beside it.
-        said: what the script said when it was run in a process of its own.
-        reason: why there is none.
-    """
-
-    module: str
-    script: str | None = None
-    bytes: int = 0
-    said: str = ""
-    reason: str = ""
 
 
 def reproduce(runner: ProbeRunner, setup: ReferenceSetup, culprits: Sequence[str]) -> Reproduction:

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from math import fsum, sqrt
 from typing import NamedTuple
 
@@ -21,21 +20,9 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Correction, Metric, ProbeLogProbs, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.reduction import Outcome
+from dtypedoctor.trials.bisection.results import OWN, Kind, Symptom
 
-__all__ = [
-    "FACTOR",
-    "OWN",
-    "Excess",
-    "Kind",
-    "Reading",
-    "Symptom",
-    "Tolerance",
-    "derive",
-    "part_in_words",
-    "refused",
-    "symptom_of",
-]
+__all__ = ["FACTOR", "Excess", "Reading", "Tolerance", "derive", "part_in_words", "refused", "symptom_of"]
 
 
 FACTOR = 4.0
@@ -155,63 +142,6 @@ def _distance(values: Iterable[float], exact: Iterable[float]) -> float | None:
     """Root mean square of the differences; None where there is nothing to compare."""
     squares = [(a - b) ** 2 for a, b in zip(values, exact, strict=False)]
     return sqrt(fsum(squares) / len(squares)) if squares else None
-
-
-OWN = "::self"
-"""What is appended to a module's dotted name to mean its own arithmetic, without the modules in it."""
-
-
-class Kind(StrEnum):
-    """The families of failures; two runs of one family fail alike."""
-
-    HEALTHY = "healthy"
-    NOT_FINITE = "not-finite"
-    DTYPE_ERROR = "dtype-error"
-    INACCURATE = "inaccurate"
-    RAISED = "raised"
-    DIED = "died"
-    NOT_INSTALLED = "not-installed"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Symptom:
-    """What one run came to.
-
-    Attributes:
-        reason: one sentence without a full stop.
-        detail: what tells failures of one family apart: the exception's class, how the process died.
-        phase, step, call: where it failed; None where it did not, or where that is unknown.
-        fqn: the module that it failed in (``NAME::self`` for its own arithmetic), or that reached the largest share of its
-            dtype's range where nothing failed.
-        absmax: the largest finite magnitude among the module outputs and gradients in 16-bit dtypes (in any dtype, where
-            there are no such).
-        share: that over the largest number of its dtype.
-        seconds: wall-clock time of the run.
-    """
-
-    kind: Kind
-    reason: str
-    detail: str = ""
-    phase: str | None = None
-    step: int | None = None
-    call: int | None = None
-    fqn: str | None = None
-    absmax: float | None = None
-    share: float | None = None
-    seconds: float = 0.0
-
-    @property
-    def healthy(self) -> bool:
-        """Finite, without a dtype error, and as accurate as it should be."""
-        return self.kind is Kind.HEALTHY
-
-    def outcome(self, failure: "Symptom") -> Outcome:
-        """What this run says about ``failure``: passes, fails the same way, or fails otherwise."""
-        if self.healthy:
-            return Outcome.PASS
-        same = self.kind is failure.kind and self.detail == failure.detail
-        return Outcome.FAIL if same else Outcome.UNRESOLVED
 
 
 def part_in_words(name: str) -> str:
