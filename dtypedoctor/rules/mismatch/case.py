@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A floating-point operand of the refused op; ``index`` counts over ``Op.inputs``."""
+    """A floating-point operand of the rejected op; ``index`` counts over ``Op.inputs``."""
 
     index: int
     tensor: TensorNote
@@ -47,7 +47,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Case:
-    """A refused op.
+    """A rejected op.
 
     Attributes:
         trace: the trace it is in.
@@ -146,7 +146,7 @@ _SAYS_LITTLE = frozenset({Reason.ELSEWHERE, Reason.CAST, Reason.AUTOCAST_LIST, R
 
 
 def case_of(trace: Trace) -> Case | None:
-    """The op whose refusal ended the run; None where none did, or the op trace was not open there."""
+    """The op whose rejection ended the run; None where none did, or the op trace was not open there."""
     raised = trace.last(Raised)
     if raised is None:
         return None
@@ -189,13 +189,13 @@ _MODULE = "module."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a rule says about a refused op.
+    """What a rule says about a rejected op.
 
     Attributes:
         id: id of the finding.
         fqn: the module that originates it.
         summary, cause, proven_by: see :class:`Finding`.
-        evidence: sentences of the rule's own; what every refusal shows is added to them.
+        evidence: sentences of the rule's own; what every rejection shows is added to them.
         blamed: the operand whose chain is the provenance; the odd one where left out.
         reason: the named reason in which the chain ends, where it is not the origin of the operand.
         unfit: remedies of this finding that do nothing about this op.
@@ -213,7 +213,7 @@ class Verdict:
 
 
 def finding(case: Case, verdict: Verdict) -> Finding:
-    """The verdict with everything that was measured about the refused op."""
+    """The verdict with everything that was measured about the rejected op."""
     op = case.op
     odd = verdict.blamed if verdict.blamed is not None else case.odd
     statement = Statement(
@@ -251,7 +251,7 @@ def operand_summary(case: Case) -> str:
 
 
 def op_name(case: Case) -> str:
-    """The refused op as a person would call it."""
+    """The rejected op as a person would call it."""
     op = case.op.op
     return f"{op.removeprefix(_MODULE)}.forward" if op.startswith(_MODULE) else op
 
@@ -287,7 +287,7 @@ def described(origin: DtypeOrigin) -> str:
 
 
 def is_settled(case: Case, operand: Operand | None) -> bool:
-    """Whether experiments show that the dtype of ``operand`` alone made the op refuse, and that its origin gave it that dtype."""
+    """Whether experiments show that the dtype of ``operand`` alone made the op raise, and that its origin gave it that dtype."""
     if operand is None or not case.ran("equal-dtypes") or not case.ran_with(operand):
         return False
     promoted = operand.origin.promoted
@@ -345,7 +345,7 @@ def _index_if_it_ran_alone(case: Case, odd: Operand | None) -> int | None:
 
 
 def _chain(case: Case, odd: Operand | None, verdict: Verdict) -> tuple[Link, ...]:
-    """From the refused op back to the origin of the odd operand, or to the reason that the verdict gives instead."""
+    """From the rejected op back to the origin of the odd operand, or to the reason that the verdict gives instead."""
     op, dtype = case.op, odd.dtype if odd is not None else None
     first = Link(fqn=place(op), op=op.op, dtype_in=dtype, dtype_out=None, source=op.source)
     chain = (first, *(odd.origin.chain if odd is not None else ()))

@@ -155,7 +155,7 @@ def _is_about_shards(raised: Raised) -> bool:
 
 
 def _mixed(trace: Trace) -> Observed[ShardUnit | ShardCall] | None:
-    """The unit that was refused: known by its name where it has been called, else from the call that made it."""
+    """The unit that was rejected: known by its name where it has been called, else from the call that made it."""
     units: tuple[Observed[ShardUnit | ShardCall], ...] = (*trace.observed(ShardUnit), *trace.observed(ShardCall))
     return next((unit for unit in units if len(_dtypes(unit.what)) > 1), None)
 

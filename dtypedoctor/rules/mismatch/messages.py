@@ -1,4 +1,4 @@
-"""What torch's error messages about dtypes say: which family of operators refused, and which dtypes met.
+"""What torch's error messages about dtypes say: which family of operators raised, and which dtypes met.
 
 The texts are those of torch 2.9 to 2.13 on a CPU and on CUDA, of its FSDP and checkpointing, and of flash-attn.
 """
@@ -33,7 +33,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("shards", r"FSDP reduce-scatter expects uniform gradient dtype"),
     ("recompute", r"Recomputed values for the following tensors have different metadata"),
 )
-"""Family of operators and the message by which it refuses. What torch does not say more exactly than ``expected scalar type``
+"""Family of operators and the message by which it rejects. What torch does not say more exactly than ``expected scalar type``
 is counted as a batched product, the most frequent of them."""
 
 _SPELLINGS = {
@@ -47,7 +47,7 @@ class Complaint:
     """What a message says.
 
     Attributes:
-        family: the family of operators that refused.
+        family: the family of operators that raised.
         dtypes: the dtypes that it names, in the order of the message; often empty.
     """
 

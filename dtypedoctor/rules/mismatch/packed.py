@@ -209,7 +209,7 @@ def packed_weight_used_as_dense(case: Case) -> Verdict | None:
 
 
 def stale_buffer(case: Case) -> Verdict | None:
-    """A product refuses a weight that was dequantized to one dtype and is read from memory typed as another."""
+    """A product rejects a weight that was dequantized to one dtype and is read from memory typed as another."""
     for operand in case.operands:
         found = Unpacked.of(case.provenance, case.op, operand.index, operand.origin)
         read = found.origin.dtype if found is not None else None
@@ -227,7 +227,7 @@ def stale_buffer(case: Case) -> Verdict | None:
 
 
 def dequantized_to_another_dtype(case: Case) -> Verdict | None:
-    """A product refuses a weight that is what its quantization state says, which is not what the activations are."""
+    """A product rejects a weight that is what its quantization state says, which is not what the activations are."""
     odd = _dequantized_operand(case)
     if odd is None:
         return None

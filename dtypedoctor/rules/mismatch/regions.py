@@ -197,7 +197,7 @@ def _open_regions(case: Case) -> OpenRegions | None:
 
 
 def contradicted_by(case: Case) -> Finding | None:
-    """The contradiction behind a refusal inside a region: weights in one half-precision dtype, the region in the other."""
+    """The contradiction behind a rejection inside a region: weights in one half-precision dtype, the region in the other."""
     model, region = case.model_dtype, case.op.autocast
     if model not in HALF or region not in HALF or model == region:
         return None

@@ -244,7 +244,7 @@ SPOKEN_FOR = frozenset({"recompute", "shards"})
 
 def detect_mismatch(trace: Trace) -> Iterator[Finding]:
     """Everything about dtypes that do not go together, the root before its consequences."""
-    explained = tuple(_refusal(trace))
+    explained = tuple(_rejection(trace))
     yield from explained
     yield from context_without_region(trace)
     yield from recomputed_with_other_dtypes(trace)
@@ -257,7 +257,7 @@ def detect_mismatch(trace: Trace) -> Iterator[Finding]:
         yield from region_without_effect(trace)
 
 
-def _refusal(trace: Trace) -> Iterator[Finding]:
+def _rejection(trace: Trace) -> Iterator[Finding]:
     """What explains the exception that ended the run; from its message alone, where no op trace was open."""
     raised = trace.last(Raised)
     complaint = complaint_of(raised.message) if raised is not None else None
