@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, behind, incidents, links
 from dtypedoctor.diagnosis.ops import (
     Ancestry,
@@ -21,8 +20,7 @@ from dtypedoctor.diagnosis.ops import (
     only_negative_inf,
     overload_free,
 )
-from dtypedoctor.diagnosis.statement import Statement, make_finding
-from dtypedoctor.diagnosis.wording import class_of, limit_of, place
+from dtypedoctor.diagnosis.wording import limit_of
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
 from dtypedoctor.trace.model import Trace
@@ -398,21 +396,6 @@ def _counts(tensor: TensorNote) -> bool:
     if tensor.origin == "parameter":
         return not tensor.finite
     return (has_nan(tensor) or tensor.num_posinf > 0) and bool(tensor.shape or tensor.name)
-
-
-def make_finding_at(origin: Origin, statement: Statement) -> Finding:
-    """The statement about the op at which a non-finite value came into being."""
-    op = origin.op
-    return make_finding(
-        statement,
-        phase=op.phase,
-        step=op.step,
-        fqn=place(op),
-        op=op.op,
-        dtype=origin.dtype,
-        source=op.source,
-        cls=class_of(origin.trace, op.fqn),
-    )
 
 
 def is_of_the_loss_scale(origin: Origin) -> bool:

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
+from dtypedoctor.diagnosis.nonfinite_origin import Origin
 from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis.wording import class_of, place
 from dtypedoctor.trace.events import Observed
 
 __all__ = ["Statement", "make_finding", "make_finding_of"]
@@ -74,3 +76,18 @@ def make_finding_of(
 ) -> Finding:
     """The statement about what an instrument observed; the module is the one that the observation names."""
     return make_finding(statement, phase=seen.phase, step=seen.step, fqn=seen.fqn, op=op, dtype=dtype, source=source)
+
+
+def make_finding_at(origin: Origin, statement: Statement) -> Finding:
+    """The statement about the op at which a non-finite value came into being."""
+    op = origin.op
+    return make_finding(
+        statement,
+        phase=op.phase,
+        step=op.step,
+        fqn=place(op),
+        op=op.op,
+        dtype=origin.dtype,
+        source=op.source,
+        cls=class_of(origin.trace, op.fqn),
+    )

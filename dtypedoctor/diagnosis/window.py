@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.incidents import Incident, incidents
+from dtypedoctor.diagnosis.messages import is_dtype_error
 from dtypedoctor.diagnosis.nonfinite_origin import Origin, searched
 from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.wording import module_of
@@ -14,20 +15,7 @@ from dtypedoctor.trace.records.execution import CompileCounts
 from dtypedoctor.trace.records.models import PackedWeight
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward
 
-__all__ = ["doubt_in_words", "doubtful_weights", "is_dtype_error", "shows_failure", "suspicious_windows"]
-
-
-DTYPE_WORDS = ("dtype", "scalar type", "same type", "bias type", "Half", "BFloat16")
-"""Words by which torch's messages about mixed dtypes are recognized."""
-
-
-COMPILER_ERRORS = frozenset({"Unsupported", "FailOnRecompileLimitHit"})
-"""Exceptions of Dynamo, which quote the code that it could not trace; that code may well speak of dtypes."""
-
-
-def is_dtype_error(raised: Raised) -> bool:
-    """Whether an exception complains about dtypes."""
-    return raised.type not in COMPILER_ERRORS and any(word in raised.message for word in DTYPE_WORDS)
+__all__ = ["doubt_in_words", "doubtful_weights", "shows_failure", "suspicious_windows"]
 
 
 def suspicious_windows(trace: Trace) -> tuple[Window, ...]:

@@ -1,12 +1,13 @@
 """What a worker left behind: a trace as a value, and the totals of a long run of which no single measurement is kept."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
 from dtypedoctor.trace.cursor import Stopped
-from dtypedoctor.trace.events import End, Environment, Header, Metric, Observed, Sample, ScalerState, Site
+from dtypedoctor.trace.events import Correction, End, Environment, Header, Metric, Observed, Sample, ScalerState, Site
 
 __all__ = ["Cursor", "Folded", "Moment", "Total", "Trace"]
 
@@ -234,6 +235,16 @@ class Trace:
             return self.end.steps_completed
         metrics = self.all(Metric)
         return len(metrics) if self.folded is None or not metrics else metrics[-1].step
+
+    @cached_property
+    def uncalled_corrections(self) -> tuple[Correction, ...]:
+        """The last records of the corrections that were installed and that nothing had called by the end of the run."""
+        if self.end is None:
+            return ()
+        records = self.all(Correction)
+        last = {record.id: record for record in records}
+        counted = Counter(record.id for record in records)
+        return tuple(one for one in last.values() if one.installed and one.hits == 0 and counted[one.id] > 1)
 
     @property
     def usable(self) -> bool:

@@ -6,8 +6,7 @@ from dataclasses import replace
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import REFUSED
-from dtypedoctor.diagnosis.window import is_dtype_error
-from dtypedoctor.rules.mismatch.messages import complaint_of
+from dtypedoctor.diagnosis.messages import complaint_of, is_dtype_error
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace

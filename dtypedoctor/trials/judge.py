@@ -7,7 +7,6 @@ from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.registry import canonical
 from dtypedoctor.diagnosis.wording import failing_line
-from dtypedoctor.rules.silent.patch_not_applied import never_called
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Expectation, Scenario
 from dtypedoctor.trace.events import Correction, Raised
@@ -102,7 +101,7 @@ def _why_not_installed(refused: Correction) -> str:
 def _never_reached(run: Run, before: Raised | None) -> bool:
     """Whether the run failed exactly as the untreated one, and nothing had called any of its corrections until then."""
     installed = {c.id for c in run.trace.all(Correction)}
-    uncalled = {c.id for c in never_called(run.trace)}
+    uncalled = {c.id for c in run.trace.uncalled_corrections}
     raised = analysis_of(run.trace).raised
     same = before is not None and raised is not None and _error(raised) == _error(before)
     return bool(installed) and installed == uncalled and same
@@ -160,7 +159,7 @@ def _beside_before(ended: str, run: Run, before: Raised | None) -> str:
     raised = analysis_of(run.trace).raised
     if before is None or raised is None or run.died:
         return ended
-    uncalled = [correction.id for correction in never_called(run.trace)]
+    uncalled = [correction.id for correction in run.trace.uncalled_corrections]
     idle = f"; nothing had called {' or '.join(uncalled)} by then" if uncalled else ""
     place = _beside_place(raised, before)
     if (raised.type, raised.message) != (before.type, before.message):

@@ -8,11 +8,11 @@ from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.finding import Confidence, Severity
+from dtypedoctor.diagnosis.messages import complaint_of, dtype_named
 from dtypedoctor.diagnosis.registry import by_family
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import is_dequantization
-from dtypedoctor.rules.mismatch.messages import complaint_of, dtype_named
 from dtypedoctor.rules.mismatch.rule import detect_mismatch
 from dtypedoctor.trace.events import Flow, Observed, Replay
 from dtypedoctor.trace.records.models import ModelConfig

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.messages import Complaint, complaint_of
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, OF_ANY_FINDING, FindingSpec, Rule
 from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import failing_line, how_the_run_ended, short
@@ -14,7 +15,6 @@ from dtypedoctor.rules.mismatch.explained_by_torch import (
     recomputed_outside_of_the_region,
     recomputed_with_other_dtypes,
 )
-from dtypedoctor.rules.mismatch.messages import Complaint, complaint_of
 from dtypedoctor.rules.mismatch.operands import attention_operands, by_origin, cache_of_another_dtype, merged_features
 from dtypedoctor.rules.mismatch.packed import (
     dequantized_to_another_dtype,

@@ -7,17 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
-from dtypedoctor.diagnosis.nonfinite_origin import (
-    FLOAT32_MAX,
-    NARROW,
-    Origin,
-    Vanished,
-    is_zero_in,
-    make_finding_at,
-    vanished,
-)
+from dtypedoctor.diagnosis.nonfinite_origin import FLOAT32_MAX, NARROW, Origin, Vanished, is_zero_in, vanished
 from dtypedoctor.diagnosis.ops import all_finite, overload_free
-from dtypedoctor.diagnosis.statement import Statement
+from dtypedoctor.diagnosis.statement import Statement, make_finding_at
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
     differentiated,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, Reached
-from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, finite_in_eager_mode, make_finding_at
-from dtypedoctor.diagnosis.statement import Statement, make_finding
+from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, finite_in_eager_mode
+from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_at
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
     class_of,

@@ -1,6 +1,5 @@
 """``patch-not-applied``: a correction that nothing calls."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
@@ -44,23 +43,13 @@ def detect_missing_patches(trace: Trace) -> Iterator[Finding]:
                 summary=f"The correction {record.id} was asked for and is not in place: {record.reason}",
                 evidence=(f"Installing it failed: {record.reason}",),
             )
-        elif record in never_called(trace):
+        elif record in trace.uncalled_corrections:
             yield _not_applied(
                 fqn=None,
                 source=None,
                 summary=f"The correction {record.id} is installed in {record.target}, and nothing has called it.",
                 evidence=(f"It was called 0 times by the end of the run ({record.proof}).",),
             )
-
-
-def never_called(trace: Trace) -> tuple[Correction, ...]:
-    """The last records of the corrections that were installed and that nothing had called by the end of the run."""
-    if trace.end is None:
-        return ()
-    records = trace.all(Correction)
-    last = {record.id: record for record in records}
-    counted = Counter(record.id for record in records)
-    return tuple(r for r in last.values() if r.installed and r.hits == 0 and counted[r.id] > 1)
 
 
 def _not_applied(*, fqn: str | None, source: str | None, summary: str, evidence: tuple[str, ...]) -> Finding:

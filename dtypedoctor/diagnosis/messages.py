@@ -6,7 +6,9 @@ The texts are those of torch 2.9 to 2.13 on a CPU and on CUDA, of its FSDP and c
 import re
 from dataclasses import dataclass
 
-__all__ = ["Complaint", "complaint_of", "dtype_named"]
+from dtypedoctor.trace.events import Raised
+
+__all__ = ["Complaint", "complaint_of", "dtype_named", "is_dtype_error"]
 
 _DTYPE = r"(?:c10::|torch\.)?(\w+)"
 
@@ -68,3 +70,14 @@ def dtype_named(word: str) -> str:
     """torch's name of a dtype that a message spells as in C++ (``Half``, ``c10::BFloat16``, ``float``)."""
     plain = word.removeprefix("c10::").removeprefix("torch.")
     return _SPELLINGS.get(plain.lower(), plain)
+
+
+DTYPE_WORDS = ("dtype", "scalar type", "same type", "bias type", "Half", "BFloat16")
+"""Words by which torch's messages about mixed dtypes are recognized."""
+COMPILER_ERRORS = frozenset({"Unsupported", "FailOnRecompileLimitHit"})
+"""Exceptions of Dynamo, which quote the code that it could not trace; that code may well speak of dtypes."""
+
+
+def is_dtype_error(raised: Raised) -> bool:
+    """Whether an exception complains about dtypes."""
+    return raised.type not in COMPILER_ERRORS and any(word in raised.message for word in DTYPE_WORDS)
