@@ -134,7 +134,8 @@ class Watched:
         self._recording = Recording(trace)
         self._recording.follow_program("watched")
         process = ProcessWatch(self._recording.writer, every=self._every)
-        self._recording.begin_watch(process)
+        self._recording.torch_is_there(process)
+        process.start()
         if self._replay and member() is None:
             Standbys(trace, self._recording, process).begin()
         # What ends the program is shown before anybody can tell the watch of it.

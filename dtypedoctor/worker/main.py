@@ -43,9 +43,9 @@ def serve(directory: Path, stock: "Stock | None" = None) -> int:
     recording.watch = run
     ended_by: BaseException | None = None
     try:
-        run.start()
+        run.all_stages()
     except UsageError as error:
-        run.stop()
+        run.abandon()
         recording.refuse(error.message, error.hint)
         return 2
     except BaseException as error:  # noqa: BLE001  (whatever ends the scenario is its result, also SystemExit)
@@ -76,7 +76,7 @@ class _Run:
         self._meter: MemoryMeter | None = None
         self._device = torch.device("cpu")
 
-    def start(self) -> None:
+    def all_stages(self) -> None:
         """Runs every stage of the scenario in order.
 
         Raises:
@@ -94,10 +94,9 @@ class _Run:
         for index, stage in enumerate(self._scenario.steps):
             self._stage(index, stage)
 
-    def stop(self) -> None:
+    def abandon(self) -> None:
         """Stops measuring, and puts everything back."""
-        self._instruments.stop()
-        self._conditions.end()
+        self._stop_measuring()
         self._corrections.take_out()
 
     def finish(self, error: BaseException | None, libraries: Sequence[str] = ()) -> Totals:
@@ -107,10 +106,11 @@ class _Run:
         """
         if error is not None:
             self._instruments.note_exception(error)
-        self.stop()
+        self._stop_measuring()
         record_left_out(self._writer)
         try:
             self._corrections.conclude()
+            self._corrections.take_out()
             return Totals(
                 steps=self._steps,
                 device=str(self._device),
@@ -120,6 +120,10 @@ class _Run:
         except RuntimeError as failed:
             self._instruments.note_exception(failed)
             return Totals(steps=self._steps)
+
+    def _stop_measuring(self) -> None:
+        self._instruments.stop()
+        self._conditions.end()
 
     def _stage(self, index: int, stage: ScenarioStep) -> None:
         kind = stage.workload.kind

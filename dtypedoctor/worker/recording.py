@@ -44,9 +44,6 @@ class Totals:
 class Watch(Protocol):
     """What measures, from the moment at which torch is there."""
 
-    def start(self) -> None:
-        """Begins to measure."""
-
     def finish(self, error: BaseException | None, libraries: Sequence[str]) -> Totals:
         """Stops measuring, and writes what only the end knows.
 
@@ -100,10 +97,9 @@ class Recording:
         self._elsewhere = Elsewhere()
         self._elsewhere.begin()
 
-    def begin_watch(self, watch: Watch) -> None:
-        """Torch is there: ``watch`` begins."""
+    def torch_is_there(self, watch: Watch) -> None:
+        """The program has imported torch, and ``watch`` is about to begin."""
         self.watch = watch
-        watch.start()
         keep_out_of_compiler(Elsewhere.heard)
 
     def standby_is_there(self) -> None:

@@ -151,7 +151,8 @@ class ScriptRecording:
     def _torch_is_there(self) -> None:
         with contained() as ours:  # a defect of ours must not end the script
             watch = _watch(self._recording.writer, self._request)
-            self._recording.begin_watch(watch)
+            self._recording.torch_is_there(watch)
+            watch.start()
             if self._request["standby"] and member() is None:
                 keep_standbys(self._directory, self._recording, watch)
             keep_out_of_compiler(FirstRunFiles.heard)
