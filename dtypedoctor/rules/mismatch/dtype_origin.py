@@ -357,7 +357,7 @@ class _Walk:
         if tensor.dtype != self._dtype or _reads_bits(maker, tensor) or writes(maker):
             return None
         floats = floating(maker.inputs)
-        same = [t for t in floats if t.dtype == tensor.dtype]
+        same = self._in_this_dtype(floats)
         if not same:
             is_made = not floats or overload_free(maker.op) in LIKE
             return self._originates(Reason.FACTORY, maker) if is_made else self._cast(maker)
@@ -382,9 +382,15 @@ class _Walk:
             return maker.inputs[-1]  # the memory had that dtype already; what is in it now says more
         if writes(maker):  # an op in place, or with out=, keeps the dtype of the memory that it writes to
             return next((t for t in maker.inputs if t.storage == tensor.storage), None)
-        same = [t for t in maker.inputs if t.dtype == tensor.dtype]
-        computed = (t for t in same if not t.origin)
-        return next(computed, same[0])
+        return self._computed_first(self._in_this_dtype(maker.inputs))
+
+    def _in_this_dtype(self, tensors: list[TensorNote]) -> list[TensorNote]:
+        return [tensor for tensor in tensors if tensor.dtype == self._dtype]
+
+    @staticmethod
+    def _computed_first(tensors: list[TensorNote]) -> TensorNote:
+        """The first tensor that an op has computed, else the first of all."""
+        return next((tensor for tensor in tensors if not tensor.origin), tensors[0])
 
     def _cast_back(self, maker: Op, origin: DtypeOrigin | None) -> tuple[TensorNote, Op] | None:
         """Where the dtype comes from that a cast takes from an operand of its module."""
