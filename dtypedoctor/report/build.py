@@ -121,15 +121,11 @@ def _by_corrections(found: Bisection) -> str:
     trial = next((t for t in found.trials if t.remedy == "+".join(names)), None)
     if not names or trial is None:
         return ""
-    one = len(names) == 1
-    subject = (
-        f"The correction{'' if one else 's'} {_enumerated(names)}{' alone' if len(names) < len(found.offered) else ''}"
-    )
+    alone = " alone" if len(names) < len(found.offered) else ""
+    corrections = f"{'correction' if len(names) == 1 else 'corrections'} {_enumerated(names)}{alone}"
     if trial.outcome is Outcome.FIXED:
-        return f" {subject} {'does' if one else 'do'} the same."
-    return (
-        f" {subject} {'is' if one else 'are'} enough for {found.workload}, but not for the whole run: {trial.reason}."
-    )
+        return f" Also fixed by the {corrections}."
+    return f" The {corrections} fixed {found.workload}, but not the whole run: {trial.reason}."
 
 
 def _kept(found: Bisection) -> str:

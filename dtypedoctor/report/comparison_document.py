@@ -126,8 +126,8 @@ def _counts(measured: Measured | None) -> str:
 
 def _drift(found: TraceComparison) -> Section:
     modules = [module for module in found.modules if module.compared]
-    beyond = sorted((module for module in modules if module.beyond), key=lambda module: module.first_beyond or 0)
-    drifting = sorted((module for module in modules if module.max_error), key=lambda module: -module.max_error)
+    beyond = sorted((module for module in modules if module.beyond), key=_first_beyond)
+    drifting = sorted((module for module in modules if module.max_error), key=_largest_first)
     rows = (beyond or drifting)[:_MOST_ROWS]
     shared = shared_prefix([module.fqn for module in rows if module.lane != "loss"])
     return _section(
@@ -136,6 +136,14 @@ def _drift(found: TraceComparison) -> Section:
         rows=tuple(_drift_row(module, shared) for module in rows),
         notes=tuple(_drift_notes(modules, beyond, drifting)),
     )
+
+
+def _first_beyond(module: ModuleDrift) -> int:
+    return module.first_beyond or 0
+
+
+def _largest_first(module: ModuleDrift) -> float:
+    return -module.max_error
 
 
 def _drift_notes(
@@ -344,14 +352,19 @@ def _divergences(found: TraceComparison) -> Iterator[str]:
     first = found.first
     if first is not None and first.difference in (Difference.ONLY_A, Difference.ONLY_B):
         yield f"{_place(first)} is called once more in one run than in the other, in {_when(first)}"
+    yield from _different_numbers(found)
+    if found.tolerance == 0 and found.parameters_equal is False:
+        yield "the trained parameters are not bitwise equal"
+
+
+def _different_numbers(found: TraceComparison) -> Iterator[str]:
+    """Metrics and log-probabilities that differ, with the steps in which they do."""
     for metric in found.metrics:
         if metric.beyond:
             yield f"{metric.name} differs in {_steps(metric.beyond)}"
     apart = [probe.step for probe in found.logprobs if probe.error > found.tolerance_at(probe.step) or probe.unmatched]
     if apart:
         yield f"the log-probabilities on the probe batch differ after {_steps(tuple(apart))}"
-    if found.tolerance == 0 and found.parameters_equal is False:
-        yield "the trained parameters are not bitwise equal"
 
 
 def _steps(steps: tuple[int, ...]) -> str:
@@ -362,21 +375,31 @@ def _steps(steps: tuple[int, ...]) -> str:
 
 def _gaps(found: TraceComparison) -> Iterator[str]:
     for name, side in (("A", found.a), ("B", found.b)):
-        if not side.watched:
-            yield f"{name} was not instrumented, so none of its tensors was measured"
-        elif not side.tensors:
-            yield f"no tensor was measured in {name}"
-        if not side.complete:
-            yield f"the trace of {name} is cut short: it has no end record"
-        yield from (f"the trace of {name} is damaged: {damage}" for damage in side.damage)
-    for side_name in ("A", "B"):
-        modules = sum(one.whole for one in found.missing if one.only_in == side_name)
-        parts = sum(not one.whole and not one.extra for one in found.missing if one.only_in == side_name)
-        if modules:
-            yield f"{counted(modules, 'module or parameter', 'modules or parameters')} measured in {side_name} only"
-        if parts:
-            yield f"{counted(parts, 'tensor')} of modules that both have measured in {side_name} only"
+        yield from _gaps_of(name, side)
+    for name in ("A", "B"):
+        yield from _only_in(name, [one for one in found.missing if one.only_in == name])
     yield from _surplus(found)
+
+
+def _gaps_of(name: str, side: Side) -> Iterator[str]:
+    """What was not recorded of one run."""
+    if not side.watched:
+        yield f"{name} was not instrumented, so none of its tensors was measured"
+    elif not side.tensors:
+        yield f"no tensor was measured in {name}"
+    if not side.complete:
+        yield f"the trace of {name} is cut short: it has no end record"
+    yield from (f"the trace of {name} is damaged: {damage}" for damage in side.damage)
+
+
+def _only_in(name: str, missing: Sequence[Missing]) -> Iterator[str]:
+    """What was measured in one run only: whole modules, and tensors of modules that both have."""
+    modules = sum(one.whole for one in missing)
+    parts = sum(not one.whole and not one.extra for one in missing)
+    if modules:
+        yield f"{counted(modules, 'module or parameter', 'modules or parameters')} measured in {name} only"
+    if parts:
+        yield f"{counted(parts, 'tensor')} of modules that both have measured in {name} only"
 
 
 def _surplus(found: TraceComparison) -> Iterator[str]:

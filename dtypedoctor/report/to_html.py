@@ -87,7 +87,7 @@ def line_chart(title: str, lines: Sequence[tuple[str, Values]]) -> Html:
 
     Lines differ in dash and marker as well as in color. Returns nothing if there is no finite value at all.
     """
-    known = [value for _, values in lines for value in values if value is not None and math.isfinite(value)]
+    known = _finite_values(lines)
     longest = max((len(values) for _, values in lines), default=0)
     if not known or longest < 2:
         return Html()
@@ -97,6 +97,10 @@ def line_chart(title: str, lines: Sequence[tuple[str, Values]]) -> Html:
     picture = el("svg", *drawn, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=f"{title} per step")
     legend = el("ul", *(_entry(index, label) for index, (label, values) in enumerate(lines) if values), class_="legend")
     return el("figure", el("figcaption", f"{title} per step"), picture, legend, class_="chart")
+
+
+def _finite_values(lines: Sequence[tuple[str, Values]]) -> list[float]:
+    return [value for _, values in lines for value in values if value is not None and math.isfinite(value)]
 
 
 def _scale(low: float, high: float) -> tuple[float, float]:

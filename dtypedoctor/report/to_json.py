@@ -83,9 +83,15 @@ def plain(value: Any) -> Any:
         return {_unicode(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
+    return _plain_scalar(value)
+
+
+def _plain_scalar(value: Any) -> str | float | None:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, int) else _unicode(str(value))
+    if value is None or isinstance(value, int):
+        return value
+    return _unicode(str(value))
 
 
 def _unicode(text: str) -> str:

@@ -71,12 +71,18 @@ def _fitted(draw: Callable[[_Thing, int], str], things: Sequence[_Thing], room: 
     rooms = shares([size(text) + 2 for text in drawn], room - _NOTE)
     page, left_out = "", 0
     for thing, text, given in zip(things, drawn, rooms, strict=True):
-        shown = text if size(text) + 2 <= given else draw(thing, given - 2) if given > _LEAST else ""
-        if text and (not shown or size(page) + size(shown) + 2 > room - _NOTE):
-            left_out += 1
-        elif text:
+        if not text:
+            continue
+        shown = text
+        if size(text) + 2 > given:
+            shown = draw(thing, given - 2) if given > _LEAST else ""
+        if shown and size(page) + size(shown) + 2 <= room - _NOTE:
             page += f"{shown}\n\n"
-    return (page + (_left_out(left_out, "parts") if left_out else "")).rstrip("\n")
+        else:
+            left_out += 1
+    if left_out:
+        page += _left_out(left_out, "parts")
+    return page.rstrip("\n")
 
 
 def _section(section: Section, room: int) -> str:

@@ -134,19 +134,19 @@ class _Page:
         rows = [[self._cell(line) for line in row] for row in table.rows]
         header = [self._text(title, "dim") for title in table.header]
         widths = _widths([header, *rows] if header else rows, self.width - self._indent)
-        if header and any(
-            _lines(cell, width) > _TALLEST for row in rows for cell, width in zip(row, widths, strict=True)
-        ):
+        if header and any(_is_too_tall(row, widths) for row in rows):
             for row in rows:
-                self._console.print(Padding(row[0], (0, 0, 0, self._indent), expand=False), highlight=False)
-                self._grid(
-                    [[title, cell] for title, cell in zip(header[1:], row[1:], strict=True) if cell.plain],
-                    indent=self._indent + _INDENT,
-                )
+                self._row_as_block(header, row)
         else:
             self._grid(rows, header)
         if table.caption:
             self.line(table.caption, "dim", self._indent)
+
+    def _row_as_block(self, header: Sequence[Text], row: Sequence[Text]) -> None:
+        """A row under its first cell, one labelled cell a line."""
+        self._console.print(Padding(row[0], (0, 0, 0, self._indent), expand=False), highlight=False)
+        labelled = [[title, cell] for title, cell in zip(header[1:], row[1:], strict=True) if cell.plain]
+        self._grid(labelled, indent=self._indent + _INDENT)
 
     def _grid(self, rows: Sequence[Sequence[Text]], header: Sequence[Text] = (), indent: int = 0) -> None:
         """Columns without rules; what is too long for its column is folded."""
@@ -203,6 +203,10 @@ def _widths(rows: Sequence[Sequence[Text]], room: int) -> list[int]:
 
 def _width(cell: Text, text: str | None = None) -> int:
     return max(map(cell_len, (cell.plain if text is None else text).split("\n")))
+
+
+def _is_too_tall(row: Sequence[Text], widths: Sequence[int]) -> bool:
+    return any(_lines(cell, width) > _TALLEST for cell, width in zip(row, widths, strict=True))
 
 
 def _lines(cell: Text, width: int) -> int:

@@ -144,4 +144,4 @@ def test_a_folder_without_scenarios_and_two_files_of_one_name_are_refused(tmp_pa
     twice = dtypedoctor("run", one, other, "--out", tmp_path / "out")
     assert (twice.code, "first: two files of this name" in twice.err) == (2, True)
     same = dtypedoctor("run", one, one / "first.yaml", "--no-remedies", "--out", tmp_path / "out")
-    assert (same.code, "1 of 1 scenarios" in same.out) == (0, True)
+    assert (same.code, "1 of 1 scenario as expected" in same.out) == (0, True)
