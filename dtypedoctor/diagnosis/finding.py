@@ -25,7 +25,7 @@ class Confidence(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One link of a provenance chain, from the failing op back to where a dtype was born."""
+    """One link of a provenance chain, from the failing op back to where a dtype originates."""
 
     fqn: str | None
     op: str
@@ -36,7 +36,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One diagnosed failure: what, where it originates, why, how sure, and what cures it.
+    """One diagnosed failure: what, where it originates, why, how sure, and what fixes it.
 
     Attributes:
         id: kebab-case id, the same string in YAML, JSON, docs and file names.

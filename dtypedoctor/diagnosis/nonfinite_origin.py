@@ -399,7 +399,7 @@ def _counts(tensor: TensorNote) -> bool:
 
 
 def is_of_the_loss_scale(origin: Origin) -> bool:
-    """Whether a gradient overflows only because a loss scaler has multiplied it, so that halving the scale cures it.
+    """Whether a gradient overflows only because a loss scaler has multiplied it, so that halving the scale fixes it.
 
     Backward ops are linear in the gradient, so at scale 1 their result is the replay's divided by the scale.
     """

@@ -84,8 +84,8 @@ class FindingSpec:
         references: addresses of public tickets of the same failure, the most telling first.
         remedies: ids of the remedies to try, best first; empty where nothing can be switched on from outside.
         remedies_by_class: remedies written for one class of module, by the class's name; they come before ``remedies``.
-        settled_by: remedies that change nothing but the cause which the finding names: one that cures proves the finding. Remedies that
-            cast are not among them: they cure other things too.
+        settled_by: remedies that change nothing but the cause which the finding names: one that fixes it proves the finding. Remedies that
+            cast are not among them: they fix other things too.
         supported_by: remedies that take away more than that cause: what came of them is worth saying, and proves nothing.
         ablations: ablations that tell its causes apart, offered where a run has what they take away.
         fits_wider_dtype: its values may fit in a wider dtype: autocast is suspected only where a region has the finding's own dtype.

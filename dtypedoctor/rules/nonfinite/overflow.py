@@ -158,7 +158,7 @@ TO_SOFTMAX = 12
 _FUSED = "the same attention with its scores in float32 is finite"
 _UNMASKED = "the same softmax on the same scores without the mask is finite"
 
-_CURES = {
+_ADVICE = {
     False: "A query that may look at nothing needs a rule of its own, or a mask that leaves it one position.",
     True: (
         "Not every entry was -inf at first: the mask holds finite numbers, and what was added to them left the range. One mask made by "
@@ -209,7 +209,7 @@ def judge_masked_row(origin: Origin) -> Finding | None:
         summary=f"{short(place(op))} takes a softmax over rows in which every position is masked, in step {op.step}.",
         cause=(
             "Softmax subtracts the largest entry of a row. Where every entry is -inf that is -inf - (-inf), which is NaN "
-            f"in every dtype. {_CURES[left is not None]}"
+            f"in every dtype. {_ADVICE[left is not None]}"
         ),
         evidence=(
             *((_how_it_left(left),) if left is not None else ()),
