@@ -146,7 +146,7 @@ def test_every_format_tells_the_answer(gemma: tuple[Finished, Path]) -> None:
         assert "gemma4-mlp-float32-product" in text
         assert "compiled (inductor)" in text
         assert "repro.py" in text
-    assert dtypedoctor("report", gemma[1]).out.count("verdicts, one mode a row") == 1
+    assert dtypedoctor("report", gemma[1]).out.count("verdict of each mode") == 1
 
 
 def test_the_reproduction_of_gemma4_fails_as_it_says(gemma: tuple[Finished, Path], tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_failure_that_does_not_come_every_time_is_said(bisect: InThisProcess, 
     [
         ([], "pass either SCENARIO or --model"),
         (["gemma4_grpo_fp16", "--model", "builtin:gemma4-tiny"], "pass either SCENARIO or --model"),
-        (["gemma4_grpo_fp16", "--workload", "train"], "--workload is for --model"),
+        (["gemma4_grpo_fp16", "--workload", "train"], "--workload needs --model"),
         (["gemma4_grpo_fp61"], "no such file or scenario"),
         (["--model", "builtin:gemma4-huge"], "there is no builtin model"),
         (["--model", "nowhere:factory"], "cannot find the model factory"),
@@ -293,7 +293,7 @@ def test_a_failure_that_does_not_come_every_time_is_said(bisect: InThisProcess, 
         (["--model", "builtin:gemma4-tiny", "--tolerance", "-1"], "--tolerance must be a number above 0"),
         (["--model", "builtin:gemma4-tiny", "--tolerance", "nan"], "--tolerance must be a number above 0"),
         (["--model", "builtin:gemma4-tiny", "--out", "empty"], "already exists"),
-        (["--resume", "empty"], "nothing to go on with here"),
+        (["--resume", "empty"], "no bisection to resume here"),
         (["--resume", "empty", "--dtype", "float16"], "--resume continues with the original options"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

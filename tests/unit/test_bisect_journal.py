@@ -40,10 +40,10 @@ def test_a_log_is_begun_once(tmp_path: Path) -> None:
 def test_a_directory_without_a_readable_log_is_refused(tmp_path: Path, content: str) -> None:
     """With what to give instead."""
     (tmp_path / JOURNAL).write_text(content)
-    with pytest.raises(UsageError, match="nothing to go on with") as refused:
+    with pytest.raises(UsageError, match="no bisection to resume") as refused:
         Journal(tmp_path).asked()
     assert "--resume" in refused.value.hint
-    with pytest.raises(UsageError, match="nothing to go on with"):
+    with pytest.raises(UsageError, match="no bisection to resume"):
         Journal(tmp_path / "elsewhere").asked()
 
 

@@ -222,15 +222,15 @@ class Journal:
         try:
             first = parse_json(read_head(self._path, _LONGEST).partition(b"\n")[0])
             if first["schema"] > SCHEMA:
-                raise UsageError(f"{self._path}: written by a newer version", "Update dtypedoctor to go on with it.")
+                raise UsageError(f"{self._path}: written by a newer version", "Update dtypedoctor to resume it.")
             return Asked(
                 scenario=Scenario.model_validate(first["scenario"]),
                 tolerance=first["tolerance"],
             )
         except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
             raise UsageError(
-                f"{self._path.parent}: nothing to go on with here",
-                "Give --resume the directory of a bisection that was interrupted.",
+                f"{self._path.parent}: no bisection to resume here",
+                "Pass --resume the run directory of an interrupted bisection.",
             ) from error
 
 
