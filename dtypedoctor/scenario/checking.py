@@ -106,9 +106,9 @@ def check_name(tree: Node, stem: str) -> list[Problem]:
     if node is None or not isinstance(node.value, str) or node.value == stem:
         return []
     if not _is_name(stem):
-        text = f"name: wants the file's name, but {quoted(stem)} cannot be one; rename the file"
+        text = f"name: must be the file's name, but {quoted(stem)} cannot be one; rename the file"
         return [Problem(node.place, text)]
-    return [Problem(node.place, f"name: wants {quoted(stem)}, the file's name, got {quoted(node.value)}")]
+    return [Problem(node.place, f"name: must be {quoted(stem)}, the file's name, got {quoted(node.value)}")]
 
 
 def _is_name(text: str) -> bool:

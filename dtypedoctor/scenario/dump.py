@@ -70,29 +70,29 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _table(part: type[BaseModel]) -> str:
-    rows = ["| key | wants | if left out | meaning |", "|---|---|---|---|"]
+    rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for key, field in sorted(part.model_fields.items(), key=lambda item: item[0] != "kind"):
-        rows.append(f"| `{key}` | {_wanted(field)} | {_default(field)} | {field.description} |")
+        rows.append(f"| `{key}` | {_value(field)} | {_default(field)} | {field.description} |")
     return "\n".join(rows)
 
 
-def _wanted(field: FieldInfo) -> str:
+def _value(field: FieldInfo) -> str:
     if any(hasattr(constraint, "pattern") for constraint in field.metadata):
         return "a name"
     optional = NoneType in get_args(field.annotation) and field.default is not None
-    return _wants(field.annotation) + _limits(field) + (", or `null`" if optional else "")
+    return _type(field.annotation) + _limits(field) + (", or `null`" if optional else "")
 
 
-def _wants(annotation: Any) -> str:
+def _type(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return "a name" if annotation == Name else _wants(arguments[0])
+        return "a name" if annotation == Name else _type(arguments[0])
     if origin in (Union, UnionType):
-        return " or ".join(_wants(argument) for argument in arguments if argument is not NoneType)
+        return " or ".join(_type(argument) for argument in arguments if argument is not NoneType)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is list:
-        return f"a list of {_PLURALS.get(arguments[0], _wants(arguments[0]))}"
+        return f"a list of {_PLURALS.get(arguments[0], _type(arguments[0]))}"
     return _WORDS.get(annotation, "a mapping") if _is_no_part(annotation) else _link(annotation)
 
 
@@ -104,7 +104,7 @@ def _link(part: type[BaseModel]) -> str:
     return f"[{part.__name__}](#{part.__name__.lower()})"
 
 
-_WORDS: dict[Any, str] = {str: "text", int: "a whole number", float: "a number", bool: "`true` or `false`"}
+_WORDS: dict[Any, str] = {str: "text", int: "an integer", float: "a number", bool: "`true` or `false`"}
 _PLURALS: dict[Any, str] = {str: "texts", Name: "names"}
 
 

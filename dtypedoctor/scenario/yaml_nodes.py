@@ -236,7 +236,7 @@ def _whole(word: str) -> int:
         value = int(word, base)
         if abs(value) <= _LARGEST:
             return value
-    raise ValueError(f"this whole number is larger than {_LARGEST}")
+    raise ValueError(f"this integer is larger than {_LARGEST}")
 
 
 def _finite(word: str) -> float:

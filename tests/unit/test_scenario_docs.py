@@ -32,7 +32,7 @@ def test_a_table_says_what_is_wanted_and_what_holds_if_left_out() -> None:
         ("Scenario", "| `name` | a name | required | Name, equal to the file name without `.yaml`. |"),
         (
             "Scenario",
-            "| `seed` | a whole number, at least 0, less than 4294967296 | `3407` | Seed of weights, data and",
+            "| `seed` | an integer, at least 0, less than 4294967296 | `3407` | Seed of weights, data and",
         ),
         ("Scenario", "| `expect` | [Expectation](#expectation) | empty | What this scenario shows. |"),
         ("Train", "| `kind` | `train` | required | Chooses this workload. |"),

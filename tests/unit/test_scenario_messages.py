@@ -35,54 +35,54 @@ TOP_LEVEL = {
             "deterministic, watch_every, distributed, corrections, conditions, remedies, reference, expect"
         ),
     ),
-    "yes instead of a number": ("seed: yes", "7:7: seed: wants a whole number, got 'yes'"),
-    "true instead of a number": ("seed: true", "7:7: seed: wants a whole number, got true"),
-    "a fraction instead of a whole number": ("seed: 1.5", "7:7: seed: wants a whole number, got 1.5"),
-    "an exponent instead of a whole number": ("seed: 1e3", "7:7: seed: wants a whole number, got 1000.0"),
-    "a quoted number": ('seed: "1"', "7:7: seed: wants a whole number, got '1'"),
-    "a date instead of a number": ("seed: 2026-04-01", "7:7: seed: wants a whole number, got '2026-04-01'"),
-    "nothing instead of a number": ("seed:", "7:6: seed: wants a whole number, got nothing"),
-    "a list instead of a number": ("seed: [1]", "7:7: seed: wants a whole number, got a list"),
-    "a mapping instead of a number": ("seed: {a: 1}", "7:7: seed: wants a whole number, got a mapping"),
-    "a number that is too small": ("seed: -1", "7:7: seed: wants at least 0, got -1"),
-    "a number that is too large": ("seed: 4294967296", "7:7: seed: wants less than 4294967296, got 4294967296"),
-    "a number above a limit": ("time_limit: 604801", "7:13: time_limit: wants at most 604800, got 604801"),
+    "yes instead of a number": ("seed: yes", "7:7: seed: must be an integer, got 'yes'"),
+    "true instead of a number": ("seed: true", "7:7: seed: must be an integer, got true"),
+    "a fraction instead of a whole number": ("seed: 1.5", "7:7: seed: must be an integer, got 1.5"),
+    "an exponent instead of a whole number": ("seed: 1e3", "7:7: seed: must be an integer, got 1000.0"),
+    "a quoted number": ('seed: "1"', "7:7: seed: must be an integer, got '1'"),
+    "a date instead of a number": ("seed: 2026-04-01", "7:7: seed: must be an integer, got '2026-04-01'"),
+    "nothing instead of a number": ("seed:", "7:6: seed: must be an integer, got nothing"),
+    "a list instead of a number": ("seed: [1]", "7:7: seed: must be an integer, got a list"),
+    "a mapping instead of a number": ("seed: {a: 1}", "7:7: seed: must be an integer, got a mapping"),
+    "a number that is too small": ("seed: -1", "7:7: seed: must be at least 0, got -1"),
+    "a number that is too large": ("seed: 4294967296", "7:7: seed: must be less than 4294967296, got 4294967296"),
+    "a number above a limit": ("time_limit: 604801", "7:13: time_limit: must be at most 604800, got 604801"),
     "a number beyond 64 bits": (
         "seed: 9223372036854775808",
-        "7:7: seed: this whole number is larger than 9223372036854775807",
+        "7:7: seed: this integer is larger than 9223372036854775807",
     ),
     "a number of thousands of digits": (
         "seed: " + "9" * 5000,
-        "7:7: seed: this whole number is larger than 9223372036854775807",
+        "7:7: seed: this integer is larger than 9223372036854775807",
     ),
-    "yes instead of true": ("deterministic: yes", "7:16: deterministic: wants true or false, got 'yes'"),
-    "a number instead of true": ("deterministic: 1", "7:16: deterministic: wants true or false, got 1"),
-    "a text instead of a list": ("references: x", "7:13: references: wants a list, got 'x'"),
-    "a list instead of a mapping": ("reference: []", "7:12: reference: wants a mapping, got a list"),
-    "a text instead of a mapping": ("expect: healthy", "7:9: expect: wants a mapping, got 'healthy'"),
-    "a number instead of a text": ("references: [1]", "7:14: references[0]: wants text, got 1; put it in quotes"),
-    "true instead of a text": ("references: [true]", "7:14: references[0]: wants text, got true; put it in quotes"),
-    "nothing instead of a text": ("references: [~]", "7:14: references[0]: wants text, got nothing"),
+    "yes instead of true": ("deterministic: yes", "7:16: deterministic: must be true or false, got 'yes'"),
+    "a number instead of true": ("deterministic: 1", "7:16: deterministic: must be true or false, got 1"),
+    "a text instead of a list": ("references: x", "7:13: references: must be a list, got 'x'"),
+    "a list instead of a mapping": ("reference: []", "7:12: reference: must be a mapping, got a list"),
+    "a text instead of a mapping": ("expect: healthy", "7:9: expect: must be a mapping, got 'healthy'"),
+    "a number instead of a text": ("references: [1]", "7:14: references[0]: must be text, got 1; put it in quotes"),
+    "true instead of a text": ("references: [true]", "7:14: references[0]: must be text, got true; put it in quotes"),
+    "nothing instead of a text": ("references: [~]", "7:14: references[0]: must be text, got nothing"),
     "a misspelt choice": (
         "device: cdua",
-        "7:9: device: wants one of auto, cpu, cuda, got 'cdua'; did you mean 'cuda'?",
+        "7:9: device: must be one of auto, cpu, cuda, got 'cdua'; did you mean 'cuda'?",
     ),
-    "a choice without a near one": ("device: tpu9000", "7:9: device: wants one of auto, cpu, cuda, got 'tpu9000'"),
-    "a number instead of a choice": ("device: 0", "7:9: device: wants one of auto, cpu, cuda, got 0"),
+    "a choice without a near one": ("device: tpu9000", "7:9: device: must be one of auto, cpu, cuda, got 'tpu9000'"),
+    "a number instead of a choice": ("device: 0", "7:9: device: must be one of auto, cpu, cuda, got 0"),
     "a dtype by another name": (
         "reference: {dtype: half}",
-        "7:20: reference.dtype: wants one of float16, bfloat16, float32, float64, got 'half'; did you mean 'float16'?",
+        "7:20: reference.dtype: must be one of float16, bfloat16, float32, float64, got 'half'; did you mean 'float16'?",
     ),
     "an id with capitals": (
         "remedies: [Bfloat16]",
         (
-            "7:12: remedies[0]: wants small letters, digits, '.', '_' and '-', beginning with a letter or digit, "
+            "7:12: remedies[0]: must be lowercase letters, digits, '.', '_' and '-', beginning with a letter or digit, "
             "got 'Bfloat16'"
         ),
     ),
     "an id that is too long": (
         f"remedies: [{'a' * 101}]",
-        f"7:12: remedies[0]: wants at most 100 characters, got '{'a' * 60}…'",
+        f"7:12: remedies[0]: must be at most 100 characters, got '{'a' * 60}…'",
     ),
     "a missing key inside": ("corrections: [{modules: []}]", "7:15: corrections[0].id: this key is missing"),
 }
@@ -96,28 +96,28 @@ def test_a_wrong_line_is_named_at_its_place(tmp_path: Path, line: str, said: str
 
 # The second step of a scenario, written on line 7 from column 5 on, and what is said about it.
 STEP = {
-    "a text instead of a step": ("forward", ["7:5: steps[1]: wants a mapping, got 'forward'"]),
+    "a text instead of a step": ("forward", ["7:5: steps[1]: must be a mapping, got 'forward'"]),
     "no workload": ("{name: a}", ["7:5: steps[1].workload: this key is missing"]),
     "a text instead of a workload": (
         "{workload: grpo}",
-        ["7:16: steps[1].workload: wants a mapping, got 'grpo'"],
+        ["7:16: steps[1].workload: must be a mapping, got 'grpo'"],
     ),
     "no kind": ("{workload: {}}", ["7:16: steps[1].workload: the key 'kind' is missing"]),
     "a misspelt kind": (
         "{workload: {kind: gpro}}",
-        [f"7:23: steps[1].workload.kind: wants one of {KINDS}, got 'gpro'; did you mean 'grpo'?"],
+        [f"7:23: steps[1].workload.kind: must be one of {KINDS}, got 'gpro'; did you mean 'grpo'?"],
     ),
     "an unknown kind": (
         "{workload: {kind: dpo9}}",
-        [f"7:23: steps[1].workload.kind: wants one of {KINDS}, got 'dpo9'"],
+        [f"7:23: steps[1].workload.kind: must be one of {KINDS}, got 'dpo9'"],
     ),
     "a number as kind": (
         "{workload: {kind: 3}}",
-        [f"7:23: steps[1].workload.kind: wants one of {KINDS}, got 3"],
+        [f"7:23: steps[1].workload.kind: must be one of {KINDS}, got 3"],
     ),
     "nothing as kind": (
         "{workload: {kind: }}",
-        [f"7:22: steps[1].workload.kind: wants one of {KINDS}, got nothing"],
+        [f"7:22: steps[1].workload.kind: must be one of {KINDS}, got nothing"],
     ),
     "a key misspelt inside a workload": (
         "{workload: {kind: grpo, generatoins: 2}}",
@@ -133,23 +133,23 @@ STEP = {
     ),
     "words instead of a number": (
         "{workload: {kind: grpo, steps: eight}}",
-        ["7:36: steps[1].workload.steps: wants a whole number, got 'eight'"],
+        ["7:36: steps[1].workload.steps: must be an integer, got 'eight'"],
     ),
     "a number that is too small in a workload": (
         "{workload: {kind: grpo, generations: 1}}",
-        ["7:42: steps[1].workload.generations: wants at least 2, got 1"],
+        ["7:42: steps[1].workload.generations: must be at least 2, got 1"],
     ),
     "yes instead of a fraction": (
         "{workload: {kind: grpo, beta: yes}}",
-        ["7:35: steps[1].workload.beta: wants a number, got 'yes'"],
+        ["7:35: steps[1].workload.beta: must be a number, got 'yes'"],
     ),
     "true instead of a fraction": (
         "{workload: {kind: grpo, beta: true}}",
-        ["7:35: steps[1].workload.beta: wants a number, got true"],
+        ["7:35: steps[1].workload.beta: must be a number, got true"],
     ),
     "a fraction that must be more": (
         "{workload: {kind: grpo, learning_rate: 0}}",
-        ["7:44: steps[1].workload.learning_rate: wants more than 0, got 0"],
+        ["7:44: steps[1].workload.learning_rate: must be more than 0, got 0"],
     ),
     "a fraction that is infinite": (
         "{workload: {kind: grpo, learning_rate: 1e999}}",
@@ -165,15 +165,15 @@ STEP = {
     ),
     "an empty list that must not be": (
         "{model: {name: a, lora: {targets: []}}, workload: {kind: unload}}",
-        ["7:39: steps[1].model.lora.targets: wants at least 1 entry, got 0"],
+        ["7:39: steps[1].model.lora.targets: must have at least 1 entry, got 0"],
     ),
     "a fraction that must be less": (
         "{model: {name: a, lora: {targets: [q], dropout: 1}}, workload: {kind: unload}}",
-        ["7:53: steps[1].model.lora.dropout: wants less than 1, got 1"],
+        ["7:53: steps[1].model.lora.dropout: must be less than 1, got 1"],
     ),
     "a text instead of options": (
         "{model: {name: a, options: b}, workload: {kind: unload}}",
-        ["7:32: steps[1].model.options: wants a mapping, got 'b'"],
+        ["7:32: steps[1].model.options: must be a mapping, got 'b'"],
     ),
     "a misspelt key above other mistakes": (
         "{modle: {nmae: a, dtype: fp16}, wokload: {kid: sft, max_length: 1}}",
@@ -181,12 +181,12 @@ STEP = {
             "7:6: steps[1].modle: unknown key; did you mean 'model'?",
             "7:14: steps[1].model.nmae: unknown key; did you mean 'name'?",
             (
-                "7:30: steps[1].model.dtype: wants one of float16, bfloat16, float32, float64, got 'fp16'; "
+                "7:30: steps[1].model.dtype: must be one of float16, bfloat16, float32, float64, got 'fp16'; "
                 "did you mean 'float16'?"
             ),
             "7:37: steps[1].wokload: unknown key; did you mean 'workload'?",
             "7:47: steps[1].workload.kid: unknown key; did you mean 'kind'?",
-            "7:69: steps[1].workload.max_length: wants at least 8, got 1",
+            "7:69: steps[1].workload.max_length: must be at least 8, got 1",
         ],
     ),
 }
@@ -200,10 +200,10 @@ def test_a_wrong_step_is_named_at_its_place(tmp_path: Path, step: str, said: lis
 
 def test_a_file_of_another_kind_is_told_what_a_scenario_is(tmp_path: Path) -> None:
     """A list, a text or nothing at the top is one mistake, not a list of missing keys."""
-    assert mistakes(written(tmp_path, "- a\n")) == ["1:1: a scenario wants a mapping, got a list"]
-    assert mistakes(written(tmp_path, "hello\n")) == ["1:1: a scenario wants a mapping, got 'hello'"]
+    assert mistakes(written(tmp_path, "- a\n")) == ["1:1: a scenario must be a mapping, got a list"]
+    assert mistakes(written(tmp_path, "hello\n")) == ["1:1: a scenario must be a mapping, got 'hello'"]
     assert mistakes(written(tmp_path, "---\n# nothing\n")) == ["1:1: the file is empty"]
-    assert mistakes(written(tmp_path, "null\n")) == ["1:1: a scenario wants a mapping, got nothing"]
+    assert mistakes(written(tmp_path, "null\n")) == ["1:1: a scenario must be a mapping, got nothing"]
 
 
 def test_missing_keys_are_named_at_the_mapping_that_lacks_them(tmp_path: Path) -> None:
@@ -226,14 +226,14 @@ def test_the_first_step_needs_a_model(tmp_path: Path) -> None:
 def test_the_name_is_that_of_the_file(tmp_path: Path) -> None:
     """A copied scenario must be renamed inside too, or its reports would be taken for the original's."""
     assert mistakes(written(tmp_path, HEALTHY, name="copy")) == [
-        "1:7: name: wants 'copy', the file's name, got 'example'"
+        "1:7: name: must be 'copy', the file's name, got 'example'"
     ]
 
 
 def test_a_file_whose_name_cannot_be_a_scenarios_is_to_be_renamed(tmp_path: Path) -> None:
     """Asking for the file's name would only lead to the next mistake."""
     assert mistakes(written(tmp_path, HEALTHY, name="My Copy")) == [
-        "1:7: name: wants the file's name, but 'My Copy' cannot be one; rename the file"
+        "1:7: name: must be the file's name, but 'My Copy' cannot be one; rename the file"
     ]
 
 
@@ -299,4 +299,4 @@ def test_a_name_that_does_not_print_is_escaped(tmp_path: Path) -> None:
     path.write_text("- a\n")
     with pytest.raises(UsageError) as refused:
         load_scenario(path)
-    assert refused.value.message == f"{tmp_path}/a\\nb\\udcff.yaml:1:1: a scenario wants a mapping, got a list"
+    assert refused.value.message == f"{tmp_path}/a\\nb\\udcff.yaml:1:1: a scenario must be a mapping, got a list"
