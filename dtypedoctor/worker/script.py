@@ -2,11 +2,16 @@
 
 Nothing heavy is imported here. The instruments come in when the script itself has imported torch, so environment variables
 that it sets before that are heeded, and a script without torch pays nothing.
+
+A later run of a script is to be the same program as the first: it draws the same random numbers (:class:`RandomStates`), and it
+is not run where it reads or continues a file that the first has written (:class:`FirstRunFiles`).
 """
 
 import os
+import random
+import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +21,11 @@ from dtypedoctor.redaction.redact import read_request
 from dtypedoctor.trace.events import NOT_HERE, NOTHING_WATCHED, NotWatched
 from dtypedoctor.trace.ranks import STREAMS, member, rank_directory
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.unpatched import from_json
+from dtypedoctor.unpatched import from_json, time_ns, to_json
 from dtypedoctor.worker import main_module
 from dtypedoctor.worker.elsewhere import outliving_threads
 from dtypedoctor.worker.on_import import after_import, keep_out_of_compiler
 from dtypedoctor.worker.recording import Recording
-from dtypedoctor.worker.repeated import FirstRunFiles, RandomStates
 from dtypedoctor.worker.tracebacks import hide_in_excepthook
 
 if TYPE_CHECKING:
@@ -210,3 +214,101 @@ def _watch(writer: TraceWriter, request: Mapping[str, Any]) -> "ProcessWatch":
         corrections=corrections,
         digest=StepDigest() if request["witness"] else None,
     )
+
+
+_CLOCK_STEP = 50_000_000
+"""Nanoseconds by which a file's time may lie before the moment of writing; file systems use the coarse clock of the kernel."""
+_CODE = (".py", ".pyc", ".so")
+"""Suffixes of what is imported: somebody who edits their code while it runs changes nothing that the first run has written."""
+_CACHES = ("/.cache/", "/.triton/", "/torchinductor_", "/__pycache__/")
+"""Directories of what is computed again where it is missing: whether it is there changes nothing but time."""
+
+
+class FirstRunFiles:
+    """Keeps a later run of a script away from what the first one has written.
+
+    A training that saves checkpoints and resumes from them, or appends to its log, is another program when it runs a second time: it
+    begins where the first run ended, and what it writes is not what the user's run wrote. Python's audit events tell of a file
+    before it is opened.
+
+    Calls ``found`` with the path of a file from the first run that is about to be read or continued; that it is replaced is all right.
+
+    Args:
+        first: directory of the first run.
+        own: directory of the run that is beginning.
+        found: what to do; must not return if the file is not to be opened.
+    """
+
+    def __init__(self, first: Path, own: Path, found: Callable[[str], None]) -> None:
+        self._found = found
+        self._began = (first / "request.json").stat().st_mtime_ns
+        self._ended = time_ns() - _CLOCK_STEP
+        places = (str(first.resolve()), str(own.resolve()), sys.prefix, sys.base_prefix, "/proc", "/sys", "/dev")
+        self._ours = tuple(f"{place}/" for place in places)
+
+    def begin(self) -> None:
+        """Begins to listen; an audit hook cannot be taken back."""
+        sys.addaudithook(self.heard)
+
+    def heard(self, event: str, details: tuple[Any, ...]) -> None:
+        """The audit hook."""
+        if event != "open":
+            return
+        try:
+            path, _, flags = details
+            path = os.path.abspath(os.fsdecode(path))
+            written = not flags & os.O_TRUNC and self._was_written_by_the_first(path)
+        except (OSError, TypeError, ValueError):
+            return  # a descriptor, no such file, no working directory, another event of this name
+        if written:
+            self._found(path)
+
+    def _was_written_by_the_first(self, path: str) -> bool:
+        if path.startswith(self._ours) or path.endswith(_CODE) or any(cache in path for cache in _CACHES):
+            return False
+        status = os.stat(path)
+        return stat.S_ISREG(status.st_mode) and self._began <= status.st_mtime_ns < self._ended
+
+
+STATES = "random_states.json"
+
+
+class RandomStates:
+    """The states of Python's and numpy's generators at the beginning of a run, kept beside its trace and set in the later ones.
+
+    Both begin with entropy of the system; torch's begins with the same seed in every process anyway.
+
+    Args:
+        directory: where they are kept.
+        repeats: directory of the run whose states this one begins with; None for a run that begins with its own.
+    """
+
+    def __init__(self, directory: Path, repeats: Path | None) -> None:
+        self._kept = directory / STATES
+        self._states: dict[str, Any] = {}
+        if repeats is not None and (repeats / STATES).exists():
+            self._states = from_json((repeats / STATES).read_bytes())
+
+    def begin(self) -> None:
+        """The script is about to start."""
+        if "python" in self._states:
+            version, internal, gauss = self._states["python"]
+            random.setstate((version, tuple(internal), gauss))
+        else:
+            self._keep("python", random.getstate())
+
+    def numpy_is_there(self) -> None:
+        """numpy's random module has been imported."""
+        numpy_random: Any = sys.modules["numpy.random"]
+        if "numpy" in self._states:
+            numpy_random.set_state(tuple(self._states["numpy"]))
+        else:
+            name, keys, *rest = numpy_random.get_state()
+            self._keep("numpy", (name, keys.tolist(), *rest))
+
+    def _keep(self, name: str, state: Any) -> None:
+        self._states[name] = state
+        try:
+            self._kept.write_text(to_json(self._states), encoding="ascii")
+        except OSError:  # a full disk: the script goes on, and a second look at it may draw other numbers
+            return

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import distributed as dist
@@ -23,7 +23,9 @@ from dtypedoctor.scenario.request import Capture as Wanted
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.ranks import member
 from dtypedoctor.trace.records.execution import StreamLaunches
-from dtypedoctor.workloads.context import Context
+
+if TYPE_CHECKING:
+    from dtypedoctor.workloads.context import Context
 
 Chooser = Callable[[torch.device], ctypes.c_void_p]
 
@@ -102,7 +104,7 @@ class StreamWatch:
 
 
 @contextmanager
-def capturing(context: Context, wanted: Wanted | None, directory: Path) -> Iterator[None]:
+def capturing(context: "Context", wanted: Wanted | None, directory: Path) -> Iterator[None]:
     """Inside, the wanted call is watched for; it is written to ``directory`` at the end, also when the workload raises.
 
     Raises:
@@ -123,7 +125,7 @@ def capturing(context: Context, wanted: Wanted | None, directory: Path) -> Itera
 
 
 @contextmanager
-def streaming(context: Context) -> Iterator[None]:
+def streaming(context: "Context") -> Iterator[None]:
     """Around a workload; streams exist on CUDA only. Where they are not looked at, that is recorded.
 
     Which stream a kernel is launched on can be seen where the model says which functions choose it
@@ -155,7 +157,7 @@ def _stream_watch(chooser: str) -> StreamWatch:
     return StreamWatch(import_module(module), function)
 
 
-def _why_streams_are_not_watched(context: Context) -> str:
+def _why_streams_are_not_watched(context: "Context") -> str:
     """Why launches are not listened to; empty if they are."""
     if context.device.type != "cuda":
         return "there is no CUDA device here"
@@ -164,13 +166,13 @@ def _why_streams_are_not_watched(context: Context) -> str:
     return ""
 
 
-def _write_launches(context: Context, watch: StreamWatch) -> None:
+def _write_launches(context: "Context", watch: StreamWatch) -> None:
     for use in watch.uses():
         context.instruments.session.emit(StreamLaunches(**asdict(use), stale=use.stale))
 
 
 @contextmanager
-def compiling(context: Context) -> Iterator[None]:
+def compiling(context: "Context") -> Iterator[None]:
     """Inside, ``context.model`` is compiled if the stage asks for it; what Dynamo reports is recorded at the end.
 
     The records are written also when the workload raises: with ``fullgraph`` a graph break is an exception.
@@ -216,7 +218,7 @@ def take_device(device: torch.device) -> None:
 
 
 @contextmanager
-def parallel(context: Context) -> Iterator[None]:
+def parallel(context: "Context") -> Iterator[None]:
     """Inside, ``context.model`` is wrapped as the scenario asks, and this process belongs to the group of all ranks."""
     spec = context.scenario.distributed
     here = member()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import inf
 from mmap import PAGESIZE as PAGE
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,8 +17,10 @@ from dtypedoctor.replay.standby import PREFIX, OrEnd, Standby, stand_by
 from dtypedoctor.replay.wake import DONE
 from dtypedoctor.unpatched import getpid, perf_counter
 from dtypedoctor.worker.environment import resident
-from dtypedoctor.worker.process_watch import ProcessWatch
-from dtypedoctor.worker.recording import Recording
+
+if TYPE_CHECKING:
+    from dtypedoctor.worker.process_watch import ProcessWatch
+    from dtypedoctor.worker.recording import Recording
 
 FREE_SECONDS = 0.25
 SHARE = 0.02
@@ -44,7 +46,7 @@ class Standbys:
         watch: the watch of this process.
     """
 
-    def __init__(self, directory: Path, recording: Recording, watch: ProcessWatch) -> None:
+    def __init__(self, directory: Path, recording: "Recording", watch: "ProcessWatch") -> None:
         self._directory = directory
         self._recording = recording
         self._watch = watch
