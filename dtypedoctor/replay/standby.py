@@ -85,11 +85,28 @@ def stand_by(pipe: Path) -> Standby | dict[str, Any]:
     Raises:
         OSError: it could not be made.
     """
-    global _forking
     began = time.perf_counter()
-    drawn = random.getstate()  # Python seeds its generator anew in a fork
     os.mkfifo(pipe, 0o600)
     ready, tell = os.pipe()
+    try:
+        request = _forked(pipe, tell)
+        if request is not None:
+            return request
+        is_ready = bool(select.select([ready], [], [], READY_SECONDS)[0]) and bool(os.read(ready, 1))
+        if not is_ready:
+            raise OSError(f"{pipe.name} did not get ready")
+    except OSError:
+        pipe.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(ready)
+    return Standby(pipe=pipe, seconds=time.perf_counter() - began)
+
+
+def _forked(pipe: Path, tell: int) -> dict[str, Any] | None:
+    """None in the program; in a process that goes on later the request. ``tell`` is closed in both."""
+    global _forking
+    drawn = random.getstate()  # Python seeds its generator anew in a fork
     program = getpid()
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
     _forking = True
@@ -108,12 +125,7 @@ def stand_by(pipe: Path) -> Standby | dict[str, Any]:
         if getpid() == program:
             signal.pthread_sigmask(signal.SIG_SETMASK, heard)
             os.close(tell)
-    with open(ready, "rb", buffering=0) as answer:
-        is_ready = bool(select.select([answer], [], [], READY_SECONDS)[0]) and bool(answer.read(1))
-    if not is_ready:
-        pipe.unlink()
-        raise OSError(f"{pipe.name} did not get ready")
-    return Standby(pipe=pipe, seconds=time.perf_counter() - began)
+    return None
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ class Replays:
         try:
             self.last = self._made(waiting, self._run.directory.parent / label, request.windows)
         except OSError as error:
-            self.why_not = error.strerror or str(error)
+            self.why_not = f"the process that stood by does not answer ({error.strerror or error})"
             return None
         except UsageError as error:
             self.why_not = error.message

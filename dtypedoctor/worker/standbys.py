@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dtypedoctor.instrument.optrace import OpWindow
+from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.replay.cage import forbid_changes, is_supported, limit_processor_time
 from dtypedoctor.replay.standby import PREFIX, OrEnd, Standby, stand_by
 from dtypedoctor.replay.wake import DONE
@@ -79,15 +80,24 @@ class Standbys:
             return
         why_not = next(_hindrances(), "")
         if why_not:
-            self._impossible = True
-            self._watch.instruments.guard.tell("replay of what fails", why_not)
+            self._give_up(why_not)
             return
-        made = stand_by(self._directory / f"{PREFIX}{position.step}-{position.call}")
+        try:
+            made = stand_by(self._directory / f"{PREFIX}{position.step}-{position.call}")
+        except OSError as error:
+            if is_interruption(error):
+                raise
+            self._give_up(f"the process cannot be forked ({error.strerror or error})")
+            return
         if isinstance(made, Standby):
             self._keep(made)
         else:
             with OrEnd():
                 self._go_on(made)
+
+    def _give_up(self, why: str) -> None:
+        self._impossible = True
+        self._watch.instruments.guard.tell("replay of what fails", why)
 
     def _keep(self, made: Standby) -> None:
         self._recording.standby_is_there()
