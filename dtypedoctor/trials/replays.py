@@ -62,6 +62,7 @@ class Replays:
         except UsageError as error:
             self.why_not = error.message
             return None
+        self.why_not = NOT_ENDED if self.last.exit.timed_out else ""
         return self.last
 
     def _made(self, waiting: Waiting, directory: Path, windows: Sequence[Window]) -> Run:

@@ -1,6 +1,7 @@
 """Keeps processes that stand by while a script runs, so that what failed in it can be replayed from shortly before, without starting it again."""
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from math import inf
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from dtypedoctor._torch_private import COMPILER
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.replay.cage import forbid_changes, is_supported, limit_processor_time
@@ -128,6 +130,10 @@ class Standbys:
         self._recording.go_on(lambda error: [type(error).__name__, position.call] == request["raised"])
         self._began = perf_counter()
         self._windows = [OpWindow(**window) for window in request["windows"]]
+        if COMPILER in sys.modules and not any(window.eager for window in self._windows):
+            torch.compiler.set_stance(
+                "eager_on_recompile"
+            )  # no program can be started, and waiting workers are not here
         self._watch.adopt(self._windows)
 
     def _end_in_time(self) -> None:
