@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 
 from dtypedoctor.interruptions import contained
-from dtypedoctor.redaction.process import masked
+from dtypedoctor.redaction.secrets import masked
 
 LONGEST = 2000
 """Characters of a message that are kept."""

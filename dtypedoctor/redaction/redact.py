@@ -11,8 +11,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dtypedoctor.redaction.process import Literals, is_password, literals_of_process, masked_by, recent_literals
-from dtypedoctor.redaction.secrets import ALLOWED_VARIABLES, SECRET, names_a_secret, without_secrets
+from dtypedoctor.redaction.secrets import (
+    ALLOWED_VARIABLES,
+    SECRET,
+    Literals,
+    is_password,
+    literals_of_process,
+    masked_by,
+    names_a_secret,
+    recent_literals,
+    without_secrets,
+)
 from dtypedoctor.unpatched import from_json, to_json
 
 HOMES = re.compile(r"(?:/home/|/Users/|/export/home/|[A-Za-z]:\\+Users\\+)([^\s/\\:'\"<>|,;)\]]+)")

@@ -14,7 +14,6 @@ from planted_secrets import NAMED, SHAPES, planted
 from rich.console import Console
 from test_saved_runs import left
 
-from dtypedoctor.redaction.process import Literals
 from dtypedoctor.redaction.redact import (
     PRIVATE_REQUEST,
     forget_request,
@@ -23,7 +22,7 @@ from dtypedoctor.redaction.redact import (
     without_process_secrets,
     write_request_file,
 )
-from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
+from dtypedoctor.redaction.secrets import Literals, names_a_secret, without_secrets
 from dtypedoctor.report.comparison_document import comparison_document
 from dtypedoctor.report.document import Document
 from dtypedoctor.report.environment import environment_document
