@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from dtypedoctor.report.document import Block, Code, Facts, Heading, Line, Look, Section, Table, Words, named
+from dtypedoctor.report.magnitude_table import shared_prefix
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.strip import shared_prefix
 from dtypedoctor.report.text import ABSENT, counted, duration, memory, number, one_line, ratio
 
 _VERDICT_HEADER = ("mode", "outcome", "phase", "module", "absmax")

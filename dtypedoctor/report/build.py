@@ -7,8 +7,8 @@ from typing import Any
 
 from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.report.strip import origin_strip
 from dtypedoctor.report.text import counted, number
 from dtypedoctor.report.verdict import measured_in, missing_end, verdict
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched

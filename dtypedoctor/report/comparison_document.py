@@ -16,7 +16,7 @@ from dtypedoctor.report.document import (
     Table,
     named,
 )
-from dtypedoctor.report.strip import shared_prefix
+from dtypedoctor.report.magnitude_table import shared_prefix
 from dtypedoctor.report.text import ABSENT, count, counted, number, series
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.trials.comparison import (

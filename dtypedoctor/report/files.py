@@ -12,9 +12,9 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import inside, read_file, read_head, reason
 from dtypedoctor.redaction.redact import redact, without_process_secrets
 from dtypedoctor.report.build import build_report
-from dtypedoctor.report.distil import distil
 from dtypedoctor.report.matrix import MatrixRow, read_matrix_json, refused_report
 from dtypedoctor.report.model import Outcome, Picture, Report
+from dtypedoctor.report.pictures import picture_of
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import from_json, render_json
 from dtypedoctor.report.to_markdown import render_markdown
@@ -120,7 +120,7 @@ def _picture(directory: Path, name: str, label: str) -> Picture | None:
     trace = _trace(directory, name)
     if trace is None:
         return None
-    return distil(trace, label, ops_from=_trace(directory, CLOSER) if name == BEFORE else None)
+    return picture_of(trace, label, ops_from=_trace(directory, CLOSER) if name == BEFORE else None)
 
 
 def _trace(directory: Path, name: str) -> Trace | None:

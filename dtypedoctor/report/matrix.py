@@ -39,11 +39,11 @@ class MatrixRow:
     Attributes:
         scenario: its name.
         status: that of its report; ``refused`` where it could not be run at all.
-        before: how the untreated run ended, in words.
+        before: how the baseline ended, in words.
         finding: id of the first finding, its place (fqn, op, phase) and its confidence; None without a finding.
         cause: the first finding's headline; the reason where the scenario was refused.
         findings: ids of all findings, the root cause first.
-        output_error: relative output error of the untreated run against float32, where measured.
+        output_error: relative output error of the baseline against float32, where measured.
         cured_by, not_cured_by, not_tried: fixes by outcome; ``unsafe`` names those that cast silently.
         as_expected: whether the scenario showed what it says it shows; a healthy one says that nothing is found.
         exit: what ``dtypedoctor run`` would exit with for it alone.

@@ -30,6 +30,7 @@ from dtypedoctor.report.document import (
 )
 from dtypedoctor.report.environment import ELSEWHERE, environment_rows, environment_table, reproduction_script
 from dtypedoctor.report.fixes import cures, fix_checks, fixes_part
+from dtypedoctor.report.magnitude_table import magnitude_section
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_facts import (
     CONFIDENCE,
@@ -40,12 +41,11 @@ from dtypedoctor.report.run_facts import (
     place,
     proven_means,
     raw_sentence,
+    run_title,
     status_word,
     summary_facts,
     title,
-    what_ran,
 )
-from dtypedoctor.report.strip import strip_part
 from dtypedoctor.report.text import ABSENT, counted
 from dtypedoctor.report.to_json import report_data
 
@@ -60,13 +60,13 @@ def run_document(report: Report) -> Document:
         _verdict(report),
         fixes_part(report),
         before_after(report),
-        _map(report) if report.pictures else strip_part(report),
+        _map(report) if report.pictures else magnitude_section(report),
         _flow(report),
         bisection_part(report),
         _trust(report),
         _reproduce(report),
     )
-    ran = what_ran(report)
+    ran = run_title(report)
     return Document(
         name=report.name,
         headline=report.headline,

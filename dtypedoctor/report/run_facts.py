@@ -137,7 +137,7 @@ def watched_and_not(observer: Observer) -> str:
 
 
 def ended_with(report: Report) -> str:
-    """What the untreated run raised, when and where; empty where it did not raise, or the headline says it already."""
+    """What the baseline raised, when and where; empty where it did not raise, or the headline says it already."""
     ended = report.before.ended if report.before is not None else "completed"
     return one_line(ended, 400) if report.status is Status.FINDINGS and ended != "completed" else ""
 
@@ -169,8 +169,8 @@ def raw_sentence(report: Report) -> str:
     )
 
 
-def what_ran(report: Report) -> str:
-    """What the untreated run does, e.g. ``grpo on builtin model llama, bfloat16, LoRA; on cpu``.
+def run_title(report: Report) -> str:
+    """What the baseline does, e.g. ``grpo on builtin model llama, bfloat16, LoRA; on cpu``.
 
     Empty where the report does not carry a whole scenario (it was redacted, or is older than the present keys).
     """

@@ -12,7 +12,6 @@ from html import escape
 from importlib import resources
 
 from dtypedoctor import __version__
-from dtypedoctor.report.distil import map_data
 from dtypedoctor.report.document import (
     Bar,
     Beside,
@@ -34,6 +33,7 @@ from dtypedoctor.report.document import (
     Words,
     parts_of,
 )
+from dtypedoctor.report.pictures import map_data
 from dtypedoctor.report.text import ABSENT, number, one_line, paragraphs
 
 

@@ -14,10 +14,10 @@ from dtypedoctor.report.run_facts import (
     observer_sentence,
     place,
     proven_means,
+    run_title,
     summary_facts,
     title,
     watched_and_not,
-    what_ran,
 )
 from dtypedoctor.report.to_markdown import render_markdown
 
@@ -40,19 +40,19 @@ TRAINING = [{"model": {"name": "builtin:llama"}, "workload": {"kind": "train", "
 def test_what_ran_is_told_in_a_line_and_the_summary_with_the_scenario() -> None:
     """The summary says what somebody expects, the headline what was measured; they are not told side by side."""
     report = replace(mismatch(), scenario=SCENARIO, environment={"device": "cpu"})
-    assert what_ran(report) == "grpo on builtin model llama, bfloat16, LoRA, float16 autocast; then unload; on cpu"
-    assert what_ran(
+    assert run_title(report) == "grpo on builtin model llama, bfloat16, LoRA, float16 autocast; then unload; on cpu"
+    assert run_title(
         replace(report, scenario={**SCENARIO, "steps": TRAINING, "distributed": {"processes": 2}})
     ).endswith("on cpu, in 2 processes")
     page = render_markdown(run_document(report))
-    assert what_ran(report) in page.split("###")[0]
+    assert run_title(report) in page.split("###")[0]
     assert "It fails." not in page.split("### Reproduce")[0]
 
 
 @pytest.mark.parametrize("scenario", [{}, {"name": "case"}, {"name": "case", "steps": [{"model": {"name": 3}}]}])
 def test_a_scenario_that_is_not_whole_is_not_told(scenario: dict[str, object]) -> None:
     """A report may be redacted, or older than the present keys."""
-    assert what_ran(replace(mismatch(), scenario=scenario)) == ""
+    assert run_title(replace(mismatch(), scenario=scenario)) == ""
 
 
 def test_a_dtype_is_labelled_by_what_it_is_of() -> None:

@@ -9,11 +9,11 @@ import pytest
 from report_builders import overflow
 from traces import TraceBuilder, tensor
 
-from dtypedoctor.report.distil import MOST_COLUMNS, MOST_OPS, distil, map_data, why_it_changes
 from dtypedoctor.report.document import Map
 from dtypedoctor.report.files import with_pictures
+from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import ModulePicture, Picture, Report, Status
-from dtypedoctor.report.strip import origin_strip
+from dtypedoctor.report.pictures import MOST_COLUMNS, MOST_OPS, map_data, picture_of, why_it_changes
 from dtypedoctor.trace.events import Correction, Flow, Header, Raised, Replay, Root, Site
 from dtypedoctor.trace.writer import TraceWriter
 
@@ -33,7 +33,7 @@ def flow(inputs: list[str], outputs: list[str], weights: list[str] | None = None
 def test_each_column_holds_the_largest_of_its_step() -> None:
     """Several calls in one step count once, at their worst; a step without a call is a gap."""
     trace = TraceBuilder().sample("a", 1.0, step=1).sample("a", 3.0, step=1).sample("a", 2.0, step=3).build()
-    (series,) = module(distil(trace, "before"), "a").series
+    (series,) = module(picture_of(trace, "before"), "a").series
     assert (series.lane, series.dtype) == ("forward", "float16")
     assert series.absmax[0] == 3.0
     assert math.isnan(series.absmax[1])
@@ -43,7 +43,7 @@ def test_each_column_holds_the_largest_of_its_step() -> None:
 def test_what_is_not_finite_is_counted_by_column() -> None:
     """The page shows where inf and NaN begin and how many elements they are."""
     trace = TraceBuilder().sample("a", 1.0, index="0").sample("a", 7.0, index="1", step=2, inf=3)
-    picture = distil(trace.sample("a", 0.0, index="2", step=2, nan=2).build(), "before")
+    picture = picture_of(trace.sample("a", 0.0, index="2", step=2, nan=2).build(), "before")
     assert module(picture, "a").series[0].nonfinite == {1: (2, 3)}
     assert [(t.absmax, t.num_inf, t.num_nan) for t in module(picture, "a").tensors] == [
         (1.0, 0, 0),
@@ -65,7 +65,7 @@ def test_lanes_tell_outputs_gradients_and_parameters_apart() -> None:
         .sample("a", 7.0, phase="probe")
         .build()
     )
-    picture = distil(trace, "before")
+    picture = picture_of(trace, "before")
     assert {s.lane: s.absmax[0] for s in module(picture, "a").series} == {
         "generate": 1.0, "forward": 2.0, "backward": 3.0, "gradients": 4.0, "parameters": 5.0,
     }  # fmt: skip
@@ -79,7 +79,7 @@ def test_a_long_run_is_shown_at_its_worst_in_fewer_columns() -> None:
     builder = TraceBuilder()
     for step in range(1, 10_001, 7):
         builder.sample("a", float(step), step=step)
-    picture = distil(builder.build(), "before")
+    picture = picture_of(builder.build(), "before")
     assert len(picture.columns) <= MOST_COLUMNS
     assert picture.columns[0] == "1–50"
     assert module(picture, "a").series[0].absmax[0] == 50.0
@@ -87,7 +87,7 @@ def test_a_long_run_is_shown_at_its_worst_in_fewer_columns() -> None:
 
 def test_an_empty_trace_is_an_empty_picture() -> None:
     """A worker that died before its first module still has a page."""
-    picture = distil(TraceBuilder().build(), "before")
+    picture = picture_of(TraceBuilder().build(), "before")
     assert (picture.columns, picture.modules) == (("1",), ())
 
 
@@ -124,7 +124,7 @@ def traced() -> TraceBuilder:
 
 def test_ops_tell_where_a_value_was_born() -> None:
     """Finite operands and a non-finite result mark the op; the replay stands beside it."""
-    (line,) = distil(traced().build(), "before").ops
+    (line,) = picture_of(traced().build(), "before").ops
     assert line.born
     assert line.inputs[0] == "f16 2×4 absmax 318.8"
     assert line.outputs == ("f16 2×4 absmax 56,256 8 inf",)
@@ -136,7 +136,7 @@ def test_a_mask_of_infinities_is_no_birth() -> None:
     builder = TraceBuilder()
     builder.op("aten.masked_fill.Scalar", "attn", [tensor(1)], [tensor(2, inf=3)], scalars=["-inf"])
     builder.op("aten.full.default", "attn", [], [tensor(3, inf=3)], scalars=["[2]", "-inf"])
-    assert [line.born for line in distil(builder.build(), "before").ops] == [False, False]
+    assert [line.born for line in picture_of(builder.build(), "before").ops] == [False, False]
 
 
 def test_of_many_ops_those_around_the_failure_are_kept() -> None:
@@ -144,7 +144,7 @@ def test_of_many_ops_those_around_the_failure_are_kept() -> None:
     builder = TraceBuilder()
     for number in range(3000):
         builder.op("aten.add.Tensor", "m", [tensor(number)], [tensor(number + 1, inf=1 if number >= 2000 else 0)])
-    lines = distil(builder.build(), "before").ops
+    lines = picture_of(builder.build(), "before").ops
     assert len(lines) == MOST_OPS
     assert sum(line.born for line in lines) == MOST_OPS // 2
 
@@ -169,7 +169,7 @@ def test_exceptions_and_corrections_are_noted() -> None:
         )
         .build()
     )
-    assert distil(trace, "before").notes == (
+    assert picture_of(trace, "before").notes == (
         "RuntimeError in step 2, forward, in a: no more",
         "correction clamp: f runs g.py:1; 3 hits, 0 rescued, 7 clamped",
     )
@@ -217,7 +217,7 @@ def test_the_gallery_shows_before_the_first_cure_and_the_reference(tmp_path: Pat
 def test_the_pages_data_cannot_end_its_element() -> None:
     """No less-than sign, no ampersand, no character beyond ASCII, and no token that is not JSON."""
     trace = TraceBuilder().sample("</script><!--\u202ex", 1.0, cls="<b>").sample("a", 0.0, inf=3).build()
-    report = Report(name="x", status=Status.HEALTHY, headline="h", pictures=(distil(trace, "</script>&"),))
+    report = Report(name="x", status=Status.HEALTHY, headline="h", pictures=(picture_of(trace, "</script>&"),))
     text = map_data(Map(report.pictures, report.findings))
     assert text.isascii()
     assert not set("<>&") & set(text)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtypedoctor.report.magnitude_table import magnitude_lines
 from dtypedoctor.report.model import StripRow
-from dtypedoctor.report.strip import strip_lines
 from dtypedoctor.report.text import (
     ascii_only,
     count,
@@ -121,14 +121,14 @@ def row(fqn: str, **more: object) -> StripRow:
 
 def test_the_strip_leaves_out_what_all_names_share() -> None:
     """Short names fit a narrow terminal; the layer number keeps its word."""
-    names = [line.name for line in strip_lines([row("model.layers.0.mlp"), row("model.layers.1.mlp.up_proj")])]
+    names = [line.name for line in magnitude_lines([row("model.layers.0.mlp"), row("model.layers.1.mlp.up_proj")])]
     assert names == ["…layers.0.mlp", "…layers.1.mlp.up_proj"]
-    assert [line.name for line in strip_lines([row("lm_head")])] == ["lm_head"]
-    assert [line.name for line in strip_lines([row(""), row("a.b")])] == ["Linear", "a.b"]
+    assert [line.name for line in magnitude_lines([row("lm_head")])] == ["lm_head"]
+    assert [line.name for line in magnitude_lines([row(""), row("a.b")])] == ["Linear", "a.b"]
 
 
 def test_an_infinite_value_fills_the_bar() -> None:
     """The finite rest of a tensor with inf in it says nothing about its range."""
-    (line,) = strip_lines([row("a", absmax=3.0, num_inf=2, num_nan=1, is_origin=True)])
+    (line,) = magnitude_lines([row("a", absmax=3.0, num_inf=2, num_nan=1, is_origin=True)])
     assert line.fill == 1.0
     assert line.note == "ORIGIN, 2 inf, 1 NaN"

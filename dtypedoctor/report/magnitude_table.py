@@ -1,4 +1,4 @@
-"""The modules around the origin of a failure in execution order, with dtype and magnitude: found in a trace, and put into words."""
+"""The table of activation magnitudes near the origin of a failure, in execution order: found in a trace, and laid out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ BEFORE, AFTER = 6, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StripLine:
+class MagnitudeLine:
     """One module of the strip in words.
 
     Attributes:
@@ -37,11 +37,11 @@ class StripLine:
     is_origin: bool
 
 
-def strip_lines(rows: Sequence[StripRow]) -> list[StripLine]:
+def magnitude_lines(rows: Sequence[StripRow]) -> list[MagnitudeLine]:
     """The strip in words, in the order of ``rows``."""
     shared = shared_prefix([row.fqn for row in rows])
     return [
-        StripLine(
+        MagnitudeLine(
             name=("…" if shared else "") + row.fqn[shared:] if row.fqn else row.cls or "(model)",
             dtype=short_name(row.dtype),
             absmax=number(row.absmax),
@@ -60,7 +60,7 @@ def scale_caption(rows: Sequence[StripRow]) -> str:
     return f"Bars: log scale, from the dtype's smallest normal value to its max ({ends or ABSENT})."
 
 
-def strip_title(rows: Sequence[StripRow]) -> str:
+def magnitude_title(rows: Sequence[StripRow]) -> str:
     """What the strip is about: the origin only where one is known."""
     return (
         "Activation magnitudes near the origin"
@@ -97,17 +97,17 @@ def _note(row: StripRow) -> str:
     return ", ".join(notes) or ("" if row.absmax is not None else ABSENT)
 
 
-def strip_part(report: Report) -> Section:
+def magnitude_section(report: Report) -> Section:
     """The strip, which needs no trace."""
-    lines = strip_lines(report.strip)
-    title = f"{strip_title(report.strip)} (execution order, log scale)"
+    lines = magnitude_lines(report.strip)
+    title = f"{magnitude_title(report.strip)} (execution order, log scale)"
     if not lines:
         return Section(title, ())
     table = Table(("", "module", "dtype", "absmax", "in its range", ""), tuple(map(_line_cells, lines)))
     return Section(title, (table, Paragraph(scale_caption(report.strip), Look.DIM)), "strip", "Magnitudes")
 
 
-def _line_cells(line: StripLine) -> tuple[Line, ...]:
+def _line_cells(line: MagnitudeLine) -> tuple[Line, ...]:
     look = Look.BAD if line.is_origin else Look.PLAIN
     mark = Words("▶" if line.is_origin else "", look)
     bar = Bar(line.fill, bad=bool(line.note))

@@ -125,7 +125,7 @@ _WORDS = {"output": "output", "grad_output": "gradient of output", "grad": "grad
 _Key = tuple[int, str]
 
 
-def distil(trace: Trace, label: str, *, ops_from: Trace | None = None) -> Picture:
+def picture_of(trace: Trace, label: str, *, ops_from: Trace | None = None) -> Picture:
     """What a person looks at in ``trace``.
 
     Args:
