@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtypedoctor._torch_private import tree_map, without_autocast
 from dtypedoctor.instrument.operators import (
     Arguments,
     TensorIds,
+    bytes_of,
+    fits,
     has_out,
     keep_written,
     leaves_memory_as_it_was,
@@ -26,8 +29,9 @@ from dtypedoctor.instrument.operators import (
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import contained
 
-MAX_HELD = 256 * 2**20
-"""Bytes of float32 values that are kept; the oldest go first, and where they are missing the real value stands for them."""
+MAX_HELD = {"cpu": 16 << 20, "cuda": 256 << 20}
+"""Bytes of float32 values that are kept on a device. Those of tensors that are gone go first, then the oldest; where they are missing the
+real value stands for them."""
 SMALL = 4096
 """Elements of the largest tensor whose float32 original is kept when it is cast and elements of it are lost."""
 
@@ -70,7 +74,7 @@ class Float32Program:
 
     def __init__(self, ids: TensorIds) -> None:
         self._ids = ids
-        self._values: OrderedDict[int, Tensor] = OrderedDict()
+        self._values: OrderedDict[int, tuple[Tensor, StorageWeakRef]] = OrderedDict()
         self._bytes = 0
 
     def forget(self) -> None:
@@ -80,7 +84,7 @@ class Float32Program:
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """``tensor`` would hold ``value``."""
-        self._keep(self._ids.of(tensor)[0], value)
+        self._keep(tensor, value)
 
     def follow(self, func: Any, arguments: Arguments, numbers: list[int], results: list[Tensor]) -> list[Tensor] | None:
         """Runs ``func`` on the float32 values of its operands and keeps what comes of it.
@@ -95,20 +99,23 @@ class Float32Program:
             The float32 results, in the order of ``results``; None where they are those of the real run, or cannot be had.
         """
         operands = tensors_of(arguments)
-        held = {id(t): self._values[n] for t, n in zip(operands, numbers, strict=True) if n in self._values}
+        held = {id(t): self._values[n][0] for t, n in zip(operands, numbers, strict=True) if n in self._values}
         if not self._takes_part(func, held, operands, results):
+            return None
+        copied = [t for t in operands if t.dtype in HALF and id(t) not in held]
+        if not fits(bytes_of([*copied, *results], 4), results[0].device):
             return None
         exact = _run(func, arguments, held)
         if exact is None or len(exact) != len(results):
             return None
         for real, other in zip(results, exact, strict=True):
             if measurable(real) and measurable(other) and real.shape == other.shape:
-                self._keep(self._ids.of(real)[0], other)
+                self._keep(real, other)
         return exact
 
     def lost(self, tensor: Tensor) -> int:
         """How many elements of ``tensor`` are 0 that would not be."""
-        value = self._values.get(self._ids.of(tensor)[0])
+        value, _ = self._values.get(self._ids.of(tensor)[0], (None, None))
         if value is None or value.shape != tensor.shape:
             return 0
         return int((tensor.eq(0) & value.ne(0)).sum())
@@ -120,12 +127,21 @@ class Float32Program:
             return False
         return bool(held) or any(t.dtype in HALF for t in (*operands, *results))
 
-    def _keep(self, number: int, value: Tensor) -> None:
+    def _keep(self, tensor: Tensor, value: Tensor) -> None:
+        number, room = self._ids.of(tensor)[0], MAX_HELD.get(value.device.type, MAX_HELD["cpu"])
+        self._drop(number)
         self._bytes += value.nbytes
-        self._values[number] = value
-        while self._bytes > MAX_HELD and self._values:
-            _, oldest = self._values.popitem(last=False)
-            self._bytes -= oldest.nbytes
+        self._values[number] = value, StorageWeakRef(tensor.untyped_storage())
+        if self._bytes > room:
+            for gone in [n for n, (_, memory) in self._values.items() if memory.expired()]:
+                self._drop(gone)
+        while self._bytes > room and self._values:
+            self._drop(next(iter(self._values)))
+
+    def _drop(self, number: int) -> None:
+        if number in self._values:
+            value, _ = self._values.pop(number)
+            self._bytes -= value.nbytes
 
 
 def _run(func: Any, arguments: Arguments, held: dict[int, Tensor]) -> list[Tensor] | None:

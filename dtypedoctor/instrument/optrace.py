@@ -32,6 +32,7 @@ from dtypedoctor.instrument.operators import (
     is_unfinished,
     is_whole,
     keep_written,
+    return_large_blocks,
     scalars,
     tensors_of,
     written,
@@ -363,6 +364,8 @@ class OpWindows:
 
     def start(self, call: int = 1) -> None:
         """The program begins, or goes on before outermost call number ``call``: what is made before it belongs to it, and to its step."""
+        if self._windows:
+            return_large_blocks()
         self._open_early(call - 1)
         self._open_whole(self._position.step)
 

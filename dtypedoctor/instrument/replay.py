@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dtypedoctor._torch_private import schema_of, tree_flatten, tree_map, without_autocast
 from dtypedoctor.instrument.naming import dtype_name, short_name
-from dtypedoctor.instrument.operators import Arguments, tensors_of
+from dtypedoctor.instrument.operators import Arguments, bytes_of, fits, tensors_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_spread, measurable, measure
 from dtypedoctor.interruptions import contained
@@ -31,10 +31,13 @@ def replay_wider(writer: TraceWriter, of: int, func: Any, args: tuple[Any, ...],
     """
     leaves = [t for t in tree_flatten((args, kwargs))[0] if measurable(t)]
     wide = torch.float64 if all(t.dtype is torch.float32 for t in leaves) else torch.float32
+    copies: dict[int, Tensor] = {}  # one for an operand that is given twice
 
     def widen(value: Any) -> Any:
         if measurable(value):
-            return value.to(wide)
+            if id(value) not in copies:
+                copies[id(value)] = value.to(wide)
+            return copies[id(value)]
         return wide if isinstance(value, torch.dtype) and value in _FLOATS else value
 
     run_again(writer, of, short_name(wide), func, tree_map(widen, (args, kwargs)))
@@ -179,6 +182,11 @@ class _Scores:
     derived: set[int] = field(default_factory=set)
     length: int = 0
 
+    @property
+    def held(self) -> int:
+        """Bytes that are kept alive for it, whoever else does so."""
+        return bytes_of(tensor for ran in (self.product, *self.before_softmax) for tensor in ran.results)
+
 
 class AttentionReplay:
     """Writes an :class:`AttentionReplayed` where the softmax of attention scores made NaN.
@@ -208,6 +216,8 @@ class AttentionReplay:
             self._advance(scores, ran)
         if _is_of_activations(ran) and str(ran.func) in _PRODUCTS:
             self._open.append(_Scores(ran, derived={note.id for note in ran.outputs}))
+        if not fits(sum(scores.held for scores in self._open), ran.results[0].device):
+            self._open.clear()
 
     def _advance(self, scores: _Scores, ran: Ran) -> None:
         """An operator takes scores, or what was made of them."""

@@ -177,6 +177,44 @@ def training() -> Callable[[], object]:
     return work
 
 
+def half_training() -> Callable[[], object]:
+    """Many half-precision activations that autograd holds: a float32 value beside each would be three times the program."""
+    x = torch.full((MIB,), 1.01, dtype=torch.float16, requires_grad=True)
+
+    class Scale(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x
+
+    net = nn.Sequential(*(Scale() for _ in range(8)), *(nn.Tanh() for _ in range(24)))
+
+    def work() -> None:
+        net(x).float().sum().backward()
+        x.grad = None
+
+    return work
+
+
+def attention() -> Callable[[], object]:
+    """Scores that are scaled and masked in float16 before their softmax."""
+    q = torch.randn(8, 1024, 16).half()
+    mask = torch.zeros(1024, 1024, dtype=torch.float16)
+
+    class Attend(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            scores = torch.bmm(q, q.transpose(1, 2))
+            for _ in range(6):
+                scores = scores * 0.9 + mask
+            return torch.bmm(scores.softmax(-1), q)
+
+    net = nn.Sequential(*(Attend() for _ in range(2)))
+
+    def work() -> None:
+        with torch.no_grad():
+            net(q)
+
+    return work
+
+
 PROGRAMS = [temporaries, without_gradients, generation, training, overflowing, repeated, without_modules]
 
 
@@ -194,7 +232,7 @@ def test_peak_memory_is_that_of_the_program(program: Callable[[], Any], tmp_path
     assert max(max(one) for one in found.values()) <= 1.02 * bare + ALLOWED, found
 
 
-@pytest.mark.parametrize("program", [temporaries, without_gradients])
+@pytest.mark.parametrize("program", [temporaries, without_gradients, half_training, attention])
 def test_peak_memory_under_the_op_trace_is_that_of_the_program(program: Callable[[], Any], tmp_path: Path) -> None:
     """A window that records each operator keeps none of its operands."""
     work = program()
