@@ -16,7 +16,7 @@ from dtypedoctor.trials.remedies import Remedy
 from dtypedoctor.trials.results import WRONG_OUTPUT, Diagnostic, Outcome, RunSummary, Trial
 from dtypedoctor.trials.summary import parity, summarise
 
-__all__ = ["Yardstick", "expectation_on", "is_met", "judge", "not_tried"]
+__all__ = ["Baselines", "expectation_on", "is_met", "judge", "not_tried"]
 
 
 MIN_STEPS_FOR_RATIO = 3
@@ -30,7 +30,7 @@ STRICT_ERROR = "MixedDtypesError"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Yardstick:
+class Baselines:
     """What a trial is compared with.
 
     Attributes:
@@ -50,7 +50,7 @@ class Yardstick:
     failed: Trace | None = None
 
 
-def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) -> Trial:
+def judge(remedy: Remedy, scenario: Scenario, run: Run, baselines: Baselines) -> Trial:
     """The trial of ``remedy``: ``run`` is the run of the changed scenario, ``scenario``."""
     refused = next((c for c in run.trace.all(Correction) if not c.installed), None)
     if refused is not None:
@@ -58,11 +58,11 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) ->
     idle = without_effect(remedy.id, scenario, run.trace)
     if idle:
         return not_tried(remedy, idle, condition=True)
-    after = summarise(remedy.id, run, scenario, yardstick.twin)
-    reason = next(_objections(remedy, run, after, yardstick), "")
-    base = _ratio_base(yardstick)
+    after = summarise(remedy.id, run, scenario, baselines.twin)
+    reason = next(_objections(remedy, run, after, baselines), "")
+    base = _ratio_base(baselines)
     last = {c.id: c for c in run.trace.all(Correction)}
-    probe = diagnostic(remedy.id, scenario, run.trace, yardstick.failed, passes=not reason)
+    probe = diagnostic(remedy.id, scenario, run.trace, baselines.failed, passes=not reason)
     return Trial(
         remedy=remedy.id,
         summary=remedy.summary,
@@ -70,7 +70,7 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) ->
         reason=reason or f"all steps completed, the finding does not recur, {_finite(run.trace)}",
         safe=remedy.safe and probe is None,
         run=after,
-        parity=parity(run.trace, yardstick.reference[1]) if yardstick.reference else None,
+        parity=parity(run.trace, baselines.reference[1]) if baselines.reference else None,
         rescued_elements=sum(c.rescued for c in last.values()) if last else None,
         clamped_elements=sum(c.clamped for c in last.values()) if last else None,
         step_time_ratio=_ratio(after.step_time, base.step_time if base else None),
@@ -78,7 +78,7 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, yardstick: Yardstick) ->
         ratio_base=base.label if base else None,
         output_error=after.output_error,
         as_intended=_as_intended(remedy, run),
-        never_reached=_never_reached(run, yardstick.raised),
+        never_reached=_never_reached(run, baselines.raised),
         diagnostic=probe,
     )
 
@@ -129,7 +129,7 @@ def not_tried(remedy: Remedy, reason: str, *, condition: bool = False) -> Trial:
     )
 
 
-def _objections(remedy: Remedy, run: Run, after: RunSummary, yardstick: Yardstick) -> Iterator[str]:
+def _objections(remedy: Remedy, run: Run, after: RunSummary, baselines: Baselines) -> Iterator[str]:
     """What speaks against calling the run cured, the plainest first."""
     analysis, ending = analysis_of(run.trace), ending_of(run)
     if not ending.completed:
@@ -137,11 +137,11 @@ def _objections(remedy: Remedy, run: Run, after: RunSummary, yardstick: Yardstic
         yield (
             f"{ending.words}. A cast would have hidden it"
             if strict
-            else _beside_before(ending.words, run, yardstick.raised)
+            else _beside_before(ending.words, run, baselines.raised)
         )
     if after.steps_completed < after.steps_planned:
         yield f"only {after.steps_completed}/{after.steps_planned} steps completed"
-    errors = {f.id for f in yardstick.findings if f.severity is not Severity.INFO}
+    errors = {f.id for f in baselines.findings if f.severity is not Severity.INFO}
     for finding in analysis.findings:
         if finding.id in errors or finding.severity is Severity.ERROR:
             yield f"{finding.id} recurs"
@@ -179,11 +179,11 @@ def _beside_place(raised: Raised, before: Raised) -> str:
     return f"at {'the same' if alike else 'another'} {'operation' if raised.op else 'line'}, {what}, "
 
 
-def _ratio_base(yardstick: Yardstick) -> RunSummary | None:
+def _ratio_base(baselines: Baselines) -> RunSummary | None:
     """The run to compare costs with: the untreated one if it lived long enough to say anything, else the reference."""
-    if yardstick.before.steps_completed >= MIN_STEPS_FOR_RATIO:
-        return yardstick.before
-    return yardstick.reference[0] if yardstick.reference else None
+    if baselines.before.steps_completed >= MIN_STEPS_FOR_RATIO:
+        return baselines.before
+    return baselines.reference[0] if baselines.reference else None
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:

@@ -11,7 +11,7 @@ from dtypedoctor.trace.events import Condition
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, RunSummary, Trial
 
-__all__ = ["diagnostic", "settled", "weighed", "without_effect"]
+__all__ = ["apply_ablations", "confirm_by_trials", "diagnostic", "without_effect"]
 
 
 FLOAT32 = "autocast-off"
@@ -63,7 +63,7 @@ def _last(condition: str, trace: Trace) -> Condition | None:
     return next((c for c in reversed(trace.all(Condition)) if c.id == condition), None)
 
 
-def weighed(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Finding, ...]:
+def apply_ablations(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Finding, ...]:
     """The findings with what the runs under other conditions say of them.
 
     A run speaks of the findings that propose it and of the first one. It proves a finding that names the condition as its cause,
@@ -71,10 +71,12 @@ def weighed(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Findi
     """
     known = tuple(findings)
     tried = [(trial, trial.diagnostic) for trial in trials if trial.diagnostic is not None and trial.diagnostic.bearing]
-    return tuple(_weighed(f, [t for t in tried if i == 0 or t[0].remedy in f.remedies]) for i, f in enumerate(known))
+    return tuple(
+        _ablated(f, [t for t in tried if number == 0 or t[0].remedy in f.remedies]) for number, f in enumerate(known)
+    )
 
 
-def _weighed(finding: Finding, tried: Iterable[tuple[Trial, Diagnostic]]) -> Finding:
+def _ablated(finding: Finding, tried: Iterable[tuple[Trial, Diagnostic]]) -> Finding:
     spec = spec_of(finding.id)
     for trial, found in tried:
         claimed = spec.needs == trial.remedy
@@ -112,13 +114,13 @@ def _said(trial: Trial, found: Diagnostic, *, claimed: bool) -> Iterator[str]:
         yield f"{run}: the run fails elsewhere ({trial.reason}). Whether the failure requires {removed} stays open."
 
 
-def settled(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Finding, ...]:
+def confirm_by_trials(findings: Iterable[Finding], trials: Iterable[Trial]) -> tuple[Finding, ...]:
     """The findings, those proven whose cause was taken away in a trial and took the failure with it."""
     fixed = {t.remedy: t for t in trials if t.outcome is Outcome.FIXED and t.diagnostic is None}
-    return tuple(_settled(finding, fixed) for finding in findings)
+    return tuple(_confirmed(finding, fixed) for finding in findings)
 
 
-def _settled(finding: Finding, fixed: Mapping[str, Trial]) -> Finding:
+def _confirmed(finding: Finding, fixed: Mapping[str, Trial]) -> Finding:
     spec = spec_of(finding.id)
     proving = next((fixed[name] for name in spec.settled_by if name in fixed), None)
     if proving is None or proving.run is None:

@@ -55,7 +55,7 @@ class CloserLook:
         """The run that the findings come from: the second where it explains the first."""
         return self.closer if self.closer is not None else self.before
 
-    def weighed(self, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    def cap_confidence(self, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
         """The findings; where a second run shows something else, none that it does not show as well is called proven."""
         return findings if self.other is None else unconfirmed(findings, self.other.trace, self.doubt)
 

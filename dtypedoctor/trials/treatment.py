@@ -13,10 +13,10 @@ from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.scenario.request import Request
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.caught import said_of_caught, with_caught
-from dtypedoctor.trials.judge import Yardstick, judge, not_tried
+from dtypedoctor.trials.judge import Baselines, judge, not_tried
 from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.preflight import check_checkpoints, joined
-from dtypedoctor.trials.proof import settled, weighed
+from dtypedoctor.trials.proof import apply_ablations, confirm_by_trials
 from dtypedoctor.trials.remedies import Remedy, exec_option, float32_twin, healthy_reference, is_script, remedies
 from dtypedoctor.trials.results import Observer, Trial
 from dtypedoctor.trials.runs import LaterRuns, RunRequest, led, led_by_spawned, rank_of, ranks_of, said_of_spawned
@@ -75,20 +75,20 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     observer = _certificate(scenario, before, later) if plan.certify else NOT_COMPARED
     failed = _has_failed(before, findings)
     references = _run_references(scenario, later) if plan.remedies and failed else _References()
-    yardstick = _yardstick(scenario, before, findings, references, failed=failed)
-    trials = _tried(scenario, later, yardstick, plan) if plan.remedies else ()
+    baselines = _baselines(scenario, before, findings, references, failed=failed)
+    trials = _tried(scenario, later, baselines, plan) if plan.remedies else ()
     return Treatment(
         scenario=scenario,
         before=before,
-        before_summary=yardstick.before,
+        before_summary=baselines.before,
         closer=look.closer,
         no_closer=look.no_closer,
         replayed=look.certificate,
         diagnosed=look.seen.trace,
-        findings=look.weighed(weighed(settled(findings, trials), trials)),
+        findings=look.cap_confidence(apply_ablations(confirm_by_trials(findings, trials), trials)),
         observer=observer,
         reference=references.healthy,
-        reference_summary=yardstick.reference[0] if yardstick.reference is not None else None,
+        reference_summary=baselines.reference[0] if baselines.reference is not None else None,
         trials=trials,
         complete=plan.remedies and plan.only is None,
         refusals=tuple(later.refusals),
@@ -131,7 +131,7 @@ def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
     look = _replay_live(scenario, run) if replay else CloserLook(before=run, no_closer=WATCHED_LIVE)
     seen = look.seen.trace
     found = across_ranks(said_of_caught(analysis_of(seen).findings, seen), ranks_of(run), rank_of(run))
-    findings = look.weighed(found)
+    findings = look.cap_confidence(found)
     return Treatment(
         scenario=scenario,
         before=run,
@@ -185,12 +185,12 @@ def _compared_run(label: str, scenario: Scenario | None, run: LaterRuns) -> Run 
     return run(label, Request(scenario=scenario)) if scenario is not None else None
 
 
-def _yardstick(
+def _baselines(
     scenario: Scenario, before: Run, findings: tuple[Finding, ...], references: _References, *, failed: bool
-) -> Yardstick:
+) -> Baselines:
     """What the trials are compared with."""
     healthy, twin = references.healthy, references.twin
-    return Yardstick(
+    return Baselines(
         before=summarise("before", before, scenario, twin),
         findings=findings,
         reference=(summarise("reference", healthy, scenario, twin), healthy.trace) if healthy is not None else None,
@@ -200,10 +200,10 @@ def _yardstick(
     )
 
 
-def _tried(scenario: Scenario, later: LaterRuns, yardstick: Yardstick, plan: Plan) -> tuple[Trial, ...]:
+def _tried(scenario: Scenario, later: LaterRuns, baselines: Baselines, plan: Plan) -> tuple[Trial, ...]:
     """A trial of each remedy that the findings or the scenario propose."""
-    proposed = _proposed(scenario, yardstick.findings, failed=yardstick.failed is not None)
-    return tuple(_try(remedy, scenario, later, yardstick, plan) for remedy in proposed)
+    proposed = _proposed(scenario, baselines.findings, failed=baselines.failed is not None)
+    return tuple(_try(remedy, scenario, later, baselines, plan) for remedy in proposed)
 
 
 def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool) -> Iterator[Remedy]:
@@ -218,7 +218,7 @@ def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool
             yield known[name]
 
 
-def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, yardstick: Yardstick, plan: Plan) -> Trial:
+def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baselines, plan: Plan) -> Trial:
     changed = remedy.change(scenario)
     reason = _why_not(remedy, scenario, changed, plan)
     condition = changed.conditions != scenario.conditions
@@ -227,7 +227,7 @@ def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, yardstick: Yardstic
     tried = run.attempt(f"remedy-{remedy.id}", Request(scenario=changed, repeats="before"))
     if isinstance(tried, str):  # what can be run untreated may still not be possible with the remedy
         return not_tried(remedy, tried, condition=condition)
-    return judge(remedy, changed, tried, yardstick)
+    return judge(remedy, changed, tried, baselines)
 
 
 def _why_not(remedy: Remedy, scenario: Scenario, changed: Scenario, plan: Plan) -> str:

@@ -17,7 +17,7 @@ from dtypedoctor.report.run_facts import summary_facts
 from dtypedoctor.scenario.model import ConditionName, Scenario
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
 from dtypedoctor.trials.judge import not_tried
-from dtypedoctor.trials.proof import diagnostic, weighed, without_effect
+from dtypedoctor.trials.proof import apply_ablations, diagnostic, without_effect
 from dtypedoctor.trials.remedies import ABLATIONS, remedies
 from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, Trial
 
@@ -177,7 +177,7 @@ def test_a_condition_proves_or_denies_only_a_finding_that_names_it_as_its_cause(
     finding: str, bearing: Bearing, confidence: Confidence, said: str
 ) -> None:
     """For the others it is one more measurement, and what takes away more than the cause proves nothing."""
-    (found,) = weighed([replace(FOUND, id=finding, confidence=Confidence.LIKELY)], [trial(bearing)])
+    (found,) = apply_ablations([replace(FOUND, id=finding, confidence=Confidence.LIKELY)], [trial(bearing)])
     assert found.confidence is confidence
     assert said in " ".join(found.evidence)
     assert "took effect 3 times" in found.evidence[0]
@@ -187,7 +187,7 @@ def test_a_run_speaks_of_the_first_finding_and_of_those_that_propose_it() -> Non
     """Not of one that has nothing to do with it."""
     other = replace(FOUND, id="update-stall")
     proposing = replace(other, remedies=("autocast-off",))
-    first, second, third = weighed([FOUND, other, proposing], [trial(Bearing.NEEDED)])
+    first, second, third = apply_ablations([FOUND, other, proposing], [trial(Bearing.NEEDED)])
     assert (len(first.evidence), len(second.evidence), len(third.evidence)) == (1, 0, 1)
 
 

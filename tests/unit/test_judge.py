@@ -16,7 +16,7 @@ from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Correction, End, Metric, ProbeLogProbs, Raised, Resources
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.judge import Yardstick, judge, not_tried
+from dtypedoctor.trials.judge import Baselines, judge, not_tried
 from dtypedoctor.trials.remedies import Remedy, remedies
 from dtypedoctor.trials.results import Outcome, RunSummary, Trial
 from dtypedoctor.trials.summary import summarise
@@ -54,10 +54,10 @@ def run(trace: TraceBuilder, *, steps: int = 3, ended: WorkerExit = OK) -> Run:
     return Run(trace=Trace(records=records, samples=built.samples, sites=built.sites), exit=ended, directory=Path("x"))
 
 
-def tried(trace: TraceBuilder, remedy: Remedy = CURE, *, steps: int = 3, **yardstick: Any) -> Trial:
+def tried(trace: TraceBuilder, remedy: Remedy = CURE, *, steps: int = 3, **baselines: Any) -> Trial:
     """The verdict on a remedy whose run left this trace."""
     return judge(
-        remedy, SCENARIO, run(trace, steps=steps), Yardstick(**({"before": BEFORE, "findings": FOUND} | yardstick))
+        remedy, SCENARIO, run(trace, steps=steps), Baselines(**({"before": BEFORE, "findings": FOUND} | baselines))
     )
 
 

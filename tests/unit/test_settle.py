@@ -6,7 +6,7 @@ import pytest
 
 from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
-from dtypedoctor.trials.proof import settled
+from dtypedoctor.trials.proof import confirm_by_trials
 from dtypedoctor.trials.remedies import remedies
 from dtypedoctor.trials.results import Diagnostic, Outcome, RunSummary, Trial
 
@@ -37,7 +37,7 @@ def trial(remedy: str, outcome: Outcome = Outcome.FIXED, *, ran: bool = True) ->
 
 def test_a_cure_that_changes_the_cause_alone_proves_it() -> None:
     """The run becomes evidence, beside what was known."""
-    (found,) = settled([finding()], [trial("quant-state-dtype")])
+    (found,) = confirm_by_trials([finding()], [trial("quant-state-dtype")])
     assert found.confidence is Confidence.PROVEN
     assert found.evidence[0] == "Measured."
     assert found.evidence[1] == (
@@ -60,7 +60,7 @@ def test_a_cure_that_changes_the_cause_alone_proves_it() -> None:
 )
 def test_anything_else_proves_nothing(tried: Trial) -> None:
     """A finding stays as it was."""
-    assert settled([finding()], [tried]) == (finding(),)
+    assert confirm_by_trials([finding()], [tried]) == (finding(),)
 
 
 def test_every_counterfactual_is_a_safe_remedy() -> None:
@@ -72,8 +72,8 @@ def test_every_counterfactual_is_a_safe_remedy() -> None:
 def test_another_cure_of_the_same_finding_is_told_and_proves_nothing_by_itself() -> None:
     """Without autocast a contradiction is gone, but so is every other thing that autocast does."""
     found = finding("autocast-contradicts-model")
-    assert settled([found], [trial("autocast-off")]) == (found,)
-    (both,) = settled([found], [trial("autocast-off"), trial("autocast-dtype-of-model")])
+    assert confirm_by_trials([found], [trial("autocast-off")]) == (found,)
+    (both,) = confirm_by_trials([found], [trial("autocast-off"), trial("autocast-dtype-of-model")])
     assert both.confidence is Confidence.PROVEN
     assert [sentence.partition(" (")[0] for sentence in both.evidence[1:]] == [
         "With autocast-dtype-of-model",

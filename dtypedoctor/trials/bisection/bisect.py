@@ -27,7 +27,7 @@ from dtypedoctor.trials.bisection.questions import (
 from dtypedoctor.trials.bisection.reproduction import reproduce
 from dtypedoctor.trials.bisection.results import Answer, Bisection, End, Kind, Symptom
 from dtypedoctor.trials.bisection.symptoms import symptom_of
-from dtypedoctor.trials.judge import Yardstick, judge
+from dtypedoctor.trials.judge import Baselines, judge
 from dtypedoctor.trials.reduction import Outcome
 from dtypedoctor.trials.remedies import Remedy, remedies
 from dtypedoctor.trials.results import Trial
@@ -181,7 +181,7 @@ class _Bisecting:
         """The whole scenario, changed: the trial, and whether it is healthy."""
         self._progress.stage(f"running {describe(self._scenario)} with {label}")
         run = self._runner.run(Request(scenario=changed), f"remedy-{label}")
-        yardstick = Yardstick(before=found.treatment.before_summary, findings=found.treatment.findings)
+        baselines = Baselines(before=found.treatment.before_summary, findings=found.treatment.findings)
         known = remedies()
         remedy = Remedy(
             id=label,
@@ -189,7 +189,7 @@ class _Bisecting:
             safe=all(known[name].safe for name in label.split("+") if name in known),
             change=lambda _: changed,
         )
-        return judge(remedy, changed, run, yardstick), symptom_of(run, setup.tolerance.of_first_outputs()).healthy
+        return judge(remedy, changed, run, baselines), symptom_of(run, setup.tolerance.of_first_outputs()).healthy
 
     def _concluded(self, found: Bisection, setup: ReferenceSetup, ladder: Sequence[Workload]) -> Bisection:
         """Corrections, modes, cost and reproduction, where there is a culprit; Ctrl-C, or a run that cannot be made, leaves out the rest."""
