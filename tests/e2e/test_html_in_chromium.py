@@ -105,7 +105,7 @@ def test_the_origin_is_in_view_at_once(opened: webdriver.Chrome) -> None:
     assert f"inf @ {BROKEN_AT}" in row.text
     assert opened.find_element(By.CSS_SELECTOR, ".tools strong").text == str(BROKEN_AT)
     said = detail(opened)
-    for expected in (ORIGIN, "f16 ends at 65504", "12 inf", "aten.mul.Tensor", "modeling.py:42", "born here", "again in float32: finite, absmax 90000",
+    for expected in (ORIGIN, "f16 max 65,504", "12 inf", "aten.mul.Tensor", "modeling.py:42", "originates here", "again in float32: finite, absmax 90,000",
                      "it casts to the dtype of its weights"):  # fmt: skip
         assert expected in said
 
@@ -198,7 +198,7 @@ def test_pointing_at_a_cell_tells_its_numbers(opened: webdriver.Chrome) -> None:
     action = webdriver.ActionChains(opened)
     action.move_to_element_with_offset(before, 2 - before.size["width"] // 2, 0).click().perform()
     tip = opened.find_element(By.CSS_SELECTOR, ".tip")
-    assert tip.text.split("\n") == [ORIGIN, "before, step 1", "absmax 8 in float16, 8188× below the largest, 65504"]
+    assert tip.text.split("\n") == [ORIGIN, "baseline, step 1", "absmax 8 in float16, 0.012% of float16 max, 65,504"]
     assert opened.find_element(By.CSS_SELECTOR, ".tools strong").text == "1"
 
 

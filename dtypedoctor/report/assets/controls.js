@@ -65,7 +65,7 @@ function runPickers() {
   });
 }
 
-/** Hatching for what is not finite, so that it is told without colour. */
+/** Hatching for what is not finite, so that it is told without color. */
 function patterns() {
   const pattern = (name, d) => make(
     "pattern",

@@ -65,7 +65,7 @@ function chartLimit(axes, dtype, lines) {
   const early = first < axes.columns / 2; // the words go where no mark is
   const x = early ? CHART.width - CHART.right - 2 : CHART.left + 3;
   const y = axes.y(dtype.max);
-  const words = make("text", { class: "limit-text", x, y: Number(y) + 11, "text-anchor": early ? "end" : "start" }, `${dtype.short} ends at ${number(dtype.max)}`);
+  const words = make("text", { class: "limit-text", x, y: Number(y) + 11, "text-anchor": early ? "end" : "start" }, `${dtype.short} max ${number(dtype.max)}`);
   return [across(y, "limit"), words];
 }
 
@@ -130,7 +130,7 @@ function opItem([, phase, step, op, inputs, outputs, source, notes, born]) {
     { class: born ? "born" : null },
     make("strong", {}, op),
     make("span", { class: "dim" }, `  ${phase}, step ${step}${source ? `, ${source}` : ""}`),
-    born ? make("div", { class: "born-text" }, "finite operands, non-finite result: born here") : null,
+    born ? make("div", { class: "born-text" }, "finite operands, non-finite result: originates here") : null,
     make("div", {}, `${inputs.join(" · ") || "–"}  →  ${outputs.join(" · ") || "–"}`),
     notes.length ? make("div", { class: "dim" }, notes.join("; ")) : null,
   );

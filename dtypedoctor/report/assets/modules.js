@@ -135,9 +135,9 @@ const short = (dtype) => (data.dtypes[dtype] ? data.dtypes[dtype].short : dtype)
 const count = (value) => value.toLocaleString("en");
 
 function number(value) {
-  if (value >= 1e4 && value < 1e6) return String(Math.round(value));
+  if (value >= 1e4 && value < 1e6) return Math.round(value).toLocaleString("en-US");
   const rounded = Number(value.toPrecision(4));
-  return value >= 1e6 || (value > 0 && value < 1e-4) ? rounded.toExponential() : String(rounded);
+  return value >= 1e6 || (value > 0 && value < 1e-4) ? rounded.toExponential().replace("e+", "e") : String(rounded);
 }
 
 function magnitude(cell) {
@@ -153,6 +153,6 @@ function describe(cell) {
   const parts = [finite ? `absmax ${number(cell.a)} in ${cell.d}` : `no finite element, ${cell.d}`];
   if (cell.inf) parts.push(`${count(cell.inf)} inf`);
   if (cell.nan) parts.push(`${count(cell.nan)} NaN`);
-  if (dtype && cell.a > 0 && !isBad(cell)) parts.push(`${number(dtype.max / cell.a)}× below the largest, ${number(dtype.max)}`);
+  if (dtype && cell.a > 0 && !isBad(cell)) parts.push(`${Number((100 * cell.a / dtype.max).toPrecision(2))}% of ${cell.d} max, ${number(dtype.max)}`);
   return parts.join(", ");
 }

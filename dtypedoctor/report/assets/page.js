@@ -1,6 +1,6 @@
 "use strict";
 
-// What every part of the page uses: elements, the colour theme, copying, printing.
+// What every part of the page uses: elements, the color theme, copying, printing.
 // The files of this folder are joined in the order page, modules, explorer, detail, controls.
 
 const SVG = "http://www.w3.org/2000/svg";
