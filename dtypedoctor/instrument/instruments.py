@@ -157,7 +157,7 @@ class Instruments:
             self._threads.stop()
             self._exports.stop()
             if self._children[0]:
-                self.guard.tell("modules and backward passes in forked processes", WORKED_ELSEWHERE)
+                self.guard.tell("computation in forked processes", WORKED_ELSEWHERE)
             self._stopped = True
             self.sentinel.stop()
             self._measure_gradients(self._samples.gradients_left() if self.modules.whole else [])
@@ -331,6 +331,7 @@ class Instruments:
         sentinel.quiet = lambda: self._stopped or self._ops.is_open
         sentinel.wanted = lambda: self.modules.whole
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
+        sentinel.computed = self._note_child
         return sentinel
 
     def _thread_begins(self, sentinel: Sentinel | None = None) -> None:
@@ -358,7 +359,7 @@ class Instruments:
             sentinel.settle()
 
     def _note_child(self) -> None:
-        """A module or a backward pass runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""
+        """A module, a backward pass or an operator runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""
         loader = sys.modules.get("torch.utils.data")
         if loader is None or loader.get_worker_info() is None:
             self._children[0] = 1

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from math import inf
 from threading import get_ident
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -125,6 +126,7 @@ class Sentinel(OperatorMode):
         quiet: says whether somebody else looks at the operators now.
         wanted: says whether this is a step in which everything is measured.
         raised: called with what an operator has raised; raises nothing itself.
+        computed: called in a process that the program has forked from this thread, when it first computes with floating point.
     """
 
     supports_higher_order_operators = True
@@ -157,6 +159,7 @@ class Sentinel(OperatorMode):
         self.quiet: Callable[[], bool] = lambda: False
         self.wanted: Callable[[], bool] = lambda: True
         self.raised: Callable[[BaseException], None] = lambda _: None
+        self.computed: Callable[[], None] = lambda: None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -170,7 +173,7 @@ class Sentinel(OperatorMode):
 
         def forked() -> None:
             if not is_forking() and (here := held()) is not None:
-                here.leave()
+                here.forked()
 
         os.register_at_fork(after_in_child=forked)
         self.settle()
@@ -184,6 +187,19 @@ class Sentinel(OperatorMode):
         """Ends in this thread, which is about to end, or in this process, which the program has forked."""
         self.off()
         self._thread = 0
+
+    def forked(self) -> None:
+        """The program has forked this process, of which nothing is recorded but whether it computes."""
+        here = self._thread == get_ident()
+        self.leave()
+        others = self._others()
+        if not here or others is None or not MODES_CAN_IGNORE_COMPILED or _loads_data():
+            return
+        keep_compiler_out()
+        for _ in others:
+            pop_mode()
+        for mode in (Computing(self.computed), *others):
+            push_mode(mode)
 
     def pause(self) -> None:
         """Until :meth:`resume`, nothing is looked at: the doctor is at work, or an optimizer."""
@@ -458,6 +474,44 @@ def _is_in_a_graph(tensor: Tensor) -> bool:
 def _label(func: Any, line: Line | None) -> str:
     """The name of a sample of what an operator returned: the operator and its line."""
     return f"{func} {'' if line is None else line.source}"
+
+
+class Computing(OperatorMode):
+    """Is on in a process that the program has forked, and tells once that operators on floating-point tensors run there."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self._tell: Callable[[], None] | None = tell
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code is compiled and runs as it would without this."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Runs ``func`` as it is."""
+        kwargs = kwargs or {}
+        if (tell := self._tell) is not None and _computes(func, (args, kwargs)):
+            self._tell = None
+            tell()
+        return func(*args, **kwargs)
+
+
+def _computes(func: Any, arguments: Arguments) -> bool:
+    if not isinstance(func, OpOverload) or _plan_of(func).passes:
+        return False
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors_of(arguments))
+
+
+def _loads_data() -> bool:
+    """Whether multiprocessing is about to run a worker of torch's data loader here: what it makes comes back to the program."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_launch":
+        frame = frame.f_back
+    process = frame.f_locals.get("process_obj") if frame is not None else None
+    return getattr(getattr(process, "_target", None), "__name__", "") == "_worker_loop"
 
 
 def _results(func: Any, result: Any) -> list[Tensor]:

@@ -1,6 +1,9 @@
 """The operator sentinel: where it is on, what it leaves as it was, and what it costs, counted."""
 
 import copy
+import math
+import multiprocessing
+import os
 import pickle
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +18,7 @@ from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument import sentinel
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.sentinel import Sentinel
-from dtypedoctor.trace.events import Coverage, NotWatched, Op
+from dtypedoctor.trace.events import WORKED_ELSEWHERE, Coverage, NotWatched, Op
 from dtypedoctor.trace.records.execution import NonfiniteReached
 
 
@@ -452,3 +455,50 @@ def test_in_a_backward_pass_operators_of_modules_run_without_the_sentinel(
     assert names >= {"MulBackward0", "SinBackward0", "CosBackward0"}
     assert not names & {"AddmmBackward0", "TanhBackward0"}
     assert not any(inside for _, inside in seen)
+
+
+class Noises(torch.utils.data.Dataset[torch.Tensor]):
+    """Makes its examples by plain operators."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(3) * index
+
+
+def _load() -> None:
+    list(torch.utils.data.DataLoader(Noises(), num_workers=1, multiprocessing_context="fork"))
+
+
+def _fork(work: Any) -> None:
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def _in_a_pool() -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.map(math.sqrt, [1.0])
+        pool.map(torch.sqrt, [torch.ones(2)])
+
+
+FORKING: list[tuple[str, Any, bool]] = [
+    ("plain operators", lambda: _fork(lambda: torch.ones(2) * 2), True),
+    ("plain operators of a grandchild", lambda: _fork(lambda: _fork(lambda: torch.ones(2).exp())), True),
+    ("a module", lambda: _fork(lambda: nn.Linear(2, 2)(torch.ones(1, 2))), True),
+    ("a pool", _in_a_pool, True),
+    ("whole numbers", lambda: _fork(lambda: torch.arange(3) + 1), False),
+    ("no tensors", lambda: _fork(lambda: sum(range(9))), False),
+    ("a data loader", _load, False),
+]
+
+
+@pytest.mark.parametrize(("work", "told"), [case[1:] for case in FORKING], ids=[case[0] for case in FORKING])
+def test_a_forked_process_that_computes_is_not_measured_and_said_to_be(work: Any, told: bool, tmp_path: Path) -> None:
+    """Whatever computes with floating point there; what a data loader's worker makes comes back, and is measured here."""
+    trace = watched(tmp_path, lambda _: work())
+    notes = [note.what for note in trace.all(NotWatched) if note.why == WORKED_ELSEWHERE]
+    assert notes == (["computation in forked processes"] if told else [])
