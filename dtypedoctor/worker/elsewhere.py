@@ -13,7 +13,6 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.replay.standby import is_forking
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE
 
 _SYSTEM = (
@@ -70,11 +69,11 @@ class Elsewhere:
         self._listening = False
 
     def _forking(self) -> None:
-        if is_forking():
+        if _is_standby():
             self._had_children = self._had_children or self._has_had_children()
 
     def _forked(self) -> None:
-        self._forks += self._listening and not is_forking()
+        self._forks += self._listening and not _is_standby()
 
     def standby_is_there(self) -> None:
         """A process of ours was waited for, and is none of the program's."""
@@ -113,6 +112,12 @@ class Elsewhere:
         if self._had_children:
             return True
         return _children_waited_for() != self._waited_for or (_has_child() and not self._had_child)
+
+
+def _is_standby() -> bool:
+    """Whether the fork that is being made is a standby of ours; what makes them is not imported for this question."""
+    standby = sys.modules.get("dtypedoctor.replay.standby")
+    return standby is not None and bool(standby.is_forking())
 
 
 def outliving_threads() -> Iterator[tuple[str, str]]:
