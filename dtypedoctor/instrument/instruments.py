@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -367,7 +368,11 @@ class Instruments:
     def note_exception(self, error: BaseException) -> None:
         """Records an exception that reached the top, and those that it was raised from."""
         modules, phase = self._raised_in(error)
-        self.writer.write(raised_record(error, self.session, modules, phase))
+        record = raised_record(error, self.session, modules, phase)
+        identity, operator = self._caught.operator
+        if identity == id(error):  # its traceback has been cleaned of the operator's frame since
+            record = replace(record, op=operator)
+        self.writer.write(record)
         self.note_behind(error)
 
     def note_behind(self, error: BaseException) -> None:

@@ -260,6 +260,8 @@ class CaughtLog:
         self._session = session
         self._times: Counter[tuple[object, ...]] = Counter()
         self._last: tuple[int, int, tuple[object, ...]] = (0, 0, ())
+        self.operator: tuple[int, str | None] = (0, None)
+        """Identity of the exception that was recorded last, and the operator that raised it."""
 
     def note(
         self,
@@ -292,6 +294,7 @@ class CaughtLog:
         self._last = last
         self._times[place] += 1
         found = raised_record(error, self._session, modules, phase)
+        self.operator = (id(error), found.op)
         found = replace(found, frames=[*_around(error.__traceback__), *found.frames][-MAX_FRAMES:])
         tested = any(path.endswith(_RUNNERS) for path in _files(sys._getframe()))
         self._session.writer.write(Caught.of(found, ending=ending, tested=tested, root=root))
