@@ -9,10 +9,11 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 from typing import Any
 
+from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE
 
 _SYSTEM = (
@@ -34,10 +35,57 @@ _TOOLS = frozenset(
 )
 """Programs that libraries start to find out about the system or to build something."""
 
+_IN_OPEN = 0x20
+FIRST_DESCRIPTOR = 512
+"""Descriptors of ours are numbered from here, so that the program's own are those that it would have anyway."""
+
 _STARTERS = ("python", "pypy", "torchrun", "accelerate", "deepspeed")
 """How the names of programs begin that run Python programs."""
 _MODULES = frozenset({"compileall", "ensurepip", "http", "pip", "platform", "site", "sysconfig", "tensorboard", "venv"})
 """Modules that are run as programs and compute nothing."""
+
+
+class TorchOpened:
+    """Says whether another process has loaded the torch of this one since :meth:`watch`: Linux tells who asks when a file is opened."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._known = True
+
+    def watch(self) -> None:
+        """A program is about to be started; cheap to call again."""
+        if self._descriptor is not None or not self._known:
+            return
+        import fcntl  # not before a program is started: a script sees which modules there are
+        from ctypes import CDLL
+
+        self._known = False
+        with contained():  # not Linux, no torch, or no descriptor left
+            spec = PathFinder.find_spec("torch")
+            library = Path(str(spec and spec.origin)).parent / "lib" / "libtorch_cpu.so"
+            system = CDLL(None)
+            first = system.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+            if first < 0 or system.inotify_add_watch(first, os.fsencode(library), _IN_OPEN) < 0:
+                return
+            self._descriptor = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR)
+            os.close(first)
+            self._known = True
+
+    def by_this_process(self) -> None:
+        """This process has loaded torch itself: who else has is not known any more where it was watched before."""
+        self._known = self._known and self._descriptor is None
+
+    @property
+    def by_another(self) -> bool | None:
+        """None where it is not known."""
+        if not self._known or self._descriptor is None:
+            return None
+        import select
+
+        with contained():  # the program may have closed it, and have a file of that number
+            if os.readlink(f"/proc/self/fd/{self._descriptor}") == "anon_inode:inotify":
+                return bool(select.select([self._descriptor], [], [], 0)[0])
+        return None
 
 
 class Elsewhere:
@@ -54,6 +102,8 @@ class Elsewhere:
         self._programs: dict[str, None] = {}
         self._pythons: dict[str, None] = {}
         self._libraries: dict[str, None] = {}
+        self._torch = TorchOpened()
+        self._other_python = False
         self._waited_for = _children_waited_for()
         self._had_child = _has_child()
         self._had_children = False
@@ -85,8 +135,12 @@ class Elsewhere:
             return
         if event in ("subprocess.Popen", "os.posix_spawn"):
             name = _base(details[0])
-            (self._pythons if _may_work(name, details[1]) else self._programs)[name] = None
+            works = _may_work(name, details[1])
+            (self._pythons if works else self._programs)[name] = None
+            self._other_python |= works and not _is_of_this_environment(details[0])
+            self._torch.watch()
         elif event == "os.system":
+            self._torch.watch()
             self._programs["a shell"] = None
         elif event == "ctypes.dlopen" and details[0] is not None:
             self._libraries[_base(details[0])] = None
@@ -100,10 +154,18 @@ class Elsewhere:
         """What ran in other processes, and why it is not watched; ``followed`` of them leave traces of their own."""
         if self._forks:
             yield f"{self._forks} forked process(es)", NOT_HERE
-        if programs := [name for name in self._programs if name not in _TOOLS]:
+        programs = [name for name in self._programs if name not in _TOOLS]
+        if programs:
             yield f"other programs that were started ({', '.join(programs)})", NOT_HERE
         if self._pythons:
-            yield f"Python programs that were started ({', '.join(self._pythons)})", WORKED_ELSEWHERE
+            left = _has_child() and not self._had_child  # it may come to torch yet
+            idle = self._torch.by_another is False and not self._other_python and not left
+            yield (
+                f"Python programs that were started ({', '.join(self._pythons)})",
+                NOT_HERE if idle else WORKED_ELSEWHERE,
+            )
+        elif programs and self._torch.by_another:
+            yield "torch in programs that were started", WORKED_ELSEWHERE
         elif not followed and not self._forks and not self._programs and self._has_had_children():
             yield "other processes that were started", NOT_HERE
 
@@ -137,6 +199,14 @@ def _may_work(program: str, arguments: Any) -> bool:
     if "-m" in texts[:-1]:
         return texts[texts.index("-m") + 1].partition(".")[0] not in _MODULES
     return not any("compile_worker" in text for text in texts) and "--version" not in texts
+
+
+def _is_of_this_environment(program: Any) -> bool:
+    """Whether a program lies beside this interpreter: then its torch is the same."""
+    import shutil
+
+    found = shutil.which(os.fsdecode(program))
+    return found is not None and Path(found).parent == Path(sys.executable).parent
 
 
 def _children_waited_for() -> int:

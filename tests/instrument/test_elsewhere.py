@@ -5,6 +5,7 @@ import importlib.util
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE
-from dtypedoctor.worker.elsewhere import WHY_NOT_INSIDE, Elsewhere, own_kernels
+from dtypedoctor.worker.elsewhere import WHY_NOT_INSIDE, Elsewhere, TorchOpened, own_kernels
 
 ANY_LIBRARY = Path(str(importlib.util.find_spec("_json").origin))  # type: ignore[union-attr]
 """A small shared library that comes with Python."""
@@ -89,14 +90,41 @@ def test_a_process_without_children_has_none_to_tell_of() -> None:
         (["gzip", "train.py"], False),
     ],
 )
-def test_a_program_that_may_compute_with_torch_is_told_from_others(arguments: list[str], works: bool) -> None:
-    """What is started as Python may have done the script's work, and nobody has measured it."""
+def test_a_program_that_may_compute_with_torch_is_told_from_others(
+    arguments: list[str], works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is started as Python may have done the script's work, where nobody can say whether it has loaded torch."""
+    monkeypatch.setattr(TorchOpened, "by_another", None)
 
     def start() -> None:
         sys.audit("subprocess.Popen", arguments[0], arguments, None, None)
 
     (note,) = seen(start).processes()
     assert note[1] == (WORKED_ELSEWHERE if works else NOT_HERE)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("print(sum(range(9)))", NOT_HERE),
+        ("import torch; torch.ones(1)", WORKED_ELSEWHERE),
+        ("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import torch'])", WORKED_ELSEWHERE),
+    ],
+)
+def test_a_python_program_counts_where_torch_was_loaded(source: str, why: str, tmp_path: Path) -> None:
+    """By itself or by a program that it has started; a script that prepares files is listed, and no more."""
+    script = tmp_path / "other.py"
+    script.write_text(source)
+    (note,) = seen(lambda: subprocess.run([sys.executable, script], check=True)).processes()
+    assert note[1] == why
+
+
+def test_torch_in_a_program_behind_a_shell_counts(tmp_path: Path) -> None:
+    """Whatever the shell starts."""
+    script = tmp_path / "other.py"
+    script.write_text("import torch")
+    notes = list(seen(lambda: os.system(f"{sys.executable} {script}")).processes())
+    assert (notes[0][1], notes[1][1]) == (NOT_HERE, WORKED_ELSEWHERE)
 
 
 def test_what_happens_afterwards_is_not_noticed() -> None:
