@@ -262,7 +262,7 @@ def test_what_no_bisection_can_look_for_counts_all_the_same(bisect: InThisProces
     given = ("--dtype", "bfloat16", "--workload", "train", "--out", "run")
     finished = bisect("--model", "builtin:llama-tiny", *given)
     assert finished.code == 10, finished.out
-    assert "What is found besides (update-stall) is nothing" in " ".join(finished.out.split())
+    assert "Bisection cannot search for what else is found: update-stall" in " ".join(finished.out.split())
     assert report_of(tmp_path / "run")["bisection"]["end"] == "healthy"
 
 
@@ -271,7 +271,7 @@ def test_a_failure_that_does_not_come_every_time_is_said(bisect: InThisProcess, 
     finished = bisect("--model", "bisect_factories:moody", "--workload", "forward", "--out", "run")
     assert finished.code == 10
     assert "The failure is flaky" in " ".join(finished.out.split())
-    assert report_of(tmp_path / "run")["bisection"]["flaky"] == ["with nothing treated: fail, then pass"]
+    assert report_of(tmp_path / "run")["bisection"]["flaky"] == ["with nothing in float32: fail, then pass"]
 
 
 @pytest.mark.parametrize(

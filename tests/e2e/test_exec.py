@@ -270,7 +270,7 @@ def test_a_forked_child_is_left_alone_and_told_of(tmp_path: Path) -> None:
     assert finished.code == 10
     report = report_of(out)
     assert report["status"] == "unknown"
-    assert report["headline"].startswith("no nn.Module ran in this process; 1 forked process(es) and modules and")
+    assert report["headline"].startswith("no nn.Module ran in this process; 1 forked process(es) and ")
     assert any("1 forked process" in line for line in report["coverage"])
 
 

@@ -2,6 +2,7 @@
 
 from compilation_examples import launches
 
+from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.rules.stale_cuda_stream import detect_stale_streams
 
 
@@ -18,3 +19,11 @@ def test_launches_on_the_current_stream_are_healthy() -> None:
     """Whichever that is."""
     assert list(detect_stale_streams(launches((0, 0, 5), (16, 16, 5)).build())) == []
     assert list(detect_stale_streams(launches().build())) == []
+
+
+def test_stale_launches_come_before_the_nan_that_a_race_may_have_made() -> None:
+    """What is read before it is written may be anything; the stream is the root cause."""
+    trace = launches((0, 0x7F10, 42))
+    trace.sample("norm", float("nan"), nan=1)
+    first, second = diagnose(trace.build())
+    assert (first.id, second.fqn) == ("stale-cuda-stream", "norm")
