@@ -5,7 +5,8 @@ import torch. Code that does import torch is named as ``"package.module:name"`` 
 so the command line stays fast. A package names its dataclasses as entry points (see ``docs/extending.md``), dtypedoctor
 its own in :data:`_OWN`; the five public tickets name theirs in ``dtypedoctor.tickets``.
 
-A plug-in that cannot be used is left out and named: :func:`left_out`.
+A plug-in that cannot be used is left out and named: :func:`left_out`. What looks like a typo in one that is used is
+:func:`remarks`.
 """
 
 import importlib
@@ -13,13 +14,14 @@ import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from dtypedoctor.report.document import Document
 
-__all__ = ["SWITCH", "Correction", "Format", "LeftOut", "Model", "Workload", "give_up", "known", "left_out", "own_code",
-           "registered", "resolve"]  # fmt: skip
+__all__ = ["SWITCH", "Correction", "Format", "LeftOut", "Model", "Workload", "give_up", "known", "label_of", "left_out",
+           "own_code", "registered", "remark", "remarks", "resolve", "switched_off"]  # fmt: skip
 
 SWITCH = "DTYPEDOCTOR_PLUGINS"
 """Environment variable that switches other packages' plug-ins off where it is ``0``."""
@@ -156,11 +158,31 @@ def give_up(what: str, error: Exception) -> None:
     _given_up.setdefault(what, LeftOut(what=what, why=f"{type(error).__name__}: {error}"))
 
 
+def remarks() -> tuple[str, ...]:
+    """What looks like a mistake in plug-ins that this process uses all the same, each once."""
+    return tuple(_remarks)
+
+
+def remark(text: str) -> None:
+    """Adds one of :func:`remarks`, a sentence without a full stop."""
+    _remarks.setdefault(text)
+
+
+def label_of(kind: type, name: str) -> str:
+    """The entry point and the distribution that a plug-in comes from; empty for what comes with dtypedoctor."""
+    return _labels.get((kind, name), "")
+
+
+def switched_off() -> str:
+    """A sentence that says so where plug-ins are switched off, with a space before it; else an empty text."""
+    return f" Plug-ins are off ({SWITCH}=0)." if os.environ.get(SWITCH) == "0" else ""
+
+
 def known(kind: type[Registered], prefix: str = "") -> str:
     """A hint for whoever has asked for something that is not registered: what is, and what was left out."""
     found, wrong = _collected(kind)
     missing = "".join(f" Not used: {one.what}: {one.why}." for one in wrong)
-    return f"Known: {', '.join(prefix + name for name in found)}.{missing}"
+    return f"Known: {', '.join(prefix + name for name in found)}.{missing}{switched_off()}"
 
 
 def own_code() -> Iterator[str]:
@@ -189,6 +211,16 @@ _loaded: dict[type, tuple[dict[str, Any], tuple[LeftOut, ...]]] = {}
 """By each kind that somebody has asked for: what is registered, and what was left out."""
 
 
+_labels: dict[tuple[type, str], str] = {}
+"""By kind and name, where each plug-in comes from."""
+_remarks: dict[str, None] = {}
+"""The remarks in their order."""
+_GROUPS = tuple(
+    f"dtypedoctor.{kind}" for kind in ("models", "workloads", "corrections", "rules", "formats", "remedies")
+)
+"""The groups of entry points that are read."""
+
+
 def _collected(kind: type) -> tuple[dict[str, Any], tuple[LeftOut, ...]]:
     if kind not in _loaded:
         _loaded[kind] = _load(kind)
@@ -210,6 +242,7 @@ def _load(kind: type) -> tuple[dict[str, Any], tuple[LeftOut, ...]]:
                 wrong.append(LeftOut(what=label, why=f"{_name(one)!r} is registered already; give it another name"))
             else:
                 found[_name(one)] = one
+                _labels[kind, _name(one)] = label
     return found, tuple(wrong)
 
 
@@ -222,9 +255,20 @@ def _entry_points(group: str) -> Iterator[tuple[str, importlib.metadata.EntryPoi
     """The entry points of a group with a label for each, the same on every machine; none where they are switched off."""
     if os.environ.get(SWITCH) == "0":
         return
-    for entry in sorted(importlib.metadata.entry_points(group=group), key=lambda entry: (entry.name, entry.value)):
-        of = f" of {entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
-        yield f"{group} plug-in {entry.name!r}{of}", entry
+    everything = importlib.metadata.entry_points()
+    for unknown in sorted(everything.groups):
+        if unknown.startswith("dtypedoctor.") and unknown not in _GROUPS:
+            meant = get_close_matches(unknown, _GROUPS, n=1)
+            suggestion = f"; did you mean {meant[0]!r}?" if meant else f"; known groups: {', '.join(_GROUPS)}"
+            for entry in everything.select(group=unknown):
+                remark(f"{_label(entry)} is not loaded: there is no entry point group {unknown!r}{suggestion}")
+    for entry in sorted(everything.select(group=group), key=lambda entry: (entry.name, entry.value)):
+        yield _label(entry), entry
+
+
+def _label(entry: importlib.metadata.EntryPoint) -> str:
+    of = f" of {entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
+    return f"{entry.group} plug-in {entry.name!r}{of}"
 
 
 def _declared(entry: importlib.metadata.EntryPoint, kind: type) -> tuple[Any, ...]:

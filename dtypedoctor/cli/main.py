@@ -83,10 +83,12 @@ def _unexpected(error: Exception) -> int:
 
 
 def _name_plugins_left_out() -> None:
-    """Names the plug-ins that this command has tried to use and could not; it imports nothing to do so."""
+    """Names the plug-ins that this command has tried to use and could not, and likely typos in others; it imports nothing to do so."""
     plugins = sys.modules.get("dtypedoctor.plugins")
     for one in plugins.left_out() if plugins is not None else ():
         _complain(f"{one.what} is not used: {one.why}", "")
+    for text in plugins.remarks() if plugins is not None else ():
+        print(f"warning: {paragraphs(text, _LONGEST)}", file=sys.stderr)
 
 
 def _complain(message: str, hint: str) -> None:

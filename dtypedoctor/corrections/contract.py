@@ -68,6 +68,7 @@ def put_in(name: str, model: nn.Module, modules: Sequence[str]) -> Installed:
     Raises:
         UsageError: no correction has this id, or its code cannot be imported.
         TargetMismatchError: the code is not what the correction was written for; the model is as it was.
+        TypeError: the correction's ``install`` returned something else than :class:`Installed`.
     """
     correction = registered(Correction).get(name)
     if correction is None:
@@ -76,7 +77,9 @@ def put_in(name: str, model: nn.Module, modules: Sequence[str]) -> Installed:
         install = resolve(correction.install)
     except ImportError as error:
         raise UsageError(f"correction {name}: cannot import {correction.install}: {error}") from error
-    installed: Installed = install(model, modules)
+    installed = install(model, modules)
+    if not isinstance(installed, Installed):
+        raise TypeError(f"install of {name} ({correction.install}) returned {type(installed).__name__}, not Installed")
     return installed
 
 

@@ -1,19 +1,22 @@
 """Every rule there is: the modules of ``dtypedoctor.rules``, which are found by being there; and the page about each finding."""
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import fields, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.rule import FAMILIES, Family, FindingSpec, Rule
+from dtypedoctor.diagnosis.wording import class_of
 from dtypedoctor.errors import DoctorError, UsageError
+from dtypedoctor.foreign_files import reason
 from dtypedoctor.interruptions import contained
-from dtypedoctor.plugins import Correction, give_up, registered
+from dtypedoctor.plugins import Correction, give_up, label_of, registered, remark, switched_off
 from dtypedoctor.scenario.problems import did_you_mean, quoted
+from dtypedoctor.trace.model import Trace
 
 __all__ = ["PRECEDENCE", "by_family", "canonical", "finding_ids", "folder", "page", "rules", "spec_of", "typed_ids"]
 
@@ -44,12 +47,22 @@ def in_order(found: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def _shielded(rule: Rule) -> Rule:
-    """A plug-in's rule, which finds nothing where it raises, and is named as left out then."""
+    """A plug-in's rule, which finds nothing where it raises or yields no proper finding, and is named as left out then."""
+    label = f"dtypedoctor.rules plug-in {rule.name!r}"
+    own_ids = [name for spec in rule.specs for name in (spec.id, *spec.aliases)]
+
+    def checked(one: Finding, read: object) -> Finding:
+        _require_finding(one)
+        if one.id not in own_ids and one.id not in typed_ids():
+            remark(
+                f"{label} yields the finding {quoted(one.id)}, which no spec describes{did_you_mean(one.id, own_ids)}"
+            )
+        return _with_fixes_of_class(one, read)
 
     def shielded(find: Callable[[Read], Iterable[Finding]]) -> Callable[[Read], Iterable[Finding]]:
         def found(read: Read) -> Iterable[Finding]:
-            with contained(lambda error: give_up(f"dtypedoctor.rules plug-in {rule.name!r}", error)):
-                return tuple(find(read))
+            with contained(lambda error: give_up(label, error)):
+                return tuple(checked(one, read) for one in find(read))
             return ()  # somebody else's rule must not end the diagnosis
 
         return found
@@ -59,6 +72,48 @@ def _shielded(rule: Rule) -> Rule:
         detect=shielded(rule.detect) if rule.detect else None,
         inspect=shielded(rule.inspect) if rule.inspect else None,
     )
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "severity": (Severity,), "confidence": (Confidence,), "id": (str,), "summary": (str,), "cause": (str,),
+    **dict.fromkeys(("step", "rank", "call"), (int, type(None))),
+    **dict.fromkeys(("evidence", "remedies", "references", "provenance", "met"), (tuple, list)),
+}  # fmt: skip
+"""What a field of a finding may hold; every other field is text or None."""
+
+
+def _require_finding(one: object) -> None:
+    """Raises TypeError, which says what is wrong, where ``one`` is no finding that can be printed."""
+    if not isinstance(one, Finding):
+        raise TypeError(f"it yields {type(one).__name__}, not Finding; make_finding makes one of a Statement")
+    for name in (field.name for field in fields(Finding)):
+        value = getattr(one, name)
+        types = _TYPES.get(name, (str, type(None)))
+        if not isinstance(value, types):
+            wanted = " or ".join("None" if allowed is type(None) else allowed.__name__ for allowed in types)
+            raise TypeError(f"{name} of its finding {one.id!r} is {type(value).__name__}, not {wanted}")
+        item_type = Link if name in ("provenance", "met") else str
+        for item in value if isinstance(value, tuple | list) else ():
+            if not isinstance(item, item_type):
+                raise TypeError(
+                    f"{name} of its finding {one.id!r} holds {type(item).__name__}, not {item_type.__name__}"
+                )
+
+
+def _with_fixes_of_class(finding: Finding, read: object) -> Finding:
+    """The finding with the fixes for its module's class first, which ``make_finding`` leaves out where it is not told the class.
+
+    Where the trace does not know the class either, they are those for any class: a correction that does not fit says so.
+    """
+    spec = spec_of(finding.id)
+    if finding.severity is Severity.INFO:
+        return finding
+    cls = class_of(read, finding.fqn) if isinstance(read, Trace) and finding.fqn is not None else ""
+    if cls:
+        first = spec.remedies_by_class.get(cls, ())
+    else:
+        first = spec.proposed if tuple(finding.remedies) == spec.remedies else ()
+    return replace(finding, remedies=tuple(dict.fromkeys((*first, *finding.remedies))))
 
 
 def _built_in() -> Iterator[Rule]:
@@ -74,19 +129,31 @@ def _specs() -> Mapping[str, FindingSpec]:
     for rule in rules():
         for spec in rule.specs:
             specs.setdefault(spec.id, spec)
+    _remark_unknown_findings({name for spec in specs.values() for name in (spec.id, *spec.aliases)})
     return {name: _with_corrections(spec) for name, spec in specs.items()}
+
+
+def _remark_unknown_findings(names: Collection[str]) -> None:
+    """Names the plug-ins' corrections that are for a finding which nobody has."""
+    for one in registered(Correction).values():
+        label = label_of(Correction, one.id)
+        for finding in (*(finding for finding, _ in one.fixes), *one.proves):
+            if label and finding not in names:
+                suggestion = did_you_mean(finding, names)
+                remark(f"{label}: {one.id} is for the finding {quoted(finding)}, which no rule has{suggestion}")
 
 
 def _with_corrections(spec: FindingSpec) -> FindingSpec:
     """The spec with the corrections that say themselves which findings they fix: those for a class of module come first."""
+    names = {spec.id, *spec.aliases}
     remedies, by_class, settled_by = list(spec.remedies), dict(spec.remedies_by_class), list(spec.settled_by)
     for one in registered(Correction).values():
-        for cls in (cls for finding, cls in one.fixes if finding == spec.id):
+        for cls in (cls for finding, cls in one.fixes if finding in names):
             if cls:
                 by_class[cls] = (*by_class.get(cls, ()), one.id)
             else:
                 remedies.append(one.id)
-        if spec.id in one.proves:
+        if names.intersection(one.proves):
             settled_by.append(one.id)
     return replace(spec, remedies=tuple(remedies), remedies_by_class=by_class, settled_by=tuple(settled_by))
 
@@ -134,17 +201,25 @@ def page(finding_id: str) -> str:
     """The Markdown text of the page about ``finding_id``, an id or an alias, front matter included.
 
     Raises:
-        UsageError: there is no such finding.
+        UsageError: there is no such finding, or the plug-in that has it comes without a readable page.
         DoctorError: the program was installed without its pages.
     """
     if finding_id not in typed_ids():
         raise _unknown(finding_id)
     spec = spec_of(finding_id)
-    path = spec.page or folder() / f"{spec.id}.md"
+    label = next((label_of(Rule, rule.name) for rule in rules() if spec.id in (one.id for one in rule.specs)), "")
+    if label and spec.page is None:
+        raise UsageError(f"there is no page about {spec.id}: {label} names none", "Set `page` of its FindingSpec.")
+    path = Path(spec.page or folder() / f"{spec.id}.md")
     try:
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise _not_installed() from error
+    except (OSError, UnicodeDecodeError) as error:
+        if not label:
+            raise _not_installed() from error
+        raise UsageError(
+            f"the page about {spec.id} cannot be read: {path}: {reason(error)}",
+            f"It belongs to {label}; `page` of the FindingSpec names the file, which the package must contain.",
+        ) from error
 
 
 def folder(package: Path = _PACKAGE) -> Path:
@@ -167,7 +242,7 @@ def folder(package: Path = _PACKAGE) -> Path:
 
 def _unknown(finding_id: str) -> UsageError:
     message = f"{quoted(finding_id)}: no such finding{did_you_mean(finding_id, typed_ids())}"
-    return UsageError(message, f"Known findings: {', '.join(finding_ids())}")
+    return UsageError(message, f"Known findings: {', '.join(finding_ids())}.{switched_off()}")
 
 
 def _not_installed() -> DoctorError:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.plugins import left_out
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.text import counted, number
@@ -77,6 +78,7 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
     for note in trace.all(NotWatched):
         yield f"{note.what}: {note.why}"
     yield from _of_others(treatment)
+    yield from (f"{one.what}: it cannot be used: {one.why}" for one in left_out())
     yield from noted(treatment.before)
     yield from (f"trace: {damage}" for damage in trace.damage)
     yield from treatment.refusals

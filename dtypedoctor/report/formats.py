@@ -3,10 +3,12 @@
 JUnit makes a scenario a regression gate in any CI that reads test results: one case for each check of a document.
 """
 
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.plugins import Format, known, registered
+from dtypedoctor.interruptions import contained
+from dtypedoctor.plugins import Format, known, label_of, registered
 from dtypedoctor.report.document import Check, Document, Outcome
 from dtypedoctor.report.text import one_line, paragraphs
 from dtypedoctor.report.to_html import render_html
@@ -73,4 +75,21 @@ def format_named(name: str) -> Format:
     found = registered(Format).get(name)
     if found is None:
         raise UsageError(f"--format: there is no format {name!r}", f"At the prompt: terminal. {known(Format)}")
-    return found
+    return _shielded(found) if label_of(Format, name) else found
+
+
+def _shielded(format: Format) -> Format:
+    """A plug-in's format, whose ``render`` raises UsageError where the plug-in's own raises or returns no text."""
+
+    def render(document: Document) -> str:
+        with contained() as ours:
+            text = format.render(document)
+            if not isinstance(text, str):
+                raise TypeError(f"render returned {type(text).__name__}, not str")
+            return text
+        raise UsageError(
+            f"--format {format.name}: {label_of(Format, format.name)} failed: {type(ours.error).__name__}: {ours.error}",
+            "`dtypedoctor report` shows a saved run in another format, e.g. --format md.",
+        ) from ours.error
+
+    return replace(format, render=render)

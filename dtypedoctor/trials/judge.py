@@ -141,10 +141,11 @@ def _objections(remedy: Remedy, run: Run, after: RunSummary, baselines: Baseline
         )
     if after.steps_completed < after.steps_planned:
         yield f"only {after.steps_completed}/{after.steps_planned} steps completed"
+    before = {f.id for f in baselines.findings}
     errors = {f.id for f in baselines.findings if f.severity is not Severity.INFO}
     for finding in analysis.findings:
         if finding.id in errors or finding.severity is Severity.ERROR:
-            yield f"{finding.id} recurs"
+            yield f"{finding.id} {'recurs' if finding.id in before else 'occurs'}"
     bad = analysis.first_nonfinite
     if bad is not None:
         yield f"{bad[1].fqn} is not finite in step {bad[0].step}"

@@ -3,13 +3,15 @@
 A change gives an equal scenario where it has nothing to change.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.errors import UsageError
-from dtypedoctor.plugins import Correction, registered
+from dtypedoctor.plugins import Correction, label_of, registered, remark, switched_off
 from dtypedoctor.scenario.model import Scenario, Script
+from dtypedoctor.scenario.problems import did_you_mean, quoted
 
 _ONE_PASS = {"kind": "forward", "steps": 1, "batch_size": 1, "sequence_length": 2}
 
@@ -285,7 +287,7 @@ def asked_for(ablated: Sequence[str], tried: Sequence[str]) -> list[str]:
             )
     for name in tried:
         if name not in known:
-            raise UsageError(f"--try: there is no fix {name!r}", f"Known: {', '.join(known)}.")
+            raise UsageError(f"--try: there is no fix {name!r}", f"Known: {', '.join(known)}.{switched_off()}")
     return list(dict.fromkeys([*(ABLATIONS.get(name, name) for name in ablated), *tried]))
 
 
@@ -298,7 +300,21 @@ def exec_option(remedy: str) -> tuple[str, str]:
 def remedies() -> Mapping[str, Remedy]:
     """Every remedy by its id: those of dtypedoctor, each correction that needs no list of modules, those of plug-ins."""
     corrections = {one.id: _switching_on(one) for one in registered(Correction).values() if not one.needs_modules}
-    return {**REMEDIES, **corrections, **registered(Remedy)}
+    everything = {**REMEDIES, **corrections, **registered(Remedy)}
+    _remark_unknown_fixes({*everything, *registered(Correction)})
+    return everything
+
+
+def _remark_unknown_fixes(known: Collection[str]) -> None:
+    """Names the plug-ins' findings that propose a fix which nobody has."""
+    for rule in registered(Rule).values():
+        for spec in rule.specs:
+            for name in (*spec.proposed, *spec.settled_by):
+                label = label_of(Rule, rule.name)
+                if label and name not in known:
+                    remark(
+                        f"{label}: {spec.id} proposes the fix {quoted(name)}, which there is not{did_you_mean(name, known)}"
+                    )
 
 
 def _switching_on(correction: Correction) -> Remedy:

@@ -98,7 +98,7 @@ def test_what_speaks_against_a_cure_is_said(trace: TraceBuilder, steps: int, sai
 def test_another_error_than_before_is_no_cure_either() -> None:
     """A remedy must not trade one failure for another."""
     other = tried(overflow(dtype="float32", float32=None, finite=False))
-    assert (other.outcome, other.reason) == (Outcome.NOT_FIXED, "domain-error recurs")
+    assert (other.outcome, other.reason) == (Outcome.NOT_FIXED, "domain-error occurs")
 
 
 def test_information_is_no_objection() -> None:

@@ -93,29 +93,184 @@ def test_a_kind_that_nobody_asks_for_is_not_imported(tmp_path: Path) -> None:
     assert asked(tmp_path, "Format")[1:] == ["", "False"]
 
 
-def test_a_rule_that_raises_finds_nothing_and_is_named(tmp_path: Path) -> None:
-    """The rules of dtypedoctor go on."""
-    installed(
-        tmp_path,
-        "from dtypedoctor.rules import SILENT, FindingSpec, Rule\n"
-        "SPEC = FindingSpec(id='other-failure', title='It fails', family=SILENT)\n"
-        "RULE = Rule(name='other-failure', specs=(SPEC,), detect=lambda trace: 1 / 0)\n",
-        rules="bad = other:RULE",
-    )
-    code = (
-        "from nonfinite_examples import overflow\n"
-        "from dtypedoctor.diagnosis import diagnose\n"
-        "from dtypedoctor.diagnosis.registry import spec_of\n"
-        "from dtypedoctor.plugins import left_out\n"
-        "print(spec_of('other-failure').title, [found.id for found in diagnose(overflow().build())])\n"
-        "print(*(f'{one.what}: {one.why}' for one in left_out()))"
-    )
+RULE_OF = (
+    "from dtypedoctor.rules import *\n"
+    "SPEC = FindingSpec(id='other-failure', title='It fails', family=SILENT, remedies=({remedies}))\n"
+    "SAID = Statement(id='{id}', summary='s', cause='c', evidence=())\n"
+    "def found(**changed):\n"
+    "    return make_finding(SAID, **({{'phase': 'forward', 'step': 1}} | changed))\n"
+    "def detect(trace):\n"
+    "    {body}\n"
+    "RULE = Rule(name='other-failure', specs=(SPEC,), detect=detect)\n"
+)
+DIAGNOSED = (
+    "from nonfinite_examples import overflow\n"
+    "from dtypedoctor.diagnosis import diagnose\n"
+    "from dtypedoctor.plugins import left_out, remarks\n"
+    "from dtypedoctor.trials.remedies import remedies\n"
+    "print([found.id for found in diagnose(overflow().build())])\n"
+    "remedies(), remedies()\n"
+    "print(*(f'{one.what}: {one.why}' for one in left_out()))\n"
+    "print(*remarks(), sep='\\n')\n"
+)
+
+
+def rule_of(body: str, id: str = "other-failure", remedies: str = "") -> str:
+    """The module of a plug-in whose rule has this body."""
+    return RULE_OF.format(body=body, id=id, remedies=remedies)
+
+
+def printed(place: Path, code: str, **environment: str) -> list[str]:
+    """What a process prints that finds the folder and the examples of the tests."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
-        env={"PATH": "", "PYTHONPATH": f"{tmp_path}:{Path(__file__).parent}"},
+        env={"PATH": "", "PYTHONPATH": f"{place}:{Path(__file__).parent}", **environment},
     )  # fmt: skip
-    assert done.stdout.splitlines() == [
-        "It fails ['float16-overflow']",
-        "dtypedoctor.rules plug-in 'other-failure': ZeroDivisionError: division by zero",
+    return done.stdout.splitlines()
+
+
+def command(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process that finds the folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "dtypedoctor", *arguments],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
+        env={"PATH": "", "PYTHONPATH": str(place)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("yield 'text'", "TypeError: it yields str, not Finding; make_finding makes one of a Statement"),
+        ("yield SAID", "TypeError: it yields Statement, not Finding; make_finding makes one of a Statement"),
+        ("yield found(fqn=3)", "TypeError: fqn of its finding 'other-failure' is int, not str or None"),
+        ("yield found(step='1')", "TypeError: step of its finding 'other-failure' is str, not int or None"),
+        (
+            "import dataclasses; yield dataclasses.replace(found(), evidence=(1,))",
+            "TypeError: evidence of its finding 'other-failure' holds int, not str",
+        ),
+    ],
+)  # fmt: skip
+def test_a_rule_that_raises_or_yields_no_finding_is_left_out_and_named(body: str, why: str, tmp_path: Path) -> None:
+    """The rules of dtypedoctor go on."""
+    installed(tmp_path, rule_of(body), rules="bad = other:RULE")
+    assert printed(tmp_path, DIAGNOSED)[:2] == [
+        "['float16-overflow']",
+        f"dtypedoctor.rules plug-in 'other-failure': {why}",
     ]
+
+
+def test_what_was_left_out_is_in_the_coverage_of_the_report(tmp_path: Path) -> None:
+    """Who reads the report only must know that a rule did not look."""
+    installed(tmp_path, rule_of("return 1 / 0"), rules="bad = other:RULE")
+    code = (
+        "from nonfinite_examples import overflow\n"
+        "from test_verdict import report_on\n"
+        "print(*report_on(overflow().build()).coverage, sep='\\n')"
+    )
+    assert (
+        "dtypedoctor.rules plug-in 'other-failure': it cannot be used: ZeroDivisionError: division by zero"
+        in printed(tmp_path, code)
+    )
+
+
+def test_likely_typos_in_a_plugin_are_named_once(tmp_path: Path) -> None:
+    """The group of an entry point, the finding that a rule yields or a correction is for, and the fixes of a finding."""
+    installed(
+        tmp_path,
+        rule_of("yield found(); yield found()", id="other-failur", remedies="'bflaot16',")
+        + "from dtypedoctor.plugins import Correction\n"
+        "ONE = Correction(id='one', summary='s', install='other:i', fixes=(('flaot16-overflow', ''),), proves=('other-failure',))\n",
+        rules="typo = other:RULE", rule="lost = other:RULE", corrections="one = other:ONE",
+    )  # fmt: skip
+    found, left_out, *remarks = printed(tmp_path, DIAGNOSED)
+    assert "other-failur" in found
+    assert left_out == ""
+    assert sorted(remark.replace(" of other 1.2", "") for remark in remarks) == [
+        "dtypedoctor.corrections plug-in 'one': one is for the finding 'flaot16-overflow', which no rule has; did you mean 'float16-overflow'?",
+        "dtypedoctor.rule plug-in 'lost' is not loaded: there is no entry point group 'dtypedoctor.rule'; did you mean 'dtypedoctor.rules'?",
+        "dtypedoctor.rules plug-in 'other-failure' yields the finding 'other-failur', which no spec describes; did you mean 'other-failure'?",
+        "dtypedoctor.rules plug-in 'typo': other-failure proposes the fix 'bflaot16', which there is not; did you mean 'bfloat16'?",
+    ]
+
+
+@pytest.mark.parametrize(("fqn", "fixes"), [("'mlp.down'", "['for-mlp']"), ("None", "['for-mlp', 'for-norm']")])
+def test_make_finding_without_a_class_proposes_the_corrections_for_it(fqn: str, fixes: str, tmp_path: Path) -> None:
+    """The trace knows the class of a module; without a module it may be any."""
+    installed(
+        tmp_path,
+        rule_of(f"yield found(fqn={fqn})")
+        + "from dtypedoctor.plugins import Correction\n"
+        "BOTH = tuple(Correction(id=i, summary='s', install='other:i', fixes=(('other-failure', c),))\n"
+        "             for i, c in (('for-mlp', 'Linear'), ('for-norm', 'SmolNorm')))\n",
+        rules="rule = other:RULE", corrections="both = other:BOTH",
+    )  # fmt: skip
+    code = (
+        "from nonfinite_examples import overflow\n"
+        "from dtypedoctor.diagnosis import diagnose\n"
+        "print([list(one.remedies) for one in diagnose(overflow().build()) if one.id == 'other-failure'][0])"
+    )
+    assert printed(tmp_path, code) == [fixes]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [("1 / 0", "ZeroDivisionError: division by zero"), ("None", "TypeError: render returned NoneType, not str")],
+)
+def test_a_format_that_fails_is_named_with_its_package(body: str, why: str, tmp_path: Path) -> None:
+    """It is not dtypedoctor that failed."""
+    installed(
+        tmp_path,
+        f"from dtypedoctor.plugins import Format\nONE = Format(name='org', suffix='.org', render=lambda document: {body})\n",
+        formats="one = other:ONE",
+    )
+    done = command(tmp_path, "env", "--format", "org")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"error: --format org: dtypedoctor.formats plug-in 'one' of other 1.2 failed: {why}\n"
+    )
+
+
+def test_a_finding_without_a_readable_page_names_the_file_and_the_package(tmp_path: Path) -> None:
+    """Installing dtypedoctor again would not help."""
+    code = rule_of("return ()").replace("title=", "page='/no/such/page.md', title=")
+    installed(tmp_path, code, rules="rule = other:RULE")
+    done = command(tmp_path, "explain", "other-failure")
+    assert done.returncode == 2
+    assert "/no/such/page.md: No such file or directory" in done.stderr
+    assert "dtypedoctor.rules plug-in 'rule' of other 1.2" in done.stderr
+    assert "Install dtypedoctor again" not in done.stderr
+
+
+def test_a_name_of_a_plugin_says_that_plugins_are_off() -> None:
+    """Where they are."""
+    code = (
+        "from dtypedoctor.errors import UsageError\n"
+        "from dtypedoctor.diagnosis.registry import page\n"
+        "from dtypedoctor.report.formats import format_named\n"
+        "for asked in (page, format_named):\n"
+        "    try: asked('no-such')\n"
+        "    except UsageError as error: print(error.hint.endswith(' Plug-ins are off (DTYPEDOCTOR_PLUGINS=0).'))\n"
+    )
+    assert printed(Path(), code, DTYPEDOCTOR_PLUGINS="0") == ["True", "True"]
+    assert printed(Path(), code) == ["False", "False"]
+
+
+def test_a_correction_that_returns_nothing_is_named_and_not_the_program(tmp_path: Path) -> None:
+    """The reason that a trial of it gives."""
+    installed(
+        tmp_path,
+        "from dtypedoctor.plugins import Correction\n"
+        "ONE = Correction(id='one', summary='s', install='other:install')\n"
+        "def install(model, modules): pass\n",
+        corrections="one = other:ONE",
+    )
+    code = (
+        "from torch import nn\n"
+        "from dtypedoctor.corrections.contract import put_in\n"
+        "try: put_in('one', nn.Linear(1, 1), ())\n"
+        "except TypeError as error: print(error)\n"
+    )
+    assert printed(tmp_path, code) == ["install of one (other:install) returned NoneType, not Installed"]
