@@ -8,6 +8,8 @@ settings.load_profile("untimed")  # how long an example takes depends on the mac
 
 SLOW_FOLDERS = ("e2e", "benchmarks")
 
+collect_ignore = ["e2e/extension"]  # the test of a package that is not installed here; test_extension.py runs it
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--rewrite-snapshot``, which `tests/e2e/snapshot.py` explains."""

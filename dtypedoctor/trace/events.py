@@ -91,10 +91,11 @@ class ParameterNote:
 class Site:
     """A place where tensors are measured, described once and referred to by ``id`` in samples.
 
-    ``kind`` is ``output``, ``input``, ``grad_output`` (gradient of a module output), ``grad`` (gradient of a parameter, as an
-    optimizer step finds it), ``accumulated`` (gradient of a tensor, as a backward pass leaves it), ``param`` (a parameter after
-    the optimizer step), ``initial`` (a parameter before the first one) or ``operator`` (result of an operator outside of all
-    modules; ``fqn`` is its name and line). ``index`` is the path inside a structured output (``""`` for a
+    ``kind`` is ``output``, ``input`` (of a module whose output is not finite), ``grad_output`` (gradient of a module output),
+    ``grad`` (gradient of a parameter, as an optimizer step finds it), ``accumulated`` (gradient of a tensor, as a backward pass
+    leaves it), ``param`` (a parameter after the optimizer step), ``initial`` (a parameter before the first one), ``loss`` (what a
+    backward pass starts from), ``sent`` or ``received`` (a tensor of a collective), ``operator`` (result of an operator outside of
+    all modules; ``fqn`` is its name and line) or ``entered`` (a module was entered; never measured). ``index`` is the path inside a structured output (``""`` for a
     plain tensor). ``autocast`` is the enabled autocast dtype of the tensor's device, or None.
     """
 

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).with_name("extension")
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 SCENARIO = PACKAGE / "tinylab_overflow.yaml"
 SILENT = PACKAGE / "tinylab_underflow.yaml"
+OWN_TEST = PACKAGE / "test_tinylab.py"
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +69,16 @@ def test_the_report_is_printed_in_the_format_of_the_package(treated: tuple[Finis
 
 
 def test_a_rule_of_the_package_finds_what_raises_nothing_and_its_remedy_proves_it(site: Path, tmp_path: Path) -> None:
-    """Its finding is expected by the scenario, has the references of its spec, and `explain` prints its page."""
-    (tmp_path / SILENT.name).write_bytes(SILENT.read_bytes())
-    finished = with_package(site, "run", SILENT.name, "--out", "out", cwd=tmp_path)
-    assert finished.code == 0, finished.err
-    (found,) = report_of(tmp_path / "out")["findings"]
-    assert (found["id"], found["fqn"], found["severity"]) == ("tinylab-gate-underflow", "layer", "warning")
-    assert found["confidence"] == "proven"
+    """The package's own test passes; its finding has the references of its spec, and `explain` prints its page."""
+    for file in (SILENT, OWN_TEST):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    path = os.pathsep.join([*sys.path, str(site)])
+    own_test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "temp", OWN_TEST.name]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(own_test, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    (found,) = report_of(tmp_path / "temp" / "test_zeros0" / "out")["findings"]
+    assert found["severity"] == "warning"
     assert found["references"] == ["https://github.com/example/tinylab/issues/1"]
     explained = with_package(site, "explain", "tinylab-gate-underflow", cwd=tmp_path)
     assert explained.out == (PACKAGE / "tinylab" / "gate_underflow.md").read_text()
@@ -91,7 +95,9 @@ def test_without_the_package_the_scenario_is_refused_with_what_there_is(tmp_path
 
 def test_the_page_shows_the_files_of_the_package() -> None:
     """Whoever copies them gets what this test has used."""
-    shown = dict(re.findall(r"`([\w./]+)`:\n\n```(?:python|toml|yaml)\n(.*?)```", PAGE, re.DOTALL))
+    shown = dict(re.findall(r"`([\w./]+)`:\n\n```(?:python|toml|yaml|markdown)\n(.*?)```", PAGE, re.DOTALL))
     files = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.*") if path.is_file()}
     assert shown == {name: text for name, text in files.items() if name in shown}
-    assert {"pyproject.toml", "tinylab/plugin.py", "tinylab/rule.py", SCENARIO.name, SILENT.name} <= set(shown)
+    assert {"pyproject.toml", "tinylab/plugin.py", "tinylab/rule.py", SCENARIO.name, SILENT.name, OWN_TEST.name} <= set(
+        shown
+    )

@@ -34,7 +34,7 @@ def detect(trace: Trace) -> Iterator[Finding]:
             cause=f"Both factors of the gated product are small, and {site.dtype} rounds their product to 0.",
             evidence=("The largest magnitude of the layer's output is 0.",),
         )
-        yield make_finding(said, phase=site.phase, step=sample.step, fqn=site.fqn, dtype=site.dtype)
+        yield make_finding(said, phase=site.phase, step=sample.step, fqn=site.fqn, cls=site.cls, dtype=site.dtype)
 
 
 RULE = Rule(name="tinylab-gate-underflow", specs=(SPEC,), detect=detect)
