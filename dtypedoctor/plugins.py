@@ -123,6 +123,11 @@ class LeftOut:
     what: str
     why: str
 
+    @property
+    def gap(self) -> str:
+        """A line of what a report says was not covered."""
+        return f"{self.what}: it cannot be used: {self.why}"
+
 
 Registered = TypeVar("Registered")
 

@@ -78,7 +78,7 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
     for note in trace.all(NotWatched):
         yield f"{note.what}: {note.why}"
     yield from _of_others(treatment)
-    yield from (f"{one.what}: it cannot be used: {one.why}" for one in left_out())
+    yield from (one.gap for one in left_out())
     yield from noted(treatment.before)
     yield from (f"trace: {damage}" for damage in trace.damage)
     yield from treatment.refusals

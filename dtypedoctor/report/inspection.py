@@ -7,6 +7,7 @@ from typing import Any
 
 from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.subject import Subject
+from dtypedoctor.plugins import left_out
 from dtypedoctor.report.document import Block, Check, Document, Heading, Items, Outcome, Paragraph, Section, Table
 from dtypedoctor.report.to_json import plain
 
@@ -19,6 +20,11 @@ class Inspection:
 
     subject: Subject
     findings: tuple[Finding, ...]
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """What was not inspected, and the plug-ins that could not be used."""
+        return (*self.subject.gaps, *(one.gap for one in left_out()))
 
     @property
     def troubled(self) -> bool:
@@ -46,7 +52,7 @@ def census(subject: Subject) -> dict[str, Any]:
 
 def inspection_document(inspection: Inspection) -> Document:
     """The census, each finding, and what was not inspected."""
-    findings, gaps = inspection.findings, inspection.subject.gaps
+    findings, gaps = inspection.findings, inspection.gaps
     sections = [Section("Dtypes", tuple(_census(inspection.subject)), anchor="dtypes")]
     sections += [_finding(position, finding) for position, finding in enumerate(findings)]
     if gaps:
@@ -117,5 +123,5 @@ def _data(inspection: Inspection) -> dict[str, Any]:
         "status": "findings" if inspection.troubled else "healthy",
         "census": census(inspection.subject),
         "findings": plain(inspection.findings),
-        "coverage": list(inspection.subject.gaps),
+        "coverage": list(inspection.gaps),
     }

@@ -15,6 +15,7 @@ from yaml.reader import Reader
 
 from dtypedoctor import plugins
 from dtypedoctor.errors import UsageError
+from dtypedoctor.plugins import switched_off
 from dtypedoctor.scenario.checking import check, check_ids, check_name
 from dtypedoctor.scenario.model import Model, Scenario
 from dtypedoctor.scenario.problems import Place, Problem, did_you_mean, in_words, printable, quoted, refusal
@@ -174,7 +175,7 @@ def load_scenario(path: Path, known: Mapping[str, Collection[str]] | None = None
         told_places = {problem.place for problem in told}
         problems += told + [problem for problem in found if problem.place not in told_places]
     if problems or scenario is None:
-        raise refusal(path, problems, _HINT)
+        raise refusal(path, problems, f"{_HINT}{switched_off()}")
     return scenario
 
 

@@ -176,6 +176,21 @@ def test_what_was_left_out_is_in_the_coverage_of_the_report(tmp_path: Path) -> N
     )
 
 
+def test_an_inspection_lists_a_rule_that_was_left_out(tmp_path: Path) -> None:
+    """As what was not inspected."""
+    installed(tmp_path, rule_of("return 1 / 0").replace("detect=", "inspect="), rules="bad = other:RULE")
+    code = (
+        "from dtypedoctor.diagnosis import preflight\n"
+        "from dtypedoctor.diagnosis.subject import Subject\n"
+        "from dtypedoctor.report.inspection import Inspection, inspection_document\n"
+        "subject = Subject(name='model', tensors=())\n"
+        "print(*inspection_document(Inspection(subject=subject, findings=preflight(subject))).data()['coverage'])"
+    )
+    assert printed(tmp_path, code) == [
+        "dtypedoctor.rules plug-in 'other-failure': it cannot be used: ZeroDivisionError: division by zero"
+    ]
+
+
 def test_likely_typos_in_a_plugin_are_named_once(tmp_path: Path) -> None:
     """The group of an entry point, the finding that a rule yields or a correction is for, and the fixes of a finding."""
     installed(
@@ -244,18 +259,26 @@ def test_a_finding_without_a_readable_page_names_the_file_and_the_package(tmp_pa
     assert "Install dtypedoctor again" not in done.stderr
 
 
-def test_a_name_of_a_plugin_says_that_plugins_are_off() -> None:
-    """Where they are."""
+def test_an_unknown_name_says_that_plugins_are_off(tmp_path: Path) -> None:
+    """Of a finding, a format, or an id in a scenario: it may be that of a plug-in."""
+    scenario = tmp_path / "case.yaml"
+    scenario.write_text(
+        "name: case\nsummary: s\nsteps: [{workload: {kind: script, path: train.py}}]\nexpect: {findings: [no-such]}\n"
+    )
     code = (
+        "from pathlib import Path\n"
+        "from dtypedoctor.cli.scenario_files import load_checked\n"
         "from dtypedoctor.errors import UsageError\n"
         "from dtypedoctor.diagnosis.registry import page\n"
         "from dtypedoctor.report.formats import format_named\n"
-        "for asked in (page, format_named):\n"
+        f"scenario = lambda finding: load_checked(Path({str(scenario)!r}), allow_code=True)\n"
+        "for asked in (page, format_named, scenario):\n"
         "    try: asked('no-such')\n"
-        "    except UsageError as error: print(error.hint.endswith(' Plug-ins are off (DTYPEDOCTOR_PLUGINS=0).'))\n"
+        "    except UsageError as error:\n"
+        "        print('no-such' in error.message, error.hint.endswith(' Plug-ins are off (DTYPEDOCTOR_PLUGINS=0).'))\n"
     )
-    assert printed(Path(), code, DTYPEDOCTOR_PLUGINS="0") == ["True", "True"]
-    assert printed(Path(), code) == ["False", "False"]
+    assert printed(tmp_path, code, DTYPEDOCTOR_PLUGINS="0") == ["True True"] * 3
+    assert printed(tmp_path, code) == ["True False"] * 3
 
 
 def test_a_correction_that_returns_nothing_is_named_and_not_the_program(tmp_path: Path) -> None:
