@@ -9,13 +9,15 @@ import ctypes
 import errno
 import fcntl
 import mmap
-import os
 import platform
+import posix  # what os has, under names that programs do not replace
 import resource
 import stat
 import struct
 import sys
 from collections.abc import Collection, Iterator
+from io import FileIO
+from os import SEEK_CUR, SEEK_SET
 from typing import NamedTuple
 
 __all__ = ["forbid_changes", "is_supported", "isolate_descriptors", "isolate_memory", "limit_processor_time"]
@@ -37,7 +39,7 @@ _FOREIGN_CALLS = 0x40000000
 """Numbers of system calls from here on are of another interface (x32)."""
 _THREAD = 0x00010000
 """The flag of ``clone`` by which a thread is made and no process."""
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_WRITING = posix.O_WRONLY | posix.O_RDWR | posix.O_CREAT | posix.O_TRUNC
 """Any of these flags opens a file for more than reading."""
 
 _CHANGE_FILES = {
@@ -74,32 +76,32 @@ def isolate_descriptors(keep: Collection[int]) -> None:
     Raises:
         OSError: a descriptor could not be replaced.
     """
-    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for name in os.listdir("/proc/self/fd"):
+    nowhere = posix.open("/dev/null", posix.O_RDWR | posix.O_CLOEXEC)
+    for name in posix.listdir("/proc/self/fd"):
         descriptor = int(name)
         if descriptor in keep or descriptor == nowhere:
             continue
         try:
-            mode = os.fstat(descriptor).st_mode
+            mode = posix.fstat(descriptor).st_mode
         except OSError:  # the one with which the directory was listed
             continue
         if stat.S_ISDIR(mode):
             continue
         _replace(descriptor, mode, nowhere)
-    os.close(nowhere)
+    posix.close(nowhere)
 
 
 def _replace(descriptor: int, mode: int, nowhere: int) -> None:
-    inheritable = os.get_inheritable(descriptor)
-    readable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+    inheritable = posix.get_inheritable(descriptor)
+    readable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & posix.O_ACCMODE != posix.O_WRONLY
     if not (stat.S_ISREG(mode) and readable):
-        os.dup2(nowhere, descriptor, inheritable)
+        posix.dup2(nowhere, descriptor, inheritable)
         return
-    place = os.lseek(descriptor, 0, os.SEEK_CUR)
-    anew = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-    os.lseek(anew, place, os.SEEK_SET)
-    os.dup2(anew, descriptor, inheritable)
-    os.close(anew)
+    place = posix.lseek(descriptor, 0, SEEK_CUR)
+    anew = posix.open(f"/proc/self/fd/{descriptor}", posix.O_RDONLY | posix.O_CLOEXEC)
+    posix.lseek(anew, place, SEEK_SET)
+    posix.dup2(anew, descriptor, inheritable)
+    posix.close(anew)
 
 
 class _Mapping(NamedTuple):
@@ -115,18 +117,18 @@ def isolate_memory() -> None:
     """
     shared = list(_shared_mappings())
     if sum(mapping.size for mapping in shared) > MAX_SHARED:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        raise OSError(errno.ENOMEM, posix.strerror(errno.ENOMEM))
     for address, size in shared:
         content = ctypes.string_at(address, size)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         if _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != address:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            raise OSError(ctypes.get_errno(), posix.strerror(ctypes.get_errno()))
         ctypes.memmove(address, content, size)
 
 
 def _shared_mappings() -> Iterator[_Mapping]:
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-        lines = file.read().splitlines()
+    with FileIO("/proc/self/maps") as file:
+        lines = str(file.readall(), "utf-8", "replace").splitlines()
     for line in lines:
         places, rights = line.split()[:2]
         if rights.startswith("rw") and rights.endswith("s"):
@@ -153,7 +155,7 @@ def forbid_changes() -> None:
     header = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(held))
     for arguments in ((_NO_NEW_PRIVILEGES, 1, 0, 0, 0), (_SECCOMP, _FILTER, ctypes.c_char_p(header), 0, 0)):
         if _libc.prctl(*arguments) != 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            raise OSError(ctypes.get_errno(), posix.strerror(ctypes.get_errno()))
 
 
 _Instruction = tuple[int, int, int, int]

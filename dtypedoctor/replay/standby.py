@@ -7,18 +7,19 @@ program stays shared (:mod:`dtypedoctor.replay.cage`). It listens at a named pip
 
 import contextlib
 import ctypes
-import os
-import random
-import select
+import posix  # what os has, under names that programs do not replace
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+from random import getstate, setstate
+from select import select
+from signal import pthread_sigmask
 from typing import Any
 
 from dtypedoctor.replay.cage import isolate_descriptors, isolate_memory
-from dtypedoctor.unpatched import from_json, getpid
+from dtypedoctor.unpatched import from_json, getpid, perf_counter
 
 __all__ = ["PREFIX", "OrEnd", "Standby", "is_forking", "stand_by"]
 
@@ -55,9 +56,9 @@ class Standby:
     def dismiss(self) -> None:
         """Ends it."""
         with contextlib.suppress(OSError):
-            descriptor = os.open(self.pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.write(descriptor, b"null\n")
-            os.close(descriptor)
+            descriptor = posix.open(self.pipe, posix.O_WRONLY | posix.O_NONBLOCK | posix.O_CLOEXEC)
+            posix.write(descriptor, b"null\n")
+            posix.close(descriptor)
         with contextlib.suppress(OSError):
             self.pipe.unlink()
 
@@ -70,7 +71,7 @@ class OrEnd:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            os._exit(1)
+            posix._exit(1)
 
 
 def stand_by(pipe: Path) -> Standby | dict[str, Any]:
@@ -85,46 +86,46 @@ def stand_by(pipe: Path) -> Standby | dict[str, Any]:
     Raises:
         OSError: it could not be made.
     """
-    began = time.perf_counter()
-    os.mkfifo(pipe, 0o600)
-    ready, tell = os.pipe()
+    began = perf_counter()
+    posix.mkfifo(pipe, 0o600)
+    ready, tell = posix.pipe()
     try:
         request = _forked(pipe, tell)
         if request is not None:
             return request
-        is_ready = bool(select.select([ready], [], [], READY_SECONDS)[0]) and bool(os.read(ready, 1))
+        is_ready = bool(select([ready], [], [], READY_SECONDS)[0]) and bool(posix.read(ready, 1))
         if not is_ready:
             raise OSError(f"{pipe.name} did not get ready")
     except OSError:
         pipe.unlink(missing_ok=True)
         raise
     finally:
-        os.close(ready)
-    return Standby(pipe=pipe, seconds=time.perf_counter() - began)
+        posix.close(ready)
+    return Standby(pipe=pipe, seconds=perf_counter() - began)
 
 
 def _forked(pipe: Path, tell: int) -> dict[str, Any] | None:
     """None in the program; in a process that goes on later the request. ``tell`` is closed in both."""
     global _forking
-    drawn = random.getstate()  # Python seeds its generator anew in a fork
+    drawn = getstate()  # Python seeds its generator anew in a fork
     program = getpid()
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
+    heard = pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
     _forking = True
     try:
         with _not_told_of_children():
-            child = os.fork()
+            child = posix.fork()
             if child == 0:
                 with OrEnd():
                     _leave_parent()
                     request = _listen(pipe, tell, program)
-                    random.setstate(drawn)
+                    setstate(drawn)
                 return request
-            os.waitpid(child, 0)
+            posix.waitpid(child, 0)
     finally:
         _forking = False
         if getpid() == program:
-            signal.pthread_sigmask(signal.SIG_SETMASK, heard)
-            os.close(tell)
+            pthread_sigmask(signal.SIG_SETMASK, heard)
+            posix.close(tell)
     return None
 
 
@@ -142,31 +143,33 @@ def _not_told_of_children() -> Iterator[None]:
     finally:
         _libc.sigaction(signal.SIGCHLD, handler, None)
     with contextlib.suppress(ChildProcessError):
-        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            os.kill(os.getpid(), signal.SIGCHLD)
+        if posix.waitid(posix.P_ALL, 0, posix.WEXITED | posix.WNOHANG | posix.WNOWAIT) is not None:
+            posix.kill(getpid(), signal.SIGCHLD)
 
 
 def _leave_parent() -> None:
     """Goes on in a child of this process, which ends: so the program has no child that it does not know of."""
-    if os.fork():
-        os._exit(0)
+    if posix.fork():
+        posix._exit(0)
 
 
 def _listen(pipe: Path, tell: int, program: int) -> dict[str, Any]:
     """Sleeps until requests come; returns in a fork for each of them. Signals are blocked, and stay so."""
-    source = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # with a writer of its own it never ends
+    source = posix.open(
+        pipe, posix.O_RDWR | posix.O_NONBLOCK | posix.O_CLOEXEC
+    )  # with a writer of its own it never ends
     isolate_descriptors(keep=(source, tell))
     isolate_memory()
     _be_killed_first()
-    os.write(tell, b".")
-    os.close(tell)
+    posix.write(tell, b".")
+    posix.close(tell)
     while (request := _next_request(source, program)) is not None:
-        child = os.fork()
+        child = posix.fork()
         if child == 0:
-            os.close(source)
+            posix.close(source)
             return request
-        os.waitpid(child, 0)
-    os._exit(0)
+        posix.waitpid(child, 0)
+    posix._exit(0)
 
 
 def _next_request(source: int, program: int) -> dict[str, Any] | None:
@@ -174,8 +177,8 @@ def _next_request(source: int, program: int) -> dict[str, Any] | None:
     line = b""
     left = ORPHAN_SECONDS
     while not line.endswith(b"\n"):
-        if select.select([source], [], [], 1.0)[0]:
-            line += os.read(source, 1)
+        if select([source], [], [], 1.0)[0]:
+            line += posix.read(source, 1)
         elif not _is_there(program):
             left -= 1
         if not left:
@@ -186,7 +189,7 @@ def _next_request(source: int, program: int) -> dict[str, Any] | None:
 
 def _is_there(process: int) -> bool:
     try:
-        os.kill(process, 0)
+        posix.kill(process, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -196,5 +199,5 @@ def _is_there(process: int) -> bool:
 
 def _be_killed_first() -> None:
     """Where memory runs out, the kernel is to end this process and not the program."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as file:
+    with contextlib.suppress(OSError), FileIO("/proc/self/oom_score_adj", "wb") as file:
         file.write(b"1000")

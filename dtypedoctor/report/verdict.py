@@ -276,6 +276,8 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
         )
     if treatment.closer is None and (doubt := doubt_in_words(trace)):
         return Status.UNKNOWN, f"Nothing found, but {doubt}."
+    if trace.end is not None and treatment.observer.bitwise_equal is False:
+        return Status.UNKNOWN, f"Nothing found, but instrumentation changed the run: {treatment.observer.reason}."
     return Status.HEALTHY, _healthy(treatment, measured, noted)
 
 
@@ -284,8 +286,6 @@ def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) ->
     if trace.end is None:
         known = _as_far_as_known(trace, measured)
         return f"Nothing found before the script ended without Python's shutdown: {known}."
-    if treatment.observer.bitwise_equal is False:
-        return f"Nothing found, but instrumentation changed the run: {treatment.observer.reason}."
     failed = [note.what for note in trace.all(NotWatched) if note.why.startswith(FAILED_THERE)]
     unchecked = f" Not checked, because dtypedoctor failed there: {one_line(', '.join(failed), 200)}." if failed else ""
     also = f" Note: {noted.summary}" if noted is not None else ""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from dtypedoctor.interruptions import contained
@@ -34,6 +35,9 @@ _TOOLS = frozenset(
     {"cc", "g++", "gcc", "git", "ld", "ldconfig", "lscpu", "nvidia-smi", "objdump", "rocminfo", "uname", "which"}
 )
 """Programs that libraries start to find out about the system or to build something."""
+
+_INDUCTOR = f"torch{os.sep}_inductor{os.sep}"
+"""In the file names of the code that starts compilers, and Python to try what they made: these load torch and compute nothing of the program's."""
 
 _IN_OPEN = 0x20
 FIRST_DESCRIPTOR = 512
@@ -104,6 +108,7 @@ class Elsewhere:
         self._libraries: dict[str, None] = {}
         self._torch = TorchOpened()
         self._other_python = False
+        self._compiles = False
         self._waited_for = _children_waited_for()
         self._had_child = _has_child()
         self._had_children = False
@@ -134,6 +139,9 @@ class Elsewhere:
         if not self._listening:
             return
         if event in ("subprocess.Popen", "os.posix_spawn"):
+            if _is_by_inductor():
+                self._compiles = True
+                return
             name = _base(details[0])
             works = _may_work(name, details[1])
             (self._pythons if works else self._programs)[name] = None
@@ -164,9 +172,9 @@ class Elsewhere:
                 f"Python programs that were started ({', '.join(self._pythons)})",
                 NOT_HERE if idle else WORKED_ELSEWHERE,
             )
-        elif programs and self._torch.by_another:
+        elif programs and self._torch.by_another and not followed and not self._compiles:
             yield "torch in programs that were started", WORKED_ELSEWHERE
-        elif not followed and not self._forks and not self._programs and self._has_had_children():
+        elif not (followed or self._forks or self._programs or self._compiles) and self._has_had_children():
             yield "other processes that were started", NOT_HERE
 
     def _has_had_children(self) -> bool:
@@ -199,6 +207,16 @@ def _may_work(program: str, arguments: Any) -> bool:
     if "-m" in texts[:-1]:
         return texts[texts.index("-m") + 1].partition(".")[0] not in _MODULES
     return not any("compile_worker" in text for text in texts) and "--version" not in texts
+
+
+def _is_by_inductor() -> bool:
+    """Whether torch.compile starts the program that is about to be started."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _INDUCTOR in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_of_this_environment(program: Any) -> bool:

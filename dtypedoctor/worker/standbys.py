@@ -1,9 +1,10 @@
 """Keeps processes that stand by while a script runs, so that what failed in it can be replayed from shortly before, without starting it again."""
 
-import os
+import posix
 import sys
 import threading
 from collections.abc import Iterator
+from io import FileIO
 from math import inf
 from mmap import PAGESIZE as PAGE
 from pathlib import Path
@@ -18,7 +19,7 @@ from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.replay.cage import forbid_changes, is_supported, limit_processor_time
 from dtypedoctor.replay.standby import PREFIX, OrEnd, Standby, stand_by
 from dtypedoctor.replay.wake import DONE
-from dtypedoctor.unpatched import getpid, perf_counter
+from dtypedoctor.unpatched import getpid, perf_counter, read_text
 from dtypedoctor.worker.environment import resident
 
 if TYPE_CHECKING:
@@ -118,9 +119,9 @@ class Standbys:
 
     def _go_on(self, request: dict[str, Any]) -> None:
         directory = Path(request["directory"])
-        with open(directory / DONE, "wb", buffering=0) as done:  # stays open until this process ends
-            os.dup(done.fileno())
-            done.write(str(os.getpid()).encode("ascii"))
+        with FileIO(str(directory / DONE), "wb") as done:  # stays open until this process ends
+            posix.dup(done.fileno())
+            done.write(str(getpid()).encode("ascii"))
         limit_processor_time(request["seconds"])
         self._recording.writer.continue_in(directory)
         forbid_changes()
@@ -143,7 +144,7 @@ class Standbys:
             now = perf_counter()
             self._over = min(self._over, now + max(GOES_ON, now - self._began))
             if now > self._over:
-                os._exit(0)
+                posix._exit(0)
 
 
 def _hindrances() -> Iterator[str]:
@@ -160,8 +161,7 @@ def _hindrances() -> Iterator[str]:
 
 def _available() -> int:
     """Bytes of memory that are free, on the machine and in the control group of this process."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        lines = dict(line.split(":", 1) for line in file)
+    lines = dict(line.split(":", 1) for line in read_text("/proc/meminfo").splitlines())
     free = int(lines["MemAvailable"].split()[0]) << 10
     return min(free, *_left_in_groups())
 
@@ -170,7 +170,7 @@ def _left_in_groups() -> Iterator[int]:
     group = Path("/sys/fs/cgroup")
     yield 1 << 62
     try:
-        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text().strip()
+        limit, used = read_text(group / "memory.max").strip(), read_text(group / "memory.current").strip()
     except OSError:
         return
     if limit != "max":

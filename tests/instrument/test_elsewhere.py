@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
@@ -125,6 +125,13 @@ def test_torch_in_a_program_behind_a_shell_counts(tmp_path: Path) -> None:
     script.write_text("import torch")
     notes = list(seen(lambda: os.system(f"{sys.executable} {script}")).processes())
     assert (notes[0][1], notes[1][1]) == (NOT_HERE, WORKED_ELSEWHERE)
+
+
+def test_what_torch_compile_starts_is_no_computation_of_the_program() -> None:
+    """Inductor starts Python to try what its compiler made, which loads torch."""
+    started = f"import subprocess\nsubprocess.run([{sys.executable!r}, '-c', 'import torch'], check=True)"
+    code = compile(started, "/site-packages/torch/_inductor/cpu_vec_isa.py", "exec")
+    assert list(seen(FunctionType(code, {})).processes()) == []
 
 
 def test_what_happens_afterwards_is_not_noticed() -> None:
