@@ -276,7 +276,8 @@ def _by_hand(finding: Finding) -> str:
     if found is None:
         return f"`dtypedoctor explain {finding.id}` lists what to change."
     without_links = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", found[1])
-    return f"Do this: {' '.join(without_links.replace('`', '').split())}"
+    plain = re.sub(r"(?<![\w*])\*{1,2}(\S[^*]*)\*{1,2}(?![\w*])", r"\1", without_links)  # emphasis, and no product
+    return f"Do this: {' '.join(plain.replace('`', '').split())}"
 
 
 def _diagnoses(report: Report) -> Iterator[_Fact]:

@@ -130,6 +130,10 @@ class Elsewhere:
     def _forked(self) -> None:
         self._forks += self._listening and not _is_standby()
 
+    def torch_is_there(self) -> None:
+        """This process has imported torch itself."""
+        self._torch.by_this_process()
+
     def standby_is_there(self) -> None:
         """A process of ours was waited for, and is none of the program's."""
         self._waited_for = _children_waited_for()

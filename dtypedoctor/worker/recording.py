@@ -100,6 +100,8 @@ class Recording:
     def torch_is_there(self, watch: Watch) -> None:
         """The program has imported torch, and ``watch`` is about to begin."""
         self.watch = watch
+        if self._elsewhere is not None:
+            self._elsewhere.torch_is_there()
         keep_out_of_compiler(Elsewhere.heard)
 
     def standby_is_there(self) -> None:

@@ -127,6 +127,16 @@ def test_torch_in_a_program_behind_a_shell_counts(tmp_path: Path) -> None:
     assert (notes[0][1], notes[1][1]) == (NOT_HERE, WORKED_ELSEWHERE)
 
 
+def test_torch_that_this_process_loads_is_nobody_elses(tmp_path: Path) -> None:
+    """Scripts ask git, a shell or the driver before they import torch."""
+    script = tmp_path / "train.py"
+    script.write_text("import os\nos.system('true')\nimport torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))")
+    command = [sys.executable, "-m", "dtypedoctor", "exec", "--once", "--out", tmp_path / "run", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "other programs that were started (a shell)" in " ".join(done.stderr.split())
+
+
 def test_what_torch_compile_starts_is_no_computation_of_the_program() -> None:
     """Inductor starts Python to try what its compiler made, which loads torch."""
     started = f"import subprocess\nsubprocess.run([{sys.executable!r}, '-c', 'import torch'], check=True)"
