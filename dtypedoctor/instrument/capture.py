@@ -10,7 +10,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, children_of, parameters_of
+from dtypedoctor.instrument.live_call import tensors_of
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.unpatched import to_json
 
@@ -295,7 +295,7 @@ class Capture:
         gradients: dict[str, str] = {}
         self._found["leaving"].append({"what": what, "gradients": gradients})
         place = len(self._found["leaving"]) - 1
-        for index, tensor in enumerate(_tensors(value)):
+        for index, tensor in enumerate(tensors_of(value)):
             if tensor.requires_grad:
                 tensor.register_hook(self._keep_gradient(gradients, index, f"gradient.{place}.{index}"))
 
@@ -315,15 +315,3 @@ def _autocast_regions() -> Iterator[tuple[str, str]]:
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             yield device, str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists, mappings and simple namespaces, in order: the script that repeats the call counts them alike."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, (Mapping, SimpleNamespace)):
-        for item in (vars(value) if isinstance(value, SimpleNamespace) else value).values():
-            yield from _tensors(item)

@@ -1,0 +1,337 @@
+"""A module call whose objects are still alive: what it was called with and under which modes, and how to make it again.
+
+A :class:`LiveCall` holds references and costs nothing but the state of a random generator, so one can be kept for each open call. Making the
+call again runs the program's code: it draws from the program's generators (which are put back), and it may write to buffers, caches and
+arguments. Whoever does it in a process that goes on passes copies (:func:`copied`) and puts the module's buffers back.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtypedoctor._torch_private import buffers_of, parameters_of, version_of
+from dtypedoctor.interruptions import contained
+
+__all__ = ["AutocastState", "LiveCall", "RandomState", "Repeat", "copied", "mapped", "tensors_of"]
+
+_DEEPEST = 12
+"""Containers and objects in each other that are followed; what lies deeper is shared with the original."""
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutocastState:
+    """Autocast of one device type, where it is on.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        dtype: to which it casts.
+    """
+
+    device: str
+    dtype: torch.dtype
+
+    @staticmethod
+    def now() -> "tuple[AutocastState, ...]":
+        """What is on; below a dispatch mode autocast always reads as off."""
+        return tuple(
+            AutocastState(device=device, dtype=torch.get_autocast_dtype(device))
+            for device in _DEVICES
+            if torch.is_autocast_enabled(device)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomState:
+    """State of torch's default generators.
+
+    Attributes:
+        cpu: of the CPU, uint8.
+        cuda: of the current CUDA device, uint8; None where CUDA is not in use.
+    """
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+    @staticmethod
+    def now() -> "RandomState":
+        """The present state; does not initialise CUDA and does not wait for it."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
+
+    def restore(self) -> None:
+        """Puts the generators into this state."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda)
+
+
+@dataclass(slots=True, kw_only=True)
+class Repeat:
+    """What a call did when it was made again.
+
+    Attributes:
+        output: what it returned; None where it raised.
+        error: what it raised; None where it returned.
+        gradients: by name (``input.0``, ``input.mask.1``, ``weight.proj.weight``) the gradients that the upstream gradient makes; empty
+            where there is none, or where the forward raised.
+    """
+
+    output: Any = None
+    error: BaseException | None = None
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveCall:
+    """One call of a module, recorded when it was entered.
+
+    Attributes:
+        module: what was called.
+        fqn: its dotted name in the program's model.
+        args, kwargs: the arguments themselves.
+        grad: whether gradients were enabled.
+        inference: whether inference mode was on.
+        autocast: what was on.
+        random: the generators at entry; None where they were not asked for.
+        versions: by name, how often each input tensor had been written to at entry.
+        gradients: upstream gradients: by index among :func:`tensors_of` the output, the gradient of that output tensor. Filled by
+            :meth:`keep_gradients`.
+    """
+
+    module: nn.Module
+    fqn: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad: bool
+    inference: bool
+    autocast: tuple[AutocastState, ...]
+    random: RandomState | None
+    versions: dict[str, int] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def entered(
+        module: nn.Module, fqn: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, random: bool = True
+    ) -> "LiveCall":
+        """The record of a call that is being entered.
+
+        Args:
+            module: what is called.
+            fqn: its dotted name.
+            args: its positional arguments (:func:`dtypedoctor.instrument.whereabouts.call_arguments` reads them in a hook).
+            kwargs: its keyword arguments.
+            random: also keep the state of the generators (5 kB).
+        """
+        call = LiveCall(
+            module=module,
+            fqn=fqn,
+            args=tuple(args),
+            kwargs=dict(kwargs),
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=AutocastState.now(),
+            random=RandomState.now() if random else None,
+        )
+        call.versions = {name: version_of(tensor) for name, tensor in call.inputs()}
+        return call
+
+    def inputs(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors among the arguments, with names such as ``input.0`` and ``input.mask``; later in the same order."""
+        for name, value in (*enumerate(self.args), *self.kwargs.items()):
+            yield from _paths(value, f"input.{name}", _DEEPEST)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's parameters, with names such as ``weight.proj.weight``."""
+        for prefix, part in self.module.named_modules():
+            for name, parameter in parameters_of(part).items():
+                if parameter is not None:
+                    yield f"weight.{prefix}.{name}" if prefix else f"weight.{name}", parameter
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers, with names such as ``weight.rotary.inv_freq``."""
+        for prefix, part in self.module.named_modules():
+            for name, buffer in buffers_of(part).items():
+                if buffer is not None:
+                    yield f"weight.{prefix}.{name}" if prefix else f"weight.{name}", buffer
+
+    def overwritten(self) -> list[str]:
+        """Names of the inputs that have been written to in place since the call was entered: it cannot be made again as it was."""
+        return [name for name, tensor in self.inputs() if self.versions.get(name, -1) != version_of(tensor)]
+
+    def keep_gradients(self, output: Any) -> None:
+        """Keeps the gradients that come back for the tensors of ``output``, which the call has just returned, by reference."""
+        for index, tensor in enumerate(tensors_of(output)):
+            if tensor.requires_grad:
+                tensor.register_hook(self._keep(index))
+
+    def _keep(self, index: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            self.gradients.setdefault(index, gradient)
+
+        return hook
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Inside, gradients, autocast and the generators are as they were at entry; afterwards as they are now.
+
+        Autocast keeps no copies of weights inside: one made here would be found by the program's own calls.
+        """
+        present = RandomState.now()
+        with ExitStack() as stack:
+            stack.callback(present.restore)
+            if self.random is not None:
+                self.random.restore()
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            on = {state.device: state.dtype for state in self.autocast}
+            for device in _DEVICES:
+                if device in on or torch.is_autocast_enabled(device):
+                    dtype = on.get(device, torch.get_autocast_dtype(device))
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=device in on, cache_enabled=False))
+            yield
+
+    def again(
+        self,
+        module: nn.Module | None = None,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Repeat:
+        """Makes the call again, and the backward pass through it where an upstream gradient is known.
+
+        Inputs are detached, so the backward pass ends at them; no ``grad`` of a parameter changes. The caller mutes the instruments.
+
+        Args:
+            module: called instead; default the module itself.
+            args, kwargs: passed instead, e.g. copies; default the arguments themselves.
+        """
+        memo: dict[int, Any] = {}
+        passed = mapped(tuple(self.args if args is None else args), _leaf, memo)
+        named = mapped(dict(self.kwargs if kwargs is None else kwargs), _leaf, memo)
+        made = LiveCall(module=module or self.module, fqn=self.fqn, args=passed, kwargs=named, grad=self.grad,
+                        inference=self.inference, autocast=self.autocast, random=self.random)  # fmt: skip
+        repeat = Repeat()
+        with self.modes(), contained() as attempt:
+            repeat.output = made.module(*passed, **named)
+        repeat.error = attempt.error
+        if self.gradients and repeat.error is None:
+            repeat.gradients = made.pulled(repeat.output, self.gradients)
+        return repeat
+
+    def pulled(self, output: Any, upstream: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """The gradients of inputs and parameters that ``upstream``, by index among the tensors of ``output``, makes through it."""
+        wanted = {name: tensor for name, tensor in (*self.inputs(), *self.parameters()) if tensor.requires_grad}
+        ends, gradients = [], []
+        for index, tensor in enumerate(tensors_of(output)):
+            if index in upstream and tensor.requires_grad:
+                ends.append(tensor)
+                gradients.append(upstream[index].to(tensor.dtype))
+        if not ends or not wanted:
+            return {}
+        results = torch.autograd.grad(ends, list(wanted.values()), gradients, allow_unused=True)
+        return {name: result for name, result in zip(wanted, results, strict=True) if result is not None}
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested tuples, lists, mappings and simple namespaces, in order; whoever repeats a call counts its outputs alike."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, (Mapping, SimpleNamespace)):
+        for item in (vars(value) if isinstance(value, SimpleNamespace) else value).values():
+            yield from tensors_of(item)
+
+
+def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """``value`` with every tensor in it replaced by a detached copy; what was one tensor stays one.
+
+    Args:
+        value: arguments of a call.
+        memo: copies made so far by the identity of what they are copies of; pass the same one for all arguments of a call.
+    """
+    return mapped(value, _copy, {} if memo is None else memo)
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor], memo: dict[int, Any], deepest: int = _DEEPEST) -> Any:
+    """``value`` with ``function`` applied to every tensor in it.
+
+    Tuples, lists and dictionaries are made again, and so are objects by what they hold, without their constructors (a key-value cache has layers,
+    which have tensors). Modules, functions and classes stay the same objects. ``memo`` keeps the originals alive beside the results.
+    """
+    known = memo.get(id(value))
+    if known is not None:
+        return known[1]
+    if isinstance(value, Tensor):
+        made: Any = function(value)
+    elif deepest and isinstance(value, (tuple, list, dict)):
+        made = _mapped_container(value, function, memo, deepest - 1)
+    elif deepest and _has_state(value):
+        kind: Any = type(value)
+        made = kind.__new__(kind)
+        memo[id(value)] = (value, made)  # before its contents, which may lead back to it
+        for name, item in vars(value).items():
+            made.__dict__[name] = mapped(item, function, memo, deepest - 1)
+    else:
+        return value
+    memo[id(value)] = (value, made)
+    return made
+
+
+def _mapped_container(value: Any, function: Callable[[Tensor], Tensor], memo: dict[int, Any], deepest: int) -> Any:
+    kind: Any = type(value)
+    if not isinstance(value, dict):
+        items = [mapped(item, function, memo, deepest) for item in value]
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    made = kind.__new__(kind)
+    put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
+    for name, item in value.items():
+        put(made, name, mapped(item, function, memo, deepest))
+    for name, item in getattr(value, "__dict__", {}).items():  # attributes of a class of its own, as ModelOutput's
+        made.__dict__[name] = mapped(item, function, memo, deepest)
+    return made
+
+
+_SHARED = (nn.Module, type, torch.Generator, torch.Stream, torch.dtype, torch.device)
+_CONSTRUCTORS: tuple[Any, ...] = (object.__new__, SimpleNamespace.__new__)
+"""``__new__`` of the classes whose objects are made of their attributes alone."""
+
+
+def _has_state(value: Any) -> bool:
+    """Whether ``value`` is an object of a Python class that is made of its attributes alone."""
+    if isinstance(value, _SHARED) or callable(value):
+        return False
+    return hasattr(value, "__dict__") and type(value).__new__ in _CONSTRUCTORS
+
+
+def _paths(value: Any, path: str, deepest: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif deepest:
+        for name, item in _inside(value):
+            yield from _paths(item, f"{path}.{name}", deepest - 1)
+
+
+def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, (tuple, list)):
+        yield from enumerate(value)
+    elif isinstance(value, dict):
+        yield from value.items()
+    elif _has_state(value):
+        yield from vars(value).items()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The same values as the beginning of an autograd graph."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
