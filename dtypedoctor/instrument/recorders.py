@@ -11,7 +11,7 @@ tells: that sample is left out, and from then on tensors of its site are launche
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 from weakref import ref
 
@@ -41,6 +41,8 @@ class ImmediateRecorder:
         self._sites = sites
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
         self.suspicious = False
+        self.heard: Callable[[Rows, Source | None, Sequence[Named]], None] = lambda *_: None
+        """Called with rows that are not finite, the call that has returned them and what went into it."""
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -49,6 +51,7 @@ class ImmediateRecorder:
         if self._write(rows, when):
             return
         self.suspicious = True
+        self.heard(rows, source, given)
         if source is not None and given:  # whether it came in from outside decides who is to blame
             found = [(self._sites.id_of(source.place, source.looks(path, t)), t) for path, t in given]
             _, step, call = when
@@ -360,6 +363,10 @@ class Recorders:
     def of(self, device: torch.device) -> Recorder:
         """The recorder of ``device``, always the same one."""
         return self._of.get(device) or self._begin(device)
+
+    def hear_nonfinite(self, listener: Callable[[Rows, Source | None, Sequence[Named]], None]) -> None:
+        """Has ``listener`` called with tensors on a CPU that are not finite, while they are there; see :class:`ImmediateRecorder`."""
+        self._immediate.heard = listener
 
     def suspicious(self) -> bool:
         """Whether something that was not finite has become known since this was asked last."""

@@ -16,12 +16,12 @@ from torch.nn.modules import module as hooks
 
 from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook
 from dtypedoctor.instrument.operators import being_recorded
-from dtypedoctor.instrument.places import Looks, Place, Places, Sites, When, looks_of
+from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, Source, When, looks_of
 from dtypedoctor.instrument.position import Here, forget_ended_calls
 from dtypedoctor.instrument.recorders import Recorders
 from dtypedoctor.instrument.returned import Returned
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.statistics import Rooted
+from dtypedoctor.instrument.statistics import Named, Rooted
 
 CallListener = Callable[[nn.Module], None]
 
@@ -117,6 +117,10 @@ class ModuleWatch:
     def hear_gradients(self, listener: Callable[[Tensor, int], None]) -> None:
         """Has ``listener`` called with each gradient of a module output, and the number of its sample."""
         self._returned.heard = listener
+
+    def hear_nonfinite(self, listener: Callable[[Rows, Source | None, Sequence[Named]], None]) -> None:
+        """Has ``listener`` called with tensors on a CPU that are not finite, the call that has returned them and what went into it."""
+        self._recorders.hear_nonfinite(listener)
 
     def flush(self) -> None:
         """A backward pass or an optimizer step begins or ends: sends off what has been put together. Never waits."""

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import posix  # what os has, under names that programs do not replace
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
@@ -21,7 +22,7 @@ from typing import Any
 from dtypedoctor.replay.cage import isolate_descriptors, isolate_memory
 from dtypedoctor.unpatched import from_json, getpid, perf_counter
 
-__all__ = ["PREFIX", "OrEnd", "Standby", "is_forking", "stand_by"]
+__all__ = ["PREFIX", "THREADS", "OrEnd", "Standby", "is_forking", "stand_by"]
 
 PREFIX = "standby-"
 """How the names of the pipes begin; step and outermost call follow."""
@@ -29,6 +30,9 @@ READY_SECONDS = 10.0
 """How long the program waits at most until a standby is isolated."""
 ORPHAN_SECONDS = 60
 """How long a standby outlives the program."""
+
+THREADS = "threads"
+"""Key in a request: whether the process that goes on can use as many OpenMP threads as the program."""
 
 _libc = ctypes.CDLL(None)
 _SIZE_OF_SIGACTION = 256
@@ -89,10 +93,11 @@ def stand_by(pipe: Path) -> Standby | dict[str, Any]:
     began = perf_counter()
     posix.mkfifo(pipe, 0o600)
     ready, tell = posix.pipe()
+    has_threads = _end_openmp_threads()
     try:
         request = _forked(pipe, tell)
         if request is not None:
-            return request
+            return {**request, THREADS: has_threads}
         is_ready = bool(select([ready], [], [], READY_SECONDS)[0]) and bool(posix.read(ready, 1))
         if not is_ready:
             raise OSError(f"{pipe.name} did not get ready")
@@ -102,6 +107,46 @@ def stand_by(pipe: Path) -> Standby | dict[str, Any]:
     finally:
         posix.close(ready)
     return Standby(pipe=pipe, seconds=perf_counter() - began)
+
+
+_HARD_PAUSE = 2
+_SMALLEST_NORMAL = sys.float_info.min
+_openmp: dict[int, list[ctypes.CDLL] | None] = {}
+
+
+def _end_openmp_threads() -> bool:
+    """Ends the threads of this thread's OpenMP pools. The next parallel region starts as many again, in this process and in a fork of it.
+
+    GNU's OpenMP believes its threads to be there in a fork, too, and would wait for them for ever.
+
+    Returns:
+        Whether a fork that is made now can use OpenMP.
+    """
+    if _SMALLEST_NORMAL / 2 == 0.0:  # denormals are flushed, which threads inherit from the one that starts them
+        return False
+    if len(sys.modules) not in _openmp:
+        _openmp.clear()
+        _openmp[len(sys.modules)] = _openmp_libraries()
+    libraries = _openmp[len(sys.modules)]
+    return libraries is not None and all(library.omp_pause_resource_all(_HARD_PAUSE) == 0 for library in libraries)
+
+
+def _openmp_libraries() -> list[ctypes.CDLL] | None:
+    """GNU's OpenMP libraries in this process; None where one cannot end its threads, or comes from another vendor."""
+    with FileIO("/proc/self/maps") as file:
+        words = (line.rpartition(b" ")[2] for line in file.readall().splitlines())
+        paths = {word.decode("utf-8", "replace") for word in words if b"omp" in word.rpartition(b"/")[2]}
+    found = []
+    for path in sorted(paths):
+        name = path.rpartition("/")[2]
+        if name.startswith(("libiomp", "libomp")):
+            return None
+        if name.startswith("libgomp"):
+            library = ctypes.CDLL(path, mode=posix.RTLD_NOLOAD)
+            if not hasattr(library, "omp_pause_resource_all"):
+                return None
+            found.append(library)
+    return found
 
 
 def _forked(pipe: Path, tell: int) -> dict[str, Any] | None:
@@ -155,6 +200,7 @@ def _leave_parent() -> None:
 
 def _listen(pipe: Path, tell: int, program: int) -> dict[str, Any]:
     """Sleeps until requests come; returns in a fork for each of them. Signals are blocked, and stay so."""
+    posix.setsid()  # what ends the program's process group, such as a launcher, is not meant for it
     source = posix.open(
         pipe, posix.O_RDWR | posix.O_NONBLOCK | posix.O_CLOEXEC
     )  # with a writer of its own it never ends

@@ -1,7 +1,7 @@
 """Replays a part of a script's run from a standby that the run has left, where else the whole script would be run again."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.replay.wake import Waiting, go_on, waiting_in
 from dtypedoctor.runner.run import Run, WorkerExit, collect
 from dtypedoctor.scenario.request import Request, Window
-from dtypedoctor.trace.events import Sample
+from dtypedoctor.trace.events import Metric, Sample
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.execution import FailingBits, ReplayNote
 from dtypedoctor.trials.caught import with_caught
 from dtypedoctor.unpatched import monotonic
 
@@ -92,29 +93,83 @@ class Certificate:
 
     Attributes:
         words: what was compared, as a sentence.
-        doubt: how the replay differs, as a clause; empty where it does not.
+        differs: how the replay differs in bits though it does the same, as a clause; nothing that it shows is proven then.
+        doubt: how the replay does something else, as a clause; it shows nothing then.
     """
 
     words: str
+    differs: str = ""
     doubt: str = ""
 
 
 def _compare(first: Trace, again: Trace, call: int) -> Certificate:
+    begun = f"Op trace: replayed from before call {call} of this run"
     one, other = _measured(first, call), _measured(again, call)
     both = [(key, value, other[key]) for key, value in one.items() if key in other]
     unequal = [(key, value, now) for key, value, now in both if _values(value) != _values(now)]
-    begun = f"Op trace: replayed from before call {call} of this run"
     for (site, *_), value, now in unequal:
         if not _is_close(value, now):
             name, when = site[2] or site[0], first.moment(value.step)
             said = f"the replay differed: {name} was {_words(value)} in {when}, in the replay {_words(now)}"
             return Certificate(words=f"{begun}; {said}.", doubt=said)
+    losses = _both_losses(first, again)
+    bits = _both_bits(first, again)
+    differs = "; ".join(_differences([(value, now) for _, value, now in unequal], len(both), losses, bits))
+    if differs:
+        reasons = [note.what.why for note in again.observed(ReplayNote) if not note.what.ended]
+        why = f" ({', '.join(reasons)})" if reasons else ""
+        differs = f"the replay differed: {differs}{why}"
+        return Certificate(words=f"{begun}; {differs}, so no finding is proven by it.", differs=differs)
+    exact = f"; bitwise identical where it fails ({_count(bits, 'tensor')}, random state)" if bits else ""
+    same = f"; all values measured in both ({len(both):,}) are equal" if both else ""
+    return Certificate(words=f"{begun}{exact}{same}.")
+
+
+_Pair = tuple[Sample, Sample]
+
+
+def _differences(
+    unequal: Sequence[_Pair], compared: int, losses: Sequence[tuple[float, float]], bits: Sequence[tuple[str, str, str]]
+) -> Iterator[str]:
+    """How a replay differs from the run where both come to about the same, as clauses."""
     if unequal:
-        return Certificate(
-            words=f"{begun} on one thread; {len(unequal):,} of {len(both):,} values measured in both differ, by rounding."
-        )
-    same = f"; all {len(both):,} values measured in both are equal" if both else ""
-    return Certificate(words=f"{begun}{same}.")
+        most = max(abs(one.absmax - now.absmax) / max(one.absmax, now.absmax) for one, now in unequal)
+        yield f"{len(unequal):,} of {compared:,} measured values, by at most {most:.1g} of their size"
+    if any(one != now for one, now in losses):
+        yield f"{sum(one != now for one, now in losses):,} of {len(losses):,} losses"
+    other = [name for name, one, now in bits if one != now]
+    if other:
+        yield f"the bits of {other[0]}" + (f" and {_count(other[1:], 'more tensor')}" if other[1:] else "")
+    if not (compared or losses or bits):
+        yield "nothing that was measured in the run was measured in it"
+
+
+def _count(found: Sequence[Any], noun: str) -> str:
+    return f"{len(found):,} {noun}{'s' if len(found) != 1 else ''}"
+
+
+def _both_losses(first: Trace, again: Trace) -> list[tuple[float, float]]:
+    """The loss of each step in the run and in the replay; equal for the steps that the replay has taken over."""
+    replayed = {metric.step: metric.values.get("loss") for metric in again.all(Metric)}
+    found = ((metric.values.get("loss"), replayed.get(metric.step)) for metric in first.all(Metric))
+    return [(one, now) for one, now in found if one is not None and now is not None]
+
+
+def _both_bits(first: Trace, again: Trace) -> list[tuple[str, str, str]]:
+    """Name, and digests in the run and in the replay, of each tensor that was compared bit by bit where the run fails."""
+    one, other = _digests(first), _digests(again)
+    return [(key[-2], digest, other[key]) for key, digest in one.items() if key in other]
+
+
+def _digests(trace: Trace) -> dict[tuple[Any, ...], str]:
+    times: Counter[tuple[Any, ...]] = Counter()
+    found: dict[tuple[Any, ...], str] = {}
+    for seen in trace.observed(FailingBits):
+        name = f"{seen.what.name} of {seen.fqn}" if seen.fqn else seen.what.name
+        where = (seen.step, seen.call, seen.phase, tuple(seen.what.shape), seen.what.dtype, name)
+        times[where] += 1
+        found[(*where, times[where])] = f"{seen.what.digest} {seen.what.random}"
+    return found
 
 
 _Key = tuple[tuple[Any, ...], int, int, int]

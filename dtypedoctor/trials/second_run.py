@@ -41,6 +41,7 @@ class CloserLook:
         other: a second run that shows something else.
         doubt: what that run did instead, in words.
         certificate: of a replay, how it was compared with the run, as a sentence.
+        differs: how the bits of a replay differ from those of the run, as a clause.
     """
 
     before: Run
@@ -49,6 +50,7 @@ class CloserLook:
     other: Run | None = None
     doubt: str = ""
     certificate: str = ""
+    differs: str = ""
 
     @property
     def seen(self) -> Run:
@@ -57,6 +59,11 @@ class CloserLook:
 
     def cap_confidence(self, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
         """The findings; where a second run shows something else, none that it does not show as well is called proven."""
+        if self.differs:
+            return tuple(
+                _capped(finding, f"It was explained by a replay that is not bitwise identical: {self.differs}.")
+                for finding in findings
+            )
         return findings if self.other is None else unconfirmed(findings, self.other.trace, self.doubt)
 
 
@@ -96,7 +103,7 @@ def replayed(scenario: Scenario, before: Run, longest: float = LONGEST) -> Close
     doubt = (another_way(before, look.closer) if ended else "") or certificate.doubt
     if doubt:
         return _doubted(look, f"the replay went another way: {doubt}", doubt)
-    return replace(look, certificate=certificate.words)
+    return replace(look, certificate=certificate.words, differs=certificate.differs)
 
 
 def _doubted(look: CloserLook, why: str, doubt: str) -> CloserLook:
@@ -178,16 +185,16 @@ def unconfirmed(findings: tuple[Finding, ...], second: Trace, why: str) -> tuple
         why: what the second run did instead, in words.
     """
     again = set(map(_where, analysis_of(second).findings))
-    return tuple(finding if _where(finding) in again else _capped(finding, why) for finding in findings)
+    said = f"This is what the first run showed; no second run confirms it: {why}."
+    return tuple(finding if _where(finding) in again else _capped(finding, said) for finding in findings)
 
 
 def _where(finding: Finding) -> tuple[object, ...]:
     return finding.id, finding.fqn, finding.phase, finding.step
 
 
-def _capped(finding: Finding, why: str) -> Finding:
+def _capped(finding: Finding, said: str) -> Finding:
     confidence = Confidence.LIKELY if finding.confidence is Confidence.PROVEN else finding.confidence
-    said = f"This is what the first run showed; no second run confirms it: {why}."
     return replace(finding, confidence=confidence, proven_by=None, evidence=(*finding.evidence, said))
 
 

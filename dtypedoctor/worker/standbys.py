@@ -3,7 +3,7 @@
 import posix
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import FileIO
 from math import inf
 from mmap import PAGESIZE as PAGE
@@ -14,11 +14,16 @@ import torch
 from torch import nn
 
 from dtypedoctor._torch_private import COMPILER
+from dtypedoctor.instrument.contents import tensors_given
+from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.optrace import OpWindow
+from dtypedoctor.instrument.places import Rows, Source
+from dtypedoctor.instrument.statistics import Named, digest_of
 from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.replay.cage import forbid_changes, is_supported, limit_processor_time
-from dtypedoctor.replay.standby import PREFIX, OrEnd, Standby, stand_by
+from dtypedoctor.replay.standby import PREFIX, THREADS, OrEnd, Standby, stand_by
 from dtypedoctor.replay.wake import DONE
+from dtypedoctor.trace.records.execution import FailingBits, ReplayNote
 from dtypedoctor.unpatched import getpid, perf_counter, read_text
 from dtypedoctor.worker.environment import resident
 
@@ -35,6 +40,10 @@ GOES_ON = 5.0
 """Seconds, at least, that a replay goes on after the last of its windows; else as long as it took until then."""
 MAX_KEPT = 2
 """Standbys that stay because something went wrong after they were made."""
+BYTES_TO_COMPARE = 256 << 20
+"""Bytes of failing tensors of which a digest is taken in a run: a quarter of a second."""
+BYTES_PER_RECORD = 1 << 20
+"""Each digest counts as this many bytes more, so that there are at most 256."""
 ROOM = 2
 """How often the memory of the process must be free as well: what it writes from then on is there twice."""
 
@@ -64,6 +73,7 @@ class Standbys:
         self._impossible = False
         self._windows: list[OpWindow] = []
         self._over = inf
+        self._bytes_to_compare = BYTES_TO_COMPARE
 
     def begin(self) -> None:
         """Begins to make them."""
@@ -71,6 +81,10 @@ class Standbys:
         instruments.modules.before_root.insert(0, instruments.guard.shield(self._before_call, "replay of what fails"))
         instruments.on_suspicion.append(self._keep_latest)
         instruments.modules.on_error.append(self._keep_latest)
+        instruments.modules.on_error.append(self._note_inputs)
+        instruments.modules.hear_nonfinite(
+            instruments.guard.shield(self._note_nonfinite, "a comparison with the replay")
+        )
 
     def _before_call(self, module: nn.Module) -> None:
         position = self._watch.instruments.position
@@ -117,6 +131,39 @@ class Standbys:
             self._kept += 1
             self._keeps_latest = True
 
+    def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], _: BaseException) -> None:
+        """The call of ``module`` has raised."""
+        place = self._watch.instruments.names.find(module)
+        inputs = [(f"input.{path}", tensor) for path, tensor in tensors_given(args, {})]
+        self._note_bits(place[1] if place is not None else None, None, inputs)
+
+    def _note_nonfinite(self, rows: Rows, source: Source | None, given: Sequence[Named]) -> None:
+        """Tensors are not finite; what went into the module that has returned them, too, where one has."""
+        if source is None:
+            self._note_bits(None, None, [("gradient", tensor) for _, tensor in rows])
+            return
+        found = [(f"output.{number}", tensor) for number, (_, tensor) in enumerate(rows)]
+        found += [(f"input.{path}", tensor) for path, tensor in given]
+        self._note_bits(source.place.fqn, source.phase, found)
+
+    def _note_bits(self, fqn: str | None, phase: str | None, found: Sequence[Named]) -> None:
+        """Writes what a replay is compared with by; a program that works with infinities in every call is not to wait for it."""
+        session = self._watch.instruments.session
+        with session.position.mute():
+            random = digest_of(torch.default_generator.get_state())
+            for name, tensor in found:
+                if tensor.device.type != "cpu" or tensor.nbytes > self._bytes_to_compare:
+                    continue
+                self._bytes_to_compare -= tensor.nbytes + BYTES_PER_RECORD
+                record = FailingBits(
+                    name=name,
+                    dtype=dtype_name(tensor),
+                    shape=list(tensor.shape),
+                    digest=digest_of(tensor),
+                    random=random,
+                )
+                session.emit(record, fqn=fqn, phase=phase)
+
     def _go_on(self, request: dict[str, Any]) -> None:
         directory = Path(request["directory"])
         with FileIO(str(directory / DONE), "wb") as done:  # stays open until this process ends
@@ -125,7 +172,6 @@ class Standbys:
         limit_processor_time(request["seconds"])
         self._recording.writer.continue_in(directory)
         forbid_changes()
-        torch.set_num_threads(1)  # the threads of the pool are not in this process
         self._owner = 0
         position = self._watch.instruments.position
         self._recording.go_on(lambda error: [type(error).__name__, position.call] == request["raised"])
@@ -136,6 +182,14 @@ class Standbys:
                 "eager_on_recompile"
             )  # no program can be started, and waiting workers are not here
         self._watch.adopt(self._windows)
+        if not request[THREADS]:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # those of the pool are not in this process, and cannot be started again
+            if threads > 1:
+                self._tell(f"it computes on 1 thread instead of {threads}")
+
+    def _tell(self, why: str, *, ended: bool = False) -> None:
+        self._watch.instruments.session.emit(ReplayNote(why=why, ended=ended))
 
     def _end_in_time(self) -> None:
         """Ends a replay that has come far beyond its windows: a training may go on for days."""

@@ -19,6 +19,7 @@ from dtypedoctor.replay.wake import dismiss, waiting_in
 from dtypedoctor.runner.run import STDOUT
 from dtypedoctor.scenario.request import Window
 from dtypedoctor.trace.events import Op
+from dtypedoctor.trace.records.execution import ReplayNote
 from dtypedoctor.trials import replays
 from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.treatment import Plan, treat
@@ -105,6 +106,33 @@ for x in DataLoader([torch.full((4,), 30000.0)] * 4, batch_size=2, num_workers=1
 """Has a child of its own and a data loader with a worker."""
 
 
+THREADED = (
+    OVERFLOW
+    + """
+class Sums(nn.Module):
+    def forward(self, x):
+        return x + noise.sum()
+torch.set_num_threads(3)
+noise = torch.randn(3_000_001)
+model = nn.Sequential(Sums(), Scores())
+model(torch.full((2, 4), 1e38))
+"""
+)
+"""Overflows in float32 on numbers that three threads have added up; one thread adds them up to others."""
+
+NOISY = (
+    OVERFLOW
+    + """
+import os
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + int.from_bytes(os.urandom(4), "big") / 2**32
+model = nn.Sequential(Noise(), Scores().half())
+model(torch.full((2, 4), 30000.0))
+"""
+).replace("return x *", "return x.half() *")
+"""Draws from the system's entropy within the call that overflows; what it draws is rounded away before that."""
+
 WATCHED = """
 import dtypedoctor
 from dtypedoctor.worker import standbys
@@ -155,6 +183,22 @@ def test_a_program_with_processes_of_its_own(tmp_path: Path) -> None:
     treatment = treat_forked(script(tmp_path, FORKS), tmp_path, ONE_RUN)
     assert (tmp_path / "before" / "output.txt").read_text().splitlines()[:1] == ["7"]
     assert treatment.findings[0].op == "aten.mul.Tensor"
+
+
+def test_a_replay_has_as_many_threads_and_makes_the_same_bits(tmp_path: Path) -> None:
+    """Sums are added up in the same order, so that the report can say so of the tensors that the call failed on."""
+    treatment = treat_forked(script(tmp_path, THREADED), tmp_path, ONE_RUN)
+    assert treatment.findings[0].op == "aten.mul.Tensor"
+    assert "bitwise identical where it fails" in treatment.replayed
+    assert treatment.closer is not None
+    assert not treatment.closer.trace.observed(ReplayNote)
+
+
+def test_nothing_is_proven_by_a_replay_of_other_bits(tmp_path: Path) -> None:
+    """It shows the operator, and the report says by how much it differs."""
+    finding = treat_forked(script(tmp_path, NOISY), tmp_path, ONE_RUN).findings[0]
+    assert (finding.op, finding.confidence) == ("aten.mul.Tensor", Confidence.LIKELY)
+    assert "the replay differed" in finding.evidence[-1]
 
 
 @pytest.mark.parametrize("case", HEALTHY, ids=lambda case: case.name)
