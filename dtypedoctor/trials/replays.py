@@ -133,15 +133,25 @@ def _differences(
 ) -> Iterator[str]:
     """How a replay differs from the run where both come to about the same, as clauses."""
     if unequal:
-        most = max(abs(one.absmax - now.absmax) / max(one.absmax, now.absmax) for one, now in unequal)
+        most = max(map(_relative_difference, unequal))
         yield f"{len(unequal):,} of {compared:,} measured values, by at most {most:.1g} of their size"
-    if any(one != now for one, now in losses):
-        yield f"{sum(one != now for one, now in losses):,} of {len(losses):,} losses"
-    other = [name for name, one, now in bits if one != now]
-    if other:
-        yield f"the bits of {other[0]}" + (f" and {_count(other[1:], 'more tensor')}" if other[1:] else "")
+    other_losses = [pair for pair in losses if pair[0] != pair[1]]
+    if other_losses:
+        yield f"{len(other_losses):,} of {len(losses):,} losses"
+    other_bits = [name for name, one, now in bits if one != now]
+    if other_bits:
+        yield f"the bits of {other_bits[0]}{_and_more(other_bits[1:])}"
     if not (compared or losses or bits):
         yield "nothing that was measured in the run was measured in it"
+
+
+def _relative_difference(pair: _Pair) -> float:
+    one, now = (sample.absmax for sample in pair)
+    return abs(one - now) / max(one, now)
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f" and {_count(names, 'more tensor')}" if names else ""
 
 
 def _count(found: Sequence[Any], noun: str) -> str:
