@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.errors import UsageError
@@ -104,54 +104,70 @@ class Certificate:
 
 def _compare(first: Trace, again: Trace, call: int) -> Certificate:
     begun = f"Op trace: replayed from before call {call} of this run"
-    one, other = _measured(first, call), _measured(again, call)
-    both = [(key, value, other[key]) for key, value in one.items() if key in other]
-    unequal = [(key, value, now) for key, value, now in both if _values(value) != _values(now)]
-    for (site, *_), value, now in unequal:
-        if not _is_close(value, now):
-            name, when = site[2] or site[0], first.moment(value.step)
-            said = f"the replay differed: {name} was {_words(value)} in {when}, in the replay {_words(now)}"
-            return Certificate(words=f"{begun}; {said}.", doubt=said)
-    losses = _both_losses(first, again)
-    bits = _both_bits(first, again)
-    differs = "; ".join(_differences([(value, now) for _, value, now in unequal], len(both), losses, bits))
+    values = _both_values(first, again, call)
+    doubt = next(_other_values(values, first), "")
+    if doubt:
+        return Certificate(words=f"{begun}; {doubt}.", doubt=doubt)
+    losses, bits = _both_losses(first, again), _both_bits(first, again)
+    differs = "; ".join((*_unequal_values(values), *_unequal_losses(losses), *_unequal_bits(bits)))
+    if not (values or losses or bits):
+        differs = "nothing that was measured in the run was measured in it"
     if differs:
-        reasons = [note.what.why for note in again.observed(ReplayNote) if not note.what.ended]
-        why = f" ({', '.join(reasons)})" if reasons else ""
-        differs = f"the replay differed: {differs}{why}"
+        differs = f"the replay differed: {differs}{_reasons(again)}"
         return Certificate(words=f"{begun}; {differs}, so no finding is proven by it.", differs=differs)
     exact = f"; bitwise identical where it fails ({_count(bits, 'tensor')}, random state)" if bits else ""
-    same = f"; all values measured in both ({len(both):,}) are equal" if both else ""
+    same = f"; all values measured in both ({len(values):,}) are equal" if values else ""
     return Certificate(words=f"{begun}{exact}{same}.")
 
 
-_Pair = tuple[Sample, Sample]
+def _reasons(again: Trace) -> str:
+    reasons = [note.what.why for note in again.observed(ReplayNote) if not note.what.ended]
+    return f" ({', '.join(reasons)})" if reasons else ""
 
 
-def _differences(
-    unequal: Sequence[_Pair], compared: int, losses: Sequence[tuple[float, float]], bits: Sequence[tuple[str, str, str]]
-) -> Iterator[str]:
-    """How a replay differs from the run where both come to about the same, as clauses."""
+class _Value(NamedTuple):
+    """What was measured in a run and, at the same place and time, in its replay."""
+
+    name: str
+    one: Sample
+    now: Sample
+
+
+def _both_values(first: Trace, again: Trace, call: int) -> list[_Value]:
+    one, other = _measured(first, call), _measured(again, call)
+    return [_Value(key[0][2] or key[0][0], sample, other[key]) for key, sample in one.items() if key in other]
+
+
+def _other_values(values: Sequence[_Value], first: Trace) -> Iterator[str]:
+    """Values by which the replay has done something else than the run, as clauses."""
+    for name, one, now in values:
+        if not _is_close(one, now):
+            yield f"the replay differed: {name} was {_words(one)} in {first.moment(one.step)}, in the replay {_words(now)}"
+
+
+def _unequal_values(values: Sequence[_Value]) -> Iterator[str]:
+    unequal = [value for value in values if value.one.absmax != value.now.absmax]
     if unequal:
         most = max(map(_relative_difference, unequal))
-        yield f"{len(unequal):,} of {compared:,} measured values, by at most {most:.1g} of their size"
-    other_losses = [pair for pair in losses if pair[0] != pair[1]]
-    if other_losses:
-        yield f"{len(other_losses):,} of {len(losses):,} losses"
-    other_bits = [name for name, one, now in bits if one != now]
-    if other_bits:
-        yield f"the bits of {other_bits[0]}{_and_more(other_bits[1:])}"
-    if not (compared or losses or bits):
-        yield "nothing that was measured in the run was measured in it"
+        yield f"{len(unequal):,} of {len(values):,} measured values, by at most {most:.1g} of their size"
 
 
-def _relative_difference(pair: _Pair) -> float:
-    one, now = (sample.absmax for sample in pair)
+def _unequal_losses(losses: Sequence[tuple[float, float]]) -> Iterator[str]:
+    unequal = [pair for pair in losses if pair[0] != pair[1]]
+    if unequal:
+        yield f"{len(unequal):,} of {len(losses):,} losses"
+
+
+def _unequal_bits(bits: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    unequal = [name for name, one, now in bits if one != now]
+    if unequal:
+        more = f" and {_count(unequal[1:], 'more tensor')}" if unequal[1:] else ""
+        yield f"the bits of {unequal[0]}{more}"
+
+
+def _relative_difference(value: _Value) -> float:
+    one, now = value.one.absmax, value.now.absmax
     return abs(one - now) / max(one, now)
-
-
-def _and_more(names: Sequence[str]) -> str:
-    return f" and {_count(names, 'more tensor')}" if names else ""
 
 
 def _count(found: Sequence[Any], noun: str) -> str:
@@ -196,10 +212,6 @@ def _measured(trace: Trace, call: int) -> dict[_Key, Sample]:
             times[where, sample.step, sample.call] += 1
             found[where, sample.step, sample.call, times[where, sample.step, sample.call]] = sample
     return found
-
-
-def _values(sample: Sample) -> tuple[float, int, int]:
-    return sample.absmax, sample.num_nan, sample.num_inf
 
 
 def _is_close(one: Sample, other: Sample) -> bool:
