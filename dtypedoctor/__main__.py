@@ -2,8 +2,6 @@
 
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Runs the command line. Nothing is imported from the working directory, where ``python -m`` would look first."""

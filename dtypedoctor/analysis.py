@@ -5,16 +5,14 @@ from enum import StrEnum
 from functools import cached_property
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.incidents import MEASURED, Incident, incidents
 from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.wording import failing_line
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Metric, Raised, Root, Sample, Site
 from dtypedoctor.trace.model import Trace
-
-__all__ = ["Analysis", "Ending", "How", "Place", "analysis_of", "ending_of"]
 
 Place = tuple[str | None, ...]
 """Where something fails, in terms that are the same for two runs that fail alike."""

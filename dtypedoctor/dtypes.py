@@ -5,8 +5,6 @@ Limits are those of IEEE 754 binary16/32/64, of bfloat16 (8 exponent bits, 7 fra
 
 from dataclasses import dataclass
 
-__all__ = ["DTYPES", "HALF", "DType", "headroom", "short_name"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DType:

@@ -2,8 +2,6 @@
 
 from enum import IntEnum
 
-__all__ = ["DoctorError", "EmptyTraceError", "ExitCode", "UsageError", "WorkerDiedError"]
-
 
 class ExitCode(IntEnum):
     """What the command line's exit codes mean."""

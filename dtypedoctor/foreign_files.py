@@ -12,8 +12,6 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["LARGEST_JSON", "inside", "is_real_directory", "open_file", "parse_json", "read_file", "read_head", "reason"]
-
 LARGEST_JSON = 64 << 20
 """Bytes of a file that is read and parsed as a whole; a large report takes a few million."""
 

@@ -12,8 +12,6 @@ from queue import Empty
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["contained", "is_interruption", "noticing", "say"]
-
 _TRACE_EVENTS = frozenset({"call", "line", "return", "exception", "opcode"})
 _RAISES = frozenset({"RAISE_VARARGS", "RERAISE"})
 _ONLY_CHECKS = ("RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")

@@ -20,9 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 if TYPE_CHECKING:
     from dtypedoctor.report.document import Document
 
-__all__ = ["SWITCH", "Correction", "Format", "LeftOut", "Model", "Workload", "give_up", "known", "label_of", "left_out",
-           "own_code", "registered", "remark", "remarks", "resolve", "switched_off"]  # fmt: skip
-
 SWITCH = "DTYPEDOCTOR_PLUGINS"
 """Environment variable that switches other packages' plug-ins off where it is ``0``."""
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.options import AllowCode, Device, Out
+from dtypedoctor.cli.output import AllowCode, Device, Out
 
 
 def register(app: typer.Typer) -> None:

@@ -23,15 +23,11 @@ from dtypedoctor.runner.launch import Launcher, WarmServer
 from dtypedoctor.runner.machine import gpu_environment, visible_gpus
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.loading import case_of, override, resolve
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trials.bisection.bisect import Progress, bisect
 from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Asked, Journal, ProbeRunner
 from dtypedoctor.trials.bisection.questions import Measured
 from dtypedoctor.trials.bisection.results import Bisection, End
-
-__all__ = ["Case", "Options", "bisect_case", "new_case", "resumed_case"]
-
 
 DTYPE = "float16"
 """The dtype under suspicion where neither a scenario nor an option names one."""

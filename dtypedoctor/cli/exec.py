@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.options import EveryNSteps, NprocPerNode, Out
+from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, Out
 from dtypedoctor.errors import UsageError
 
 WEEK = 604_800

@@ -21,8 +21,6 @@ from dtypedoctor.trials.bisection.symptoms import part_in_words
 from dtypedoctor.trials.reduction import Outcome
 from dtypedoctor.trials.search import Node, leaves_of
 
-__all__ = ["Branch", "LiveView", "Narrowing", "Region", "SuspectTree", "label_in_words"]
-
 _LABELS = {
     "before": "baseline",
     "closer": "op trace",

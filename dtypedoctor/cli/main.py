@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from dtypedoctor import __version__
-from dtypedoctor.cli import bisect, compare, env, exec, explain, inspect, report, run, scenarios
-from dtypedoctor.cli.options import current_name
-from dtypedoctor.cli.output import standard_streams
+from dtypedoctor.cli import bisect, exec, reading, run
+from dtypedoctor.cli.output import current_name, standard_streams
 from dtypedoctor.errors import DoctorError, ExitCode
 from dtypedoctor.report.text import paragraphs
 
@@ -29,8 +28,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": current_name},
 )
-for verb in (run, bisect, exec, inspect, report, compare, explain, scenarios, env):
-    verb.register(app)
+for verbs in (run, bisect, exec, reading):
+    verbs.register(app)
 
 
 def _version(wanted: bool) -> None:

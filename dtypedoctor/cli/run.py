@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.options import AllowCode, Device, EveryNSteps, NprocPerNode, Out
-from dtypedoctor.cli.output import TERMINAL, FormatOption, show
+from dtypedoctor.cli.output import TERMINAL, AllowCode, Device, EveryNSteps, FormatOption, NprocPerNode, Out, show
 
 
 def register(app: typer.Typer) -> None:

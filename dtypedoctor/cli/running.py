@@ -15,7 +15,7 @@ from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.live import LiveView, label_in_words
 from dtypedoctor.cli.output import kept
 from dtypedoctor.cli.scenario_files import load_checked
-from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import DoctorError, ExitCode, UsageError
 from dtypedoctor.redaction.redact import redact, without_process_secrets
 from dtypedoctor.report.build import build_report
@@ -28,13 +28,9 @@ from dtypedoctor.runner.process import outliving
 from dtypedoctor.runner.run import STDERR, Run
 from dtypedoctor.runner.script import run_ranks, run_script
 from dtypedoctor.scenario.loading import resolve
-from dtypedoctor.scenario.model import Scenario, Script
-from dtypedoctor.scenario.request import Request
-from dtypedoctor.trials.treated import Treatment
+from dtypedoctor.scenario.model import Request, Scenario, Script
+from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.treatment import Plan, treat
-
-__all__ = ["ENDINGS", "exit_code", "load_all", "matrix_exit", "treat_all", "treat_scenario", "treat_script"]
-
 
 ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
     ("no usable trace, and no finding without one", lambda r: not (r.trace_usable or r.findings), ExitCode.NO_TRACE),

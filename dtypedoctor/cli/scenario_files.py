@@ -17,9 +17,6 @@ from dtypedoctor.scenario.loading import available, load_scenario
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.trials.remedies import remedies
 
-__all__ = ["allow_directory", "allow_scenario", "load_checked", "resume_command"]
-
-
 _YES = ("y", "yes")
 
 

@@ -8,15 +8,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity, most_severe_first
+from dtypedoctor.diagnosis.checkpoint import Subject
 from dtypedoctor.diagnosis.registry import rules, spec_of
-from dtypedoctor.diagnosis.rule import Detector
-from dtypedoctor.diagnosis.subject import Subject
+from dtypedoctor.diagnosis.rule import Confidence, Detector, Finding, Severity, most_severe_first
 from dtypedoctor.trace.events import ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AutocastRegion, CompileCounts
-
-__all__ = ["TIE_BREAKERS", "cap_confidence", "diagnose", "findings_of", "in_calls", "preflight", "with_tie_breakers"]
 
 
 def diagnose(trace: Trace) -> tuple[Finding, ...]:

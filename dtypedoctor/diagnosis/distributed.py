@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import Incident, incidents
+from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ProcessGroup
-
-__all__ = ["Carried", "Rank", "across_ranks", "carrier", "coverage_of", "leading_rank"]
 
 SENT, RECEIVED = "sent", "received"
 ONE_SIDED = frozenset({"broadcast", "scatter"})

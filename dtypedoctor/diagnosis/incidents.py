@@ -19,9 +19,6 @@ from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, 
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
 
-__all__ = ["Incident", "Reached", "behind", "incidents", "links", "reached"]
-
-
 ENDS = {
     "item": "is read as a number",
     "guard": "is tested for",

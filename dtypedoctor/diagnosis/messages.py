@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from dtypedoctor.trace.events import Raised
 
-__all__ = ["Complaint", "complaint_of", "dtype_named", "is_dtype_error"]
-
 _DTYPE = r"(?:c10::|torch\.)?(\w+)"
 
 PATTERNS: tuple[tuple[str, str], ...] = (

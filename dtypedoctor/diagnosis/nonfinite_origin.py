@@ -26,22 +26,6 @@ from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AttentionReplayed, EagerCall
 
-__all__ = [
-    "NARROW",
-    "SOFTMAX",
-    "AttentionExperiment",
-    "Origin",
-    "Search",
-    "Vanished",
-    "attention_experiment",
-    "is_zero_in",
-    "overflow_behind",
-    "search",
-    "searched",
-    "vanished",
-]
-
-
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 
 

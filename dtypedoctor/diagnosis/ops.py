@@ -13,19 +13,6 @@ from itertools import filterfalse
 from dtypedoctor.trace.events import Op, Replay, TensorNote
 from dtypedoctor.trace.model import Trace
 
-__all__ = [
-    "Ancestry",
-    "all_finite",
-    "ancestry",
-    "asked_for",
-    "bad_ends",
-    "has_inf",
-    "has_nan",
-    "last_bad_before",
-    "nonfinite",
-    "only_negative_inf",
-]
-
 
 @dataclass(frozen=True)
 class OpGraph:

@@ -8,8 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
-from dtypedoctor.diagnosis.rule import FAMILIES, Family, FindingSpec, Rule
+from dtypedoctor.diagnosis.rule import FAMILIES, Confidence, Family, Finding, FindingSpec, Link, Rule, Severity
 from dtypedoctor.diagnosis.wording import class_of
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import reason
@@ -17,9 +16,6 @@ from dtypedoctor.interruptions import contained
 from dtypedoctor.plugins import Correction, give_up, label_of, registered, remark, switched_off
 from dtypedoctor.scenario.problems import did_you_mean, quoted
 from dtypedoctor.trace.model import Trace
-
-__all__ = ["PRECEDENCE", "by_family", "canonical", "finding_ids", "folder", "page", "rules", "spec_of", "typed_ids"]
-
 
 Read = TypeVar("Read")
 

@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.nonfinite_origin import Origin
 from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.wording import class_of, place
 from dtypedoctor.trace.events import Observed
-
-__all__ = ["Statement", "make_finding", "make_finding_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """A verdict without its coordinates; see :class:`~dtypedoctor.diagnosis.finding.Finding`.
+    """A verdict without its coordinates; see :class:`~dtypedoctor.diagnosis.rule.Finding`.
 
     Who names the counterfactual in ``proven_by`` calls the finding proven; nothing else does.
     """

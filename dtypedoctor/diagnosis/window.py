@@ -8,14 +8,12 @@ from dtypedoctor.diagnosis.messages import is_dtype_error
 from dtypedoctor.diagnosis.nonfinite_origin import Origin, searched
 from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.wording import module_of
-from dtypedoctor.scenario.request import Window
+from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CompileCounts
 from dtypedoctor.trace.records.models import PackedWeight
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward
-
-__all__ = ["doubt_in_words", "doubtful_weights", "shows_failure", "suspicious_windows"]
 
 
 def suspicious_windows(trace: Trace) -> tuple[Window, ...]:

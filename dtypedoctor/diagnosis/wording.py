@@ -8,9 +8,6 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 
-__all__ = ["bad_elements", "differentiated", "failing_line", "how_the_run_ended", "limit_of", "listed", "magnitudes", "max_of", "module_of", "named_module", "number", "place", "raising_line",
-           "short", "short_parameter"]  # fmt: skip
-
 OUTSIDE = -1
 """``Op.root`` of an op that ran outside of every module call."""
 

@@ -12,8 +12,6 @@ from dtypedoctor.inprocess.watch import Watched, watched_for
 from dtypedoctor.interruptions import say
 from dtypedoctor.report.model import Report
 
-__all__ = ["DtypeDoctorCallback"]
-
 NO_END = "training did not come to its end, and the program went on"
 
 

@@ -23,11 +23,8 @@ from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.ranks import member, rank_directory
 from dtypedoctor.trials.treatment import examine
 from dtypedoctor.worker.process_watch import ProcessWatch
-from dtypedoctor.worker.recording import Recording
+from dtypedoctor.worker.recording import Recording, hide_in_excepthook
 from dtypedoctor.worker.standbys import Standbys
-from dtypedoctor.worker.tracebacks import hide_in_excepthook
-
-__all__ = ["Watched", "watch", "watched_for"]
 
 
 class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(model)`)

@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from dtypedoctor.instrument.readable import Missed, readable
 from dtypedoctor.instrument.statistics import Named, measurable
 
-__all__ = ["Contents", "Found", "contents", "tensors_given", "tensors_in"]
-
 MOST_VALUES = 10_000
 """Values looked at in one result."""
 MANY = 100

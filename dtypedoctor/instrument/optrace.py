@@ -333,7 +333,7 @@ def _originates(inputs: list[TensorNote], outputs: list[TensorNote]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpWindow:
-    """When the op trace is open; see ``dtypedoctor.scenario.request.Window``."""
+    """When the op trace is open; see ``dtypedoctor.scenario.model.Window``."""
 
     call: int
     step: int

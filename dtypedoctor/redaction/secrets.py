@@ -128,9 +128,6 @@ class _Look:
         self.turns = turns / max(1, len(self.kinds) - 1)
 
 
-__all__ = ["ALLOWED_VARIABLES", "SECRET", "names_a_secret", "without_secrets"]
-
-
 ALLOWED_VARIABLES = frozenset({
     "ACCELERATE_MIXED_PRECISION", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE",
     "KMP_BLOCKTIME", "LOCAL_RANK", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO", "NO_COLOR", "NVIDIA_TF32_OVERRIDE",

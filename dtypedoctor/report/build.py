@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from dtypedoctor.diagnosis.distributed import coverage_of
-from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.plugins import left_out
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Report, Status
@@ -17,9 +17,8 @@ from dtypedoctor.trials.bisection.results import Answer, Bisection, End, Kind, S
 from dtypedoctor.trials.bisection.symptoms import part_in_words
 from dtypedoctor.trials.caught import noted
 from dtypedoctor.trials.judge import expectation_on, is_met
-from dtypedoctor.trials.results import Outcome
+from dtypedoctor.trials.results import Outcome, Treatment
 from dtypedoctor.trials.runs import ranks_of
-from dtypedoctor.trials.treated import Treatment
 
 
 def build_report(treatment: Treatment, *, command: str, files: dict[str, str], next_command: str) -> Report:

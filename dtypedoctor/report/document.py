@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.report.model import Picture
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtypedoctor.analysis import analysis_of
-from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import same_call
 from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.wording import class_of
 from dtypedoctor.dtypes import headroom, short_name
 from dtypedoctor.report.document import Bar, Line, Look, Paragraph, Section, Table, Words, named

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from dtypedoctor.diagnosis.finding import Confidence
+from dtypedoctor.diagnosis.rule import Confidence
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json
 from dtypedoctor.report.before_after import compare, side_by_side

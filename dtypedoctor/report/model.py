@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.trials.results import Observer, Outcome, Parity, RunSummary, Trial
 
 LANES = ("forward", "generate", "backward", "gradients", "parameters")

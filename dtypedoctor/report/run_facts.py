@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.diagnosis.registry import page
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.report.document import Line, Look, Words, named

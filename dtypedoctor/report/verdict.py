@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from dtypedoctor.analysis import How, analysis_of, ending_of
-from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.incidents import GRADIENTS
 from dtypedoctor.diagnosis.ops import asked_for
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import doubt_in_words
 from dtypedoctor.report.fixes import cured_sentence
 from dtypedoctor.report.model import Status
@@ -31,7 +31,7 @@ from dtypedoctor.trace.events import (
     Site,
 )
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.treated import Treatment
+from dtypedoctor.trials.results import Treatment
 
 ENOUGH = 0.9
 """Share of what ran that has to be measured before a run may be called healthy. Operators are sampled, so any number is enough."""

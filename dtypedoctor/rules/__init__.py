@@ -3,15 +3,17 @@
 The names below are what a rule is written with, here and in other packages (entry points of the group ``dtypedoctor.rules``).
 """
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.rule import (
     COMPILE_AND_LOAD,
     DTYPE_MISMATCH,
     LOSS_SCALING,
     NON_FINITE,
     SILENT,
+    Confidence,
+    Finding,
     FindingSpec,
     Rule,
+    Severity,
 )
 from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.trace.model import Trace

@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
+from dtypedoctor.diagnosis.checkpoint import Subject, plain_dtype
+from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.statement import Statement, make_finding
-from dtypedoctor.diagnosis.subject import Subject, plain_dtype
 from dtypedoctor.diagnosis.wording import limit_of, listed, number
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace

@@ -1,18 +1,18 @@
-"""``torch.compile`` that gives up: graphs that it breaks, functions that it recompiles until it stops."""
+"""``compile-graph-break``, ``recompile-limit`` and ``stale-cuda-stream``: code that the compiler or another stream cannot take.
+
+A stale stream is seen only where a model names the functions that choose its streams (:class:`dtypedoctor.plugins.Model`).
+"""
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.registry import spec_of
-from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, FindingSpec, Rule
+from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.trace.events import Observed, ParameterNote, Raised
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import CompileCounts, GraphBreak, Recompiled, RecompileLimit
-
-__all__ = ["detect_compilation"]
+from dtypedoctor.trace.records.execution import CompileCounts, GraphBreak, Recompiled, RecompileLimit, StreamLaunches
 
 COMPILE_GRAPH_BREAK = FindingSpec(
     id="compile-graph-break",
@@ -210,4 +210,41 @@ def _short(frame: str) -> str:
     return f"{_file_and_line(frame)}{f' ({function})' if function else ''}"
 
 
-RULES = (Rule(name="compilation", specs=(COMPILE_GRAPH_BREAK, RECOMPILE_LIMIT), detect=detect_compilation),)
+STALE_CUDA_STREAM = FindingSpec(
+    id="stale-cuda-stream",
+    title="A kernel is launched on a CUDA stream that was remembered from an earlier call",
+    family=COMPILE_AND_LOAD,
+    references=("https://github.com/thad0ctor/axolotl/pull/25",),
+    in_any_program=False,
+)
+
+
+def detect_stale_streams(trace: Trace) -> Iterator[Finding]:
+    """One finding for all launches whose stream was not the current one of the memory's device."""
+    uses = trace.observed(StreamLaunches)
+    stale = [seen for seen in uses if seen.what.stale]
+    if not stale:
+        return
+    launched = sum(o.what.count for o in uses)
+    wrong = sum(o.what.count for o in stale)
+    first = stale[0]
+    statement = Statement(
+        id="stale-cuda-stream",
+        confidence=Confidence.LIKELY,
+        summary=f"{wrong} of {launched} kernel launches went to another CUDA stream than the current one of {first.what.device}.",
+        cause=(
+            "The stream's handle was asked for once and kept. Work on another stream is not ordered with what the current "
+            "stream does before and after it, so a weight may be used before it is dequantized, or read while it changes."
+        ),
+        evidence=tuple(
+            f"{o.what.count} launches on {o.what.device}: stream {o.what.used:#x}, current {o.what.current:#x}."
+            for o in stale
+        ),
+    )
+    yield make_finding(statement, phase=first.phase, step=first.step)
+
+
+RULES = (
+    Rule(name="compilation", specs=(COMPILE_GRAPH_BREAK, RECOMPILE_LIMIT), detect=detect_compilation),
+    Rule(name="streams", specs=(STALE_CUDA_STREAM,), detect=detect_stale_streams),
+)

@@ -14,13 +14,11 @@ from pathlib import Path
 from dtypedoctor.errors import UsageError
 from dtypedoctor.redaction.redact import PRIVATE_REQUEST
 from dtypedoctor.runner.run import EXIT, STDERR, STDOUT
-from dtypedoctor.scenario.request import REQUEST
+from dtypedoctor.scenario.model import REQUEST
 from dtypedoctor.trace.cursor import CURSOR
 from dtypedoctor.trace.events import NAMES, Refused
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.ranks import LEADING, STREAMS
-
-__all__ = ["clear", "job_directory", "make_directory", "new_directory", "remove_unused", "scenario_name"]
 
 _START = 19
 """Place of the time of start in ``/proc/PID/stat``, counted from behind the name."""

@@ -4,8 +4,6 @@ import os
 import signal
 import sys
 
-__all__ = ["end"]
-
 
 def end(process: int) -> None:
     """Kills a process, its group, and all of its descendants in whatever groups and sessions they are."""

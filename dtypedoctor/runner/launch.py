@@ -28,7 +28,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.run import STDERR, STDOUT, Run, WorkerExit, collect, write_request
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request
 
 _SAFE_PATH = "PYTHONSAFEPATH"
 POLL_SECONDS = 0.05

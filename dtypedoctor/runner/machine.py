@@ -11,8 +11,6 @@ from typing import Any
 
 from dtypedoctor.errors import WorkerDiedError
 
-__all__ = ["gpu_environment", "survey", "visible_gpus"]
-
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 

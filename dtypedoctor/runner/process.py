@@ -21,8 +21,6 @@ from dtypedoctor.runner.ending import end
 from dtypedoctor.runner.run import WorkerExit
 from dtypedoctor.runner.streams import Streams
 
-__all__ = ["outliving", "run_process"]
-
 LONGEST_WAIT = 0.5
 
 

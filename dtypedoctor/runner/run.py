@@ -12,7 +12,7 @@ from dtypedoctor.foreign_files import is_real_directory, parse_json, read_file
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.redaction.redact import forget_request, write_request_file
 from dtypedoctor.redaction.secrets import masked
-from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.scenario.model import REQUEST, Request
 from dtypedoctor.trace.events import Refused, Stage
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.model import Trace

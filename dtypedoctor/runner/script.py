@@ -16,11 +16,8 @@ from dtypedoctor.redaction.redact import write_request_file
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.process import run_process
 from dtypedoctor.runner.run import Run, WorkerExit, collect, led_by, write_request
-from dtypedoctor.scenario.model import Script
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request, Script
 from dtypedoctor.trace.ranks import child_directories, rank_directory
-
-__all__ = ["BOOT", "run_ranks", "run_script"]
 
 BOOT = Path(__file__).resolve().parents[1] / "worker" / "boot.py"
 

@@ -18,8 +18,6 @@ from typing import Self
 from dtypedoctor.runner.run import STDERR, STDOUT
 from dtypedoctor.trace.ranks import STREAMS
 
-__all__ = ["KeptOutput", "Streams"]
-
 
 def _for_the_user(path: str, flags: int) -> int:
     """Opens a file that nobody else may read: what a program prints is kept as it is, with whatever secrets are in it."""

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from dtypedoctor import unpatched
-from dtypedoctor.trace.decode import decode
 from dtypedoctor.trace.events import Metric, Sample, ScalerState
 from dtypedoctor.trace.lines import Lines, seal
 from dtypedoctor.trace.model import Folded, Moment, Total
+from dtypedoctor.trace.records import decode
 
 FOLDED = "folded.json"
 

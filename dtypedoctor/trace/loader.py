@@ -10,10 +10,9 @@ from itertools import repeat
 from typing import Any
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.trace.decode import LARGEST, decode
 from dtypedoctor.trace.events import KINDS, SCHEMA, Header, Observation, Sample, Site
 from dtypedoctor.trace.lines import open_lines, unreadable
-from dtypedoctor.trace.records import from_disk
+from dtypedoctor.trace.records import LARGEST, decode, from_disk
 from dtypedoctor.unpatched import from_json
 
 SAMPLES_PREFIX = b'["s",'

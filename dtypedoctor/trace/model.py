@@ -9,8 +9,6 @@ from typing import Any, TypeVar, cast
 from dtypedoctor.trace.cursor import Stopped
 from dtypedoctor.trace.events import Correction, End, Environment, Header, Metric, Observed, Sample, ScalerState, Site
 
-__all__ = ["Cursor", "Folded", "Moment", "Total", "Trace"]
-
 Record = TypeVar("Record")
 Derived = TypeVar("Derived")
 

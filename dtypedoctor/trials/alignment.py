@@ -9,9 +9,6 @@ from dtypedoctor.trace.events import Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.comparison import Missing
 
-__all__ = ["ALIGNED", "Alignment", "Lone", "Pair", "Place", "Stream", "align", "lane_of", "missing"]
-
-
 ALIGNED = frozenset({"output", "loss", "grad_output", "grad", "param"})
 """Kinds of sites that are compared. Inputs are measured only where an output is not finite, so they say nothing more."""
 

@@ -4,15 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.incidents import REFUSED
 from dtypedoctor.diagnosis.messages import complaint_of, is_dtype_error
+from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
-
-__all__ = ["noted", "said_of_caught", "with_caught"]
-
 
 _OF_A_SCALER = ("Attempting to unscale", "No inf checks were recorded")
 OFTEN = 3

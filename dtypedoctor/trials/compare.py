@@ -13,8 +13,6 @@ from dtypedoctor.trials.alignment import ALIGNED, align, missing
 from dtypedoctor.trials.comparison import Setting, Side, Tolerance, TraceComparison, Verdict, default_tolerance
 from dtypedoctor.trials.drift import compare_logprobs, compare_metrics, drifts
 
-__all__ = ["compare_runs", "describe", "differing", "end_of", "settings_of"]
-
 
 def compare_runs(a: SavedRun, b: SavedRun, tolerance: float | None = None) -> TraceComparison:
     """Compares two runs of the same model.

@@ -8,27 +8,6 @@ from dtypedoctor.dtypes import DTYPES, DType
 from dtypedoctor.trace.events import Site
 from dtypedoctor.trace.model import Trace
 
-__all__ = [
-    "ABSOLUTE",
-    "EPSILONS",
-    "Difference",
-    "Divergence",
-    "LogProbDrift",
-    "Measured",
-    "MetricDrift",
-    "Missing",
-    "ModuleDrift",
-    "Setting",
-    "Side",
-    "Tolerance",
-    "TraceComparison",
-    "Verdict",
-    "default_tolerance",
-    "drift",
-    "relative_error",
-]
-
-
 EPSILONS = 16
 """Roundings of the coarser dtype that two runs may be apart by default. Measured on an untrained two-layer model: float16 and
 bfloat16 against float32 stay within 9 of them in the forward pass; gradients, and whatever follows them, drift further."""

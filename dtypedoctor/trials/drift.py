@@ -21,8 +21,6 @@ from dtypedoctor.trials.comparison import (
     relative_error,
 )
 
-__all__ = ["Drifts", "Found", "compare_logprobs", "compare_metrics", "divergence_of", "drifts", "first_divergence"]
-
 
 class Found(NamedTuple):
     """A pair that differs, and its number among all pairs, from 0."""

@@ -5,16 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dtypedoctor.diagnosis import preflight
-from dtypedoctor.diagnosis.checkpoint import cached, is_checkpoint, read_checkpoint
-from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.subject import Intent, Subject, noted
+from dtypedoctor.diagnosis.checkpoint import Intent, Subject, cached, is_checkpoint, noted, read_checkpoint
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.errors import UsageError, WorkerDiedError
 from dtypedoctor.foreign_files import reason
 from dtypedoctor.runner.launch import Launcher
-from dtypedoctor.scenario.model import Model, Scenario, ScenarioStep, Script, Unload
-from dtypedoctor.scenario.request import Request
-
-__all__ = ["check_checkpoints", "joined", "subject_of"]
+from dtypedoctor.scenario.model import Model, Request, Scenario, ScenarioStep, Script, Unload
 
 
 def check_checkpoints(scenario: Scenario) -> tuple[Finding, ...]:

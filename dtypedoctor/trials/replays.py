@@ -10,7 +10,7 @@ from dtypedoctor.analysis import analysis_of
 from dtypedoctor.errors import UsageError
 from dtypedoctor.replay.wake import Waiting, go_on, waiting_in
 from dtypedoctor.runner.run import Run, WorkerExit, collect
-from dtypedoctor.scenario.request import Request, Window
+from dtypedoctor.scenario.model import Request, Window
 from dtypedoctor.trace.events import Metric, Sample
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import FailingBits, ReplayNote

@@ -12,25 +12,11 @@ from pathlib import Path
 
 from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.distributed import SENT, Rank, leading_rank
-from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.runner.run import BEFORE, Run, SavedRun, led_by, open_run
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request
 from dtypedoctor.trace.ranks import rank_directories
-
-__all__ = [
-    "LaterRuns",
-    "RunRequest",
-    "is_job",
-    "led",
-    "led_by_spawned",
-    "open_job",
-    "rank_of",
-    "ranks_of",
-    "said_of_spawned",
-    "was_asked_to_end",
-]
-
 
 RunRequest = Callable[[str, Request], Run]
 """Runs a request under a label that is unique within the treatment, e.g. ``before`` or ``remedy-bfloat16``."""

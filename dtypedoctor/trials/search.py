@@ -23,20 +23,6 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import TypeAlias, TypeVar
 
-__all__ = [
-    "NOTHING",
-    "BaselineError",
-    "Node",
-    "Outcome",
-    "Round",
-    "Stage",
-    "by_likelihood",
-    "cover",
-    "leaves_of",
-    "require_usable",
-    "search",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:

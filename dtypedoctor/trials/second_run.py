@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dtypedoctor.analysis import analysis_of
-from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import Incident
+from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.window import eager_window, shows_failure, suspicious_windows
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.request import Request, Window
+from dtypedoctor.scenario.model import Request, Scenario, Window
 from dtypedoctor.trace.events import Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CompileCounts

@@ -5,24 +5,21 @@ from dataclasses import dataclass
 
 from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.distributed import across_ranks
-from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.errors import UsageError
 from dtypedoctor.replay.wake import dismiss
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.caught import said_of_caught, with_caught
-from dtypedoctor.trials.judge import Baselines, judge, not_tried
+from dtypedoctor.trials.judge import Baselines, apply_ablations, confirm_by_trials, judge, not_tried
 from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.preflight import check_checkpoints, joined
-from dtypedoctor.trials.proof import apply_ablations, confirm_by_trials
 from dtypedoctor.trials.remedies import Remedy, exec_option, float32_twin, healthy_reference, is_script, remedies
-from dtypedoctor.trials.results import Observer, Trial
+from dtypedoctor.trials.results import Observer, Treatment, Trial
 from dtypedoctor.trials.runs import LaterRuns, RunRequest, led, led_by_spawned, rank_of, ranks_of, said_of_spawned
 from dtypedoctor.trials.second_run import CloserLook, look_closer, replayed
 from dtypedoctor.trials.summary import summarise
-from dtypedoctor.trials.treated import Treatment
 
 WATCHED_LIVE = "the program was watched while it ran, and is not run again from here (`dtypedoctor exec` does that)"
 LIVE_SECONDS = 60.0

@@ -15,13 +15,11 @@ from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.models.build import BUILTIN, Built, build
 from dtypedoctor.plugins import Workload, known, registered, resolve
 from dtypedoctor.redaction.redact import read_request
-from dtypedoctor.scenario.model import Autocast, Model, Plugin, Scenario, ScenarioStep
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Autocast, Model, Plugin, Request, Scenario, ScenarioStep
 from dtypedoctor.trace.events import Environment, Stage
 from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.worker.conditions import Conditions
-from dtypedoctor.worker.corrections import StageCorrections, record_left_out
 from dtypedoctor.worker.environment import MemoryMeter, checksum, describe_environment
+from dtypedoctor.worker.interventions import Conditions, StageCorrections, record_left_out
 from dtypedoctor.worker.recording import Recording, Totals
 from dtypedoctor.worker.stage import capturing, compiling, parallel, streaming, take_device
 from dtypedoctor.workloads.context import Context, Holder

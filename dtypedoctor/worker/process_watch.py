@@ -29,8 +29,7 @@ from dtypedoctor.worker.on_import import after_import
 from dtypedoctor.worker.recording import Totals
 
 if TYPE_CHECKING:
-    from dtypedoctor.worker.conditions import Conditions
-    from dtypedoctor.worker.corrections import OutsideCorrections
+    from dtypedoctor.worker.interventions import Conditions, OutsideCorrections
 
 PRETRAINED = "transformers.modeling_utils"
 """Holds ``from_pretrained``, which may run before any module is called."""

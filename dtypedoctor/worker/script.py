@@ -25,8 +25,7 @@ from dtypedoctor.unpatched import from_json, time_ns, to_json
 from dtypedoctor.worker import main_module
 from dtypedoctor.worker.elsewhere import outliving_threads
 from dtypedoctor.worker.on_import import after_import, keep_out_of_compiler
-from dtypedoctor.worker.recording import Recording
-from dtypedoctor.worker.tracebacks import hide_in_excepthook
+from dtypedoctor.worker.recording import Recording, hide_in_excepthook
 
 if TYPE_CHECKING:
     from dtypedoctor.worker.process_watch import ProcessWatch
@@ -194,14 +193,14 @@ def keep_standbys(directory: Path, recording: Recording, watch: "ProcessWatch") 
 def _watch(writer: TraceWriter, request: Mapping[str, Any]) -> "ProcessWatch":
     """The watch that a request asks for; torch is there."""
     from dtypedoctor.instrument.optrace import OpWindow
-    from dtypedoctor.worker.conditions import Conditions
     from dtypedoctor.worker.environment import StepDigest
+    from dtypedoctor.worker.interventions import Conditions
     from dtypedoctor.worker.process_watch import ProcessWatch
 
     scenario = request["scenario"]
     corrections = None
     if scenario["corrections"]:
-        from dtypedoctor.worker.corrections import OutsideCorrections
+        from dtypedoctor.worker.interventions import OutsideCorrections
 
         corrections = OutsideCorrections(writer, scenario["corrections"])
     windows = [OpWindow(**window) for window in request["windows"]]

@@ -14,8 +14,6 @@ from dtypedoctor.redaction.redact import forget_request, read_request, write_req
 from dtypedoctor.trace.ranks import child_directory
 from dtypedoctor.unpatched import from_json, getpid, to_json
 
-__all__ = ["MOST_FOLLOWED", "Spawned", "follow"]
-
 MOST_FOLLOWED = 16
 """Processes that are followed; a pool or a loader may start any number."""
 _LAST = -1000

@@ -18,8 +18,8 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.capture import Capture
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.places import residual_blocks
+from dtypedoctor.scenario.model import Capture as Wanted
 from dtypedoctor.scenario.model import Distributed, Grpo, Sft
-from dtypedoctor.scenario.request import Capture as Wanted
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.ranks import member
 from dtypedoctor.trace.records.execution import StreamLaunches

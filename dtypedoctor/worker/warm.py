@@ -17,7 +17,7 @@ import torch
 
 from dtypedoctor.interruptions import contained, noticing
 from dtypedoctor.redaction.redact import read_request
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request
 from dtypedoctor.worker.main import Stock, choose_device, prepare_process, serve
 
 PR_SET_PDEATHSIG = 1

@@ -21,14 +21,13 @@ from script_corpus import Case, cases, matches_fqn
 from snapshot import Entry, entry
 
 from dtypedoctor.cli.running import exit_code
-from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.to_json import render_json
 from dtypedoctor.runner.run import Run, WorkerExit, collect
-from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
-from dtypedoctor.scenario.request import REQUEST, Request
-from dtypedoctor.trials.treated import Treatment
+from dtypedoctor.scenario.model import REQUEST, Request, Scenario, ScenarioStep, Script
+from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.treatment import Plan, treat
 
 

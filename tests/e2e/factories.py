@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gemma4 import modeling_gemma4
 
-from dtypedoctor.tickets.gemma4.model import gemma4_tiny
+from dtypedoctor.tickets.gemma4.corrections import gemma4_tiny
 
 
 class RenamedInput(modeling_gemma4.Gemma4TextMLP):

@@ -24,8 +24,7 @@ from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.run import Run, WorkerExit, collect
 from dtypedoctor.runner.script import run_script
-from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
-from dtypedoctor.scenario.request import REQUEST, Request
+from dtypedoctor.scenario.model import REQUEST, Request, Scenario, ScenarioStep, Script
 from dtypedoctor.trials.treatment import examine
 
 SCRIPT = Path(__file__).with_name("doomed_training.py")

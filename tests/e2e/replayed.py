@@ -12,8 +12,7 @@ from forked_script import redirect
 from nursery import fork
 
 from dtypedoctor.runner.run import STDOUT, Run, WorkerExit, collect
-from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
-from dtypedoctor.scenario.request import REQUEST, Request, Window
+from dtypedoctor.scenario.model import REQUEST, Request, Scenario, ScenarioStep, Script, Window
 from dtypedoctor.trials.replays import Replays
 
 

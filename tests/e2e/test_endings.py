@@ -10,7 +10,7 @@ import pytest
 from command import dtypedoctor, report_of
 
 from dtypedoctor.cli.running import ENDINGS, exit_code
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.errors import ExitCode
 from dtypedoctor.report.model import Observer, Report, Status
 

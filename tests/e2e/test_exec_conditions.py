@@ -7,8 +7,7 @@ import pytest
 from exec_corpus import treat_forked
 from nursery import preload
 
-from dtypedoctor.trials.results import Bearing, Outcome, Trial
-from dtypedoctor.trials.treated import Treatment
+from dtypedoctor.trials.results import Bearing, Outcome, Treatment, Trial
 from dtypedoctor.trials.treatment import Plan
 
 OVERFLOW = """

@@ -12,8 +12,7 @@ import pytest
 from command import dtypedoctor, report_of
 
 from dtypedoctor.runner.script import BOOT
-from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep, Script
 
 PROBE = '''
 """A program that looks at itself."""

@@ -13,11 +13,11 @@ from nursery import preload
 from replayed import files_in, replay, run_standing_by, scenario_of
 from script_corpus import Case, cases
 
-from dtypedoctor.diagnosis.finding import Confidence
+from dtypedoctor.diagnosis.rule import Confidence
 from dtypedoctor.replay.cage import is_supported
 from dtypedoctor.replay.wake import dismiss, waiting_in
 from dtypedoctor.runner.run import STDOUT
-from dtypedoctor.scenario.request import Window
+from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.records.execution import ReplayNote
 from dtypedoctor.trials import replays

@@ -75,7 +75,7 @@ from pathlib import Path
 from dtypedoctor.runner.launch import Launcher
 from dtypedoctor.scenario.loading import resolve
 from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request
 if __name__ == "__main__":
     with Launcher(Path("../server.log")) as launcher:
         scenario = load_scenario(resolve("nf4_dequant_compile_corrected"))
@@ -138,8 +138,7 @@ def booted(directory: Path, program: list[str], tells: Path) -> list[str]:
     """The command that the doctor runs for a script, without the doctor around it."""
     from dtypedoctor.runner.run import write_request
     from dtypedoctor.runner.script import BOOT
-    from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
-    from dtypedoctor.scenario.request import Request
+    from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep, Script
 
     module = program[1] if program[0] == "-m" else None
     script = Script(kind="script", path=None if module else str(tells), module=module)

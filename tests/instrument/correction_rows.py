@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dtypedoctor.models.build import widen
 from dtypedoctor.tickets.custom_moe.model import CustomMoeConfig, build_custom_moe
 from dtypedoctor.tickets.fused_llama import dequantize
-from dtypedoctor.tickets.gemma4.model import gemma4_tiny
+from dtypedoctor.tickets.gemma4.corrections import gemma4_tiny
 from dtypedoctor.tickets.nf4_compiled.model import Nf4CompiledConfig, build_nf4_compiled
 
 LLAMA_MLP = "base_model.model.model.layers.0.mlp"

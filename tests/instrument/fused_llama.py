@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from dtypedoctor.corrections.contract import Installed, put_in
+from dtypedoctor.models.build import quantize_linears
 from dtypedoctor.models.builtin import llama_tiny
-from dtypedoctor.models.pretrained import quantize_linears
 from dtypedoctor.scenario.model import Quantization
 from dtypedoctor.tickets.fused_llama.fused_lora import Base
 from dtypedoctor.tickets.fused_llama.model import LoraMlp, LoraO, LoraQkv, for_device, fuse

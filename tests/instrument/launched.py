@@ -5,8 +5,7 @@ from typing import Any
 
 from dtypedoctor.runner.launch import Launcher
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request, Scenario
 
 LORA = {"r": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dtypedoctor.scenario.model import ConditionName
-from dtypedoctor.worker.conditions import CONDITIONS
+from dtypedoctor.worker.interventions import CONDITIONS
 
 
 @contextmanager

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.registry import rules
-from dtypedoctor.diagnosis.rule import Rule
+from dtypedoctor.diagnosis.rule import Finding, Rule
 from dtypedoctor.report.build import build_report
 from dtypedoctor.runner.launch import Launcher
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.treatment import Plan, treat
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.model import Trace

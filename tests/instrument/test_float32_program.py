@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import NotWatched
 

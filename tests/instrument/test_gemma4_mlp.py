@@ -6,8 +6,7 @@ from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
 
 from dtypedoctor.corrections.contract import TargetMismatchError
-from dtypedoctor.tickets.gemma4.corrections import SAFE_LIMIT, install_mlp_float32_product
-from dtypedoctor.tickets.gemma4.model import gemma4_tiny
+from dtypedoctor.tickets.gemma4.corrections import SAFE_LIMIT, gemma4_tiny, install_mlp_float32_product
 
 
 def mlp(scale: float = 1.0) -> tuple[nn.Module, Gemma4TextMLP]:

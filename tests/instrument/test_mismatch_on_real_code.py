@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
-from dtypedoctor.models.pretrained import quantize_linears
+from dtypedoctor.models.build import quantize_linears
 from dtypedoctor.scenario.model import Quantization
 from dtypedoctor.tickets.fused_llama import dequantize
 

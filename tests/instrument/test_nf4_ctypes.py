@@ -14,12 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dtypedoctor.corrections.contract import TargetMismatchError
 from dtypedoctor.errors import UsageError
 from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
-from dtypedoctor.tickets.nf4_compiled.corrections import install_custom_op, install_stream_per_call
 from dtypedoctor.tickets.nf4_compiled.model import (
     Nf4CompiledConfig,
     Nf4CompiledForCausalLM,
     Nf4LoraLinear,
     build_nf4_compiled,
+    install_custom_op,
+    install_stream_per_call,
 )
 from dtypedoctor.worker.stage import StreamWatch
 

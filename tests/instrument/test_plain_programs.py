@@ -9,7 +9,7 @@ from plain_programs import FAULTY, HEALTHY
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.trace.events import NotWatched
 
 MARK = "# makes: "

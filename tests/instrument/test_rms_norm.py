@@ -10,8 +10,13 @@ from torch.nn import functional
 from dtypedoctor.corrections.casts import install_norm_output_cast
 from dtypedoctor.corrections.contract import TargetMismatchError
 from dtypedoctor.models.builtin import llama_tiny
-from dtypedoctor.tickets.custom_moe.corrections import install_cast_at_lora_input
-from dtypedoctor.tickets.custom_moe.layers import CastingLinearLoRA, CastingRMSNorm, LinearLoRA, PromotingRMSNorm
+from dtypedoctor.tickets.custom_moe.layers import (
+    CastingLinearLoRA,
+    CastingRMSNorm,
+    LinearLoRA,
+    PromotingRMSNorm,
+    install_cast_at_lora_input,
+)
 from dtypedoctor.tickets.custom_moe.model import CustomMoeConfig, CustomMoeForCausalLM, build_custom_moe
 
 MISMATCH = "expected m(at)?1 and m(at)?2 to have the same dtype, but got: float != c10::BFloat16"

@@ -1,6 +1,6 @@
 """Hand-built reports that the tests of every format share."""
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Link, Severity
 from dtypedoctor.report.model import Observer, Outcome, Parity, Report, RunSummary, Status, StripRow, Trial
 
 ENVIRONMENT = {

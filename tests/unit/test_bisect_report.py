@@ -11,10 +11,15 @@ from bisections import found, verdict
 from report_builders import overflow
 from rich.console import Console
 
-from dtypedoctor.report.bisection import bisection_part, bisection_summary, bisection_verdicts, remedy_yaml
 from dtypedoctor.report.document import Document
 from dtypedoctor.report.model import Report
-from dtypedoctor.report.run_document import bisection_document
+from dtypedoctor.report.run_document import (
+    bisection_document,
+    bisection_part,
+    bisection_summary,
+    bisection_verdicts,
+    remedy_yaml,
+)
 from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_json import from_json, json_schema, plain, render_json
 from dtypedoctor.report.to_markdown import render_markdown, size

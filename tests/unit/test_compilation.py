@@ -6,7 +6,7 @@ import pytest
 from compilation_examples import BREAK, COUNTS, LIMIT, PRINT, RECOMPILE, UNSUPPORTED, trace
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.rules.compiling import detect_compilation
 from dtypedoctor.trace.events import Raised
 

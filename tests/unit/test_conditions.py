@@ -8,16 +8,15 @@ from nonfinite_examples import overflow
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import TIE_BREAKERS, diagnose, with_tie_breakers
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.report.document import plain_text
 from dtypedoctor.report.fixes import cured_sentence, cures, remedy_lines
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_facts import summary_facts
 from dtypedoctor.scenario.model import ConditionName, Scenario
 from dtypedoctor.trace.events import Condition, Observation, Raised, ScalerState
-from dtypedoctor.trials.judge import not_tried
-from dtypedoctor.trials.proof import apply_ablations, diagnostic, without_effect
+from dtypedoctor.trials.judge import apply_ablations, diagnostic, not_tried, without_effect
 from dtypedoctor.trials.remedies import ABLATIONS, remedies
 from dtypedoctor.trials.results import Bearing, Diagnostic, Outcome, Trial
 

@@ -4,8 +4,8 @@ import pytest
 from detector_examples import DETECTOR_EXAMPLES, Example
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Confidence
 from dtypedoctor.diagnosis.registry import finding_ids, rules
+from dtypedoctor.diagnosis.rule import Confidence
 
 RULES = {rule.name: rule for rule in rules() if rule.detect}
 EXAMPLES = [

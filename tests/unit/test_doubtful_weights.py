@@ -4,7 +4,7 @@ import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.window import doubtful_weights, shows_failure, suspicious_windows
-from dtypedoctor.scenario.request import Window
+from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import Observation, ParameterNote, Sample, Site
 from dtypedoctor.trace.model import Trace
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.scenario.model import Expectation
 from dtypedoctor.trials.judge import expectation_on, is_met
 from dtypedoctor.trials.results import Outcome, Trial

@@ -6,7 +6,7 @@ from nonfinite_examples import diverging, replayed
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.rules.nonfinite.divergence import growth_before, judge_divergence
+from dtypedoctor.rules.nonfinite.rule import growth_before, judge_divergence
 
 
 def test_growth_goes_from_the_first_step_to_the_last() -> None:

@@ -11,7 +11,7 @@ from silent_examples import absorbed
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Correction, End, Metric, ProbeLogProbs, Raised, Resources

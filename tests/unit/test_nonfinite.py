@@ -17,10 +17,10 @@ from nonfinite_examples import (
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import incidents
+from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.window import suspicious_windows
-from dtypedoctor.scenario.request import Window
+from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import Raised
 
 

@@ -3,9 +3,9 @@
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Confidence
+from dtypedoctor.diagnosis.rule import Confidence
 from dtypedoctor.diagnosis.window import suspicious_windows
-from dtypedoctor.scenario.request import Window
+from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import Raised, Replay
 
 

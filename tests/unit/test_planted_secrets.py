@@ -25,11 +25,11 @@ from dtypedoctor.redaction.redact import (
 from dtypedoctor.redaction.secrets import Literals, names_a_secret, without_secrets
 from dtypedoctor.report.comparison_document import comparison_document
 from dtypedoctor.report.document import Document
-from dtypedoctor.report.environment import environment_document
 from dtypedoctor.report.files import report_of, with_pictures
 from dtypedoctor.report.formats import FORMATS, format_named
 from dtypedoctor.report.matrix import matrix_document, row_of
 from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.surveys import environment_document
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.runner.run import open_run
 from dtypedoctor.trace.reader import read_trace

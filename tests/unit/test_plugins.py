@@ -181,8 +181,8 @@ def test_an_inspection_lists_a_rule_that_was_left_out(tmp_path: Path) -> None:
     installed(tmp_path, rule_of("return 1 / 0").replace("detect=", "inspect="), rules="bad = other:RULE")
     code = (
         "from dtypedoctor.diagnosis import preflight\n"
-        "from dtypedoctor.diagnosis.subject import Subject\n"
-        "from dtypedoctor.report.inspection import Inspection, inspection_document\n"
+        "from dtypedoctor.diagnosis.checkpoint import Subject\n"
+        "from dtypedoctor.report.surveys import Inspection, inspection_document\n"
         "subject = Subject(name='model', tensors=())\n"
         "print(*inspection_document(Inspection(subject=subject, findings=preflight(subject))).data()['coverage'])"
     )

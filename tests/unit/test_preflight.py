@@ -6,7 +6,7 @@ import pytest
 from checkpoints import write_checkpoint
 
 from dtypedoctor.diagnosis.checkpoint import cached
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.preflight import check_checkpoints, joined
 

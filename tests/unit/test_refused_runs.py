@@ -10,8 +10,7 @@ from dtypedoctor.errors import DoctorError, UsageError, WorkerDiedError
 from dtypedoctor.report.build import build_report
 from dtypedoctor.runner.directories import clear, remove_unused
 from dtypedoctor.runner.run import Run, WorkerExit
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trace.events import Header, Refused
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trace.writer import TraceWriter

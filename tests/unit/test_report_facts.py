@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from report_builders import mismatch, overflow
 
-from dtypedoctor.diagnosis.finding import Confidence, Link
+from dtypedoctor.diagnosis.rule import Confidence, Link
 from dtypedoctor.report.document import plain_text
 from dtypedoctor.report.model import Observer
 from dtypedoctor.report.run_document import run_document

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_builders import everything, healthy, hostile, mismatch, overflow, worker_died
 
-from dtypedoctor.diagnosis.finding import Finding, Link
+from dtypedoctor.diagnosis.rule import Finding, Link
 from dtypedoctor.errors import UsageError
 from dtypedoctor.report.model import SCHEMA, Parity, Report, RunSummary, StripRow, Trial
 from dtypedoctor.report.to_json import from_json, json_schema, render_json

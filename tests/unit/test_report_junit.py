@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_builders import everything, healthy, hostile, mismatch, overflow, worker_died
 
-from dtypedoctor.diagnosis.finding import Severity
+from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.report.formats import render_junit
 from dtypedoctor.report.matrix import matrix_document, row_of
 from dtypedoctor.report.model import Report

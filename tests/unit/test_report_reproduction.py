@@ -9,8 +9,8 @@ from report_builders import overflow
 from typer.main import get_command
 
 from dtypedoctor.cli.main import app
-from dtypedoctor.report.environment import install_command, reproduction_script
 from dtypedoctor.report.model import Report
+from dtypedoctor.report.surveys import install_command, reproduction_script
 from dtypedoctor.scenario.loading import load_scenario
 
 TRAINING = {

@@ -8,7 +8,7 @@ from refusals import Story
 from scaling_examples import scales, unscaling
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.rules.loss_scaling import detect_exhausted_scale, detect_scaling
 from dtypedoctor.trace.events import ScalerState
 

@@ -8,13 +8,12 @@ import pytest
 from nonfinite_examples import overflow
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis.finding import Confidence
+from dtypedoctor.diagnosis.rule import Confidence
 from dtypedoctor.runner.run import Run, WorkerExit
-from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep, Script
 from dtypedoctor.trace.events import Op, Raised, Replay
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.treated import Treatment
+from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.treatment import Plan, treat
 
 SCENARIO = Scenario(

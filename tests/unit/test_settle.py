@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
-from dtypedoctor.trials.proof import confirm_by_trials
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
+from dtypedoctor.trials.judge import confirm_by_trials
 from dtypedoctor.trials.remedies import remedies
 from dtypedoctor.trials.results import Diagnostic, Outcome, RunSummary, Trial
 

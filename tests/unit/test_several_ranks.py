@@ -9,7 +9,7 @@ import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.distributed import Rank, across_ranks, carrier, coverage_of, leading_rank
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.runner.run import Run, WorkerExit
 from dtypedoctor.trace.events import Observation, Raised
 from dtypedoctor.trace.model import Trace

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis.finding import Finding
+from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.rules.mismatch.case import described
 from dtypedoctor.rules.mismatch.dtype_origin import DtypeOrigin, Reason
 from dtypedoctor.rules.mismatch.explained_by_torch import mixed_shard_units

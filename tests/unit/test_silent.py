@@ -20,9 +20,9 @@ from silent_examples import (
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
-from dtypedoctor.scenario.request import Window
+from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import Correction, Metric, Observed, ScalerState
 
 

@@ -3,7 +3,7 @@
 from compilation_examples import launches
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.rules.stale_cuda_stream import detect_stale_streams
+from dtypedoctor.rules.compiling import detect_stale_streams
 
 
 def test_stale_launches_are_counted_with_both_handles() -> None:

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity, most_severe_first
 from dtypedoctor.diagnosis.registry import finding_ids
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity, most_severe_first
 from dtypedoctor.diagnosis.statement import Statement, make_finding
 
 

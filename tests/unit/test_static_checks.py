@@ -9,12 +9,11 @@ import pytest
 from checkpoints import packed, write_checkpoint, write_safetensors
 
 from dtypedoctor.diagnosis import preflight
-from dtypedoctor.diagnosis.checkpoint import kept_in_float32, read_checkpoint, read_entries
-from dtypedoctor.diagnosis.finding import Finding, Severity
-from dtypedoctor.diagnosis.subject import Intent
+from dtypedoctor.diagnosis.checkpoint import Intent, kept_in_float32, read_checkpoint, read_entries
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.errors import UsageError
-from dtypedoctor.report.inspection import census
-from dtypedoctor.rules.silent.rounded_rotary_buffer import rounded_to
+from dtypedoctor.report.surveys import census
+from dtypedoctor.rules.silent.rounding import rounded_to
 
 
 def found(folder: Path, **intent: object) -> dict[str, Finding]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trace_mutations import healthy, mutated, overflowing
 
 from dtypedoctor.cli.running import exit_code
-from dtypedoctor.diagnosis.finding import Confidence, Severity
+from dtypedoctor.diagnosis.rule import Confidence, Severity
 from dtypedoctor.errors import EmptyTraceError, ExitCode, UsageError
 from dtypedoctor.report.files import report_of, with_pictures
 from dtypedoctor.report.formats import FORMATS, format_named

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dtypedoctor.worker import tracebacks
-from dtypedoctor.worker.tracebacks import hide_own_frames
+from dtypedoctor.worker import recording
+from dtypedoctor.worker.recording import hide_own_frames
 
 
 def called_by_the_doctor(work: Callable[[], Any]) -> Any:
@@ -16,7 +16,7 @@ def called_by_the_doctor(work: Callable[[], Any]) -> Any:
     source = "def call(work):\n    return work()\n"
     space: dict[str, Any] = {}
     exec(  # noqa: S102 - only code in a file of the package has frames of the package
-        compile(source, str(Path(tracebacks.__file__).with_name("invented.py")), "exec"), space
+        compile(source, str(Path(recording.__file__).with_name("invented.py")), "exec"), space
     )
     return space["call"](work)
 

@@ -11,8 +11,8 @@ from nonfinite_examples import overflow
 from traces import TraceBuilder, tensor
 
 from dtypedoctor.cli.running import exit_code
-from dtypedoctor.diagnosis.finding import Severity
 from dtypedoctor.diagnosis.nonfinite_origin import unexplained
+from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.formats import format_named
 from dtypedoctor.report.model import Report, Status

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dtypedoctor.diagnosis.finding import Finding, Link
 from dtypedoctor.diagnosis.messages import Complaint, complaint_of
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of, overload_free
+from dtypedoctor.diagnosis.rule import Finding, Link
 from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import how_the_run_ended, place, short, short_parameter
 from dtypedoctor.dtypes import DTYPES
@@ -14,21 +14,6 @@ from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import MERGES, WRITES_AT_INDEX, DtypeOrigin, Provenance, Reason
 from dtypedoctor.trace.events import Op, Raised, Replay, TensorNote
 from dtypedoctor.trace.model import Trace
-
-__all__ = [
-    "Case",
-    "Operand",
-    "Verdict",
-    "case_of",
-    "described",
-    "finding",
-    "is_settled",
-    "op_name",
-    "operand_summary",
-    "ran_in",
-    "settled_by",
-    "who_is_what",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,6 @@ from dtypedoctor.trace.events import ParameterNote, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ModelConfig
 
-__all__ = ["Census", "owner_of"]
-
 ADAPTER_LEVELS = 3
 """Levels above a low-rank weight at which the frozen weight that it adapts may sit (peft: two)."""
 

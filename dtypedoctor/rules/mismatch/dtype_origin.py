@@ -7,32 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from dtypedoctor.diagnosis.finding import Link
 from dtypedoctor.diagnosis.ops import OpGraph, overload_free
+from dtypedoctor.diagnosis.rule import Link
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules.mismatch.census import Census, owner_of
 from dtypedoctor.trace.events import Flow, Op, TensorNote
 from dtypedoctor.trace.records.models import ShardUnit
-
-__all__ = [
-    "ACCUMULATIONS",
-    "ATTENTION",
-    "CASTS",
-    "CONVOLUTIONS",
-    "LIKE",
-    "LOOKUPS",
-    "MERGES",
-    "PRODUCTS",
-    "ROOTS",
-    "UNCOMPUTED",
-    "VIEWS",
-    "WRITES_AT_INDEX",
-    "DtypeOrigin",
-    "Provenance",
-    "Reason",
-    "is_dequantization",
-    "writes",
-]
 
 
 class Reason(StrEnum):

@@ -4,22 +4,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link
 from dtypedoctor.diagnosis.messages import complaint_of, dtype_named
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
 from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, raising_line, short
 from dtypedoctor.rules.mismatch.case import Case, Verdict, op_name, ran_in
 from dtypedoctor.trace.events import Observed, Op, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ShardCall, ShardUnit
-
-__all__ = [
-    "context_without_region",
-    "mixed_shard_units",
-    "recomputed_outside_of_the_region",
-    "recomputed_with_other_dtypes",
-]
 
 _METADATA = re.compile(
     r"saved metadata: .*?'dtype': torch\.(\w+).*?recomputed metadata: .*?'dtype': torch\.(\w+)", re.DOTALL

@@ -8,8 +8,6 @@ from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, o
 from dtypedoctor.rules.mismatch.census import owner_of
 from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, DtypeOrigin, Reason
 
-__all__ = ["attention_operands", "by_origin", "cache_of_another_dtype", "merged_features"]
-
 OF_THE_OWNER = frozenset({
     Reason.EMBEDDING, Reason.LOAD_DTYPE, Reason.KEEP_IN_FP32, Reason.NORM, Reason.ATTRIBUTE, Reason.BUFFER, Reason.FSDP_OUTPUT,
 })  # fmt: skip

@@ -6,8 +6,8 @@ First whether a dequantized matrix is what its packed weight holds, then the ver
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dtypedoctor.diagnosis.finding import Finding
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
+from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import listed, place, short
 from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, op_name, settled_by
@@ -25,15 +25,6 @@ from dtypedoctor.rules.mismatch.dtype_origin import (
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ComparedOperand, PackedBits, PackedWeight
-
-__all__ = [
-    "Unpacked",
-    "dequantized_to_another_dtype",
-    "is_wrong",
-    "packed_weight_used_as_dense",
-    "silently_wrong_weights",
-    "stale_buffer",
-]
 
 MAX_BACK = 8
 """Views and casts between a product and the memory that it reads."""

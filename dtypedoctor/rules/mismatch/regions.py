@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
 from dtypedoctor.dtypes import HALF
@@ -22,15 +22,6 @@ from dtypedoctor.rules.mismatch.dtype_origin import (
 from dtypedoctor.trace.events import Flow
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AutocastRegion, CustomFunction, OpenRegions
-
-__all__ = [
-    "autocast_bypass",
-    "contradicted_by",
-    "contradicting_region",
-    "custom_function",
-    "region_without_effect",
-    "wrong_device",
-]
 
 CAST_BY_AUTOCAST = PRODUCTS | CONVOLUTIONS | {"scaled_dot_product_attention"}
 """Ops that an autocast region makes agree, where it is one for their device."""

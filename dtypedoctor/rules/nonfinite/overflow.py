@@ -7,9 +7,9 @@ At the end those that a later operator makes finite again, which no check for in
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Finding, Severity
 from dtypedoctor.diagnosis.nonfinite_origin import PRODUCTS, SOFTMAX, Origin, attention_experiment, skipped_scale
 from dtypedoctor.diagnosis.ops import OpGraph, ancestry, has_inf, overload_free
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_at
 from dtypedoctor.diagnosis.wording import (
     bad_elements,

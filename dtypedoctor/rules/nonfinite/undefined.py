@@ -6,9 +6,9 @@ Last, an operator that could not be run again, so that nothing says which of the
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.nonfinite_origin import FLOAT32_MAX, NARROW, Origin, Vanished, is_zero_in, vanished
 from dtypedoctor.diagnosis.ops import all_finite, overload_free
+from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.statement import Statement, make_finding_at
 from dtypedoctor.diagnosis.wording import (
     bad_elements,

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, Reached
 from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, finite_in_eager_mode
+from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_at
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
@@ -19,8 +19,6 @@ from dtypedoctor.diagnosis.wording import (
 )
 from dtypedoctor.trace.events import Op, Raised, Sample, Site, TensorNote
 from dtypedoctor.trace.model import Trace
-
-__all__ = ["judge_compiled", "judge_constant"]
 
 HELD = frozenset({"parameter", "buffer", "attribute"})
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
+from dtypedoctor.diagnosis.rule import SILENT, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import listed
 from dtypedoctor.dtypes import HALF

@@ -8,9 +8,8 @@ fine, and are gone with it.
 
 from collections.abc import Iterator
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan
-from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, FindingSpec, Rule
+from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_of
 from dtypedoctor.diagnosis.wording import listed, short
 from dtypedoctor.dtypes import DTYPES
@@ -18,8 +17,6 @@ from dtypedoctor.rules.nonfinite.overflow import absorbed_evidence, absorbed_pro
 from dtypedoctor.trace.events import Correction, Observed, Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import Absorbed
-
-__all__ = ["detect_erased"]
 
 SPEC = FindingSpec(
     id="silent-rescue",

@@ -10,7 +10,7 @@ CORRECTIONS = (
     Correction(
         id="cast-at-lora-input",
         summary="cast the input of every LoRA layer; defensive: the activations are still promoted before it",
-        install=f"{_HERE}.corrections:install_cast_at_lora_input",
+        install=f"{_HERE}.layers:install_cast_at_lora_input",
         in_scripts=False,
         safe=False,
         fixes=(("adapter-dtype-mismatch", ""),),

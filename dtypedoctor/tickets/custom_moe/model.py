@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.models.build import quantize_linears
 from dtypedoctor.models.builtin import VOCABULARY_SIZE
-from dtypedoctor.models.pretrained import quantize_linears
 from dtypedoctor.scenario.model import Quantization
 from dtypedoctor.tickets.custom_moe.layers import (
     Attention,

@@ -1,4 +1,4 @@
-"""Corrections of transformers' Gemma-4 text model: MLP product, RMSNorm, scaled embedding and attention in float32."""
+"""A tiny Gemma-4, from transformers' own code, and corrections of such models: MLP product, RMSNorm, embedding, attention in float32."""
 
 import inspect
 from collections.abc import Callable, MutableMapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from dtypedoctor.corrections.contract import (
     Counters,
@@ -16,6 +17,29 @@ from dtypedoctor.corrections.contract import (
     replace_attribute,
     require_signature,
 )
+from dtypedoctor.models.builtin import SPECIAL_TOKENS, VOCABULARY_SIZE
+
+
+def gemma4_tiny(*, layers: int = 2, hidden: int = 64, intermediate: int = 128) -> nn.Module:
+    """Gemma-4's text model with full attention, 2 heads of 16 dimensions and no per-layer inputs."""
+    config = Gemma4TextConfig(
+        vocab_size=VOCABULARY_SIZE,
+        vocab_size_per_layer_input=VOCABULARY_SIZE,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=16,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        layer_types=["full_attention"] * layers,
+        max_position_embeddings=512,
+        **SPECIAL_TOKENS,
+    )
+    return Gemma4ForCausalLM(config)
+
 
 SAFE_LIMIT = 65280.0
 """The largest value that float16 and bfloat16 both represent exactly; 65504 would round up to 65536 in bfloat16."""

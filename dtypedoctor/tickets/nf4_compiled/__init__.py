@@ -17,7 +17,7 @@ CORRECTIONS = (
     Correction(
         id="nf4-custom-op",
         summary="register the NF4 fast path as a custom operator, opaque to the compiler",
-        install=f"{_HERE}.corrections:install_custom_op",
+        install=f"{_HERE}.model:install_custom_op",
         in_scripts=False,
         proves=("compile-graph-break", "recompile-limit"),
         prefer="the call is compiled: it becomes one operator in one graph",
@@ -25,7 +25,7 @@ CORRECTIONS = (
     Correction(
         id="nf4-stream-per-call",
         summary="launch the NF4 fast path on the stream that is current at each call",
-        install=f"{_HERE}.corrections:install_stream_per_call",
+        install=f"{_HERE}.model:install_stream_per_call",
         in_scripts=False,
         fixes=(("stale-cuda-stream", ""),),
         proves=("stale-cuda-stream",),

@@ -1,11 +1,11 @@
-"""A small decoder in NF4 with low-rank updates whose weights come through the ctypes fast path, made to be compiled.
+"""A small decoder in NF4 with low-rank updates whose weights come through the ctypes fast path, made to be compiled; its corrections.
 
 Its layers differ in the width of keys, values and MLP, as those of models with per-layer widths do, so a compiler that has
 to compile layer by layer meets many shapes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import bitsandbytes as bnb
@@ -14,6 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
+from dtypedoctor._torch_private import schema_of
+from dtypedoctor.corrections.contract import (
+    Counters,
+    Installed,
+    TargetMismatchError,
+    replace_attribute,
+    require_signature,
+)
 from dtypedoctor.errors import UsageError
 from dtypedoctor.models.builtin import VOCABULARY_SIZE
 from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
@@ -146,3 +154,55 @@ def build_nf4_compiled(config: Nf4CompiledConfig) -> Nf4CompiledForCausalLM:
 def nf4_compiled(*, dtype: torch.dtype, seed: int, **options: Any) -> nn.Module:
     """The NF4 decoder that is made to be compiled; see :class:`Nf4CompiledConfig` for the options."""
     return build_nf4_compiled(Nf4CompiledConfig(dtype=dtype, seed=seed, **options))
+
+
+def install_custom_op(model: nn.Module, modules: Sequence[str]) -> Installed:
+    """Replaces the fast path by its form that Dynamo sees as one operator; it also asks for the stream at each call.
+
+    The counter ``hits`` counts runs of the operator and of its eager form.
+
+    Raises:
+        TargetMismatchError: the model has no NF4 weight, or the fast path is not the one this was written for.
+    """
+    _require_nf4(model)
+    require_signature(nf4_ctypes.dequantize, ("packed", "quant_state"), "nf4_ctypes.dequantize")
+    if nf4_ctypes.dequantize is nf4_ctypes.dequantize_compile_safe:
+        raise TargetMismatchError("nf4_ctypes.dequantize has been replaced already")
+    nf4_ctypes.register_operator()
+    counters = Counters()
+    notify = counters.hit
+    installed = replace_attribute(nf4_ctypes, "dequantize", nf4_ctypes.dequantize_compile_safe, counters)
+    nf4_ctypes.launches.append(notify)
+
+    def undo() -> None:
+        installed.undo()
+        if notify in nf4_ctypes.launches:
+            nf4_ctypes.launches.remove(notify)
+
+    schema = schema_of(torch.ops.dtypedoctor.nf4_dequantize.default)
+    return replace(installed, undo=undo, proof=f"{installed.proof}; registered as {schema.name}")
+
+
+def install_stream_per_call(model: nn.Module, modules: Sequence[str]) -> Installed:
+    """Replaces the stream that the process found first by the stream that is current at each call.
+
+    Only launches on CUDA ask for a stream, so ``hits`` stays 0 on a CPU.
+
+    Raises:
+        TargetMismatchError: the model has no NF4 weight, or the function is not the one this was written for.
+    """
+    _require_nf4(model)
+    require_signature(nf4_ctypes.launch_stream, ("device",), "nf4_ctypes.launch_stream")
+    counters = Counters()
+
+    def launch_stream(device: torch.device) -> object:
+        counters.hit()
+        return nf4_ctypes.current_stream(device)
+
+    return replace_attribute(nf4_ctypes, "launch_stream", launch_stream, counters)
+
+
+def _require_nf4(model: nn.Module) -> None:
+    kinds = {getattr(getattr(p, "quant_state", None), "quant_type", None) for p in model.parameters()}
+    if "nf4" not in kinds:
+        raise TargetMismatchError(f"{type(model).__name__} has no NF4 weight")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.errors import UsageError, WorkerDiedError
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Scenario, Script
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trace.events import Root
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup, measure, measure_cost, set_up
 from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
@@ -30,12 +29,9 @@ from dtypedoctor.trials.bisection.symptoms import symptom_of
 from dtypedoctor.trials.judge import Baselines, judge
 from dtypedoctor.trials.reduction import Outcome
 from dtypedoctor.trials.remedies import Remedy, remedies
-from dtypedoctor.trials.results import Trial
+from dtypedoctor.trials.results import Treatment, Trial
 from dtypedoctor.trials.search import Node
-from dtypedoctor.trials.treated import Treatment
 from dtypedoctor.trials.treatment import Plan, treat
-
-__all__ = ["Progress", "bisect"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

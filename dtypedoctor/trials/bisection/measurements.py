@@ -9,8 +9,7 @@ from typing import Any
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Forward, Scenario, Train
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Forward, Request, Scenario, Train
 from dtypedoctor.trace.events import Metric, ParameterNote, Resources
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
@@ -25,8 +24,6 @@ from dtypedoctor.trials.bisection.probes import (
 )
 from dtypedoctor.trials.bisection.results import Cost, Kind, Symptom, Verdict
 from dtypedoctor.trials.bisection.symptoms import Tolerance, derive, refused, symptom_of
-
-__all__ = ["ReferenceSetup", "measure", "measure_cost", "set_up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,7 @@ from dtypedoctor.foreign_files import parse_json, read_file, read_head
 from dtypedoctor.redaction.redact import public_text
 from dtypedoctor.runner.directories import clear
 from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.request import REQUEST, Request
-
-__all__ = ["JOURNAL", "Asked", "Done", "Journal", "ProbeRunner", "Start", "Started"]
-
+from dtypedoctor.scenario.model import REQUEST, Request, Scenario
 
 POLL_SECONDS = 0.05
 

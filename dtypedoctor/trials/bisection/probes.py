@@ -9,20 +9,6 @@ from typing import Any, TypeVar
 
 from dtypedoctor.scenario.model import Forward, Generate, Grpo, Scenario, Sft, Train
 
-__all__ = [
-    "Mode",
-    "Workload",
-    "cheaper",
-    "modes",
-    "narrow_dtype",
-    "perturbed",
-    "reference",
-    "samples_tokens",
-    "unrounded",
-    "with_kept",
-]
-
-
 KEEP = "keep-float32"
 
 SEEDS = (1, 2)

@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from math import log2
 
-from dtypedoctor.diagnosis.finding import Finding, Severity
+from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.scenario.request import Request
+from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
 from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
@@ -20,9 +19,6 @@ from dtypedoctor.trials.bisection.results import OWN, Answer, Symptom
 from dtypedoctor.trials.reduction import BaselineError, Options, Probe, Reduction
 from dtypedoctor.trials.remedies import remedies, with_corrections
 from dtypedoctor.trials.search import Node, cover
-
-__all__ = ["Forest", "Measured", "Question", "Watch", "ask", "offered_corrections", "plant", "with_offers"]
-
 
 ORIGIN_WEIGHT = 32.0
 """Weight of the module that a trace blames, where 1 is a module that uses its dtype's whole range."""

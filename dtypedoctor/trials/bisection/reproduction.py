@@ -19,8 +19,8 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.redaction.secrets import SECRET, names_a_secret
+from dtypedoctor.scenario.model import Capture, Request
 from dtypedoctor.scenario.problems import printable
-from dtypedoctor.scenario.request import Capture, Request
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
 from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
 from dtypedoctor.trials.bisection.results import OWN, Kind, Reproduction, Symptom

@@ -4,10 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dtypedoctor.trials.reduction import BaselineError, Outcome, Result
-from dtypedoctor.trials.results import Trial
-from dtypedoctor.trials.treated import Treatment
-
-__all__ = ["OWN", "Answer", "Bisection", "Cost", "End", "Kind", "Reproduction", "Symptom", "Verdict"]
+from dtypedoctor.trials.results import Treatment, Trial
 
 OWN = "::self"
 """What is appended to a module's dotted name to mean its own arithmetic, without the modules in it."""

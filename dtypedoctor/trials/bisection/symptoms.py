@@ -22,9 +22,6 @@ from dtypedoctor.trace.events import Correction, Metric, ProbeLogProbs, Raised, 
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.results import OWN, Kind, Symptom
 
-__all__ = ["FACTOR", "Excess", "Reading", "Tolerance", "derive", "part_in_words", "refused", "symptom_of"]
-
-
 FACTOR = 4.0
 """Multiple of the sensitivity that is accepted. Healthy float16 and bfloat16 runs of the builtin models are at 0.2 to 0.6
 times the sensitivity; weights that were read in another format than they were written in are at 30 times and more."""

@@ -1,15 +1,31 @@
-"""What a run ran on, and what somebody else needs to see the same."""
+"""Documents of what was not run: the environment of a run, as everybody needs it who wants to see the same, and an inspected model."""
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from dtypedoctor import __version__
-from dtypedoctor.report.document import Document, Section, Table, named
+from dtypedoctor.diagnosis.checkpoint import Subject
+from dtypedoctor.diagnosis.rule import Finding, Severity
+from dtypedoctor.plugins import left_out
+from dtypedoctor.report.document import (
+    Block,
+    Check,
+    Document,
+    Heading,
+    Items,
+    Outcome,
+    Paragraph,
+    Section,
+    Table,
+    named,
+)
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.text import one_line
 from dtypedoctor.report.to_json import plain
@@ -136,3 +152,119 @@ def _exec(scenario: Scenario, script: Script) -> str:
         words += exec_option(remedy)
     words += ["-m", script.module] if script.module else ["-c", script.code] if script.code else [str(script.path)]
     return shlex.join([*words, *script.args])
+
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """A model, and what the static checks found in it."""
+
+    subject: Subject
+    findings: tuple[Finding, ...]
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """What was not inspected, and the plug-ins that could not be used."""
+        return (*self.subject.gaps, *(one.gap for one in left_out()))
+
+    @property
+    def troubled(self) -> bool:
+        """Whether there is more than information."""
+        return any(finding.severity is not Severity.INFO for finding in self.findings)
+
+
+def census(subject: Subject) -> dict[str, Any]:
+    """Tensors and elements per dtype, quantization states per dtype, and the dtypes that the config names."""
+    tensors = Counter(tensor.dtype for tensor in subject.tensors)
+    elements: Counter[str] = Counter()
+    for tensor in subject.tensors:
+        elements[tensor.dtype] += tensor.elements
+    states = Counter((state.kind, state.dtype, state.nested) for state in subject.quant_states)
+    return {
+        "tensors": {dtype: {"tensors": count, "elements": elements[dtype]} for dtype, count in sorted(tensors.items())},
+        "quant_states": [
+            {"kind": kind, "dtype": dtype, "nested": nested, "weights": count}
+            for (kind, dtype, nested), count in states.most_common()
+        ],
+        "config_dtype": subject.config_dtype,
+        "load_dtype": subject.load_dtype,
+    }
+
+
+def inspection_document(inspection: Inspection) -> Document:
+    """The census, each finding, and what was not inspected."""
+    findings, gaps = inspection.findings, inspection.gaps
+    sections = [Section("Dtypes", tuple(_census(inspection.subject)), anchor="dtypes")]
+    sections += [_finding(position, finding) for position, finding in enumerate(findings)]
+    if gaps:
+        sections.append(Section("Not inspected", (Items(gaps),), anchor="gaps"))
+    return Document(
+        name=inspection.subject.name,
+        headline=inspection.subject.name,
+        status=_verdict(inspection),
+        good=not inspection.troubled,
+        sections=tuple(sections),
+        checks=tuple(map(_check, findings)),
+        next_command=f"dtypedoctor explain {findings[0].id if findings else 'FINDING_ID'}",
+        data=lambda: _data(inspection),
+    )
+
+
+def _verdict(inspection: Inspection) -> str:
+    if inspection.troubled:
+        return "FOUND"
+    return "NOTED" if inspection.findings else "NOTHING FOUND"
+
+
+def _census(subject: Subject) -> Iterator[Table | Items]:
+    counted = census(subject)
+    where = "in memory" if subject.loaded else "stored"
+    rows = tuple(
+        (dtype, f"{numbers['tensors']:,}", f"{numbers['elements']:,}", where)
+        for dtype, numbers in counted["tensors"].items()
+    )
+    if rows:
+        yield Table(("dtype", "tensors", "elements", ""), rows)
+    lines = tuple(_dtypes_besides(subject, counted))
+    if lines:
+        yield Items(lines)
+
+
+def _dtypes_besides(subject: Subject, counted: dict[str, Any]) -> Iterator[str]:
+    for state in counted["quant_states"]:
+        nested = ", nested statistics" if state["nested"] else ""
+        yield f"{state['weights']} {state['kind']} weights, quant_state.dtype {state['dtype']}{nested}"
+    if counted["config_dtype"]:
+        yield f"config says {counted['config_dtype']}"
+    if counted["load_dtype"] and not subject.loaded:
+        yield f"loaded as {counted['load_dtype']}"
+
+
+def _finding(position: int, finding: Finding) -> Section:
+    blocks: list[Block] = [Paragraph(finding.summary), Heading("cause"), Paragraph(finding.cause)]
+    if finding.evidence:
+        blocks += [Heading("evidence"), Items(finding.evidence)]
+    return Section(f"{finding.severity.value.upper()} {finding.id}", tuple(blocks), anchor=f"finding-{position + 1}")
+
+
+def _check(finding: Finding) -> Check:
+    return Check(
+        name=f"finding {finding.id}",
+        outcome=Outcome.PASSED if finding.severity is Severity.INFO else Outcome.FAILED,
+        kind=finding.id,
+        message=finding.summary,
+        text=finding.cause,
+    )
+
+
+def _data(inspection: Inspection) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "model": inspection.subject.name,
+        "status": "findings" if inspection.troubled else "healthy",
+        "census": census(inspection.subject),
+        "findings": plain(inspection.findings),
+        "coverage": list(inspection.gaps),
+    }

@@ -1,19 +1,103 @@
-"""``rounded-rotary-buffer``: positions and rotary tables in half precision."""
+"""``float-to-int-cast``, ``router-flip`` and ``rounded-rotary-buffer``: rounding that changes what a model computes."""
 
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.finding import Confidence, Finding, Severity
-from dtypedoctor.diagnosis.rule import SILENT, FindingSpec, Rule
+from dtypedoctor.diagnosis.checkpoint import StaticTensor, Subject
+from dtypedoctor.diagnosis.rule import SILENT, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_of
-from dtypedoctor.diagnosis.subject import StaticTensor, Subject
-from dtypedoctor.diagnosis.wording import module_of, short
+from dtypedoctor.diagnosis.wording import listed, module_of, named_module, short
 from dtypedoctor.dtypes import HALF
+from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.silent import RotaryTable, RoundedPositions
+from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedPositions, RouterChoice
 
-SPEC = FindingSpec(
+FLOAT_TO_INT_CAST = FindingSpec(
+    id="float-to-int-cast",
+    title="Activations were cast to an integer dtype",
+    family=SILENT,
+    references=("https://github.com/unslothai/unsloth-zoo/pull/482",),
+)
+
+
+def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
+    """Activations that went through an integer dtype and came back as numbers; a line of code tells once of all its modules."""
+    by_line: dict[tuple[str | None, ...], list[Observed[FloatToInt]]] = {}
+    for one in trace.observed(FloatToInt):
+        by_line.setdefault((one.what.op, one.what.source, one.what.to), []).append(one)
+    for seen, *others in by_line.values():
+        what = seen.what
+        statement = Statement(
+            id="float-to-int-cast",
+            proven_by=f"the activation before the cast differs from what is used by {what.relative_error:.3g} times its norm",
+            summary=f"{short(seen.fqn)} casts an activation from {what.from_} to {what.to} in step {seen.step}.",
+            cause=(
+                f"A cast to {what.to} cuts fractions off, and what lies outside of its range has no defined result. The "
+                f"integers are used as numbers again by {what.used_by} at {what.used_at}, so every dtype after that "
+                "looks right. A common reason is `x.to(layer.weight.dtype)` with a packed weight."
+            ),
+            evidence=(
+                (
+                    f"The {what.elements} integers differ from the activation by {what.relative_error:.3g} times its "
+                    "Euclidean norm."
+                ),
+                "They are never used to look something up.",
+                *((f"The same line does so in {listed([named_module(o.fqn) for o in others])}.",) if others else ()),
+            ),
+        )
+        yield make_finding_of(seen, statement, dtype=what.to, op=what.op, source=what.source)
+
+
+ROUTER_FLIP = FindingSpec(
+    id="router-flip",
+    title="Half-precision router scores choose other experts than float32 would",
+    family=SILENT,
+    severity=Severity.WARNING,
+    references=("https://github.com/vllm-project/vllm/pull/14027", "https://github.com/sgl-project/sglang/pull/33764"),
+)
+
+FLIPPED = 0.005
+"""Share of tokens from which on a router's choice is called unstable."""
+FLIPPED_TOKENS = 2
+
+
+def detect_router_flips(trace: Trace) -> Iterator[Finding]:
+    """Routers that choose other experts than they would with scores in float32; the worst one speaks for all."""
+    flipping = [
+        o
+        for o in trace.observed(RouterChoice)
+        if o.what.flipped >= FLIPPED_TOKENS and o.what.flipped > FLIPPED * o.what.tokens
+    ]
+    if not flipping:
+        return
+    seen = max(flipping, key=lambda o: o.what.flipped / o.what.tokens)
+    what = seen.what
+    statement = Statement(
+        id="router-flip",
+        proven_by=f"with {what.scores_op} in float32 on the same operands {what.flipped} tokens choose other experts",
+        severity=Severity.WARNING,
+        summary=(
+            f"{short(seen.fqn)} routes {100 * what.flipped / what.tokens:.2g}% of the tokens to other experts than "
+            f"in float32: its scores are {what.dtype}."
+        ),
+        cause=(
+            f"The selection of {what.chosen} of {what.experts} experts is discontinuous: scores that differ by less than "
+            f"the rounding of {what.dtype} swap, and the token goes through another network."
+        ),
+        evidence=(
+            (
+                f"{what.flipped} of {what.tokens} tokens have another set of experts when {what.scores_op} runs in "
+                "float32 on the same operands; everything up to the selection was run again."
+            ),
+            f"For {what.tied} tokens the scores on both sides of the border are equal.",
+            f"Routers seen so: {listed([named_module(o.fqn) for o in flipping])}.",
+        ),
+    )
+    yield make_finding_of(seen, statement, dtype=what.dtype, op=what.scores_op, source=what.scores_source)
+
+
+ROUNDED_ROTARY_BUFFER = FindingSpec(
     id="rounded-rotary-buffer",
     title="Rotary frequencies or positions were rounded to half precision",
     family=SILENT,
@@ -141,7 +225,9 @@ def _survives_float16(value: float) -> bool:
 
 
 RULES = (
-    Rule(name="rounded-positions", specs=(SPEC,), detect=detect_rounded_positions),
-    Rule(name="rotary-tables", specs=(SPEC,), detect=detect_rotary_tables),
-    Rule(name="rotary-weights", specs=(SPEC,), inspect=check_rotary),
+    Rule(name="integer-casts", specs=(FLOAT_TO_INT_CAST,), detect=detect_integer_casts),
+    Rule(name="router-flips", specs=(ROUTER_FLIP,), detect=detect_router_flips),
+    Rule(name="rounded-positions", specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rounded_positions),
+    Rule(name="rotary-tables", specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rotary_tables),
+    Rule(name="rotary-weights", specs=(ROUNDED_ROTARY_BUFFER,), inspect=check_rotary),
 )

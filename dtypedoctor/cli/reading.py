@@ -1,0 +1,181 @@
+"""The verbs that start no run: they print what there is, a model, a finished run, two of them, pages, scenarios, this machine."""
+
+import gc
+import json
+import shlex
+import sys
+from math import isfinite
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dtypedoctor.cli.output import TERMINAL, FormatOption, show, shows_runs
+from dtypedoctor.errors import ExitCode, UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verbs."""
+    app.command(name="inspect", epilog="Example:  dtypedoctor inspect ./checkpoint --dtype float16 --scaler")(inspect)
+    app.command(name="report", epilog="Example:  dtypedoctor report runs/gemma4_grpo_fp16-... --format md > ticket.md")(
+        report
+    )
+    app.command(name="compare", epilog="Example:  dtypedoctor compare runs/float16 runs/float16/reference")(compare)
+    app.command(name="explain", epilog="Example:  dtypedoctor explain float16-overflow")(explain)
+    app.command(name="scenarios", epilog="Example:  dtypedoctor scenarios --schema > scenario.schema.json")(scenarios)
+    app.command(name="env", epilog="Example:  dtypedoctor env --format md")(env)
+
+
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint directory or file, downloaded hub id, or builtin:NAME.",
+            metavar="MODEL_OR_CHECKPOINT",
+        ),
+    ],
+    dtype: Annotated[str | None, typer.Option("--dtype", help="dtype it will be loaded in.")] = None,
+    scaler: Annotated[bool, typer.Option("--scaler", help="It will be trained with GradScaler.")] = False,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="It will be sharded with FSDP.")] = False,
+    format: FormatOption = TERMINAL,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.", hidden=True)] = False,
+) -> int:
+    """List the dtypes of a model's parameters, quantization states and config, and the failures to expect.
+
+    Weights are not loaded: only a checkpoint's headers are read, in milliseconds. Exits 0 if nothing is found, else 10.
+    """
+    from dtypedoctor.diagnosis import preflight
+    from dtypedoctor.diagnosis.checkpoint import FLOATS, Intent
+    from dtypedoctor.report.surveys import Inspection, inspection_document
+    from dtypedoctor.trials.preflight import subject_of
+
+    if dtype is not None and dtype not in FLOATS:
+        raise UsageError(
+            f"--dtype: {dtype!r} is not a dtype to load a model in", f"Known: {', '.join(sorted(FLOATS))}."
+        )
+    subject = subject_of(model, Intent(dtype=dtype, scaler=scaler, fsdp=fsdp))
+    inspection = Inspection(subject=subject, findings=preflight(subject))
+    show(inspection_document(inspection), "json" if as_json else format)
+    return int(ExitCode.FINDINGS if inspection.troubled else ExitCode.OK)
+
+
+def report(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="Run directory, of one run or of several scenarios, or a report.json.",
+            metavar="RUN",
+        ),
+    ],
+    format: FormatOption = TERMINAL,
+) -> None:
+    """Print the report of a finished run."""
+    from dtypedoctor.cli.running import matrix_exit
+    from dtypedoctor.redaction.redact import redact
+    from dtypedoctor.report.files import read_matrix, report_of, with_pictures
+    from dtypedoctor.report.matrix import matrix_document
+    from dtypedoctor.report.run_document import run_document
+
+    gc.disable()  # the process ends with the report, and looking for garbage in a long trace takes a fifth of the time
+    several = read_matrix(run)
+    if several is not None:
+        rows, reports = several
+        shown = reports if format == TERMINAL else list(map(redact, reports))
+        show(matrix_document(rows, shown, exit_code=matrix_exit(rows)), format)
+        return
+    found = report_of(run)
+    if shows_runs(format):
+        found = with_pictures(found, run if run.is_dir() else run.parent)
+    show(run_document(found if format == TERMINAL else redact(found)), format)
+
+
+def compare(
+    run_a: Annotated[
+        Path, typer.Argument(help="Run directory, one of its parts (RUN/reference), or a trace.", metavar="RUN_A")
+    ],
+    run_b: Annotated[Path, typer.Argument(help="The run to compare it with.", metavar="RUN_B")],
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance",
+            help="Largest relative error that counts as equal; 0: every recorded digit.",
+            show_default="expected rounding error, from dtype, length of sums and steps",
+        ),
+    ] = None,
+    format: FormatOption = TERMINAL,
+) -> int:
+    """Compare two runs of the same model, module by module and step by step.
+
+    They may differ in dtype, device, library versions or attention implementation; all differences are listed. Exits 0 if
+    they are equal within the tolerance, 10 if they diverge or if one lacks what the other has measured.
+    """
+    from dtypedoctor.redaction.redact import redact
+    from dtypedoctor.report.comparison_document import comparison_document
+    from dtypedoctor.runner.run import open_run
+    from dtypedoctor.trials.compare import compare_runs
+    from dtypedoctor.trials.comparison import Verdict
+
+    if tolerance is not None and not (isfinite(tolerance) and tolerance >= 0):
+        raise UsageError(f"--tolerance {tolerance}: not a relative error", "Use a number of at least 0, such as 0.01.")
+    found = compare_runs(open_run(run_a), open_run(run_b), tolerance)
+    show(comparison_document(found if format == TERMINAL else redact(found)), format)
+    if format == TERMINAL:
+        again = shlex.join(["dtypedoctor", "compare", str(run_a), str(run_b), "--format", "md"])
+        print(f"\nNext: {again}", file=sys.stderr)
+    return int(ExitCode.OK if found.verdict is Verdict.EQUAL else ExitCode.FINDINGS)
+
+
+def explain(
+    finding: Annotated[
+        str | None, typer.Argument(help="Finding id; without it, all ids are listed.", metavar="FINDING_ID")
+    ] = None,
+) -> None:
+    """Print the page about a finding: symptoms, cause, evidence and fixes."""
+    from dtypedoctor.diagnosis.registry import by_family, page
+
+    if finding is None:
+        for family, specs in by_family().items():
+            print(f"{family.id}: {', '.join(spec.id for spec in specs)}")
+        print("\nNext: dtypedoctor explain FINDING_ID", file=sys.stderr)
+        return
+    text = page(finding)
+    if text.startswith("---\n"):  # the front matter is for programs
+        _, _, text = text.removeprefix("---\n").partition("\n---\n")
+    print(text.strip())
+
+
+def scenarios(
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of scenario files, for editors, and exit.")
+    ] = False,
+) -> None:
+    """List the built-in scenarios."""
+    from dtypedoctor.cli.scenario_files import load_checked
+    from dtypedoctor.scenario.dump import json_schema
+    from dtypedoctor.scenario.loading import available
+
+    if schema:
+        print(json.dumps(json_schema(), indent=2))
+        return
+    found = [load_checked(path, allow_code=True) for path in available()]
+    width = max((len(s.name) for s in found), default=0)
+    for scenario in found:
+        print(f"{scenario.name:<{width}}  {scenario.summary}")
+    print("\nNext: dtypedoctor run NAME", file=sys.stderr)
+
+
+def env(
+    format: FormatOption = TERMINAL,
+) -> None:
+    """Print versions, devices, driver and the environment variables that matter, to paste into an issue.
+
+    It is the environment table of every report plus what `torch.utils.collect_env` adds, without anything private.
+    """
+    from dtypedoctor.redaction.redact import redact
+    from dtypedoctor.report.surveys import environment_document
+    from dtypedoctor.runner.machine import survey
+
+    # it is printed to be pasted elsewhere, so it is redacted at the prompt, too
+    show(environment_document(redact(survey())), format)
+    if format == TERMINAL:
+        print("\nNext: dtypedoctor run gemma4_grpo_fp16", file=sys.stderr)
