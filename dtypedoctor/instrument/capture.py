@@ -8,6 +8,7 @@ described stands at :func:`describe`.
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, children_of, parameters_of
-from dtypedoctor.instrument.live_call import tensors_of
+from dtypedoctor.instrument.live_call import has_state, tensors_of
 from dtypedoctor.instrument.position import Position
 from dtypedoctor.unpatched import to_json
 
@@ -29,6 +30,8 @@ class Tensors:
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
+        self.objects = 0
+        """Objects described with tensors in them."""
 
     def keep(self, key: str, tensor: Tensor) -> str:
         """Keeps a copy of ``tensor`` as it is now; the key under which it is kept."""
@@ -40,20 +43,28 @@ class Tensors:
         return dict(self._kept)
 
 
-def recipe(module: nn.Module, tensors: Tensors, *, own: bool, path: str = "weight.") -> dict[str, Any]:
+Name = Callable[[Any], str]
+"""Gives a class or function the name by which it can be found again; raises TypeError where it has none."""
+
+
+def recipe(
+    module: nn.Module, tensors: Tensors, *, own: bool, path: str = "weight.", name_of: "Name | None" = None
+) -> dict[str, Any]:
     """How to make ``module`` without calling its constructor.
 
     ``class`` (as ``package.module:Name``), ``attributes`` (see :func:`describe`; what cannot be described is left out),
     ``parameters`` and ``buffers`` (keys of tensors; of packed 4-bit weights ``{"packed": key, "state": {...}}``, with what
     bitsandbytes would save beside them), ``children`` by name, ``forward`` where the instance has its own one.
     With ``own`` the modules in it are not described, only named: ``children`` then holds None for each, and real
-    containers for lists of them.
+    containers for lists of them. With ``name_of``, which then names classes instead of :func:`importable`, attributes keep
+    tensors and objects that they hold as well.
 
     Raises:
         TypeError: the class, or the instance's own forward, cannot be imported from anywhere.
     """
+    named = name_of or importable
     described: dict[str, Any] = {
-        "class": importable(type(module)),
+        "class": named(type(module)),
         "attributes": {},
         "parameters": {},
         "buffers": {},
@@ -61,9 +72,10 @@ def recipe(module: nn.Module, tensors: Tensors, *, own: bool, path: str = "weigh
     }
     for name, value in module.__dict__.items():
         if name == "forward":
-            described["forward"] = importable(getattr(value, "__func__", value))
+            described["forward"] = named(getattr(value, "__func__", value))
         elif name not in _TORCH:
-            found = describe(value, None, "")
+            key = f"attribute.{path}{name}".replace(".", "/")  # the depth of an object counts from here
+            found = describe(value, tensors if name_of is not None else None, key, named)
             if "opaque" not in found:
                 described["attributes"][name] = found
     for kind, held in (("parameters", parameters_of(module)), ("buffers", buffers_of(module))):
@@ -73,7 +85,7 @@ def recipe(module: nn.Module, tensors: Tensors, *, own: bool, path: str = "weigh
         if child is None or (own and not _holds_only_modules(child)):
             described["children"][name] = None
         else:
-            described["children"][name] = recipe(child, tensors, own=own, path=f"{path}{name}.")
+            described["children"][name] = recipe(child, tensors, own=own, path=f"{path}{name}.", name_of=name_of)
     return described
 
 
@@ -89,7 +101,7 @@ _TORCH = frozenset(vars(nn.Module())) - {"training"}
 """What ``nn.Module.__init__`` makes and nobody sets."""
 
 
-def describe(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:
+def describe(value: Any, tensors: Tensors | None, path: str, named: Name | None = None) -> dict[str, Any]:
     """A value as JSON: ``{"value": ...}``, ``{"float": "nan"}``, ``{"tensor": key}``, ``{"tuple": [...]}``, ``{"list": [...]}``, ``{"dict": {...}}``,
     ``{"pairs": [[key, value], ...]}`` (a dictionary whose keys are no texts), ``{"mapping": "module:Class", "values": {...}}``, ``{"dtype": name}``, ``{"device": name}``, ``{"function": "module:name"}`` (a class as well),
     ``{"config": "module:Class", "values": {...}}``, ``{"object": "module:Class", "values": {...}}``, else ``{"opaque": class name}``.
@@ -98,7 +110,9 @@ def describe(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:
         value: what to describe.
         tensors: keeps tensors; without it they are opaque, and so are objects, such as key-value caches, that hold some.
         path: key for a tensor.
+        named: names classes and functions; :func:`importable` if left out.
     """  # fmt: skip
+    named = named or importable
     if isinstance(value, Tensor):
         return {"tensor": tensors.keep(path, value)} if tensors is not None else {"opaque": "Tensor"}
     if isinstance(value, float) and not isfinite(value):
@@ -110,49 +124,60 @@ def describe(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:
     if isinstance(value, torch.device):
         return {"device": "cpu"}  # where the tensors are kept
     if isinstance(value, (tuple, list)):
-        items = [describe(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
+        items = [describe(item, tensors, f"{path}.{i}", named) for i, item in enumerate(value)]
         return {"tuple" if isinstance(value, tuple) else "list": items}
-    if type(value) is dict and not all(isinstance(name, str) for name in value):
-        pairs = [(describe(name, None, ""), describe(item, tensors, f"{path}.{name}")) for name, item in value.items()]
-        return {"pairs": [list(pair) for pair in pairs]}
     if isinstance(value, Mapping):
-        items_by_name = {str(name): describe(item, tensors, f"{path}.{name}") for name, item in value.items()}
-        return (
-            {"dict": items_by_name}
-            if type(value) is dict
-            else {"mapping": importable(type(value)), "values": items_by_name}
-        )
-    return _describe_object(value, tensors, path)
+        return _describe_mapping(value, tensors, path, named)
+    return _describe_object(value, tensors, path, named)
 
 
-def _describe_object(value: Any, tensors: Tensors | None, path: str) -> dict[str, Any]:
+def _describe_mapping(value: Mapping[Any, Any], tensors: Tensors | None, path: str, named: Name) -> dict[str, Any]:
+    held = {name: describe(item, tensors, f"{path}.{name}", named) for name, item in value.items()}
+    if type(value) is dict and not all(isinstance(name, str) for name in value):
+        return {"pairs": [[describe(name, None, "", named), item] for name, item in held.items()]}
+    by_name = {str(name): item for name, item in held.items()}
+    return {"dict": by_name} if type(value) is dict else {"mapping": named(type(value)), "values": by_name}
+
+
+def _describe_object(value: Any, tensors: Tensors | None, path: str, named: Name) -> dict[str, Any]:
     to_dict = getattr(value, "to_dict", None)
     try:
         if callable(to_dict) and hasattr(type(value), "from_dict"):
             return {
-                "config": importable(type(value)),
-                "values": describe(to_dict(), None, ""),
-                "chosen": {name: describe(getattr(value, name, None), None, "") for name in _CHOSEN},
+                "config": named(type(value)),
+                "values": describe(to_dict(), None, "", named),
+                "chosen": {name: describe(getattr(value, name, None), None, "", named) for name in _CHOSEN},
             }
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
-            return {"function": importable(value)}
+            return {"function": named(value)}
+        if isinstance(value, Enum):
+            return {"function": f"{named(type(value))}.{value.name}"}
         if tensors is not None and not isinstance(value, nn.Module) and path.count(".") <= _DEEPEST:
-            return _describe_state(value, tensors, path)
+            return _describe_state(value, tensors, path, named)
     except TypeError:
         pass
     return {"opaque": type(value).__name__}
 
 
-def _describe_state(value: Any, tensors: Tensors, path: str) -> dict[str, Any]:
-    """An object by its class and what it holds; what cannot be described is left out."""
-    cls = importable(type(value))
-    held = {name: describe(item, tensors, f"{path}.{name}") for name, item in vars(value).items()}
-    return {"object": cls, "values": {"dict": {name: item for name, item in held.items() if "opaque" not in item}}}
+def _describe_state(value: Any, tensors: Tensors, path: str, named: Name) -> dict[str, Any]:
+    """An object by its class and what it holds; what cannot be described is left out.
+
+    Raises:
+        TypeError: it is more than what it holds, or there are too many of them.
+    """
+    tensors.objects += 1
+    if tensors.objects > _MOST_OBJECTS or not has_state(value):
+        raise TypeError
+    held = {name: describe(item, tensors, f"{path}.{name}", named) for name, item in vars(value).items()}
+    kept = {name: item for name, item in held.items() if "opaque" not in item}
+    return {"object": named(type(value)), "values": {"dict": kept}}
 
 
 _CHOSEN = ("_attn_implementation", "_experts_implementation")
 """What a configuration has been told since it was made; ``to_dict`` leaves it out."""
 
+_MOST_OBJECTS = 2000
+"""Objects that are described in one call: an attribute may lead to all of a program."""
 _DEEPEST = 8
 """Objects in objects that are followed: a key-value cache has layers, which have tensors; a ring would have no end."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import buffers_of, parameters_of, version_of
 from dtypedoctor.interruptions import contained
 
-__all__ = ["AutocastState", "LiveCall", "RandomState", "Repeat", "copied", "mapped", "tensors_of"]
+__all__ = ["AutocastState", "LiveCall", "RandomState", "Repeat", "copied", "has_state", "mapped", "tensors_of"]
 
 _DEEPEST = 12
 """Containers and objects in each other that are followed; what lies deeper is shared with the original."""
@@ -81,11 +81,13 @@ class Repeat:
         error: what it raised; None where it returned.
         gradients: by name (``input.0``, ``input.mask.1``, ``weight.proj.weight``) the gradients that the upstream gradient makes; empty
             where there is none, or where the forward raised.
+        drew: it drew random numbers.
     """
 
     output: Any = None
     error: BaseException | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    drew: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -217,8 +219,11 @@ class LiveCall:
         made = LiveCall(module=module or self.module, fqn=self.fqn, args=passed, kwargs=named, grad=self.grad,
                         inference=self.inference, autocast=self.autocast, random=self.random)  # fmt: skip
         repeat = Repeat()
-        with self.modes(), contained() as attempt:
-            repeat.output = made.module(*passed, **named)
+        with self.modes():
+            before = torch.get_rng_state()
+            with contained() as attempt:
+                repeat.output = made.module(*passed, **named)
+            repeat.drew = not torch.equal(before, torch.get_rng_state())
         repeat.error = attempt.error
         if self.gradients and repeat.error is None:
             repeat.gradients = made.pulled(repeat.output, self.gradients)
@@ -273,7 +278,7 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor], memo: dict[int, Any
         made: Any = function(value)
     elif deepest and isinstance(value, (tuple, list, dict)):
         made = _mapped_container(value, function, memo, deepest - 1)
-    elif deepest and _has_state(value):
+    elif deepest and has_state(value):
         kind: Any = type(value)
         made = kind.__new__(kind)
         memo[id(value)] = (value, made)  # before its contents, which may lead back to it
@@ -304,7 +309,7 @@ _CONSTRUCTORS: tuple[Any, ...] = (object.__new__, SimpleNamespace.__new__)
 """``__new__`` of the classes whose objects are made of their attributes alone."""
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
     """Whether ``value`` is an object of a Python class that is made of its attributes alone."""
     if isinstance(value, _SHARED) or callable(value):
         return False
@@ -324,7 +329,7 @@ def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
     elif isinstance(value, dict):
         yield from value.items()
-    elif _has_state(value):
+    elif has_state(value):
         yield from vars(value).items()
 
 

@@ -17,7 +17,7 @@ from dtypedoctor.trace.records.execution import FailingBits, ReplayNote
 from dtypedoctor.trials.caught import with_caught
 from dtypedoctor.unpatched import monotonic
 
-__all__ = ["LONGEST", "Certificate", "Replays"]
+__all__ = ["LONGEST", "Certificate", "Replays", "before"]
 
 LONGEST = 600.0
 SHORTEST = 30.0
@@ -51,7 +51,7 @@ class Replays:
 
     def __call__(self, label: str, request: Request) -> Run | None:
         """The replay in a directory named ``label``, with the op trace on in the windows of ``request``; None where there is none."""
-        waiting = _before(waiting_in(self._run.directory), request.windows)
+        waiting = before(waiting_in(self._run.directory), request.windows)
         if waiting is None:
             self.why_not = NO_STANDBY
             return None
@@ -225,7 +225,7 @@ def _words(sample: Sample) -> str:
     return f"{sample.absmax:.6g}{bad}"
 
 
-def _before(standbys: Sequence[Waiting], windows: Sequence[Window]) -> Waiting | None:
+def before(standbys: Sequence[Waiting], windows: Sequence[Window]) -> Waiting | None:
     """The latest of ``standbys`` from which all of ``windows`` are still to come."""
     return next((one for one in standbys if all(_is_to_come(window, one) for window in windows)), None)
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from dtypedoctor.replay.capsule import Capsule, NoCapsule
+
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.rule import Finding
     from dtypedoctor.runner.run import Run
@@ -130,6 +132,7 @@ class Treatment:
         diagnosed: the trace that the findings come from (the closer look's where there is one).
         complete: whether remedies were to be tried, so that the scenario's expectation can be judged.
         replayed: of a second look that is a replay of a part of the run, how it was compared with it.
+        capsule: the failing call, kept beside the run, or why it is not; None where nothing failed or no process stood by.
         refusals: the runs after the first that could not be made, and why.
     """
 
@@ -147,3 +150,4 @@ class Treatment:
     complete: bool
     refusals: tuple[str, ...] = ()
     replayed: str = ""
+    capsule: Capsule | NoCapsule | None = None

@@ -11,6 +11,7 @@ from dtypedoctor.replay.wake import dismiss
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trials.capsules import LIMIT, caught_in
 from dtypedoctor.trials.caught import said_of_caught, with_caught
 from dtypedoctor.trials.judge import Baselines, apply_ablations, confirm_by_trials, judge, not_tried
 from dtypedoctor.trials.observer import compare_unwatched
@@ -37,6 +38,7 @@ class Plan:
         closer: look at a failure again with the op trace on.
         certify: run once more unwatched, and compare.
         remedies: try what is proposed, and compare with the reference; False stops after the diagnosis.
+        capsule_limit: bytes that the capsule of a failing call may take.
         only: ids of the remedies that may be tried; the others are reported as not tried. None allows all.
     """
 
@@ -44,6 +46,7 @@ class Plan:
     certify: bool = True
     remedies: bool = True
     only: frozenset[str] | None = None
+    capsule_limit: int = LIMIT
 
 
 def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Treatment:
@@ -66,9 +69,10 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     later = LaterRuns(run, before)
     try:
         look = look_closer(scenario, before, later, wanted=plan.closer)
+        findings = _found_in(look.seen, static)
+        capsule = caught_in(before, findings, plan.capsule_limit) if leaves_standbys else None
     finally:
         dismiss(before.directory)
-    findings = _found_in(look.seen, static)
     observer = _certificate(scenario, before, later) if plan.certify else NOT_COMPARED
     failed = _has_failed(before, findings)
     references = _run_references(scenario, later) if plan.remedies and failed else _References()
@@ -81,6 +85,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         closer=look.closer,
         no_closer=look.no_closer,
         replayed=look.certificate,
+        capsule=capsule,
         diagnosed=look.seen.trace,
         findings=look.cap_confidence(apply_ablations(confirm_by_trials(findings, trials), trials)),
         observer=observer,

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dtypedoctor._torch_private import COMPILER
+from dtypedoctor.instrument.capsule import CapsuleWatch, Kind, Wanted
 from dtypedoctor.instrument.contents import tensors_given
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.optrace import OpWindow
@@ -21,10 +22,11 @@ from dtypedoctor.instrument.places import Rows, Source
 from dtypedoctor.instrument.statistics import Named, digest_of
 from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.replay.cage import forbid_changes, is_supported, limit_processor_time
+from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS
 from dtypedoctor.replay.standby import PREFIX, THREADS, OrEnd, Standby, stand_by
 from dtypedoctor.replay.wake import DONE
 from dtypedoctor.trace.records.execution import FailingBits, ReplayNote
-from dtypedoctor.unpatched import getpid, perf_counter, read_text
+from dtypedoctor.unpatched import getpid, perf_counter, read_text, to_json
 from dtypedoctor.worker.environment import resident
 
 if TYPE_CHECKING:
@@ -110,7 +112,7 @@ class Standbys:
             self._keep(made)
         else:
             with OrEnd():
-                self._go_on(made)
+                self._go_on(made, module)
 
     def _give_up(self, why: str) -> None:
         self._impossible = True
@@ -164,8 +166,10 @@ class Standbys:
                 )
                 session.emit(record, fqn=fqn, phase=phase)
 
-    def _go_on(self, request: dict[str, Any]) -> None:
+    def _go_on(self, request: dict[str, Any], module: nn.Module) -> None:
         directory = Path(request["directory"])
+        wanted = request.get("capsule")
+        files = CapsuleFiles(directory) if wanted else None
         with FileIO(str(directory / DONE), "wb") as done:  # stays open until this process ends
             posix.dup(done.fileno())
             done.write(str(getpid()).encode("ascii"))
@@ -187,6 +191,10 @@ class Standbys:
             torch.set_num_threads(1)  # those of the pool are not in this process, and cannot be started again
             if threads > 1:
                 self._tell(f"it computes on 1 thread instead of {threads}")
+        if wanted and files is not None:
+            CapsuleWatch(
+                self._watch.instruments, Wanted(**{**wanted, "kind": Kind(wanted["kind"])}), files.write
+            ).begin(module)
 
     def _tell(self, why: str, *, ended: bool = False) -> None:
         self._watch.instruments.session.emit(ReplayNote(why=why, ended=ended))
@@ -199,6 +207,25 @@ class Standbys:
             self._over = min(self._over, now + max(GOES_ON, now - self._began))
             if now > self._over:
                 posix._exit(0)
+
+
+class CapsuleFiles:
+    """The files of a capsule, opened while that is allowed.
+
+    Args:
+        directory: exists; holds none yet.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._description = FileIO(str(directory / CAPSULE), "xb")
+        self._tensors = FileIO(str(directory / CAPSULE_TENSORS), "xb")
+
+    def write(self, description: dict[str, Any], tensors: bytes) -> None:
+        """Writes both; the description last, so that one that is there is complete."""
+        for file, data in ((self._tensors, tensors), (self._description, to_json(description).encode("utf-8"))):
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
 
 
 def _hindrances() -> Iterator[str]:

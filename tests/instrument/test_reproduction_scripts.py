@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from dtypedoctor.instrument.capture import DESCRIPTION, TENSORS, Capture
 from dtypedoctor.instrument.position import Position
-from dtypedoctor.trials.bisection.reproduction import Claim, script_text
+from dtypedoctor.replay.script import Claim, script_text
 
 CLAIM = Claim(title="t", about=("a",), check="forward", limit=0.01, made_with="torch")
 HALF = torch.float16

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dtypedoctor.trials.bisection.reproduction import Claim, script_text
+from dtypedoctor.replay.script import Claim, script_text
 
 PAYLOAD = "open('owned', 'w')"
 HOSTILE = (

@@ -1,0 +1,388 @@
+"""Catches the failing call in a replay and reduces it to a capsule: the smallest module, input and weights that still fail.
+
+The process is a fork that ends with the capsule, so a call may be made as often as it takes. Everything is decided by making it again: which of the
+open module calls is the smallest that fails by itself, which rows of its inputs matter, and whether made-up inputs fail as well.
+"""
+
+import posix  # what os has, under names that programs do not replace
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+from dtypedoctor.instrument.capture import Tensors, describe, recipe
+from dtypedoctor.instrument.instruments import Instruments
+from dtypedoctor.instrument.live_call import LiveCall, Repeat, copied, mapped, tensors_of
+from dtypedoctor.instrument.sources import Sources
+from dtypedoctor.instrument.whereabouts import call_arguments
+from dtypedoctor.interruptions import contained
+
+__all__ = ["CapsuleWatch", "Kind", "Wanted", "capsule_of"]
+
+FORMAT = 1
+MOST_REPEATS = 400
+"""Calls that are made to reduce one."""
+SEEDS = 4
+"""Synthetic inputs that are drawn before the recorded ones are kept."""
+_LATER = 8
+"""Outermost calls after the wanted one that are still looked at."""
+_NUMBER = re.compile(r"\d+")
+
+
+class Kind(StrEnum):
+    """How a call fails."""
+
+    RAISED = "raised"
+    NONFINITE = "nonfinite"
+    """Finite inputs, and an output that is not."""
+    BACKWARD = "backward"
+    """Finite gradients come back to its outputs, and what leaves it backwards is not finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which call to catch.
+
+    Attributes:
+        module: dotted name of the module to begin with; those around it are tried after it.
+        call: number of the outermost call in which it fails, at the earliest.
+        kind: how it fails.
+        limit: bytes that the capsule may have.
+        finding: what was found, for the capsule's own description.
+    """
+
+    module: str
+    call: int
+    kind: Kind
+    limit: int
+    finding: dict[str, Any]
+
+
+Write = Callable[[dict[str, Any], bytes], None]
+"""Takes the description and the safetensors file; where there is no capsule, a description of why, and nothing."""
+
+
+class CapsuleWatch:
+    """Keeps the calls of one module, and those around it, until one fails; then writes the capsule and ends the process.
+
+    Args:
+        instruments: of this process.
+        wanted: which call.
+        write: takes what is found.
+    """
+
+    def __init__(self, instruments: Instruments, wanted: Wanted, write: Write) -> None:
+        self._instruments = instruments
+        self._position = instruments.position
+        self._wanted = wanted
+        self._write = write
+        self._open: list[LiveCall] = []
+        self._returned: list[LiveCall] = []
+        self._busy = False
+
+    def begin(self, root: nn.Module) -> None:
+        """Begins in the pre-hook of an outermost call, that of ``root``."""
+        hooks.register_module_forward_pre_hook(self._enter)
+        hooks.register_module_forward_hook(self._leave)
+        self._instruments.modules.on_error.append(self._raised)
+        if self._wanted.kind is Kind.BACKWARD:
+            self._instruments.phases.after_backward.append(self._went_back)
+        self._enter(root, ())
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._wanted.call and self._position.call > self._wanted.call + _LATER:
+            posix._exit(0)  # it has not failed
+        place = None if self._busy or self._position.muted else self._instruments.names.find(module)
+        if place is None or self._position.call < self._wanted.call or not _is_around(place[1], self._wanted.module):
+            return
+        given, named = call_arguments(module)
+        memo: dict[int, Any] = {}
+        with self._position.mute():
+            self._open.append(LiveCall.entered(module, place[1], copied(given, memo), copied(named, memo)))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._busy or not any(call.module is module for call in self._open):
+            return
+        while self._open[-1].module is not module:
+            self._open.pop()
+        call = self._open[-1]
+        if self._wanted.kind is Kind.BACKWARD:
+            call.keep_gradients(output)
+            self._returned.append(call)
+        elif self._wanted.kind is Kind.NONFINITE and _has_nonfinite(output):
+            self._try(list(reversed(self._open)))
+        self._open.pop()
+
+    def _raised(self, module: nn.Module, args: Any, error: BaseException) -> None:
+        if self._wanted.kind is Kind.RAISED and not self._busy and self._open:
+            self._try(list(reversed(self._open)), error)
+
+    def _went_back(self) -> None:
+        """A backward pass is over."""
+        calls = [call for call in self._returned if call.gradients]
+        self._returned.clear()
+        calls.sort(key=lambda call: -len(call.fqn))
+        if calls and not self._busy:
+            self._try(calls)
+
+    def _try(self, calls: Sequence[LiveCall], error: BaseException | None = None) -> None:
+        """Writes the capsule of the first of ``calls`` that fails by itself, and ends the process; goes on where none does."""
+        self._busy = True
+        with self._position.mute(), contained() as ours:
+            for call in calls:
+                failing = Failing(kind=self._wanted.kind, error=_signature(error))
+                if failing.shows(call):
+                    self._write(*capsule_of(call, failing, self._wanted))
+                    posix._exit(0)
+        if ours.error is not None:
+            self._write({"why": f"the call cannot be kept: {ours.error}"}, b"")
+            posix._exit(0)
+        self._busy = False
+
+
+def _is_around(fqn: str, inner: str) -> bool:
+    """Whether ``fqn`` is the module ``inner`` or one that holds it."""
+    return not fqn or fqn == inner or inner.startswith(f"{fqn}.")
+
+
+def _signature(error: BaseException | None) -> str:
+    """An exception by its class and message, whatever sizes it names."""
+    return "" if error is None else _NUMBER.sub("N", f"{type(error).__name__}: {error}")
+
+
+@dataclass(slots=True, kw_only=True)
+class Failing:
+    """Whether a call fails as the one that was caught.
+
+    Attributes:
+        kind: how that fails.
+        error: signature of what it raised.
+        left: how often a call may still be made.
+        drew: the last call drew random numbers.
+    """
+
+    kind: Kind
+    error: str = ""
+    left: int = MOST_REPEATS
+    drew: bool = False
+    last: Repeat = field(default_factory=Repeat)
+
+    def shows(self, call: LiveCall) -> bool:
+        """Makes ``call`` again, on copies of its arguments."""
+        if self.left <= 0 or (self.kind is Kind.NONFINITE and _is_given_nonfinite(call)):
+            return False
+        self.left -= 1
+        memo: dict[int, Any] = {}
+        repeat = Repeat()
+        with contained():
+            repeat = call.again(args=copied(call.args, memo), kwargs=copied(call.kwargs, memo))
+        self.last, self.drew = repeat, repeat.drew
+        if self.kind is Kind.RAISED:
+            return _signature(repeat.error) == self.error
+        if repeat.error is not None:
+            return False
+        if self.kind is Kind.NONFINITE:
+            return _has_nonfinite(repeat.output)
+        upstream_is_finite = not any(map(_is_nonfinite, call.gradients.values()))
+        return upstream_is_finite and any(map(_is_nonfinite, repeat.gradients.values()))
+
+
+def _has_nonfinite(value: Any) -> bool:
+    return any(map(_is_nonfinite, tensors_of(value)))
+
+
+def _is_nonfinite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not bool(tensor.detach().isfinite().all())
+
+
+def _is_given_nonfinite(call: LiveCall) -> bool:
+    """Whether an input is NaN or inf; -inf is what masks are made of."""
+    floats = (tensor.detach() for _, tensor in call.inputs() if tensor.is_floating_point())
+    return any(bool((tensor.isnan() | (tensor == torch.inf)).any()) for tensor in floats)
+
+
+def capsule_of(call: LiveCall, failing: Failing, wanted: Wanted) -> tuple[dict[str, Any], bytes]:
+    """The description and the tensors of ``call``, which fails; where they are too large, why there is no capsule, and nothing.
+
+    Raises:
+        TypeError: the module's class, or an argument, can neither be imported nor be described.
+    """
+    failing.shows(call)
+    drew = failing.drew
+    call, cut = _cut(call, failing)
+    call, synthetic = _with_synthetic_inputs(call, failing)
+    sources, tensors = Sources(), Tensors()
+    described = _described(call, tensors, sources)
+    if drew and call.random is not None:
+        tensors.keep("random", call.random.cpu)
+    drawn = _drawn_weights(call, tensors, failing, wanted.limit)
+    held = {name: tensor for name, tensor in tensors.named().items() if name not in drawn}
+    size = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+    if size > wanted.limit:
+        return {"why": f"it takes {size:,} bytes and --capsule-limit allows {wanted.limit:,}"}, b""
+    recorded = [] if synthetic else [name for name, tensor in call.inputs() if tensor.numel() > 1]
+    description = {
+        "capsule": FORMAT,
+        "fqn": call.fqn,
+        "class": type(call.module).__name__,
+        "kind": str(wanted.kind),
+        "error": failing.error,
+        "finding": wanted.finding,
+        "call": described,
+        "requires_grad": [name for name, tensor in (*call.inputs(), *call.parameters()) if tensor.requires_grad],
+        "random": drew,
+        "drawn": drawn,
+        "cut": cut,
+        "data": {"synthetic": synthetic, "recorded": recorded},
+        "classes": sources.classes,
+        "source": sources.text,
+    }
+    return description, save(held)
+
+
+def _described(call: LiveCall, tensors: Tensors, sources: Sources) -> dict[str, Any]:
+    """The call in the form that :mod:`dtypedoctor.instrument.capture` gives it."""
+    name_of = sources.name_of
+    gradients = {str(index): tensors.keep(f"gradient.0.{index}", tensor) for index, tensor in call.gradients.items()}
+    return {
+        "recipe": recipe(call.module, tensors, own=False, name_of=name_of),
+        "own": False,
+        "args": [describe(value, tensors, f"input.{i}", name_of) for i, value in enumerate(call.args)],
+        "kwargs": {name: describe(value, tensors, f"input.{name}", name_of) for name, value in call.kwargs.items()},
+        "training": call.module.training,
+        "grad": call.grad,
+        "autocast": [[state.device, str(state.dtype).removeprefix("torch.")] for state in call.autocast],
+        "calls": [],
+        "leaving": [{"what": "the output", "gradients": gradients}] if gradients else [],
+    }
+
+
+def _cut(call: LiveCall, failing: Failing) -> tuple[LiveCall, list[str]]:
+    """The call with as few rows as still fail, along the first two dimensions of its first input; what was cut, in words."""
+    said = []
+    first = next((tensor for _, tensor in call.inputs() if tensor.dim()), None)
+    sizes = [] if first is None else list(dict.fromkeys(first.shape[: max(1, first.dim() - 1)][:2]))
+    for size in sizes:
+        kept = size
+        while kept > 1 and (smaller := _halved(call, kept, failing)) is not None:
+            call, kept = smaller, (kept + 1) // 2
+        if kept < size:
+            said.append(f"{kept} of {size}")
+    return call, said
+
+
+def _halved(call: LiveCall, size: int, failing: Failing) -> LiveCall | None:
+    """The call with one half of every dimension of ``size``, if one of the halves fails."""
+    half = (size + 1) // 2
+    for begin in (0, size - half):
+        smaller = _with_tensors(call, partial(_narrowed, size=size, begin=begin, length=half))
+        if failing.shows(smaller):
+            return smaller
+    return None
+
+
+def _narrowed(tensor: Tensor, size: int, begin: int, length: int) -> Tensor:
+    for dim in range(max(1, tensor.dim() - 1) if tensor.is_floating_point() else tensor.dim()):
+        if tensor.dim() and tensor.shape[dim] == size:
+            tensor = tensor.narrow(dim, begin, length)
+    return tensor
+
+
+def _with_tensors(call: LiveCall, function: Callable[[Tensor], Tensor]) -> LiveCall:
+    """The call with ``function`` applied to its inputs and to the gradients that come back to its outputs."""
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return function(tensor.detach()).clone().requires_grad_(tensor.requires_grad)
+
+    memo: dict[int, Any] = {}
+    args, kwargs = mapped(call.args, leaf, memo), mapped(call.kwargs, leaf, memo)
+    gradients = {index: leaf(tensor) for index, tensor in call.gradients.items()}
+    return replace(call, args=args, kwargs=kwargs, gradients=gradients)
+
+
+def _with_synthetic_inputs(call: LiveCall, failing: Failing) -> tuple[LiveCall, bool]:
+    """The call with made-up inputs of the same magnitudes that fail as well, and True; else as it is, and False."""
+    for seed in range(SEEDS):
+        for draw in _DRAWS:
+            generator = torch.Generator().manual_seed(seed)
+            made = _with_tensors(call, partial(_synthetic, draw=draw, generator=generator))
+            if failing.shows(made):
+                return made, True
+    return call, False
+
+
+Draw = Callable[[Tensor, torch.Generator], Tensor]
+
+
+def _normal(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal values with the root mean square of ``tensor``, no larger than its largest."""
+    wide = tensor.float().cpu()
+    scale = wide.square().mean().sqrt()
+    drawn = torch.randn(tensor.shape, generator=generator) * scale
+    return drawn.clamp(-wide.abs().max(), wide.abs().max())
+
+
+def _signed(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """The largest magnitude of ``tensor`` everywhere, with random signs."""
+    signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+    return signs * tensor.float().cpu().abs().max()
+
+
+def _channels(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """The largest magnitude of each channel (last dimension), with the sign of its mean."""
+    wide = tensor.float().cpu().reshape(-1, tensor.shape[-1])
+    row = wide.abs().amax(0) * torch.where(wide.mean(0) < 0, -1.0, 1.0)
+    return row.expand(tensor.shape)
+
+
+_DRAWS: tuple[Draw, ...] = (_normal, _signed, _channels)
+
+
+def _synthetic(tensor: Tensor, draw: Draw, generator: torch.Generator) -> Tensor:
+    """A tensor of the same shape and dtype that holds no data; masks, which are boolean or hold inf, and scalars stay what they are."""
+    if tensor.numel() <= 1 or tensor.dtype is torch.bool:
+        return tensor
+    if tensor.is_floating_point():
+        plain = bool(tensor.isfinite().all())
+        return draw(tensor, generator).to(tensor) if plain and tensor.dtype.itemsize > 1 else tensor
+    if tensor.is_complex() or int(tensor.min()) < 0 or int(tensor.max()) <= 1:
+        return tensor
+    return torch.randint(0, int(tensor.max()) + 1, tensor.shape, generator=generator).to(tensor)
+
+
+def _drawn_weights(call: LiveCall, tensors: Tensors, failing: Failing, limit: int) -> dict[str, Any]:
+    """Weights that are left out because the limit does not allow them and random ones fail as well: how to draw each."""
+    sizes = {name: t.numel() * t.element_size() for name, t in tensors.named().items()}
+    if sum(sizes.values()) <= limit:
+        return {}
+    drawn: dict[str, Any] = {}
+    weights = {
+        name: parameter for name, parameter in call.parameters() if name in sizes and parameter.is_floating_point()
+    }
+    for name in sorted(weights, key=lambda name: -sizes[name]):
+        weight = weights[name].data
+        how = {"shape": list(weight.shape), "dtype": str(weight.dtype).removeprefix("torch."),
+               "scale": float(weight.float().square().mean().sqrt()), "seed": len(drawn)}  # fmt: skip
+        kept = weight.clone()
+        weight.copy_(drawn_weight(how))
+        if failing.shows(call):
+            drawn[name] = how
+        else:
+            weight.copy_(kept)
+        if sum(size for other, size in sizes.items() if other not in drawn) <= limit:
+            break
+    return drawn
+
+
+def drawn_weight(how: dict[str, Any]) -> Tensor:
+    """The random weight that a description asks for, on the CPU."""
+    generator = torch.Generator().manual_seed(how["seed"])
+    values = torch.randn(how["shape"], generator=generator) * how["scale"]
+    return values.to(getattr(torch, how["dtype"]))

@@ -1,0 +1,193 @@
+"""The source text of classes and functions that live in the user's own files, with everything that they use from there.
+
+A module's class in a script cannot be imported by anybody else. What makes it is cut out of the file: the class, what it refers to by name
+(other classes, functions, numbers, imports), and what those refer to. The main program around it, which would train, stays behind.
+"""
+
+import ast
+import builtins
+import inspect
+import sys
+import sysconfig
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+import torch
+
+from dtypedoctor.instrument.capture import importable
+
+__all__ = ["SOURCE", "Sources"]
+
+SOURCE = "source"
+"""Stands for the module's name in ``source:Block``, of a class whose text is carried along."""
+
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_NOT_THE_USERS = ("/site-packages/", "/dist-packages/")
+_LITERALS = (bool, int, float, complex, str, bytes, type(None), type(...))
+
+
+class Sources:
+    """Collects source text. Classes of libraries are named as they are; those of the user's files are carried along."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, str] = {}
+        """By name what defines it, in an order in which it can be executed."""
+        self._known: dict[str, Any] = {}
+        """By name what it stands for."""
+
+    @property
+    def text(self) -> str:
+        """The program that defines everything that was named; empty where all of it is importable."""
+        imports = [part for part in self._parts.values() if part.startswith(("import ", "from "))]
+        rest = [part for part in self._parts.values() if part not in imports]
+        return "\n".join(sorted(set(imports))) + "\n\n" + "\n\n".join(rest) + "\n" if rest else ""
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes that are carried along."""
+        return [name for name, thing in self._known.items() if isinstance(thing, type) and is_the_users(thing)]
+
+    def name_of(self, thing: Any) -> str:
+        """``module:qualified.name`` of a class or function; ``source:Name`` where its text is carried along.
+
+        Raises:
+            TypeError: it can neither be imported nor be cut out of its file.
+        """
+        if not is_the_users(thing):
+            return importable(thing)
+        outermost = _outermost(thing)
+        self._add(outermost.__name__, outermost)
+        path = thing.__qualname__.rpartition("<locals>.")[2] if outermost is not thing else outermost.__name__
+        return f"{SOURCE}:{path}"
+
+    def _add(self, name: str, thing: Any) -> None:
+        """Makes ``name`` stand for ``thing``.
+
+        Raises:
+            TypeError: it stands for something else already, or nothing can be said of it.
+        """
+        if name in self._known:
+            if self._known[name] is not thing:
+                raise TypeError(f"two things are called {name}")
+            return
+        self._known[name] = thing
+        if isinstance(thing, types.ModuleType):
+            self._parts[name] = f"import {thing.__name__} as {name}" if thing.__name__ != name else f"import {name}"
+        elif isinstance(thing, (type, types.FunctionType)) and is_the_users(thing):
+            self._add_text(name, thing)
+        elif isinstance(thing, (torch.dtype, torch.device, *_LITERALS, tuple, list, dict, set, frozenset)):
+            self._add_value(name, thing)
+        else:
+            self._add_import(name, thing)
+
+    def _add_text(self, name: str, thing: Any) -> None:
+        outermost = _outermost(thing)
+        if outermost is not thing or outermost.__name__ != name:
+            self._add(outermost.__name__, outermost)
+            path = thing.__qualname__.rpartition("<locals>.")[2]
+            if path != name:
+                self._parts[name] = f"{name} = {path}"
+            return
+        try:
+            text = textwrap.dedent(inspect.getsource(thing))
+            tree = ast.parse(text)
+        except (OSError, SyntaxError, TypeError) as error:
+            raise TypeError(f"the source of {name} is not there: {error}") from None
+        around = dict(_around(thing))
+        for used in _names_in(tree):
+            if used in around and used != name:
+                self._add(used, around[used])
+        self._parts[name] = text.rstrip()
+
+    def _add_value(self, name: str, value: Any) -> None:
+        """A constant; one that holds something without a literal is left out."""
+        try:
+            self._parts[name] = f"{name} = {_literal(value)}"
+        except TypeError:
+            return
+        if "torch." in self._parts[name]:
+            self._add("torch", torch)
+
+    def _add_import(self, name: str, thing: Any) -> None:
+        """Something of a library; what is nothing of that kind is left out, and is missed only where it is used."""
+        try:
+            module, _, path = importable(thing).partition(":")
+        except TypeError:
+            return
+        if "." not in path and getattr(sys.modules.get(module), path, None) is thing:
+            self._parts[name] = f"from {module} import {path}" + (f" as {name}" if path != name else "")
+
+
+def is_the_users(thing: Any) -> bool:
+    """Whether a class or function stands in the program or in a module beside it, and in no library."""
+    module = sys.modules.get(getattr(thing, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__":
+        return module is not None
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__.partition(".")[0] == "dtypedoctor":
+        return False
+    return not file.startswith(_LIBRARIES) and not any(part in file for part in _NOT_THE_USERS)
+
+
+def _outermost(thing: Any) -> Any:
+    """The class around a nested class or a method; else what it is."""
+    path = thing.__qualname__.rpartition("<locals>.")[2]
+    if "." not in path or "<locals>" in thing.__qualname__:
+        return thing
+    return getattr(sys.modules[thing.__module__], path.partition(".")[0], thing)
+
+
+def _names_in(tree: ast.AST) -> Iterator[str]:
+    """Names that are read, each once."""
+    read = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    return iter(dict.fromkeys(name for name in read if not hasattr(builtins, name)))
+
+
+def _around(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What the names in the text of a class or function stand for: those of its module, then those of the functions around it."""
+    yield from vars(sys.modules[thing.__module__]).items()
+    for function in _functions_of(thing):
+        yield from function.__globals__.items()
+    for function in _functions_of(thing):
+        yield from _closure(function).items()
+
+
+def _functions_of(thing: Any) -> Iterator[types.FunctionType]:
+    for held in [thing] if isinstance(thing, types.FunctionType) else vars(thing).values():
+        plain = inspect.unwrap(held) if callable(held) else getattr(held, "__func__", getattr(held, "fget", None))
+        if isinstance(plain, types.FunctionType) and plain.__module__ == thing.__module__:
+            yield plain
+
+
+def _closure(function: types.FunctionType) -> Mapping[str, Any]:
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    found.pop("__class__", None)
+    return found
+
+
+def _literal(value: Any) -> str:
+    """An expression for a plain value.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    if type(value) in (tuple, list, set, frozenset):
+        inside = "".join(f"{_literal(item)}, " for item in value)
+        return f"{type(value).__name__}(({inside}))" if not isinstance(value, list) else f"[{inside.rstrip(', ')}]"
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if isinstance(value, float) and not isfinite(value):
+        return f"float({str(value)!r})"
+    if isinstance(value, (torch.dtype, *_LITERALS)):
+        return repr(value)
+    raise TypeError(f"a {type(value).__name__} has no literal")

@@ -1,0 +1,133 @@
+"""A capsule: a directory that holds one failing module call, complete enough to be made again anywhere.
+
+``capsule.json`` says how the module and its arguments are made, ``capsule.safetensors`` holds their tensors. Nothing in either is executed as it
+is, but for ``source``: the text of classes that live in the user's own files.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import parse_json, read_file, reason
+
+__all__ = ["CAPSULE", "CAPSULE_TENSORS", "FORMAT", "Capsule", "NoCapsule", "read_capsule"]
+
+CAPSULE, CAPSULE_TENSORS = "capsule.json", "capsule.safetensors"
+FORMAT = 1
+_LARGEST = 64 << 20
+"""Bytes of a description; that of a large model takes some megabytes."""
+_LIBRARIES = ("torch.nn.", "transformers.", "peft.", "bitsandbytes.")
+"""Packages whose classes and functions a capsule may name without being asked about."""
+_CALLED = re.compile(r"transformers\.[\w.]*:\w*Output\w*|collections:OrderedDict")
+"""Classes that are called with values of the capsule; those of other names are made without their constructors."""
+_NEEDED = {"fqn": str, "class": str, "kind": str, "error": str, "finding": dict, "call": dict, "requires_grad": list, "random": bool,
+           "drawn": dict, "cut": list, "data": dict, "classes": list, "source": str}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoCapsule:
+    """Why there is none, as a clause."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capsule:
+    """A capsule on disk.
+
+    Attributes:
+        directory: where it lies.
+        description: what ``capsule.json`` holds.
+        bytes: size of both files.
+    """
+
+    directory: Path
+    description: Mapping[str, Any]
+    bytes: int
+
+    @property
+    def fqn(self) -> str:
+        """Dotted name of the module in the model that it was cut out of."""
+        return str(self.description["fqn"])
+
+    @property
+    def cls(self) -> str:
+        """Name of the module's class."""
+        return str(self.description["class"])
+
+    @property
+    def finding(self) -> Mapping[str, Any]:
+        """``id``, ``op``, ``phase``, ``dtype`` and ``summary`` of what was found in the run."""
+        found: Mapping[str, Any] = self.description["finding"]
+        return found
+
+    @property
+    def holds(self) -> str:
+        """What is in it, as a sentence."""
+        inputs = (
+            "synthetic inputs" if self.description["data"].get("synthetic") else "the recorded inputs (training data)"
+        )
+        weights = "weights"
+        if self.description["drawn"]:
+            weights += f" ({len(self.description['drawn'])} of them random: --capsule-limit)"
+        parts = [weights, inputs]
+        if self.description["source"]:
+            parts.append(f"source of {', '.join(map(str, self.description['classes'])) or 'functions'}")
+        return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+    def code(self) -> Iterator[str]:
+        """What it runs that is neither torch's nor a known library's."""
+        if self.description["source"]:
+            yield f"the source text in {CAPSULE}"
+        yield from sorted({name for key, name in _names_in(self.description["call"]) if not _is_harmless(key, name)})
+
+
+_NAMING = ("class", "forward", "function", "mapping", "config", "object")
+"""Keys under which a description names classes and functions."""
+
+
+def _is_harmless(key: str, name: str) -> bool:
+    if key == "mapping":
+        return _CALLED.fullmatch(name) is not None
+    return name.startswith((*_LIBRARIES, "source:"))
+
+
+def _names_in(described: Any) -> Iterator[tuple[str, str]]:
+    """Every class or function that is named, with the key that names it."""
+    waiting = [described]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield from ((key, value[key]) for key in _NAMING if isinstance(value.get(key), str) and ":" in value[key])
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+def read_capsule(directory: Path) -> Capsule:
+    """The capsule in ``directory``, or in ``directory/capsule``.
+
+    Raises:
+        UsageError: there is none, or it cannot be read.
+    """
+    place = directory / "capsule" if (directory / "capsule").is_dir() else directory
+    hint = "Give the directory `capsule` that `dtypedoctor exec` leaves in a run directory."
+    try:
+        description = parse_json(read_file(place / CAPSULE, _LARGEST))
+        size = (place / CAPSULE).stat().st_size + (place / CAPSULE_TENSORS).stat().st_size
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{place}: no capsule that can be read: {reason(error)}", hint) from error
+    if not isinstance(description, dict):
+        raise UsageError(f"{place / CAPSULE}: not a capsule", hint)
+    if description.get("capsule") != FORMAT:
+        raise UsageError(
+            f"{place / CAPSULE}: capsule format {description.get('capsule')!r}, this version reads {FORMAT}",
+            "Use the version of dtypedoctor that wrote it.",
+        )
+    wrong = [key for key, kind in _NEEDED.items() if not isinstance(description.get(key), kind)]
+    if wrong:
+        raise UsageError(f"{place / CAPSULE}: {wrong[0]} is missing or damaged", hint)
+    return Capsule(directory=place, description=description, bytes=size)

@@ -1,0 +1,127 @@
+"""Has a process that stood by catch the failing call of a run, and leaves it as a capsule in the run directory."""
+
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from dtypedoctor.analysis import analysis_of
+from dtypedoctor.diagnosis.rule import Finding, Severity
+from dtypedoctor.diagnosis.window import suspicious_windows
+from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, Capsule, NoCapsule, read_capsule
+from dtypedoctor.replay.wake import go_on, waiting_in
+from dtypedoctor.runner.run import Run
+from dtypedoctor.scenario.model import Window
+from dtypedoctor.trace.events import Raised
+from dtypedoctor.trials.replays import before
+
+__all__ = ["LIMIT", "caught_in"]
+
+LIMIT = 64 << 20
+"""Bytes of a capsule, unless the user says otherwise."""
+DIRECTORY = "capsule"
+SECONDS = 120.0
+"""How long catching and reducing a call may take."""
+_CALLS = ("forward", "generate", "recompute", "backward")
+"""Phases in which a module call can fail."""
+
+
+def caught_in(run: Run, findings: Sequence[Finding], limit: int = LIMIT) -> Capsule | NoCapsule | None:
+    """The capsule of what failed in ``run``, or why there is none; None where nothing failed in it.
+
+    Args:
+        run: has left processes that stand by.
+        findings: of the run, the root cause first.
+        limit: bytes that the capsule may take.
+    """
+    failures = [finding for finding in findings if finding.severity is not Severity.INFO]
+    if not failures or not waiting_in(run.directory):
+        return None
+    try:
+        wanted, window = _wanted(run, failures[0], limit)
+        return _caught(run, wanted, window)
+    except UsageError as error:
+        return NoCapsule(why=error.message)
+    except (OSError, ValueError) as error:
+        return NoCapsule(why=f"the process that stood by did not leave one ({error})")
+
+
+def _wanted(run: Run, finding: Finding, limit: int) -> tuple[dict[str, Any], Window]:
+    """Which call to catch, as :class:`dtypedoctor.instrument.capsule.Wanted` has it, and the window that it lies in.
+
+    Raises:
+        UsageError: no module call fails.
+    """
+    if finding.phase not in _CALLS:
+        raise UsageError(f"it fails in the {finding.phase} phase, and only a module call can be kept")
+    analysis = analysis_of(run.trace)
+    raised = analysis.uncaught if analysis.measured_incident is None else None
+    is_outside = finding.fqn is None if raised is None else not raised.modules
+    if is_outside:
+        raise UsageError("it fails outside of module calls")
+    window = next(iter(suspicious_windows(run.trace)), Window(call=1))
+    kind = "raised" if raised is not None else "backward" if finding.phase == "backward" else "nonfinite"
+    wanted = {
+        "module": finding.fqn or "" if raised is None else _around(raised, finding),
+        "call": 0 if kind == "backward" else window.call,
+        "kind": kind,
+        "limit": limit,
+        "finding": {
+            "id": finding.id,
+            "op": finding.op,
+            "phase": finding.phase,
+            "dtype": finding.dtype,
+            "fqn": finding.fqn,
+            "summary": finding.summary,
+            "versions": run.trace.environment.get("versions", {}),
+        },
+    }
+    return wanted, window
+
+
+def _around(raised: Raised, finding: Finding) -> str:
+    """The smallest module that holds the one that raised and the one that is to blame."""
+    if finding.fqn is None:
+        return raised.modules[-1]
+    paths = [name.split(".") for name in (raised.modules[-1], finding.fqn)]
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+
+
+def _caught(run: Run, wanted: dict[str, Any], window: Window) -> Capsule | NoCapsule:
+    waiting = before(waiting_in(run.directory), [window])
+    if waiting is None:
+        return NoCapsule(why="no process stood by before the call that fails")
+    scratch = run.directory.parent / f".{DIRECTORY}"
+    scratch.mkdir()
+    try:
+        raised = analysis_of(run.trace).uncaught
+        told = {
+            "windows": [],
+            "seconds": int(SECONDS),
+            "raised": [raised.type, raised.call] if raised is not None else [],
+            "capsule": wanted,
+        }
+        if not go_on(waiting, scratch, told, SECONDS):
+            return NoCapsule(why=f"catching the call took more than {SECONDS:.0f} s")
+        return _kept(scratch, run.directory.parent / DIRECTORY)
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(scratch)
+
+
+def _kept(scratch: Path, directory: Path) -> Capsule | NoCapsule:
+    """Moves what was caught to where it belongs."""
+    data = read_file(scratch / CAPSULE)
+    if not data:
+        return NoCapsule(why="by itself no module around the failing operator fails")
+    description = parse_json(data)
+    if "why" in description:
+        return NoCapsule(why=str(description["why"]))
+    directory.mkdir()
+    for name in (CAPSULE, CAPSULE_TENSORS):
+        (scratch / name).rename(directory / name)
+    return read_capsule(directory)

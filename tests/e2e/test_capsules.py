@@ -1,0 +1,85 @@
+"""The failing call of one run is kept as a capsule: the smallest module that still fails, with as little input as that takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from exec_corpus import treat_forked
+
+from dtypedoctor.replay.cage import is_supported
+from dtypedoctor.replay.capsule import Capsule, NoCapsule
+from dtypedoctor.trials.treatment import Plan
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="Linux on x86-64 only")
+
+ONE_RUN = Plan(certify=False, closer=False, only=frozenset())
+
+CLASSES = """
+import torch
+from torch import nn
+GAIN = 200.0
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((4,), GAIN))
+    def forward(self, x):
+        return x * self.gain
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scores = nn.Linear(4, 4), Scores()
+    def forward(self, x, *, shift):
+        return self.scores(self.body(x) + shift)
+torch.manual_seed(0)
+"""
+
+OVERFLOW = CLASSES + "model = Block().half()\nmodel(torch.full((16, 4), 2000.0).half(), shift=torch.zeros(4).half())\n"
+MISMATCH = CLASSES + "model = Block().half()\nmodel(torch.ones(16, 4), shift=torch.zeros(4).half())\n"
+BACKWARD = CLASSES + (
+    "model = Block().half()\nout = model(torch.full((16, 4), 1.0).half(), shift=torch.zeros(4).half())\n"
+    "out.backward(torch.full_like(out, 3000.0))\n"
+)
+
+
+def caught(text: str, folder: Path) -> Capsule | NoCapsule | None:
+    """What a run of the script leaves."""
+    path = folder / "script.py"
+    path.write_text(text, encoding="utf-8")
+    return treat_forked(path, folder, ONE_RUN).capsule
+
+
+@pytest.mark.parametrize(
+    ("text", "cls", "kind"),
+    [(OVERFLOW, "Scores", "nonfinite"), (MISMATCH, "Linear", "raised"), (BACKWARD, "Scores", "backward")],
+    ids=["overflow", "mismatch", "backward"],
+)
+def test_the_smallest_module_that_fails_is_kept(text: str, cls: str, kind: str, tmp_path: Path) -> None:
+    """One row of the input is enough, and none of it is the script's own."""
+    capsule = caught(text, tmp_path)
+    assert isinstance(capsule, Capsule), capsule
+    assert (capsule.cls, capsule.description["kind"]) == (cls, kind)
+    assert capsule.description["cut"] == ["1 of 16"]
+    assert capsule.description["data"] == {"synthetic": True, "recorded": []}
+    assert capsule.bytes < 10_000
+
+
+def test_the_main_program_stays_behind(tmp_path: Path) -> None:
+    """The class and the constant that it uses are carried along."""
+    capsule = caught(OVERFLOW, tmp_path)
+    assert isinstance(capsule, Capsule), capsule
+    source = capsule.description["source"]
+    assert "GAIN = 200.0" in source
+    assert "class Block" not in source
+    assert "manual_seed" not in source
+
+
+def test_a_capsule_over_the_limit_draws_weights_anew_or_says_why_not(tmp_path: Path) -> None:
+    """Nothing is written that is larger than was allowed."""
+    path = tmp_path / "script.py"
+    path.write_text(OVERFLOW, encoding="utf-8")
+    plan = Plan(certify=False, closer=False, only=frozenset(), capsule_limit=1)
+    capsule = treat_forked(path, tmp_path, plan).capsule
+    assert isinstance(capsule, NoCapsule)
+    assert "--capsule-limit" in capsule.why
+    assert not (tmp_path / "capsule").exists()
