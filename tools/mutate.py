@@ -6,7 +6,9 @@ run there until one fails. A mutant that passes all of them survived: a test is 
 
     python tools/mutate.py map                     # which test calls which function; once, some minutes, into .mutation/
     python tools/mutate.py run --count 300         # one line for each mutant into .mutation/mutants.jsonl; can be interrupted
-    python tools/mutate.py table                   # the share that survived, by module, and every survivor
+    python tools/mutate.py table                   # the share that survived, and every survivor
+
+``map`` and ``run`` use ``--jobs`` processes. A test that fails without a mutant is not in the map: it would notice every one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -144,6 +146,7 @@ class Callers:
 
     def __init__(self) -> None:
         self.tests: dict[str, tuple[float, list[str]]] = {}
+        self._failed: set[str] = set()
         self._rooms = tuple(f"{ROOT}/dtypedoctor/{room}/" for room in MUTATED)
         self._codes: set[CodeType] = set()
         self._others: set[CodeType] = set()
@@ -156,6 +159,8 @@ class Callers:
     def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
         """After it."""
         sys.settrace(None)
+        if nodeid in self._failed:
+            return
         names = {f"{Path(c.co_filename).relative_to(ROOT)}:{outermost(c.co_qualname)}" for c in self._codes}
         self.tests[nodeid] = (self.seconds.pop(nodeid, 0.0), sorted(names))
 
@@ -164,6 +169,8 @@ class Callers:
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Setup, call or teardown is over."""
         self.seconds[report.nodeid] += report.duration
+        if report.failed:
+            self._failed.add(report.nodeid)
 
     def _called(self, frame: FrameType, _event: str, _argument: object) -> None:
         code = frame.f_code
@@ -176,16 +183,39 @@ def outermost(qualified: str) -> str:
     return qualified.partition(".<locals>")[0]
 
 
-def write_map(arguments: Sequence[str]) -> None:
+def in_processes(work: Callable[[int], None], jobs: int) -> None:
+    """Calls ``work(0)`` … ``work(jobs - 1)``, each in a fork, and waits for all of them."""
+    children = []
+    for job in range(jobs):
+        child = os.fork()
+        if child == 0:
+            try:
+                work(job)
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def write_map(files: Sequence[str], jobs: int) -> None:
     """Runs the unit tests and writes which function is called by which test."""
     import pytest
 
-    callers = Callers()
-    pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:warnings", *(arguments or [str(TESTS)])], plugins=[callers])
     KEPT.mkdir(exist_ok=True)
+    asked = sorted(files or map(str, TESTS.glob("test_*.py")), key=lambda name: -Path(name).stat().st_size)
+
+    def part(job: int) -> None:
+        callers = Callers()
+        pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:warnings", *asked[job::jobs]], plugins=[callers])
+        (KEPT / f"callers-{job}.json").write_text(json.dumps(callers.tests))
+
+    in_processes(part, jobs)
     path = KEPT / "callers.json"
     known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(known | callers.tests))
+    for job in range(jobs):
+        known |= json.loads((KEPT / f"callers-{job}.json").read_text())
+    path.write_text(json.dumps(known))
 
 
 def read_map() -> dict[str, list[str]]:
@@ -242,7 +272,7 @@ def noticed(mutant: Mutant, tree: ast.Module, tests: Sequence[str]) -> str:
     return {0: "survived", -signal.SIGALRM: "hangs"}.get(code, "killed")
 
 
-def run(count: int, seed: int) -> None:
+def run(count: int, seed: int, jobs: int) -> None:
     """Tries mutants of a random order until there are ``count`` lines."""
     for name in PRELOADED:
         importlib.import_module(name)
@@ -251,17 +281,24 @@ def run(count: int, seed: int) -> None:
     done = {(m["function"], m["number"]) for m in outcomes()} if lines.exists() else set()
     order = all_mutants()
     random.Random(seed).shuffle(order)
-    for mutant in order[:count]:
-        if (mutant.function, mutant.number) in done:
-            continue
-        began = time.monotonic()
-        tree, line, before, after = mutant.tree()
-        callers = tests.get(mutant.function, [])
-        outcome = noticed(mutant, tree, callers) if callers else "never called"
-        row = {"function": mutant.function, "number": mutant.number, "line": line, "before": before, "after": after,
-               "outcome": outcome, "tests": len(callers), "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
-        with lines.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    left = [mutant for mutant in order[:count] if (mutant.function, mutant.number) not in done]
+
+    def part(job: int) -> None:
+        for mutant in left[job::jobs]:
+            row = tried(mutant, tests.get(mutant.function, []))
+            with lines.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    in_processes(part, jobs)
+
+
+def tried(mutant: Mutant, callers: Sequence[str]) -> dict[str, Any]:
+    """The line for one mutant."""
+    began = time.monotonic()
+    tree, line, before, after = mutant.tree()
+    outcome = noticed(mutant, tree, callers) if callers else "never called"
+    return {"function": mutant.function, "number": mutant.number, "line": line, "before": before, "after": after,
+            "outcome": outcome, "tests": len(callers), "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
 
 
 def outcomes() -> list[dict[str, Any]]:
@@ -274,6 +311,9 @@ def table() -> None:
     rows = outcomes()
     counts = Counter(row["outcome"] for row in rows)
     print(f"{len(rows)} mutants: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common()))
+    called = len(rows) - counts["never called"]
+    if called:
+        print(f"{counts['survived'] / called:.0%} of the {called} that unit tests call survived")
     for row in sorted(
         (row for row in rows if row["outcome"] in ("survived", "never called")), key=lambda r: r["function"]
     ):
@@ -287,13 +327,14 @@ def main() -> None:
     parser.add_argument("tests", nargs="*", help="of map: files of tests, all unit tests if none is given")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     asked = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     match asked.what:
         case "map":
-            write_map(asked.tests)
+            write_map(asked.tests, asked.jobs)
         case "run":
-            run(asked.count, asked.seed)
+            run(asked.count, asked.seed, asked.jobs)
         case "table":
             table()
 
