@@ -111,7 +111,7 @@ class Slow(Overflowing):
     """Overflows after a while, so that there is time to interrupt it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.5)
+        time.sleep(0.1)
         return super().forward(x)
 
 
@@ -181,5 +181,5 @@ def crashes_early() -> nn.Module:
 
 
 def slow() -> nn.Module:
-    """Overflows, half a second a call."""
+    """Overflows, a tenth of a second a call."""
     return Tower(*(Plain() for _ in range(6)), Slow(), *(Plain() for _ in range(6)))

@@ -1,12 +1,18 @@
-"""Runs the real command line as a user would."""
+"""Runs the command line as a user would: in a process of its own, or, where only its answer matters, in this one."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
+
+from dtypedoctor.cli import main as command_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,36 @@ def dtypedoctor(*arguments: str | Path, cwd: Path | None = None, timeout: float 
         check=False,
     )
     return Finished(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def in_this_process(*arguments: str | Path, cwd: Path | None = None) -> Finished:
+    """The same as a call of ``main``: the server that imports torch and the trainers starts once for all calls in this process.
+
+    Workers are processes of their own all the same. They see the environment variables that the server was started with.
+    """
+    argv = ["dtypedoctor", *map(str, arguments)]
+    with TemporaryDirectory() as folder, chdir(cwd or "."), patch.object(sys, "argv", argv):
+        out, err = Path(folder, "out"), Path(folder, "err")
+        with _stream_to(out, "stdout", 1), _stream_to(err, "stderr", 2):
+            try:
+                command_line.main()
+            except SystemExit as ended:
+                code = int(str(ended.code))
+        return Finished(code=code, out=out.read_text(encoding="utf-8"), err=err.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _stream_to(path: Path, name: str, descriptor: int) -> Iterator[None]:
+    """Inside, what Python and C code write to a standard stream goes to ``path``."""
+    getattr(sys, name).flush()
+    kept = os.dup(descriptor)
+    with path.open("w", encoding="utf-8") as file, patch.object(sys, name, file):
+        os.dup2(file.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            os.dup2(kept, descriptor)
+            os.close(kept)
 
 
 def report_of(directory: Path) -> dict[str, Any]:

@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jsonschema
 import pytest
-from command import Finished, dtypedoctor, report_of
+from command import Finished, in_this_process, report_of
 
-from dtypedoctor.cli import main as command_line
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.formats import format_named
 from dtypedoctor.report.run_document import public_run
@@ -53,34 +54,19 @@ def assert_reproduction_fails_as_it_says(directory: Path, elsewhere: Path) -> No
     assert (elsewhere / "repro.safetensors").stat().st_size <= 1_000_000
 
 
-class InThisProcess:
-    """The command line called as a function, so that the server that imports torch is started once for all calls."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capfd = capfd
-
-    def __call__(self, *arguments: str | Path) -> Finished:
-        self._monkeypatch.setattr(sys, "argv", ["dtypedoctor", "bisect", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            command_line.main()
-        out, err = self._capfd.readouterr()
-        return Finished(code=int(str(ended.value.code)), out=out, err=err)
-
-
 @pytest.fixture
-def bisect(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> InThisProcess:
+def bisect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Finished]:
     """`dtypedoctor bisect` in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (HERE, *sys.path))))
-    return InThisProcess(monkeypatch, capfd)
+    return partial(in_this_process, "bisect")
 
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     """The bisection of the tiny Gemma-4, once for all tests of it."""
     directory = tmp_path_factory.mktemp("bisect") / "gemma"
-    return dtypedoctor("bisect", "--model", "builtin:gemma4-tiny", "--out", directory), directory
+    return in_this_process("bisect", "--model", "builtin:gemma4-tiny", "--out", directory), directory
 
 
 def test_gemma4_has_one_culprit_the_product_in_its_first_mlp(gemma: tuple[Finished, Path]) -> None:
@@ -146,7 +132,7 @@ def test_every_format_tells_the_answer(gemma: tuple[Finished, Path]) -> None:
         assert "gemma4-mlp-float32-product" in text
         assert "compiled (inductor)" in text
         assert "repro.py" in text
-    assert dtypedoctor("report", gemma[1]).out.count("verdict of each mode") == 1
+    assert in_this_process("report", gemma[1]).out.count("verdict of each mode") == 1
 
 
 def test_the_reproduction_of_gemma4_fails_as_it_says(gemma: tuple[Finished, Path], tmp_path: Path) -> None:
@@ -180,7 +166,7 @@ def test_a_killed_bisection_goes_on_and_repeats_no_run(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     _killed_after(5, directory, "gemma4_four_patches", by=signal.SIGKILL).communicate()
     before = {entry["place"] for entry in lines_of(directory, "run")}
-    resumed = dtypedoctor("bisect", "--resume", directory, "--allow-code")
+    resumed = in_this_process("bisect", "--resume", directory, "--allow-code")
     assert resumed.code == 10, resumed.err
     found = report_of(directory)["bisection"]
     assert found["culprits"] == [MLP]
@@ -207,7 +193,7 @@ def test_ctrl_c_ends_with_the_best_answer_so_far(tmp_path: Path) -> None:
     assert any("blocks.6" in name for name in found["culprits"])
 
 
-def test_scattered_culprits_are_found_and_nothing_else(bisect: InThisProcess, tmp_path: Path) -> None:
+def test_scattered_culprits_are_found_and_nothing_else(bisect: Callable[..., Finished], tmp_path: Path) -> None:
     """Two of four blocks; the reproduction shows one of them, and fails as it says."""
     finished = bisect("--model", "bisect_factories:two", "--workload", "forward", "--out", "run")
     assert finished.code == 10, finished.err
@@ -221,7 +207,7 @@ def test_scattered_culprits_are_found_and_nothing_else(bisect: InThisProcess, tm
     assert_reproduction_fails_as_it_says(tmp_path / "run", tmp_path / "elsewhere")
 
 
-def test_an_operation_of_the_model_itself_is_found_and_shown(bisect: InThisProcess, tmp_path: Path) -> None:
+def test_an_operation_of_the_model_itself_is_found_and_shown(bisect: Callable[..., Finished], tmp_path: Path) -> None:
     """It is no submodule, and its output is a plain namespace."""
     finished = bisect("--model", "bisect_factories:head", "--workload", "forward", "--out", "run")
     assert finished.code == 10, finished.err
@@ -245,7 +231,7 @@ def test_an_operation_of_the_model_itself_is_found_and_shown(bisect: InThisProce
     ],
 )
 def test_what_has_no_culprit_says_why(
-    bisect: InThisProcess, tmp_path: Path, model: str, code: int, end: str, says: str
+    bisect: Callable[..., Finished], tmp_path: Path, model: str, code: int, end: str, says: str
 ) -> None:
     """In one sentence, early, and with a report."""
     finished = bisect("--model", model, "--out", "run")
@@ -257,7 +243,7 @@ def test_what_has_no_culprit_says_why(
     assert found["probes"] <= 2
 
 
-def test_what_no_bisection_can_look_for_counts_all_the_same(bisect: InThisProcess, tmp_path: Path) -> None:
+def test_what_no_bisection_can_look_for_counts_all_the_same(bisect: Callable[..., Finished], tmp_path: Path) -> None:
     """A training whose updates are lost in bfloat16 has right outputs, and does not end with 0."""
     given = ("--dtype", "bfloat16", "--workload", "train", "--out", "run")
     finished = bisect("--model", "builtin:llama-tiny", *given)
@@ -266,7 +252,7 @@ def test_what_no_bisection_can_look_for_counts_all_the_same(bisect: InThisProces
     assert report_of(tmp_path / "run")["bisection"]["end"] == "healthy"
 
 
-def test_a_failure_that_does_not_come_every_time_is_said(bisect: InThisProcess, tmp_path: Path) -> None:
+def test_a_failure_that_does_not_come_every_time_is_said(bisect: Callable[..., Finished], tmp_path: Path) -> None:
     """The untreated run is taken twice and comes out differently."""
     finished = bisect("--model", "bisect_factories:moody", "--workload", "forward", "--out", "run")
     assert finished.code == 10
@@ -298,7 +284,9 @@ def test_a_failure_that_does_not_come_every_time_is_said(bisect: InThisProcess, 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_message_and_exit_2(bisect: InThisProcess, arguments: list[str], message: str) -> None:
+def test_bad_input_is_one_message_and_exit_2(
+    bisect: Callable[..., Finished], arguments: list[str], message: str
+) -> None:
     """No traceback, and no run directory is left behind in which nothing was run."""
     Path("empty").mkdir()
     finished = bisect(*arguments)
@@ -311,7 +299,7 @@ def test_bad_input_is_one_message_and_exit_2(bisect: InThisProcess, arguments: l
     assert len(left) == ("SIGKILL" in message)  # a run that died is there to be looked at
 
 
-def test_a_worker_that_dies_before_there_is_a_model_ends_with_3(bisect: InThisProcess) -> None:
+def test_a_worker_that_dies_before_there_is_a_model_ends_with_3(bisect: Callable[..., Finished]) -> None:
     """It says how it died, and leaves what there is to look at."""
     finished = bisect("--model", "bisect_factories:crashes_early", "--out", "run")
     assert finished.code == 3

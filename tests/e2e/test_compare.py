@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor
+from command import Finished, dtypedoctor, in_this_process
 
 from dtypedoctor.trace.lines import seal
 
@@ -30,14 +30,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         text = SCENARIO.format(name=name, dtype=dtype, attention=attention)
         (place / "scenarios" / f"{name}.yaml").write_text(text)
-    finished = dtypedoctor("run", place / "scenarios", "--no-remedies", "--out", place / "runs")
+    finished = in_this_process("run", place / "scenarios", "--no-remedies", "--out", place / "runs")
     assert finished.code in (0, 10), finished.err  # updates may stall in bfloat16, which is a finding
     return place / "runs"
 
 
 def compare(runs: Path, a: str, b: str, *options: str) -> Finished:
     """`dtypedoctor compare A B` in the directory that holds the runs."""
-    return dtypedoctor("compare", a, b, *options, cwd=runs)
+    return in_this_process("compare", a, b, *options, cwd=runs)
 
 
 def test_a_repeated_run_is_equal_to_the_last_digit(runs: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_markdown_comparison_is_clean_on_stdout(runs: Path) -> None:
 )
 def test_bad_input_ends_with_two_and_a_reason(runs: Path, arguments: tuple[str, ...], said: str) -> None:
     """Exit 2, no traceback."""
-    finished = dtypedoctor("compare", *arguments, cwd=runs)
+    finished = in_this_process("compare", *arguments, cwd=runs)
     assert finished.code == 2
     assert said in finished.err
     assert "Traceback" not in finished.err

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor, report_of
+from command import Finished, dtypedoctor, in_this_process, report_of
 
 from dtypedoctor.trace.events import SCHEMA, Header, Site
 from dtypedoctor.trace.lines import EVENTS
@@ -138,7 +138,7 @@ def test_a_bisection_whose_disk_fills_up_keeps_everything_and_goes_on_later(smal
     assert (out / JOURNAL).read_text().count('"event":"probe"') >= 1
     assert len(list((out / "probes").glob(f"*/{EVENTS}"))) >= 1
     (small_disk / "filler").unlink()
-    resumed = dtypedoctor("bisect", "--resume", out, "--allow-code", **paths)
+    resumed = in_this_process("bisect", "--resume", out, "--allow-code")
     assert resumed.code == 10, resumed.err
     assert "(known)" in resumed.err
     assert any("blocks.6" in name for name in report_of(out)["bisection"]["culprits"])
@@ -231,7 +231,7 @@ def left_alone(directory: Path) -> TraceWriter:
 def test_a_trace_without_a_report_is_reported(tmp_path: Path) -> None:
     """Where nobody lived to write a report, ``dtypedoctor report`` makes it of the trace."""
     left_alone(tmp_path / "run" / "before").close()
-    finished = dtypedoctor("report", tmp_path / "run", "--format", "md")
+    finished = in_this_process("report", tmp_path / "run", "--format", "md")
     assert finished.code == 0, finished.err
     assert "ended in a way that nobody has recorded; the last module entered was model.head" in finished.out
 
@@ -242,7 +242,7 @@ def test_a_trace_of_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "before")
     writer.write(Header(schema=SCHEMA + 1))
     writer.close()
-    finished = dtypedoctor("report", tmp_path)
+    finished = in_this_process("report", tmp_path)
     assert finished.code == 2
     assert f"schema {SCHEMA + 1}, newer than {SCHEMA}" in finished.err
     assert "Update dtypedoctor" in finished.err
@@ -254,6 +254,6 @@ def test_a_damaged_trace_without_a_report_says_what_is_lost(tmp_path: Path) -> N
     path = tmp_path / "before" / EVENTS
     data = path.read_bytes().replace(b'["s",', b'["s";', 1)
     path.write_bytes(data)
-    finished = dtypedoctor("report", tmp_path, "--format", "md")
+    finished = in_this_process("report", tmp_path, "--format", "md")
     assert finished.code == 0
     assert "1 unreadable line(s): 3" in finished.out

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import dtypedoctor
+from command import in_this_process
 
 from dtypedoctor.cli import scenario_files
 from dtypedoctor.cli.bisecting import Options, resumed_case
@@ -48,14 +48,14 @@ def test_code_that_a_strangers_scenario_names_is_not_run(text: str, named: str, 
     work.mkdir()
     path = foreign(tmp_path / "downloads", text)
     for verb in ("run", "bisect"):
-        refused = dtypedoctor(verb, path, "--out", work / verb, cwd=work)
+        refused = in_this_process(verb, path, "--out", work / verb, cwd=work)
         assert refused.code == 2, refused.err
         assert named in refused.err
         assert "steps[0]." in refused.err
         assert "--allow-code" in refused.err
         assert not (work / verb).exists()
     assert not (tmp_path / "downloads" / "harmed").exists()
-    dtypedoctor("run", path, "--allow-code", "--no-remedies", "--out", work / "allowed", cwd=work)
+    in_this_process("run", path, "--allow-code", "--no-remedies", "--out", work / "allowed", cwd=work)
     assert (tmp_path / "downloads" / "harmed").exists()
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command import dtypedoctor, report_of
+from command import in_this_process, report_of
 
 from dtypedoctor.diagnosis.checkpoint import read_entries
 from dtypedoctor.scenario.loading import load_scenario
@@ -69,7 +69,7 @@ def test_the_states_are_named_where_no_weight_can_be_read(without_weights: Path,
     """The safetensors library refuses the file; ``inspect`` and what a run checks first name its states all the same."""
     with pytest.raises(safetensors.SafetensorError):
         safetensors.safe_open(without_weights / "model.safetensors", "pt").__enter__()
-    finished = dtypedoctor("inspect", "--json", without_weights, "--dtype", "bfloat16")
+    finished = in_this_process("inspect", "--json", without_weights, "--dtype", "bfloat16")
     document = json.loads(finished.out)
     assert finished.code == 10
     assert "cut short" in str(document["coverage"])
@@ -81,7 +81,7 @@ def test_the_states_are_named_where_no_weight_can_be_read(without_weights: Path,
 
 def test_states_that_agree_with_the_dtype_are_not_named(without_weights: Path) -> None:
     """Loaded as float16 the same files are in order."""
-    finished = dtypedoctor("inspect", "--json", without_weights, "--dtype", "float16")
+    finished = in_this_process("inspect", "--json", without_weights, "--dtype", "float16")
     assert "quant-state-dtype" not in [one["id"] for one in json.loads(finished.out)["findings"]]
     assert finished.code == 0
 
@@ -89,7 +89,7 @@ def test_states_that_agree_with_the_dtype_are_not_named(without_weights: Path) -
 def test_a_scenario_that_loads_such_a_checkpoint_reports_it_first(saved: Path, tmp_path: Path) -> None:
     """The finding is the files' own, whatever the installed transformers makes of them when it loads them."""
     file = scenario(tmp_path / "float16_states.yaml", saved)
-    finished = dtypedoctor("run", file, "--no-remedies", "--out", tmp_path / "out")
+    finished = in_this_process("run", file, "--no-remedies", "--out", tmp_path / "out")
     assert finished.code == 10, finished.err
     first = report_of(tmp_path / "out")["findings"][0]
     assert (first["id"], first["phase"], first["dtype"]) == ("quant-state-dtype", "static", "float16")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import dtypedoctor
+from command import in_this_process
 from safetensors.torch import save_file
 
 from dtypedoctor.diagnosis.registry import finding_ids
@@ -29,7 +29,7 @@ def checkpoint(folder: Path, dtype: torch.dtype, config_dtype: str) -> Path:
 
 def test_a_contradicting_checkpoint_exits_with_ten_and_says_why(tmp_path: Path) -> None:
     """The census, the finding, its evidence, and what to type next."""
-    finished = dtypedoctor("inspect", checkpoint(tmp_path / "model", torch.bfloat16, "float16"))
+    finished = in_this_process("inspect", checkpoint(tmp_path / "model", torch.bfloat16, "float16"))
     assert finished.code == 10
     assert re.search(r"^  bfloat16 +2 +20 +stored", finished.out, re.MULTILINE)
     assert "WARNING checkpoint-dtype-mismatch" in finished.out
@@ -39,8 +39,8 @@ def test_a_contradicting_checkpoint_exits_with_ten_and_says_why(tmp_path: Path) 
 def test_an_ordinary_checkpoint_exits_with_zero_and_in_json_too(tmp_path: Path) -> None:
     """The JSON holds model, status, census, findings and coverage."""
     folder = checkpoint(tmp_path / "model", torch.float16, "float16")
-    assert dtypedoctor("inspect", folder).code == 0
-    finished = dtypedoctor("inspect", "--json", folder, "--scaler")
+    assert in_this_process("inspect", folder).code == 0
+    finished = in_this_process("inspect", "--json", folder, "--scaler")
     document = json.loads(finished.out)
     assert finished.code == 10
     assert document["status"] == "findings"
@@ -59,7 +59,7 @@ def test_a_real_4_bit_checkpoint_tells_its_quantisation_states(tmp_path: Path) -
     tensors |= {f"model.layers.0.q.weight.{name}": value for name, value in state.as_dict(packed=True).items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
-    finished = dtypedoctor("inspect", tmp_path)
+    finished = in_this_process("inspect", tmp_path)
     assert finished.code == 10
     assert "1 nf4 weights, quant_state.dtype float16, nested statistics" in finished.out
     assert "WARNING quant-state-dtype" in finished.out
@@ -67,7 +67,7 @@ def test_a_real_4_bit_checkpoint_tells_its_quantisation_states(tmp_path: Path) -
 
 def test_a_builtin_model_is_built_by_a_worker() -> None:
     """Its dtypes in memory are counted."""
-    finished = dtypedoctor("inspect", "--json", "builtin:gemma4-tiny", "--dtype", "float32")
+    finished = in_this_process("inspect", "--json", "builtin:gemma4-tiny", "--dtype", "float32")
     document = json.loads(finished.out)
     assert finished.code == 0, finished.out
     assert set(document["census"]["tensors"]) == {"float32"}
@@ -84,7 +84,7 @@ def test_a_builtin_model_is_built_by_a_worker() -> None:
 )
 def test_what_cannot_be_inspected_is_refused(arguments: list[str], words: tuple[str, ...], tmp_path: Path) -> None:
     """Exit 2, one message, no traceback."""
-    finished = dtypedoctor("inspect", *arguments, cwd=tmp_path)
+    finished = in_this_process("inspect", *arguments, cwd=tmp_path)
     assert finished.code == 2
     assert "Traceback" not in finished.err
     assert all(word in finished.err for word in words), finished.err
@@ -92,17 +92,17 @@ def test_what_cannot_be_inspected_is_refused(arguments: list[str], words: tuple[
 
 def test_explain_prints_the_page_of_every_finding_without_its_front_matter() -> None:
     """One page through the command, all of them the same way in this process."""
-    finished = dtypedoctor("explain", "float16-overflow")
+    finished = in_this_process("explain", "float16-overflow")
     assert finished.code == 0
     assert finished.out.startswith("# An operator's result left the range of float16\n")
     assert "## How to fix it" in finished.out
-    listed = dtypedoctor("explain").out
+    listed = in_this_process("explain").out
     assert all(finding in listed for finding in finding_ids())
 
 
 def test_explain_refuses_an_unknown_finding_and_names_the_one_that_may_be_meant() -> None:
     """A typing mistake."""
-    finished = dtypedoctor("explain", "float16-overfow")
+    finished = in_this_process("explain", "float16-overfow")
     assert finished.code == 2
     assert "float16-overflow" in finished.err
 

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command import Finished, dtypedoctor, report_of
-
-HERE = Path(__file__).resolve().parent
+from command import Finished, dtypedoctor, in_this_process, report_of
 
 GRPO: dict[str, Any] = {"kind": "grpo", "steps": 8, "learning_rate": 0.05, "gradient_accumulation": 4}
 LORA: dict[str, Any] = {
@@ -31,11 +29,9 @@ def scenario(directory: Path, *, name: str = "case", **changes: Any) -> Path:
 
 
 def run(path: Path, *more: str, out: Path | None = None) -> tuple[Finished, Path]:
-    """Runs a scenario file with the factories of the tests importable and the hub out of reach."""
+    """Runs a scenario file; the factories of the tests can be imported."""
     directory = out or path.parent / "run"
-    return dtypedoctor(
-        "run", path, "--allow-code", "--out", directory, *more, PYTHONPATH=str(HERE), HF_HUB_OFFLINE="1"
-    ), directory
+    return in_this_process("run", path, "--allow-code", "--out", directory, *more), directory
 
 
 def assert_refused(finished: Finished, directory: Path, *words: str) -> None:
@@ -59,16 +55,22 @@ def test_an_unknown_key_is_named_with_its_place(tmp_path: Path) -> None:
     ("model", "words"),
     [
         ("builtin:gemma5-tiny", ("no builtin model 'gemma5-tiny'", "builtin:gemma4-tiny")),
-        ("somebody/no-such-model", ("cannot load the model id 'somebody/no-such-model'", "HF_HUB_OFFLINE")),
         ("factories:raises", ("factories:raises raised LookupError: the weights are in another castle",)),
         ("factories:not_a_model", ("returned str, not a torch.nn.Module",)),
         ("factories:nowhere", ("cannot find the model factory factories:nowhere",)),
     ],
 )
 def test_a_model_that_cannot_be_had_is_refused(model: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    """Unknown builtin, hub id without network, factories that raise, return something else or do not exist."""
+    """Unknown builtin, factories that raise, return something else or do not exist."""
     finished, directory = run(scenario(tmp_path, model={"name": model}))
     assert_refused(finished, directory, *words)
+
+
+def test_a_hub_id_without_network_is_refused(tmp_path: Path) -> None:
+    """The message names the variable that keeps the hub out of reach."""
+    path, directory = scenario(tmp_path, model={"name": "somebody/no-such-model"}), tmp_path / "run"
+    finished = dtypedoctor("run", path, "--out", directory, HF_HUB_OFFLINE="1")
+    assert_refused(finished, directory, "cannot load the model id 'somebody/no-such-model'", "HF_HUB_OFFLINE")
 
 
 def test_cuda_where_there_is_none_is_refused(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_a_worker_that_dies_leaves_a_report_that_names_the_last_module(
     factory: str, words: str, tmp_path: Path
 ) -> None:
     """Killed, crashed or hung in the second MLP: the report says how and where, and the doctor is alive."""
-    path = scenario(tmp_path, model={"name": f"factories:{factory}", "lora": None}, time_limit=20)
+    path = scenario(tmp_path, model={"name": f"factories:{factory}", "lora": None}, time_limit=8)
     finished, directory = run(path)
     assert finished.code == 10, finished.err
     assert "Traceback" not in finished.err
@@ -109,7 +111,9 @@ def test_a_worker_that_dies_leaves_a_report_that_names_the_last_module(
 
 def test_a_correction_whose_target_does_not_match_is_not_tried_and_says_why(tmp_path: Path) -> None:
     """The correction raises in the worker; the table shows not-tried with the difference of the signatures."""
-    path = scenario(tmp_path, model={"name": "factories:renamed_mlp_input"}, remedies=["gemma4-mlp-float32-product"])
+    model = {"name": "factories:renamed_mlp_input", "dtype": "float16"}
+    step = {"model": model, "workload": {"kind": "forward"}}
+    path = scenario(tmp_path, steps=[step], remedies=["gemma4-mlp-float32-product"])
     finished, directory = run(path)
     assert finished.code == 10, finished.err
     trials = {t["remedy"]: t for t in report_of(directory)["trials"]}

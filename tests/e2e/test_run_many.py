@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor, report_of
+from command import Finished, in_this_process, report_of
 
 HEALTHY = """\
 name: NAME
@@ -49,7 +49,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     """One run of a folder that holds one scenario of each kind."""
     place = tmp_path_factory.mktemp("many")
     scenarios = folder(place / "scenarios", b_unmet=UNMET, a_failing=FAILING, c_refused=REFUSED, d_healthy=HEALTHY)
-    return dtypedoctor("run", scenarios, "--out", place / "out"), place / "out"
+    return in_this_process("run", scenarios, "--out", place / "out"), place / "out"
 
 
 def test_each_scenario_has_a_folder_of_its_own_and_a_row(mixed: tuple[Finished, Path]) -> None:
@@ -86,23 +86,23 @@ def test_one_matrix_is_printed_and_progress_goes_to_stderr(mixed: tuple[Finished
 def test_two_healthy_files_exit_with_zero(tmp_path: Path) -> None:
     """Files and names may be mixed with folders; stdout holds the JUnit document and nothing else."""
     one, two = folder(tmp_path / "one", first=HEALTHY), folder(tmp_path / "two", second=HEALTHY)
-    finished = dtypedoctor("run", one / "first.yaml", two, "--out", tmp_path / "out", "--format", "junit")
+    finished = in_this_process("run", one / "first.yaml", two, "--out", tmp_path / "out", "--format", "junit")
     assert finished.code == 0, finished.err
     root = ET.fromstring(finished.out)
     assert [suite.get("name") for suite in root] == ["first", "second"]
     assert (root.get("failures"), root.get("errors")) == ("0", "0")
-    assert "2 of 2 scenarios as expected" in dtypedoctor("report", tmp_path / "out").out
+    assert "2 of 2 scenarios as expected" in in_this_process("report", tmp_path / "out").out
 
 
 def test_a_finished_matrix_is_a_gate_in_the_formats_of_a_ci(mixed: tuple[Finished, Path]) -> None:
     """One suite per scenario: unexpected findings and unmet expectations fail, a refused scenario is an error."""
     _, out = mixed
-    junit = dtypedoctor("report", out, "--format", "junit")
+    junit = in_this_process("report", out, "--format", "junit")
     suites = {suite.get("name"): suite for suite in ET.fromstring(junit.out)}
     assert list(suites) == ["a_failing", "b_unmet", "c_refused", "d_healthy"]
     counts = {name: (suite.get("failures"), suite.get("errors")) for name, suite in suites.items()}
     assert counts == {"a_failing": ("1", "0"), "b_unmet": ("1", "0"), "c_refused": ("0", "1"), "d_healthy": ("0", "0")}
-    summary = dtypedoctor("report", out, "--format", "github").out
+    summary = in_this_process("report", out, "--format", "github").out
     assert [bool(re.search(rf"^\| `{name}` .* \*\*NO\*\* \|$", summary, re.MULTILINE)) for name in suites] == [
         True,
         True,
@@ -114,15 +114,15 @@ def test_a_finished_matrix_is_a_gate_in_the_formats_of_a_ci(mixed: tuple[Finishe
 def test_several_scenarios_are_one_document_in_every_format(mixed: tuple[Finished, Path]) -> None:
     """The table is shown as it was; without a matrix there is nothing to show."""
     _, out = mixed
-    page = dtypedoctor("report", out, "--format", "html")
+    page = in_this_process("report", out, "--format", "html")
     assert (page.code, page.err) == (0, "")
     assert "1 of 4 scenarios as expected" in page.out
-    assert "1 of 4 scenarios as expected" in dtypedoctor("report", out).out
+    assert "1 of 4 scenarios as expected" in in_this_process("report", out).out
     (out / "matrix.json").rename(out / "kept.json")
     try:
-        assert dtypedoctor("report", out).code == 2
+        assert in_this_process("report", out).code == 2
         (out / "matrix.json").write_text("[]")
-        assert "not a matrix" in dtypedoctor("report", out).err
+        assert "not a matrix" in in_this_process("report", out).err
     finally:
         (out / "kept.json").replace(out / "matrix.json")
 
@@ -130,7 +130,7 @@ def test_several_scenarios_are_one_document_in_every_format(mixed: tuple[Finishe
 def test_what_cannot_be_read_is_said_before_anything_runs(tmp_path: Path) -> None:
     """A mistake in the last file costs no time in the first, and leaves no directory."""
     scenarios = folder(tmp_path / "scenarios", first=HEALTHY, second="name: second\n")
-    finished = dtypedoctor("run", scenarios, "--out", tmp_path / "out")
+    finished = in_this_process("run", scenarios, "--out", tmp_path / "out")
     assert finished.code == 2
     assert "second.yaml:" in finished.err
     assert not (tmp_path / "out").exists()
@@ -138,10 +138,10 @@ def test_what_cannot_be_read_is_said_before_anything_runs(tmp_path: Path) -> Non
 
 def test_a_folder_without_scenarios_and_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     """One message each; the same file named twice is meant once."""
-    empty = dtypedoctor("run", folder(tmp_path / "empty"), "--out", tmp_path / "out")
+    empty = in_this_process("run", folder(tmp_path / "empty"), "--out", tmp_path / "out")
     assert (empty.code, "no scenarios here" in empty.err) == (2, True)
     one, other = folder(tmp_path / "one", first=HEALTHY), folder(tmp_path / "other", first=HEALTHY)
-    twice = dtypedoctor("run", one, other, "--out", tmp_path / "out")
+    twice = in_this_process("run", one, other, "--out", tmp_path / "out")
     assert (twice.code, "first: two files of this name" in twice.err) == (2, True)
-    same = dtypedoctor("run", one, one / "first.yaml", "--no-remedies", "--out", tmp_path / "out")
+    same = in_this_process("run", one, one / "first.yaml", "--no-remedies", "--out", tmp_path / "out")
     assert (same.code, "1 of 1 scenario as expected" in same.out) == (0, True)

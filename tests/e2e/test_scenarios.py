@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from command import Finished, dtypedoctor, report_of
+from command import Finished, dtypedoctor, in_this_process, report_of
 from rich.console import Console
 from snapshot import check_against_snapshot, entry, forget_others, read_snapshot
 
@@ -209,3 +209,123 @@ def test_the_variants_of_the_grpo_ticket_look_alike_and_are_told_apart(rows: dic
     places = {name: (rows[name]["finding"], rows[name]["op"], rows[name]["phase"]) for name in names}
     del places["bnb4bit_grpo_bf16_float16_state"]  # two causes, of which the first is that of bnb4bit_grpo_bf16
     assert len(set(places.values())) == len(places), places
+
+
+@pytest.fixture(scope="session")
+def gemma4(everything: tuple[Finished, Path]) -> Path:
+    """The run of the Gemma-4 scenario."""
+    return everything[1] / "gemma4_grpo_fp16"
+
+
+@pytest.fixture(scope="session")
+def gemma4_again(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
+    """A second run with the same seed, alone, that stops after the diagnosis."""
+    directory = tmp_path_factory.mktemp("gemma4") / "again"
+    return in_this_process("run", "gemma4_grpo_fp16", "--no-remedies", "--out", directory), directory
+
+
+def test_the_product_in_the_first_mlp_is_blamed_with_proof(gemma4: Path) -> None:
+    """id, module, op, phase, step, source line, operands and the float32 replay are those of the ticket."""
+    finding = report_of(gemma4)["findings"][0]
+    assert finding["id"] == "float16-overflow"
+    assert finding["fqn"].endswith("layers.0.mlp")
+    assert finding["op"] == "aten.mul.Tensor"
+    assert (finding["phase"], finding["step"]) == ("generate", 2)
+    assert re.fullmatch(r"transformers/models/gemma4/modeling_gemma4\.py:\d+", finding["source"])
+    assert finding["confidence"] == "proven"
+    evidence = " ".join(finding["evidence"])
+    assert "65,504" in evidence
+    assert "float32 is finite" in evidence
+
+
+def test_both_remedies_cure_and_their_costs_and_parity_are_stated(gemma4: Path) -> None:
+    """Eight steps each, finite numbers, clamped elements counted, parity against the bfloat16 reference."""
+    report = report_of(gemma4)
+    trials = {t["remedy"]: t for t in report["trials"]}
+    assert list(trials) == ["gemma4-mlp-float32-product", "bfloat16"]
+    for trial in trials.values():
+        assert trial["outcome"] == "fixed"
+        assert trial["steps_completed"] == 8
+        assert len(trial["loss"]) == 8
+        assert all(value is not None for value in trial["loss"] + trial["grad_norm"])
+        assert trial["step_time_ratio"] > 0
+    corrected = trials["gemma4-mlp-float32-product"]
+    assert corrected["parity"]["steps_compared"] == 8
+    assert 0 < corrected["parity"]["max_kl"] < 1
+    assert corrected["rescued_elements"] == 0
+    assert trials["bfloat16"]["parity"]["total_kl"] == 0
+
+
+def test_the_observer_certificate_says_that_watching_changed_nothing(gemma4: Path) -> None:
+    """Bitwise equal with and without the watch."""
+    assert report_of(gemma4)["observer"]["bitwise_equal"] is True
+
+
+def test_the_run_directory_holds_a_report_for_people_and_one_for_programs(gemma4: Path) -> None:
+    """report.md fits a GitHub comment; report.json is strict JSON."""
+    markdown = (gemma4 / "report.md").read_text()
+    assert len(markdown) < 65_536
+    assert "float16-overflow" in markdown
+    text = (gemma4 / "report.json").read_text()
+    json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} in report.json"))
+
+
+def test_without_remedies_the_findings_remain(gemma4_again: tuple[Finished, Path]) -> None:
+    """Exit 10, no trials, and plain text where stdout is no terminal."""
+    finished, directory = gemma4_again
+    assert finished.code == 10
+    assert "float16-overflow" in finished.out or "float16 overflow" in finished.out
+    assert "\x1b[" not in finished.out
+    assert "Traceback" not in finished.err
+    assert report_of(directory)["trials"] == []
+
+
+def test_two_runs_with_the_same_seed_give_the_same_numbers(gemma4: Path, gemma4_again: tuple[Finished, Path]) -> None:
+    """Findings, losses and gradient norms are equal to the last digit."""
+    first, second = report_of(gemma4), report_of(gemma4_again[1])
+    assert [_verdict(f) for f in first["findings"]] == [_verdict(f) for f in second["findings"]]
+    assert _numbers(first["before"]) == _numbers(second["before"])
+
+
+def _verdict(finding: dict[str, Any]) -> tuple[Any, ...]:
+    """A finding without what only the trials of the first run could add."""
+    return tuple(finding[key] for key in ("id", "fqn", "op", "phase", "step", "dtype", "source", "summary"))
+
+
+def _numbers(run: dict[str, Any]) -> tuple[Any, ...]:
+    return run["loss"], run["grad_norm"], run["reward"], run["steps_completed"]
+
+
+def test_a_run_directory_is_never_overwritten(gemma4: Path) -> None:
+    """The second run into the same directory is refused, and the first one's report is untouched."""
+    before = (gemma4 / "report.json").read_bytes()
+    finished = in_this_process("run", "gemma4_grpo_fp16", "--out", gemma4)
+    assert finished.code == 2
+    assert "already exists" in finished.err
+    assert (gemma4 / "report.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("format", ["terminal", "md", "json"])
+def test_a_finished_run_is_reported_again_without_torch(gemma4: Path, format: str) -> None:
+    """`report` renders what is on disk and imports nothing heavy."""
+    finished = dtypedoctor("report", gemma4, "--format", format, PYTHONPROFILEIMPORTTIME="1")
+    assert finished.code == 0
+    assert "float16-overflow" in finished.out
+    assert _heavy_imports(finished.err) == []
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`--help` answers at once because torch, transformers and numpy stay on the other side of the border."""
+    finished = dtypedoctor("--help", PYTHONPROFILEIMPORTTIME="1")
+    assert finished.code == 0
+    assert _heavy_imports(finished.err) == []
+
+
+def _heavy_imports(profile: str) -> list[str]:
+    names = [line.rsplit("|", 1)[-1].strip() for line in profile.splitlines() if line.startswith("import time:")]
+    assert len(names) > 20
+    return [
+        n
+        for n in names
+        if n.split(".")[0] in {"torch", "transformers", "numpy", "peft", "trl", "datasets", "bitsandbytes"}
+    ]
