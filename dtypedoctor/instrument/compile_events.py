@@ -9,7 +9,7 @@ import logging
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -17,6 +17,7 @@ from typing import Self
 import torch
 
 from dtypedoctor._torch_private import FRAME_COMPILER, compiler_counters, load_compiler, log_state, repeat_break_reports
+from dtypedoctor.instrument.frames import imported_files
 from dtypedoctor.trace.records.execution import CompileCounts, GraphBreak, Recompiled, RecompileLimit
 
 TORCH_DIRECTORY = torch.__path__[0]
@@ -243,11 +244,20 @@ def observations(
         limit_hits=len(report.limit_hits),
     )
     yield counts, None
+    files = imported_files()
     for group in report.graph_breaks:
-        yield group, module_at(group.frames[-1])
+        fqn = next(filter(None, map(module_at, reversed(group.frames))), None)
+        yield replace(group, frames=[_from_package(frame, files) for frame in group.frames]), fqn
     for (function, place), times in Counter((r.function, r.place) for r in report.recompiles).most_common():
         guards = [r.guards[0] for r in report.recompiles if (r.function, r.place) == (function, place) and r.guards]
         distinct = list(dict.fromkeys(guards))[:MAX_GUARDS]
+        place = _from_package(place, files)
         yield Recompiled(function=function, place=place, count=times, guards=distinct), None
     for hit in report.limit_hits:
-        yield hit, module_at(hit.place)
+        yield replace(hit, place=_from_package(hit.place, files)), module_at(hit.place)
+
+
+def _from_package(place: str, files: Mapping[str, str]) -> str:
+    """``FILE:LINE`` (and what follows) with the file's path from the top of its package on."""
+    file, _, rest = place.partition(":")
+    return f"{files.get(file, file)}:{rest}"

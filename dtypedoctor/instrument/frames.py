@@ -6,7 +6,7 @@ import sys
 from functools import lru_cache
 from inspect import CO_OPTIMIZED
 from itertools import islice
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from torch.autograd.function import FunctionCtx
@@ -107,6 +107,16 @@ def _from_package(path: str, module: str) -> str:
     parts = path.split("/")
     depth = len(module.split(".")) + (parts[-1] == "__init__.py")
     return "/".join(part for part in parts[-depth:] if part)
+
+
+def imported_files() -> dict[str, str]:
+    """The files of the modules that are imported, the script's left out, each with its path from the top of its package on."""
+    files: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if isinstance(file, str) and name not in ("__main__", "__mp_main__"):
+            files[file] = _from_package(file, name)
+    return files
 
 
 def local_of(frame: FrameType, name: str) -> Any:

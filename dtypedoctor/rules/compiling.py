@@ -79,13 +79,15 @@ def _broken(trace: Trace, breaks: Sequence[Observed[GraphBreak]]) -> Finding:
     total = sum(one.what.count for one in breaks)
     graphs = counts.unique_graphs if counts is not None else 0
     first = breaks[0].what
+    origin = _origin(breaks)
+    via = f", called by {_short(origin)}" if _function_of(origin) != _function_of(first.frames[-1]) else ""
     places = f"{len(breaks)} places" if len(breaks) > 1 else "one place"
     ours = any(_FOREIGN.search(text) or _OF_PRECISION.search(text) for text in map(_reason, breaks))
     statement = Statement(
         id="compile-graph-break",
         severity=Severity.WARNING if ours else Severity.INFO,  # a print in a forward is the user's business
         confidence=Confidence.LIKELY,
-        summary=f"torch.compile breaks the graph {_times(total)} at {places}, first of all at {_short(first.frames[-1])}.",
+        summary=f"torch.compile breaks the graph {_times(total)} at {places}, first of all at {_short(first.frames[-1])}{via}.",
         cause=(
             f"Dynamo stops at what it cannot trace ({first.explanation or first.kind}), compiles the pieces by themselves "
             "and runs what lies between them in plain Python. The results are right; what compiling is for is lost."
@@ -96,7 +98,7 @@ def _broken(trace: Trace, breaks: Sequence[Observed[GraphBreak]]) -> Finding:
             f"{graphs} graphs were compiled in place of one.",
         ),
     )
-    finding = make_finding(statement, phase="compile", fqn=breaks[0].fqn, source=_file_and_line(first.frames[-1]))
+    finding = make_finding(statement, phase="compile", fqn=breaks[0].fqn, source=_file_and_line(origin))
     return _with_custom_op(finding, trace, [str(one.what) for one in breaks])
 
 
@@ -149,6 +151,24 @@ def _exhausted(trace: Trace, hits: Sequence[Observed[RecompileLimit]], raised: R
     return _with_custom_op(finding, trace, [str(one.what) for one in (*hits, *trace.observed(GraphBreak))])
 
 
+def _origin(breaks: Sequence[Observed[GraphBreak]]) -> str:
+    """The frame to change: where the first break stands, or its caller, if all breaks go through that and it breaks alike.
+
+    What breaks most often may be a helper of another package; who calls it, and breaks for the same reason itself, is the cause.
+    """
+    first = breaks[0].what
+    shared = set.intersection(*({_function_of(frame) for frame in seen.what.frames} for seen in breaks))
+    alike = {_function_of(one.what.frames[-1]) for one in breaks if one.what.explanation == first.explanation}
+    return next((frame for frame in reversed(first.frames) if _function_of(frame) in shared & alike), first.frames[-1])
+
+
+def _function_of(frame: str) -> tuple[str, str]:
+    """File and name of the function of ``/path/file.py:line function``; the rest of a function behind a break is that function."""
+    place, _, name = frame.partition(" ")
+    rest = _REST.fullmatch(name)
+    return place.rpartition(":")[0], rest["function"] if rest else name
+
+
 def _reason(seen: Observed[GraphBreak]) -> str:
     return f"{seen.what.kind} {seen.what.explanation} {seen.what.context}"
 
@@ -198,8 +218,10 @@ def _times(count: int) -> str:
 
 
 def _file_and_line(frame: str) -> str:
-    """``package/file.py:line`` of ``/path/package/file.py:line function``; of a script, its name."""
+    """``package/file.py:line`` of a frame, whose path may already begin at its package; of a script, its name."""
     place = frame.partition(" ")[0]
+    if not place.startswith("/"):
+        return place
     packaged = _PACKAGES.match(place)
     return place[packaged.end() :] if packaged else place.rsplit("/", 1)[-1]
 

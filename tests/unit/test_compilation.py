@@ -36,6 +36,20 @@ def test_breaks_are_counted_and_the_most_frequent_place_is_named() -> None:
     )
 
 
+def test_the_function_that_calls_what_breaks_and_breaks_alike_is_the_source() -> None:
+    """A helper of another package breaks most often; the code to change is the one that calls it at each break."""
+    helper = BREAK | {
+        "frames": ["/home/me/model.py:40 forward", "lib/kernel.py:7 dequantize", "other/ptr.py:3 get_ptr"]
+    }
+    rest = "torch_dynamo_resume_in_dequantize_at_7"
+    itself = BREAK | {"frames": ["/home/me/model.py:40 forward", f"lib/kernel.py:9 {rest}"], "count": 2}
+    (finding,) = found(trace(COUNTS, ("graph-break", helper), ("graph-break", itself)))
+    assert finding.source == "lib/kernel.py:7"
+    assert finding.summary.endswith("first of all at other/ptr.py:3 (get_ptr), called by lib/kernel.py:7 (dequantize).")
+    (alone,) = found(trace(COUNTS, ("graph-break", helper), ("graph-break", PRINT)))
+    assert alone.source == "other/ptr.py:3"
+
+
 def test_the_operator_is_proposed_for_c_functions_between_packed_weights_only() -> None:
     """It would have nothing to do with a print, or in a model without packed weights."""
     assert found(trace(COUNTS, ("graph-break", BREAK)))[0].remedies == ("nf4-custom-op",)
