@@ -77,6 +77,27 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """Lines of a released library's function that become others; :mod:`dtypedoctor.source_edits` says how.
+
+    Attributes:
+        module: dotted name of the module that defines the function.
+        function: its name, with its class where it has one.
+        parameters: names of its parameters. Where they differ, the edit is not made.
+        old: whole lines, however deep they are indented; the function must have them exactly once.
+        new: what stands in their place.
+        acts: an expression, evaluated before ``new``, that is true where the edit changes what is computed; empty: always.
+    """
+
+    module: str
+    function: str
+    parameters: tuple[str, ...]
+    old: str
+    new: str
+    acts: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
     """Corrective code that is put into a live model, and the fix that consists of switching it on.
 
@@ -94,11 +115,15 @@ class Correction:
         strict: it is not there to fix but to raise where others would cast.
         in_scripts: it may fit a model that a script has built; False for code that only builtin models run.
         needs_modules: it must be told which modules, so it is no fix by itself: scenarios and ``bisect`` name them.
+        edits: instead of ``install``, what becomes of the source of a released library, as soon as that is imported.
+        library: the library of ``edits``, as it is imported. The correction is proposed where a finding's line is in it.
+        seen: releases of ``library`` that it was tried on. In others it is made too, where their lines are the same.
+        test: a test file for the library, which fails without the correction: name of a resource beside the declaration.
     """
 
     id: str
     summary: str
-    install: str
+    install: str = ""
     fixes: tuple[tuple[str, str], ...] = ()
     proves: tuple[str, ...] = ()
     safe: bool = True
@@ -106,6 +131,10 @@ class Correction:
     strict: bool = False
     in_scripts: bool = True
     needs_modules: bool = False
+    edits: tuple[Edit, ...] = ()
+    library: str = ""
+    seen: tuple[str, ...] = ()
+    test: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +220,7 @@ def own_code() -> Iterator[str]:
     """The references of all code that dtypedoctor's own declarations name, for a process that imports it in advance."""
     for group in _OWN:
         for one in _own(group):
-            yield from (getattr(one, name) for name in ("build", "run", "install") if hasattr(one, name))
+            yield from (getattr(one, name) for name in ("build", "run", "install") if getattr(one, name, ""))
 
 
 def resolve(reference: str) -> Any:

@@ -79,7 +79,7 @@ def execute(
     Exits 0 if nothing is found and the script succeeds, 10 otherwise. The script's output stays on its own streams; the report
     goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
     """
-    target = _target(script, module=module, text=text)
+    target = script_target(script, module=module, text=text)
     from dtypedoctor.cli.output import console_for
     from dtypedoctor.cli.running import exit_code, treat_script
     from dtypedoctor.report.run_document import run_document
@@ -116,7 +116,7 @@ def execute(
     return status if own else exit_code(report)
 
 
-def _target(script: str, *, module: bool, text: bool) -> dict[str, str]:
+def script_target(script: str, *, module: bool, text: bool) -> dict[str, str]:
     """What to run, as fields of a scenario's ``script``."""
     if module and text:
         raise UsageError("give either -m or -c", "-m runs a module, -c source text.")

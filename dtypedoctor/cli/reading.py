@@ -127,16 +127,35 @@ def compare(
 
 def explain(
     finding: Annotated[
-        str | None, typer.Argument(help="Finding id; without it, all ids are listed.", metavar="FINDING_ID")
+        str | None, typer.Argument(help="Finding or correction id; without it, all are listed.", metavar="ID")
+    ] = None,
+    patch: Annotated[
+        bool, typer.Option("--patch", help="Print a library's correction as a diff against its source, with a test.")
+    ] = False,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", help="Folder with the library's package [default: the installed one]", metavar="DIR"),
     ] = None,
 ) -> None:
-    """Print the page about a finding: symptoms, cause, evidence and fixes."""
+    """Print the page about a finding (symptoms, cause, evidence, fixes), or what a correction changes in a library."""
     from dtypedoctor.diagnosis.registry import by_family, page
+    from dtypedoctor.plugins import Correction, registered
+    from dtypedoctor.report.library_patch import about, patch_of
 
+    corrections = {name: one for name, one in registered(Correction).items() if one.edits}
     if finding is None:
         for family, specs in by_family().items():
             print(f"{family.id}: {', '.join(spec.id for spec in specs)}")
-        print("\nNext: dtypedoctor explain FINDING_ID", file=sys.stderr)
+        print(f"corrections of libraries: {', '.join(corrections)}")
+        print("\nNext: dtypedoctor explain ID", file=sys.stderr)
+        return
+    if patch and finding not in corrections:
+        raise UsageError(f"--patch: {finding} changes no library", f"Those that do: {', '.join(corrections)}.")
+    if patch:
+        print(patch_of(corrections[finding], sys.path if source is None else [source]), end="")
+        return
+    if finding in corrections:
+        print(about(corrections[finding]))
         return
     text = page(finding)
     if text.startswith("---\n"):  # the front matter is for programs

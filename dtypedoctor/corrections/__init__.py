@@ -1,6 +1,20 @@
 """Corrective code for live models; here: the corrections that fit any library. The code is imported where one is installed."""
 
+import pkgutil
+from collections.abc import Iterator
+from importlib import import_module
+
 from dtypedoctor.plugins import Correction
+
+LIBRARIES = f"{__name__}.libraries"
+"""Holds a module for each library whose released source is corrected."""
+
+
+def _of_libraries() -> Iterator[Correction]:
+    """The corrections of every module in :data:`LIBRARIES`, which are found by their being there."""
+    for module in pkgutil.iter_modules(import_module(LIBRARIES).__path__, f"{LIBRARIES}."):
+        yield from import_module(module.name).CORRECTIONS
+
 
 CORRECTIONS = (
     Correction(
@@ -25,5 +39,6 @@ CORRECTIONS = (
         proves=("norm-promotes-to-float32",),
         prefer="the norms' weights must stay in float32",
     ),
+    *_of_libraries(),
 )
 """The corrections that come with dtypedoctor and are for no ticket."""

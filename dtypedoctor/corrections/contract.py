@@ -1,6 +1,7 @@
 """What a correction is: it replaces code, proves by looking it up again that it is in place, counts what it does, and is undone."""
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
@@ -11,6 +12,10 @@ from torch import nn
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction, known, registered, resolve
+from dtypedoctor.source_edits import TargetMismatchError, install
+
+__all__ = ["Counters", "Forward", "Installed", "TargetMismatchError", "install_edits", "named_modules_of", "put_in",
+           "replace_attribute", "require_signature", "runs_other_forward", "wrap_forwards"]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -41,10 +46,6 @@ class Counters:
         return 0 if held is None else int(held.item())
 
 
-class TargetMismatchError(Exception):
-    """The code that a correction is meant for is not the code that is there; the message gives the difference."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
     """A correction that is in place.
@@ -73,14 +74,45 @@ def put_in(name: str, model: nn.Module, modules: Sequence[str]) -> Installed:
     correction = registered(Correction).get(name)
     if correction is None:
         raise UsageError(f"there is no correction {name!r}", known(Correction))
+    if correction.edits:
+        return install_edits(correction)
     try:
-        install = resolve(correction.install)
+        put = resolve(correction.install)
     except ImportError as error:
         raise UsageError(f"correction {name}: cannot import {correction.install}: {error}") from error
-    installed = install(model, modules)
+    installed = put(model, modules)
     if not isinstance(installed, Installed):
         raise TypeError(f"install of {name} ({correction.install}) returned {type(installed).__name__}, not Installed")
     return installed
+
+
+def install_edits(correction: Correction) -> Installed:
+    """Puts the edits of a correction into the modules of its library, which have been imported.
+
+    Raises:
+        TargetMismatchError: a module has not been imported, or its code is not what an edit was written for.
+    """
+    counters = Counters()
+    places: list[str] = []
+    undoing: list[Callable[[], None]] = []
+
+    def undo() -> None:
+        for one in undoing:
+            one()
+
+    for edit in correction.edits:
+        module = sys.modules.get(edit.module)
+        try:
+            if module is None:
+                raise TargetMismatchError(f"{edit.module} has not been imported")
+            place, one = install(edit, module, lambda _: counters.hit())
+        except TargetMismatchError:
+            undo()
+            raise
+        places.append(place)
+        undoing.append(one)
+    target = ", ".join(f"{edit.module}.{edit.function}" for edit in correction.edits)
+    return Installed(target=target, proof=f"corrected lines at {', '.join(places)}", undo=undo, counters=counters)
 
 
 def require_signature(function: Callable[..., Any], expected: Sequence[str], target: str) -> None:

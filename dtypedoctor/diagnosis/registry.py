@@ -144,7 +144,7 @@ def _with_corrections(spec: FindingSpec) -> FindingSpec:
     names = {spec.id, *spec.aliases}
     remedies, by_class, settled_by = list(spec.remedies), dict(spec.remedies_by_class), list(spec.settled_by)
     for one in registered(Correction).values():
-        for cls in (cls for finding, cls in one.fixes if finding in names):
+        for cls in (cls for finding, cls in one.fixes if finding in names and not one.library):
             if cls:
                 by_class[cls] = (*by_class.get(cls, ()), one.id)
             else:
@@ -152,6 +152,20 @@ def _with_corrections(spec: FindingSpec) -> FindingSpec:
         if names.intersection(one.proves):
             settled_by.append(one.id)
     return replace(spec, remedies=tuple(remedies), remedies_by_class=by_class, settled_by=tuple(settled_by))
+
+
+def corrections_of_library(finding: str, source: str | None) -> tuple[str, ...]:
+    """Ids of the corrections for ``finding`` that edit the library in which its line lies.
+
+    Args:
+        finding: canonical id of a finding.
+        source: ``package/folder/file.py:line``, or None.
+    """
+    library = (source or "").partition("/")[0]
+    everything = registered(Correction).values() if library else ()
+    return tuple(
+        one.id for one in everything if one.library == library and finding in {canonical(name) for name, _ in one.fixes}
+    )
 
 
 @cache

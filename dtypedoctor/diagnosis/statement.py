@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.nonfinite_origin import Origin
-from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis.registry import corrections_of_library, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link, Severity
 from dtypedoctor.diagnosis.wording import class_of, place
 from dtypedoctor.trace.events import Observed
@@ -38,11 +38,13 @@ def make_finding(
     met: tuple[Link, ...] = (),
     cls: str = "",
 ) -> Finding:
-    """The statement with its coordinates, its remedies (those for a module of class ``cls`` first) and its references.
+    """The statement with its coordinates, its remedies and its references.
 
-    What is mere information needs no remedy.
+    Corrections of the library in which ``source`` lies come first, then remedies for a module of class ``cls``. What is mere
+    information needs no remedy.
     """
     spec = spec_of(statement.id)
+    remedies = (*corrections_of_library(spec.id, source), *spec.remedies_for(cls))
     return Finding(
         id=statement.id,
         severity=statement.severity,
@@ -59,7 +61,7 @@ def make_finding(
         evidence=statement.evidence,
         provenance=provenance,
         met=met,
-        remedies=() if statement.severity is Severity.INFO else spec.remedies_for(cls),
+        remedies=() if statement.severity is Severity.INFO else remedies,
         references=spec.references,
     )
 

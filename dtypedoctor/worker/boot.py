@@ -7,15 +7,21 @@ would put the working directory in front while the doctor's own modules are impo
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing is not imported for a script
+    from collections.abc import Callable
+
 AT_START = frozenset(sys.modules)
 """What the interpreter has imported for any program."""
 
 RANK = "--rank"
 """Stands before the directory where it is that of all ranks, and this process is one of them."""
+TREATED = "--treated"
+"""Stands before what :func:`dtypedoctor.worker.treated.serve` is to do, instead of a directory."""
 
 
 def begin() -> None:
-    """Takes this file's folder off ``sys.path`` and runs what ``request.json`` in the directory asks for."""
+    """Takes this file's folder off ``sys.path`` and runs what the arguments ask for: mostly a directory with ``request.json``."""
     if not sys.flags.safe_path:
         del sys.path[0]
     home = __file__.rsplit("/", 3)[0]
@@ -23,21 +29,32 @@ def begin() -> None:
     if not installed:
         sys.path.append(home)
     before = _real_modules_first()
-    from pathlib import Path
-
-    from dtypedoctor.worker import main_module, script
-
-    is_rank = sys.argv[1] == RANK
-    if is_rank:
+    serve = _service()
+    if sys.argv[1] == RANK:
         _die_with_torchrun()
     sys.path[:] = before
     if not installed:
         sys.path.remove(home)
+    serve()
+
+
+def _service() -> "Callable[[], None]":
+    """What this process is there for; whatever it needs of this package is imported here."""
+    from pathlib import Path
+
+    from dtypedoctor.worker import main_module
+
     main_module.at_start = AT_START
-    if is_rank:
-        script.serve_rank(Path(sys.argv[2]))
-    else:
-        script.serve(Path(sys.argv[1]))
+    first, *rest = sys.argv[1:]
+    if first == TREATED:
+        from dtypedoctor.worker import treated
+
+        return lambda: treated.serve(rest[0])
+    from dtypedoctor.worker import script
+
+    if first == RANK:
+        return lambda: script.serve_rank(Path(rest[0]))
+    return lambda: script.serve(Path(first))
 
 
 def _die_with_torchrun() -> None:

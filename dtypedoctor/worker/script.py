@@ -11,7 +11,7 @@ import os
 import random
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from dtypedoctor.worker.recording import Recording, hide_in_excepthook
 if TYPE_CHECKING:
     from dtypedoctor.worker.process_watch import ProcessWatch
     from dtypedoctor.worker.spawned import Spawned
+    from dtypedoctor.worker.treated import EditedLibrary
 
 
 def serve(directory: Path) -> None:
@@ -118,10 +119,14 @@ class ScriptRecording:
         self._randomness = RandomStates(directory, first)
         self._first_run_files = FirstRunFiles(first, directory, self._leave) if first is not None else None
         self._spawned: Spawned | None = None
+        self._edited: list[EditedLibrary] = []
 
     def begin(self) -> None:
         """Listens to what the script does, and waits for it to import torch."""
         self._recording.follow_program("script")
+        self._edited = edited_libraries(self._request, self._recording.writer)
+        for one in self._edited:
+            one.begin()
         after_import("torch", self._torch_is_there)
         after_import("numpy.random", self._randomness.numpy_is_there)
         if member() is None:
@@ -142,6 +147,8 @@ class ScriptRecording:
             hide_in_excepthook()
         if self._spawned is not None:
             self._spawned.end()
+        for one in self._edited:
+            one.record(self._recording.writer)
         followed = self._spawned.followed if self._spawned is not None else 0
         self._recording.end(error, self._unwatched(), followed)
 
@@ -153,7 +160,7 @@ class ScriptRecording:
 
     def _torch_is_there(self) -> None:
         with contained() as ours:  # a defect of ours must not end the script
-            watch = _watch(self._recording.writer, self._request)
+            watch = _watch(self._recording.writer, self._request, {one.name for one in self._edited})
             self._recording.torch_is_there(watch)
             watch.start()
             if self._request["standby"] and member() is None:
@@ -190,8 +197,23 @@ def keep_standbys(directory: Path, recording: Recording, watch: "ProcessWatch") 
     Standbys(directory, recording, watch).begin()
 
 
-def _watch(writer: TraceWriter, request: Mapping[str, Any]) -> "ProcessWatch":
-    """The watch that a request asks for; torch is there."""
+def edited_libraries(request: Mapping[str, Any], writer: TraceWriter) -> list["EditedLibrary"]:
+    """The corrections of a request that edit a library; each records itself when it is in place, or cannot be."""
+    if not request["scenario"]["corrections"]:
+        return []
+    from dtypedoctor.plugins import Correction, registered
+    from dtypedoctor.worker.treated import EditedLibrary
+
+    wanted = [registered(Correction).get(spec["id"]) for spec in request["scenario"]["corrections"]]
+    return [
+        EditedLibrary(one.id, one.library, one.edits, counted=True, changed=lambda edited: edited.record(writer))
+        for one in wanted
+        if one is not None and one.edits
+    ]
+
+
+def _watch(writer: TraceWriter, request: Mapping[str, Any], edited: Collection[str]) -> "ProcessWatch":
+    """The watch that a request asks for, without the corrections that are ``edited`` already; torch is there."""
     from dtypedoctor.instrument.optrace import OpWindow
     from dtypedoctor.worker.environment import StepDigest
     from dtypedoctor.worker.interventions import Conditions
@@ -199,10 +221,11 @@ def _watch(writer: TraceWriter, request: Mapping[str, Any]) -> "ProcessWatch":
 
     scenario = request["scenario"]
     corrections = None
-    if scenario["corrections"]:
+    in_models = [spec for spec in scenario["corrections"] if spec["id"] not in edited]
+    if in_models:
         from dtypedoctor.worker.interventions import OutsideCorrections
 
-        corrections = OutsideCorrections(writer, scenario["corrections"])
+        corrections = OutsideCorrections(writer, in_models)
     windows = [OpWindow(**window) for window in request["windows"]]
     return ProcessWatch(
         writer,

@@ -8,6 +8,7 @@ that compiles nothing, and the CUDA functions of bitsandbytes' library are its C
 import ctypes
 import importlib
 import logging
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -42,6 +43,9 @@ def load(folder: Path) -> tuple[Any, Any]:
         folder: holds ``unsloth/kernels``.
     """
     on_cpu = not torch.cuda.is_available()
+    os.environ.setdefault(
+        "UNSLOTH_BNB_TRITON", "0"
+    )  # later releases: bitsandbytes' functions and not their own Triton kernels
     if on_cpu:
         _stub_triton()
     _put("unsloth_zoo", _Stub("unsloth_zoo"))
@@ -49,11 +53,11 @@ def load(folder: Path) -> tuple[Any, Any]:
     _put("unsloth_zoo.log", _Stub("unsloth_zoo.log"), logger=logging.getLogger("unsloth_zoo"))
     _put("unsloth_zoo.temporary_patches", _Stub("unsloth_zoo.temporary_patches"))
     _put("unsloth_zoo.temporary_patches.common", _Stub("common"), torch_compile=_Stub("torch_compile"))
+    device = {"is_hip": lambda: False, "get_device_type": lambda: "cuda", "DEVICE_TYPE": "cuda", "DEVICE_TYPE_TORCH": "cuda",
+              "DEVICE_COUNT": 1, "ALLOW_PREQUANTIZED_MODELS": True, "ALLOW_BITSANDBYTES": True}  # fmt: skip
     for name in ("unsloth", "unsloth.kernels"):
-        _put(name, ModuleType(name), __path__=[str(folder / name.replace(".", "/"))])
-    _put("unsloth.device_type", ModuleType("unsloth.device_type"), is_hip=lambda: False, get_device_type=lambda: "cuda",
-         DEVICE_TYPE="cuda", DEVICE_TYPE_TORCH="cuda", DEVICE_COUNT=1, ALLOW_PREQUANTIZED_MODELS=True,
-         ALLOW_BITSANDBYTES=True)  # fmt: skip
+        _put(name, ModuleType(name), __path__=[str(folder / name.replace(".", "/"))], **device)
+    _put("unsloth.device_type", ModuleType("unsloth.device_type"), **device)
     if on_cpu and not hasattr(torch._C, "_cuda_getCurrentRawStream"):
         torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
     utils: Any = importlib.import_module("unsloth.kernels.utils")
@@ -79,6 +83,8 @@ def _serve_cpu(utils: Any) -> None:
     """Streams, buffers and C functions of "the device with index None", which is the CPU."""
     utils.CUDA_STREAMS = {None: ctypes.c_void_p(0)}
     utils.WEIGHT_BUFFERS, utils.ABSMAX_BUFFERS = {None: None}, {None: None}
+    utils._can_use_scratch = lambda device: True
+    utils._get_tensor_stream = lambda tensor: ctypes.c_void_p(0)
     utils.torch_amp_custom_fwd = torch.amp.custom_fwd(device_type="cpu")
     utils.torch_amp_custom_bwd = torch.amp.custom_bwd(device_type="cpu")
     library = bitsandbytes.functional.lib

@@ -66,8 +66,8 @@ def fresh_kernels() -> Iterator[None]:
 
 
 def test_every_correction_has_a_row() -> None:
-    """A new correction is measured, too."""
-    assert set(ROWS) == set(registered(Correction))
+    """A new correction is measured, too; those of released libraries are measured with these."""
+    assert set(ROWS) == {one.id for one in registered(Correction).values() if not one.edits}
 
 
 @pytest.mark.parametrize("device", DEVICES)

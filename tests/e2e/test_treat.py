@@ -1,0 +1,92 @@
+"""``dtypedoctor treat``: a script with a correction and nothing else."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from command import dtypedoctor
+
+CORRECTION = "unsloth-buffer-of-its-dtype"
+
+
+def package(folder: Path, line: str) -> Path:
+    """A package with the name and the function that the correction is for, and a script that uses it."""
+    (folder / "unsloth" / "kernels").mkdir(parents=True)
+    (folder / "unsloth" / "__init__.py").touch()
+    (folder / "unsloth" / "kernels" / "__init__.py").touch()
+    (folder / "unsloth" / "kernels" / "utils.py").write_text(
+        "BUFFER = {}\n"
+        "def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False):\n"
+        "    dtype, WEIGHT_BUFFER = quant_state, BUFFER.get(0)\n"
+        f"    {line}\n"
+        "        BUFFER[0] = WEIGHT_BUFFER = W\n"
+        "    return WEIGHT_BUFFER\n"
+    )
+    script = folder / "train.py"
+    script.write_text(
+        "import sys\n"
+        "from types import SimpleNamespace as S\n"
+        "from unsloth.kernels.utils import fast_dequantize\n"
+        "for dtype in 'half', 'float':\n"
+        "    print(fast_dequantize(S(dtype=dtype), dtype).dtype, sys.argv[1:])\n"
+        "sys.exit(7)\n"
+    )
+    return script
+
+
+def test_the_script_runs_corrected_and_ends_with_its_own_status(tmp_path: Path) -> None:
+    """Its output is its own, one line says what is in place, and torch is not imported for it."""
+    done = dtypedoctor("treat", "--with", CORRECTION, package(tmp_path, "if WEIGHT_BUFFER is None:"), "--lr", "1")
+    assert (done.code, done.out) == (7, "half ['--lr', '1']\nfloat ['--lr', '1']\n")
+    assert done.err == f"dtypedoctor: {CORRECTION} is in place: unsloth, unsloth/kernels/utils.py:4\n"
+
+
+@pytest.mark.parametrize("found_before", [True, False])
+def test_a_changed_source_ends_with_2_and_the_difference(tmp_path: Path, found_before: bool) -> None:
+    """Before the script starts, or where the script itself says where the library is, when it imports it."""
+    script = package(tmp_path, "if not WEIGHT_BUFFER:")
+    if not found_before:
+        (tmp_path / "elsewhere").mkdir()
+        moved = tmp_path / "elsewhere" / "train.py"
+        moved.write_text(f"import sys\nprint('begun')\nsys.path.insert(0, {str(tmp_path)!r})\n{script.read_text()}")
+        script = moved
+    done = dtypedoctor("treat", "--with", CORRECTION, script)
+    assert (done.code, done.out) == (2, "" if found_before else "begun\n")
+    assert (
+        f"error: {CORRECTION} does not fit unsloth: unsloth/kernels/utils.py:2: fast_dequantize has no "
+        "`if WEIGHT_BUFFER is None:`, which this correction was written for; "
+        "unsloth/kernels/utils.py:4 has `if not WEIGHT_BUFFER:`\n"
+    ) in done.err
+
+
+def test_a_library_with_its_own_correction_runs_as_it_is(tmp_path: Path) -> None:
+    """An update of the library does not break the command."""
+    script = package(tmp_path, "if WEIGHT_BUFFER is None or WEIGHT_BUFFER.dtype != dtype:")
+    done = dtypedoctor("treat", "--with", CORRECTION, script)
+    assert (done.code, done.out) == (7, "half []\nfloat []\n")
+    assert "is not needed any more" in done.err
+
+
+def test_an_unknown_correction_is_a_usage_error(tmp_path: Path) -> None:
+    """So is one that no script can have."""
+    script = package(tmp_path, "if WEIGHT_BUFFER is None:")
+    assert dtypedoctor("treat", "--with", "nothing", script).code == 2
+    assert dtypedoctor("treat", "--with", "keep-float32", script).code == 2
+
+
+def test_the_patch_is_that_of_the_source_that_is_there(tmp_path: Path) -> None:
+    """With a test for the library; where the source differs there is none."""
+    package(tmp_path, "if WEIGHT_BUFFER is None:")
+    done = dtypedoctor("explain", CORRECTION, "--patch", "--source", tmp_path)
+    changed = [line for line in done.out.splitlines() if line.startswith(("---", "+++", "-  ", "+  "))]
+    assert changed[:4] == [
+        "--- a/unsloth/kernels/utils.py",
+        "+++ b/unsloth/kernels/utils.py",
+        "-    if WEIGHT_BUFFER is None:",
+        "+    if WEIGHT_BUFFER is None or WEIGHT_BUFFER.dtype != dtype:",
+    ]
+    assert changed[4:6] == ["--- /dev/null", "+++ b/tests/test_unsloth_buffer_of_its_dtype.py"]
+    shutil.rmtree(tmp_path / "unsloth")
+    missing = dtypedoctor("explain", CORRECTION, "--patch", "--source", tmp_path)
+    assert (missing.code, missing.out) == (2, "")
+    assert "pip install --no-deps --target DIR unsloth==2026.2.1" in missing.err
