@@ -285,7 +285,7 @@ def _corrected_code(
     node = next(
         one.node for one in _definitions(tree) if one.first == definition.first and one.qualname == definition.qualname
     )
-    node.decorator_list = []
+    node.decorator_list = []  # they are around the function object, which stays
     for part in ast.walk(node):
         if isinstance(part, (ast.stmt, ast.expr, ast.arg, ast.keyword, ast.excepthandler)):
             part.end_lineno = numbered[(part.end_lineno or part.lineno) - 1][0]
@@ -304,7 +304,7 @@ def _corrected_code(
             f"{definition.qualname} closes over ({', '.join(original.co_freevars)}), "
             f"its corrected form over ({', '.join(code.co_freevars)})"
         )
-    return code.replace(co_qualname=original.co_qualname, co_firstlineno=original.co_firstlineno)
+    return code.replace(co_qualname=original.co_qualname)
 
 
 def _enclosed(node: ast.stmt, qualname: str, freevars: Sequence[str]) -> ast.stmt:
