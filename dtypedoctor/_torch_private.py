@@ -166,6 +166,14 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Has tensors count as written to so often. Without the name a value that is put back counts as a write, which autograd may reject."""
+    if tensors and _set_version_counter is not None:
+        _set_version_counter(tuple(tensors), tuple(versions))
+
+
+_set_version_counter = _optional("_C._autograd._unsafe_set_version_counter", None)
+
 has_no_memory: Callable[[Tensor], bool] = getattr(Tensor, "_is_zerotensor", lambda _: False)
 """Whether a tensor is a zero that was never computed, as ``torch.func`` makes them. False without the name: reading one raises."""
 

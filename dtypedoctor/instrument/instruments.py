@@ -18,6 +18,7 @@ from dtypedoctor.instrument.contents import tensors_given
 from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
+from dtypedoctor.instrument.in_place import InPlaceReplays
 from dtypedoctor.instrument.naming import CodePlaces
 from dtypedoctor.instrument.optrace import OpTrace, OpWindow, OpWindows
 from dtypedoctor.instrument.phases import Exports, Phases, Threads
@@ -81,6 +82,8 @@ class Instruments:
         self.silent = SilentChecks(session, originals)
         self.silent.make_again(window.call for window in windows if window.eager)
         self._ops = OpTrace(session, originals)
+        self.in_place = InPlaceReplays(session, self.modules, self.phases, originals, self._operators_unseen)
+        """Replays calls that fail; begins only where it is asked to."""
         self._windows = OpWindows(self._ops, self.position, windows)
         self._bad = BadValues(session)
         self._exports = Exports(session.guard, self._bad.left)
@@ -354,6 +357,14 @@ class Instruments:
     def _resume(self) -> None:
         if (sentinel := self._here()) is not None:
             sentinel.resume()
+
+    @contextmanager
+    def _operators_unseen(self) -> Iterator[None]:
+        self._pause()
+        try:
+            yield
+        finally:
+            self._resume()
 
     def _settle(self) -> None:
         if (sentinel := self._here()) is not None:

@@ -135,10 +135,15 @@ class TensorIds:
     identified by its position in memory, how it is read there, and how often that memory was written to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 1) -> None:
         self._memories: dict[int, _Memory] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._next = 1
+        self._next = first
+
+    @property
+    def next(self) -> int:
+        """The number that the next tensor gets."""
+        return self._next
 
     def of(self, tensor: Tensor) -> tuple[int, int]:
         """Number of the tensor, and of its memory (0 for a tensor without any of its own)."""

@@ -69,12 +69,12 @@ class OpTrace(OperatorMode):
     For an op that raises, an :class:`OpenRegions` follows.
     """
 
-    def __init__(self, session: Session, originals: Originals) -> None:
+    def __init__(self, session: Session, originals: Originals, first_id: int = 1) -> None:
         super().__init__()
         self._session = session
         self._writer, self._position = session.writer, session.position
         self._names, self._guard = session.names, session.guard
-        self._ids = TensorIds()
+        self._ids = TensorIds(first_id)
         self._known = KnownTensors(session.names, self._ids)
         self._exact = Float32Program(self._ids)
         self._originals = originals
@@ -87,6 +87,11 @@ class OpTrace(OperatorMode):
         self._promotions = 0
         self._last_error = ""
         self.is_open = False
+
+    @property
+    def next_id(self) -> int:
+        """The number that the next tensor would get: where another op trace of the same process goes on."""
+        return self._ids.next
 
     def open(self) -> None:
         """Opens the window."""

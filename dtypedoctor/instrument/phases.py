@@ -8,7 +8,8 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
@@ -48,6 +49,7 @@ class Phases:
         self._steps: Counter[int] = Counter()
         self._first = 1
         self._wrapped_generate = False
+        self._stands_aside = False
         self.before_backward: list[Callable[[list[Tensor]], None]] = []
         self.after_backward: list[Listener] = []
         self.before_step: list[Callable[[Optimizer], None]] = []
@@ -79,6 +81,15 @@ class Phases:
             self._undo.pop()()
         self._wrapped_generate = False
 
+    @contextmanager
+    def standing_aside(self) -> Iterator[None]:
+        """Inside, a backward pass is not followed: a call of the program is made again."""
+        self._stands_aside = True
+        try:
+            yield
+        finally:
+            self._stands_aside = False
+
     def restart(self, step: int) -> None:
         """Training begins anew, with optimizers of its own; its first step is number ``step``."""
         self._steps.clear()
@@ -107,7 +118,7 @@ class Phases:
         self._undo.append(lambda: setattr(owner, name, original))
 
     def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self._position.muted:
+        if torch.compiler.is_compiling() or self._position.muted or self._stands_aside:
             if self._position.silenced:
                 self._position.silent_work()
             return original(*args, **kwargs)

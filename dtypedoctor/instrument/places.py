@@ -164,6 +164,11 @@ class Sites:
     def __init__(self, writer: "TraceWriter") -> None:
         self._writer = writer
         self._numbers = count(1)
+        self._kinds: dict[int, str] = {}
+
+    def kind(self, number: int) -> str:
+        """The kind of the site with this number."""
+        return self._kinds[number]
 
     def id_of(self, place: Place, looks: Looks) -> int:
         """The number of the site, which is written to the trace when it is new."""
@@ -198,6 +203,7 @@ class Sites:
                  index=looks.path, dtype=short_name(looks.dtype), shape=shape,
                  device=looks.device.type, autocast=looks.autocast)
         )  # fmt: skip
+        self._kinds[found] = looks.kind
         place.sites[key] = found  # not before: an interruption would leave a number that is described nowhere
         return found
 

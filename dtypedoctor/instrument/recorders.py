@@ -28,17 +28,39 @@ from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.writer import SampleRow, TraceWriter
 
 
+class News:
+    """The places that have become known not to be finite for the first time, until somebody takes them."""
+
+    def __init__(self, sites: Sites) -> None:
+        self._sites = sites
+        self._known: set[int] = set()
+        self._found: list[tuple[int, int, int, str]] = []
+
+    def add(self, n: int, step: int, call: int, site: int) -> None:
+        """Sample ``n`` is not finite."""
+        if site not in self._known:
+            self._known.add(site)
+            self._found.append((n, step, call, self._sites.kind(site)))
+
+    def take(self) -> list[tuple[int, int, int, str]]:
+        """Number of the sample, step, call and kind of each since this was asked last."""
+        found, self._found = self._found, []
+        return found
+
+
 class ImmediateRecorder:
     """Measures each tensor when it is handed over, so that a crash loses no more than the module that was at work.
 
     Args:
         session: where the samples go.
         sites: numbers the places.
+        news: hears of what is not finite.
     """
 
-    def __init__(self, session: Session, sites: Sites) -> None:
+    def __init__(self, session: Session, sites: Sites, news: News) -> None:
         self._writer, self._position = session.writer, session.position
         self._sites = sites
+        self._news = news
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
         self.suspicious = False
         self.heard: Callable[[Rows, Source | None, Sequence[Named]], None] = lambda *_: None
@@ -73,9 +95,12 @@ class ImmediateRecorder:
     def _write(self, rows: Rows, when: tuple[int, int, int]) -> bool:
         lines: list[SampleRow] = []
         finite = True
-        for site, tensor in rows:
+        n, step, call = when
+        for number, (site, tensor) in enumerate(rows, n):
             extent = self._extent(tensor)
-            finite = finite and extent.finite
+            if not extent.finite:
+                finite = False
+                self._news.add(number, step, call, site)
             lines.append((site, extent.absmax, extent.num_nan, extent.num_posinf + extent.num_neginf))
         self._writer.write_samples(*when, lines)
         return finite
@@ -125,11 +150,13 @@ class StreamRecorder:
         sites: numbers the places.
         rows: measures on the device.
         device: the device.
+        news: hears of what is not finite.
     """
 
-    def __init__(self, writer: TraceWriter, sites: Sites, rows: DeviceRows, device: torch.device) -> None:
+    def __init__(self, writer: TraceWriter, sites: Sites, rows: DeviceRows, device: torch.device, news: News) -> None:
         self._writer = writer
         self._sites = sites
+        self._news = news
         self._device = device
         self._batches = Batches(rows, device)
         self._known: dict[int, Row] = {}
@@ -291,6 +318,8 @@ class StreamRecorder:
         """Some rows are not finite: what went into the modules that returned them is to be recorded."""
         for row in rows:
             self.suspicious = True
+            for n, step, call, site in row.entries:
+                self._news.add(n, step, call, site)
             self._confirmed += [doubt for doubt in row.doubts if doubt not in self._confirmed]
             row.doubts = ()
 
@@ -345,7 +374,8 @@ class Recorders:
     def __init__(self, session: Session, sites: Sites) -> None:
         self._writer = session.writer
         self._sites = sites
-        self._immediate = ImmediateRecorder(session, sites)
+        self.news = News(sites)
+        self._immediate = ImmediateRecorder(session, sites, self.news)
         self._of: dict[torch.device, Recorder] = {}
 
     def record(
@@ -401,6 +431,6 @@ class Recorders:
     def _begin(self, device: torch.device) -> Recorder:
         found: Recorder = self._immediate
         if device.type in BEHIND:
-            found = StreamRecorder(self._writer, self._sites, device_rows(device), device)
+            found = StreamRecorder(self._writer, self._sites, device_rows(device), device, self.news)
         self._of[device] = found
         return found

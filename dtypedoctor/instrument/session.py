@@ -4,7 +4,8 @@ instruments' own errors away from the program that they watch, and nothing else.
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,21 @@ class AutocastLog:
         """Puts the context manager back as it was."""
         while self._undo:
             self._undo.pop()()
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Inside, nobody hears of regions that are entered; afterwards those are open that were before."""
+        listeners, regions = self.entered, list(self._regions)
+        self.entered = []
+        try:
+            yield
+        finally:
+            self.entered = listeners
+            self._regions[:] = regions
+
+    def open_again(self, regions: Sequence[AutocastRegion]) -> None:
+        """Takes ``regions`` for those that are open, outermost first."""
+        self._regions[:] = regions
 
     def _note(self, region: autocast) -> None:
         found = AutocastRegion(

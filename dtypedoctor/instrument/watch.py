@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
@@ -24,6 +24,17 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Named, Rooted
 
 CallListener = Callable[[nn.Module], None]
+
+
+class Replay(Protocol):
+    """A call that is made again, of which nothing is measured here."""
+
+    def raised(self, module: nn.Module, args: Any, error: BaseException) -> None:
+        """The innermost module call has raised."""
+
+    def returned(self, output: Any) -> None:
+        """The outermost module has returned."""
+
 
 MEASURED_ONLY = (
     "one call at a time is checked operator by operator; of the others, module outputs and gradients are measured"
@@ -70,6 +81,9 @@ class ModuleWatch:
         """Called with the module after each outermost call that ``before_root`` was told of, also when it raised."""
         self.before_any: list[CallListener] = []
         """Called with the module before each outermost call, in whatever thread."""
+        self.when_left: list[CallListener] = []
+        """Called with the module when all of these have heard that its outermost call, with which ``before_root`` was called, is over."""
+        self._replay: Replay | None = None
         self.after_any: list[Callable[[], None]] = []
         """Called after each outermost call, in whatever thread."""
 
@@ -114,6 +128,15 @@ class ModuleWatch:
             here = position.of.here or position.last
             self._writer.mark(position.step, here.call, self._sites.entry(place, here.phase))
 
+    @contextmanager
+    def following(self, replay: Replay) -> Iterator[None]:
+        """Inside, only the stack of module calls is kept, and ``replay`` hears what becomes of the calls."""
+        self._replay = replay
+        try:
+            yield
+        finally:
+            self._replay = None
+
     def hear_gradients(self, listener: Callable[[Tensor, int], None]) -> None:
         """Has ``listener`` called with each gradient of a module output, and the number of its sample."""
         self._returned.heard = listener
@@ -136,6 +159,9 @@ class ModuleWatch:
             return
         here = self._position.of.here or self._position.last
         stack = here.stack
+        if self._replay is not None:
+            stack.append(module)
+            return
         place = None
         if stack:
             place = self._places.of(module)
@@ -188,13 +214,20 @@ class ModuleWatch:
         return True
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _RAISED) -> None:
-        raised = output is _RAISED  # torch leaves the keyword arguments out where forward has raised
-        if raised:
-            kwargs, output = {}, None
         here = self._position.of.here or self._position.last
         stack = here.stack
         if being_recorded():
             return
+        if self._replay is not None:
+            self._leave_replayed(self._replay, stack, module, args, output)
+            return
+        self._leave_measured(module, args, kwargs, output, here)
+
+    def _leave_measured(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any, here: Here) -> None:
+        stack = here.stack
+        raised = output is _RAISED  # torch leaves the keyword arguments out where forward has raised
+        if raised:
+            kwargs, output = {}, None
         whole = self.whole and not raised
         self._coverage.module_calls += whole  # first of all: whatever goes wrong from here on, this call has run
         if stack and here.thread != get_ident() and self._in_another_thread():
@@ -220,9 +253,23 @@ class ModuleWatch:
             if not stack:
                 self._leave_root(module, here)
 
+    def _leave_replayed(
+        self, replay: Replay, stack: list[nn.Module], module: nn.Module, args: Any, output: Any
+    ) -> None:
+        """A module call inside of a replay is over; ``output`` is :data:`_RAISED` where it raised."""
+        error = sys.exc_info()[1] if output is _RAISED else None
+        if error is not None and self.raised_in[0] != id(error):
+            self.raised_in = (id(error), self.open_modules())
+            replay.raised(module, args, error)
+        while stack and stack.pop() is not module:
+            pass
+        if not stack and output is not _RAISED:
+            replay.returned(output)
+
     def _leave_root(self, module: nn.Module, here: Here) -> None:
+        led = self._leader is here
         try:
-            if self._leader is here:
+            if led:
                 self._recorders.end_call()
                 for listener in self.after_root:
                     listener(module)
@@ -232,6 +279,9 @@ class ModuleWatch:
             if self._leader is here:
                 self._leader = None
                 self._leading.release()
+        if led:
+            for listener in self.when_left:
+                listener(module)
 
     def _note_error(self, module: nn.Module, args: Any, error: BaseException) -> None:
         here = (self._position.call, len(self._position.stack))
@@ -266,6 +316,10 @@ class ModuleWatch:
         rows = [(self._sites.id_of(place, looks), tensor) for place, looks, tensor in found]
         position = self._position
         self._recorders.record(rows, when or When(self._writer.next_n(len(rows)), position.step, position.call))
+
+    def news(self) -> list[tuple[int, int, int, str]]:
+        """Sample number, step, call and kind of each place that has become known not to be finite for the first time since this was asked."""
+        return self._recorders.news.take()
 
     def suspicious(self) -> bool:
         """Whether something that was not finite has become known since this was asked last."""

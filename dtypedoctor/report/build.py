@@ -85,10 +85,10 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
         yield missing_end(treatment.before)
     if trace.folded is not None:
         yield trace.folded.describe()
-    if treatment.findings and treatment.closer is None:
-        yield f"op trace: {treatment.no_closer}"
-    elif treatment.replayed:
+    if treatment.replayed:
         yield treatment.replayed
+    elif treatment.findings and treatment.closer is None:
+        yield f"op trace: {treatment.no_closer}"
 
 
 _MOST_NAMED = 5

@@ -423,6 +423,8 @@ WORKED_ELSEWHERE = "what they compute is not measured: only the process that run
 """``why`` of other processes that may do, or have done, the work of the script: it is not healthy as long as that is not known."""
 NO_TORCH = "the script has not imported torch"
 """Why nothing at all could be watched in this process."""
+REPLAY_OF_FAILURES = "replay of what fails"
+"""What is not watched where a failing call cannot be made again, neither by a fork nor in the process."""
 FAILED_THERE = "dtypedoctor failed there"
 """How the reason begins where a part of the watch has failed."""
 

@@ -1,7 +1,8 @@
 """Writes a trace: one line per record, each handed to the kernel as a whole, so that nothing but a power cut loses it."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -116,6 +117,15 @@ class TraceWriter:
         first = self._next
         self._next = first + count
         return first
+
+    @contextmanager
+    def numbering_from(self, first: int) -> Iterator[None]:
+        """Inside, :meth:`next_n` returns numbers from ``first`` on, which :meth:`next_n` has reserved before; afterwards it goes on as it would have."""
+        following, self._next = self._next, first
+        try:
+            yield
+        finally:
+            self._next = following
 
     def write(self, record: Any) -> None:
         """Appends one record.

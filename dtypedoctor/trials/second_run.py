@@ -10,9 +10,9 @@ from dtypedoctor.diagnosis.window import eager_window, shows_failure, suspicious
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Request, Scenario, Window
-from dtypedoctor.trace.events import Raised, Sample, Site
+from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import CompileCounts
+from dtypedoctor.trace.records.execution import CompileCounts, ReplayedCall
 from dtypedoctor.trials.replays import LONGEST, Replays
 from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
 
@@ -94,7 +94,10 @@ def replayed(scenario: Scenario, before: Run, longest: float = LONGEST) -> Close
     """
     replays = Replays(before, longest)
     look = _looked(scenario, before, replays)
+    if look.closer is None and look.other is None and before.trace.observed(ReplayedCall):
+        return _replayed_in_place(before)
     if look.closer is None:
+        replays.why_not = _why_not_in_place(before) or replays.why_not
         why = f"{NOT_WANTED}, and nothing could be replayed: {replays.why_not}" if replays.why_not else look.no_closer
         return replace(look, no_closer=why)
     certificate = replays.certificate(look.closer)
@@ -103,6 +106,26 @@ def replayed(scenario: Scenario, before: Run, longest: float = LONGEST) -> Close
     if doubt:
         return _doubted(look, f"the replay went another way: {doubt}", doubt)
     return replace(look, certificate=certificate.words, differs=certificate.differs)
+
+
+def _replayed_in_place(before: Run) -> CloserLook:
+    """The op trace that the run itself has left, of calls that it made again; where one of these went differently, what is seen without it."""
+    seen = [record.what for record in before.trace.observed(ReplayedCall)]
+    calls = f"{len(seen)} failed call{'s' if len(seen) > 1 else ''}"
+    late = "after the optimizer's step" if any(what.late for what in seen) else "at the moment of the failure"
+    begun = f"Op trace: {calls} replayed in the process itself, {late}"
+    doubt = next((what.doubt for what in seen if what.doubt), "")
+    if doubt:
+        return CloserLook(before=before, certificate=f"{begun}; the replay differed: {doubt}.", differs=doubt)
+    equal = sum(what.compared for what in seen)
+    same = "bitwise equal" if equal == len(seen) else f"{equal} of {len(seen)} compared, and bitwise equal"
+    return CloserLook(before=before, certificate=f"{begun}; the results are {same}.")
+
+
+def _why_not_in_place(before: Run) -> str:
+    """Why the run itself could not make the failing call again; empty where it was not asked to."""
+    said = (note.why for note in before.trace.all(NotWatched) if note.what == REPLAY_OF_FAILURES)
+    return next(said, "")
 
 
 def _doubted(look: CloserLook, why: str, doubt: str) -> CloserLook:

@@ -1,5 +1,6 @@
 """Keeps processes that stand by while a script runs, so that what failed in it can be replayed from shortly before, without starting it again."""
 
+import os
 import posix
 import sys
 import threading
@@ -25,6 +26,7 @@ from dtypedoctor.replay.cage import forbid_changes, is_supported, limit_processo
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS
 from dtypedoctor.replay.standby import PREFIX, THREADS, OrEnd, Standby, stand_by
 from dtypedoctor.replay.wake import DONE
+from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.records.execution import FailingBits, ReplayNote
 from dtypedoctor.unpatched import getpid, perf_counter, read_text, to_json
 from dtypedoctor.worker.environment import resident
@@ -46,6 +48,8 @@ BYTES_TO_COMPARE = 256 << 20
 """Bytes of failing tensors of which a digest is taken in a run: a quarter of a second."""
 BYTES_PER_RECORD = 1 << 20
 """Each digest counts as this many bytes more, so that there are at most 256."""
+IN_PLACE = "DTYPEDOCTOR_REPLAY_IN_PLACE"
+"""Environment variable that has calls replayed in the process also on a CPU: ``fails``, or a number for each so-manieth call. For tests."""
 ROOM = 2
 """How often the memory of the process must be free as well: what it writes from then on is there twice."""
 
@@ -73,6 +77,7 @@ class Standbys:
         self._spent = 0.0
         self._cost = 0.0
         self._impossible = False
+        self._in_place = os.environ.get(IN_PLACE, "")
         self._windows: list[OpWindow] = []
         self._over = inf
         self._bytes_to_compare = BYTES_TO_COMPARE
@@ -80,7 +85,7 @@ class Standbys:
     def begin(self) -> None:
         """Begins to make them."""
         instruments = self._watch.instruments
-        instruments.modules.before_root.insert(0, instruments.guard.shield(self._before_call, "replay of what fails"))
+        instruments.modules.before_root.insert(0, instruments.guard.shield(self._before_call, REPLAY_OF_FAILURES))
         instruments.on_suspicion.append(self._keep_latest)
         instruments.modules.on_error.append(self._keep_latest)
         instruments.modules.on_error.append(self._note_inputs)
@@ -92,6 +97,9 @@ class Standbys:
         position = self._watch.instruments.position
         if self._windows:
             self._end_in_time()
+        if torch.cuda.is_initialized() or self._in_place:
+            self._replay_in_place()
+            return
         now = perf_counter() - self._began
         if position.backward_depth or getpid() != self._owner or self._impossible:
             return
@@ -114,9 +122,20 @@ class Standbys:
             with OrEnd():
                 self._go_on(made, module)
 
+    def _replay_in_place(self) -> None:
+        """No fork of this process can go on: what fails is made again in the process itself."""
+        if self._impossible:
+            return
+        self._impossible = True
+        replays = self._watch.instruments.in_place
+        every = int(self._in_place) if self._in_place.isdecimal() else 0
+        if every:
+            replays.force(every)
+        replays.begin()
+
     def _give_up(self, why: str) -> None:
         self._impossible = True
-        self._watch.instruments.guard.tell("replay of what fails", why)
+        self._watch.instruments.guard.tell(REPLAY_OF_FAILURES, why)
 
     def _keep(self, made: Standby) -> None:
         self._recording.standby_is_there()
@@ -232,8 +251,6 @@ def _hindrances() -> Iterator[str]:
     """Why no standby can be made now."""
     if not is_supported():
         yield "a process can only be isolated on Linux on x86-64"
-    if torch.cuda.is_initialized():
-        yield "a fork of a process that uses CUDA cannot go on"
     if threading.current_thread() is not threading.main_thread():
         yield "the modules run in a thread"
     if _available() < ROOM * resident():

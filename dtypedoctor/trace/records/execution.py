@@ -121,6 +121,25 @@ class OpenRegions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedCall:
+    """An outermost module call was made again in the running program, with the op trace on; the operators bear its step and call.
+
+    Attributes:
+        why: ``raised``, ``backward raised``, ``value`` or ``gradient`` (something was not finite).
+        compared: whether what it returned or raised could be compared with what the call itself had.
+        doubt: how it differed, as a clause; None where it did not.
+        late: whether an optimizer had stepped since.
+    """
+
+    KIND: ClassVar[str] = "replayed-call"
+
+    why: str
+    compared: bool
+    doubt: str | None = None
+    late: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CustomFunction:
     """A custom ``autograd.Function`` whose backward begins; the observation's ``fqn`` is the module that its forward ran in.
 

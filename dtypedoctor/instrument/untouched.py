@@ -1,0 +1,433 @@
+"""Puts back everything that a module call changes which is made again inside of the running program.
+
+Memory is put back operator by operator: :class:`KeptMemory` is a dispatch mode that copies what an operator is about to write to, unless the
+replay has made it itself. So buffers, key-value caches, inputs and global tensors are covered alike, and only what is really written costs
+anything. Python objects that the call can reach (modules, arguments, closures, the script's globals) are compared with shallow copies. What is
+printed or logged is swallowed, files that the program has open are cut back, and an audit hook rejects what would reach another process or another file.
+"""
+
+import io
+import logging
+import os
+import random
+import sys
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtypedoctor._torch_private import COMPILER, buffers_of, memory_key, set_versions, version_of, without_modes
+from dtypedoctor.instrument.operators import (
+    Arguments,
+    OperatorMode,
+    flat,
+    is_unfinished,
+    is_whole,
+    leaves_memory_as_it_was,
+    tensors_of,
+    written,
+)
+
+__all__ = ["CannotReplayError", "KeptMemory", "as_before"]
+
+MAX_OBJECTS = 300_000
+"""Python objects that are looked at; of a program that holds more, those nearest to the module are put back."""
+MAX_BYTES = 1 << 30
+"""Bytes of the program's memory that a replay may overwrite, because as much is copied."""
+_CHANGES = ("os.", "shutil.", "subprocess.", "socket.", "ctypes.dlopen")
+"""How the names of audit events begin that tell of a change outside of the process. ``os.`` has no event for what only reads but these:"""
+_READS = frozenset(
+    {"os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr", "os.add_dll_directory"}
+)
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+MAX_BUFFER = 16 << 20
+"""Bytes of a buffer that is copied although no operator is known to write to it."""
+LOOKS = 32
+"""After how many operators the memory of the device is looked at."""
+
+
+class CannotReplayError(Exception):
+    """The call cannot be made again without changing the program."""
+
+
+class KeptMemory(OperatorMode):
+    """Copies what is about to be overwritten; :meth:`restore` puts it back.
+
+    Raises:
+        CannotReplayError: from inside of the operator that cannot be made without a trace: a collective, a write to a tensor of the program's
+            autograd graph, another size of a tensor, more memory than is there. Every later operator raises it too, so that a program
+            that catches exceptions does not go on.
+
+    Args:
+        device: whose memory is watched; None for none.
+        allowed: bytes that may be allocated on it meanwhile.
+    """
+
+    def __init__(self, device: torch.device | None = None, allowed: int = 0) -> None:
+        super().__init__()
+        self._device = device
+        self._allowed = allowed
+        self._before = torch.cuda.memory_allocated(device) if device is not None else 0
+        self._operators = 0
+        self._made: set[int] = set()
+        self._storages: dict[int, tuple[Tensor, Tensor]] = {}
+        self._versions: list[tuple[Tensor, int]] = []
+        self._seen: set[int] = set()
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._bytes = 0
+        self.why_not = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs ``func`` as it is."""
+        arguments = (args, dict(kwargs or {}))
+        if is_whole(func, types, tensors_of(arguments)):
+            return self.taken_apart(func, *arguments)
+        self._look(func, arguments)
+        result = func(*args, **arguments[1])
+        given = {_key(tensor) for tensor in tensors_of(arguments)}
+        self._made |= {key for tensor in tensors_of(result) if (key := _key(tensor)) not in given}
+        return result
+
+    def keep_buffers(self, module: nn.Module) -> None:
+        """Copies the buffers of ``module``: the operators of batch normalization write to theirs, and their signatures do not say so."""
+        for part in module.modules():
+            for buffer in buffers_of(part).values():
+                if buffer is not None and _key(buffer) and buffer.untyped_storage().nbytes() <= MAX_BUFFER:
+                    self._note(buffer)
+
+    def _look(self, func: Any, arguments: Arguments) -> None:
+        self._operators += 1
+        if self._device is not None and self._operators % LOOKS == 0:
+            taken = torch.cuda.memory_allocated(self._device) - self._before
+            if taken > self._allowed:
+                self._give_up(f"it takes more than the {self._allowed >> 20:,} MiB that are free for it")
+        if is_unfinished(func):
+            self._give_up("it communicates with other processes")
+        for generator in flat(arguments):
+            if isinstance(generator, torch.Generator):
+                self._generators.append((generator, generator.get_state()))
+        for tensor in written(func, arguments):
+            if _key(tensor) not in self._made:
+                self._keep(func, tensor, arguments)
+        if self.why_not:
+            raise CannotReplayError(self.why_not)
+
+    def _keep(self, func: Any, tensor: Tensor, arguments: Arguments) -> None:
+        """Copies the memory of a tensor of the program's, once."""
+        if leaves_memory_as_it_was(func) or _key(tensor) == 0:
+            self._give_up("it changes the size or the memory of a tensor that was there before")
+        elif torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(arguments)):
+            self._give_up("it writes to a tensor that was there before, in a way that autograd records")
+        else:
+            self._note(tensor)
+
+    def _note(self, tensor: Tensor) -> None:
+        if id(tensor) not in self._seen:
+            self._seen.add(id(tensor))
+            self._versions.append((tensor, version_of(tensor)))
+        self._copy(tensor)
+
+    def _copy(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = memory_key(storage)
+        if key in self._storages:
+            return
+        self._bytes += storage.nbytes()
+        if self._bytes > MAX_BYTES:
+            self._give_up(f"it writes to more than {MAX_BYTES >> 20:,} MiB of memory that was there before")
+            return
+        with torch.no_grad():
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._storages[key] = (whole, whole.clone())
+
+    def _give_up(self, why: str) -> None:
+        self.why_not = self.why_not or why
+
+    def restore(self) -> None:
+        """Puts memory, its version counters and generators back."""
+        with torch.no_grad():
+            for whole, copy in self._storages.values():
+                whole.copy_(copy)
+        counted = [(tensor, version) for tensor, version in self._versions if version >= 0]
+        set_versions([tensor for tensor, _ in counted], [version for _, version in counted])
+        for generator, state in reversed(self._generators):
+            generator.set_state(state)
+        self._storages.clear()
+        self._versions.clear()
+
+
+class _Audit:
+    """Rejects, in one thread and for a time, what changes something outside of the process."""
+
+    def __init__(self) -> None:
+        self._thread = 0
+        self._allowed: Callable[[], object] = bool
+        self._installed = False
+
+    @contextmanager
+    def rejecting(self, thread: int, allowed: Callable[[], object]) -> Iterator[None]:
+        """Inside, ``thread`` cannot, but while ``allowed`` says that the doctor itself is at work."""
+        if not self._installed:
+            self._installed = True
+            sys.addaudithook(self._heard)
+        self._thread, self._allowed = thread, allowed
+        try:
+            yield
+        finally:
+            self._thread = 0
+
+    def _heard(self, event: str, args: Any) -> None:
+        if not self._thread or threading.get_ident() != self._thread:
+            return
+        opens = event == "open" and isinstance(args[2], int) and args[2] & _WRITING
+        if (opens or (event.startswith(_CHANGES) and event not in _READS)) and not self._allowed():
+            raise CannotReplayError(f"it changes something outside of the process ({event})")
+
+
+_audit = _Audit()
+
+
+def _key(tensor: Tensor) -> int:
+    """The memory of a tensor; 0 where it has none of its own."""
+    try:
+        return memory_key(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+@contextmanager
+def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> Iterator[None]:
+    """Inside, the program's code may run once more; afterwards Python's objects, generators and streams are as they were before.
+
+    Args:
+        roots: objects that the code may change; what they hold is looked at as well.
+        thread: identity of the thread that runs it: what other threads print meanwhile is printed.
+        ours: says whether what runs at this moment is the doctor's own work.
+
+    Raises:
+        CannotReplayError: the code can reach something that cannot be put back.
+    """
+    objects = _Objects()
+    for root in roots:
+        objects.keep(root)
+    script = sys.modules.get("__main__")
+    if script is not None:
+        objects.keep(vars(script), shallow=True)
+    with ExitStack() as stack:
+        stack.callback(objects.restore)
+        stack.callback(random.setstate, random.getstate())
+        numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+        if numpy_random is not None:
+            stack.callback(numpy_random.set_state, numpy_random.get_state())
+        if torch.cuda.is_initialized():
+            stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+            torch.cuda.set_sync_debug_mode("default")
+        if COMPILER in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(without_modes())
+        stack.enter_context(_silent(thread))
+        stack.enter_context(_audit.rejecting(thread, ours))
+        yield
+
+
+class _Silent:
+    """A text stream that swallows what one thread writes."""
+
+    def __init__(self, stream: Any, thread: int) -> None:
+        self._stream = stream
+        self._thread = thread
+
+    def write(self, text: str) -> int:
+        """Writes what another thread writes."""
+        return len(text) if threading.get_ident() == self._thread else int(self._stream.write(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Does the same with several lines."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _silent(thread: int) -> Iterator[None]:
+    out, err = sys.stdout, sys.stderr
+    loggers = [
+        logging.root,
+        *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
+    ]
+    handlers = [one for logger in loggers for one in logger.handlers if isinstance(one, logging.StreamHandler)]
+    streams = [(handler, handler.stream) for handler in dict.fromkeys(handlers) if "stream" in vars(handler)]
+    try:
+        sys.stdout, sys.stderr = _Silent(out, thread), _Silent(err, thread)
+        for handler, stream in streams:
+            handler.stream = _Silent(stream, thread)
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, err
+        for handler, stream in streams:
+            handler.stream = stream
+
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, Tensor, type(sys), torch.dtype, torch.device)
+
+
+class _Objects:
+    """Shallow copies of everything mutable that some objects lead to."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def keep(self, root: Any, *, shallow: bool = False) -> None:
+        """Copies what ``root`` leads to; with ``shallow`` of its values only plain lists, dictionaries and sets."""
+        if shallow:
+            self._copy(root)
+            for value in list(root.values()):
+                if type(value) in (list, dict, set) or isinstance(value, io.IOBase):
+                    self._copy(value)
+            return
+        waiting = deque([root])
+        while waiting and len(self._known) < MAX_OBJECTS:
+            value = waiting.popleft()
+            if isinstance(value, _PLAIN) or id(value) in self._known or _is_ours(value):
+                continue
+            waiting.extend(self._copy(value))
+
+    def _copy(self, value: Any) -> list[Any]:
+        """Keeps a shallow copy of ``value``; what it holds."""
+        self._known[id(value)] = value
+        if isinstance(value, io.IOBase):
+            self._copy_file(value)
+            return []
+        if isinstance(value, dict):
+            self._undo.append(_undo_dict(value))
+            inside = [*dict.keys(value), *dict.values(value)]
+        elif isinstance(value, (list, deque)):
+            self._undo.append(_undo_sequence(value))
+            inside = list(value)
+        elif isinstance(value, set):
+            self._undo.append(_undo_set(value))
+            inside = list(value)
+        elif isinstance(value, (tuple, frozenset)):
+            inside = list(value)
+        elif isinstance(value, FunctionType):
+            inside = list(value.__closure__ or ())
+        elif isinstance(value, MethodType):
+            return [value.__self__, value.__func__]
+        elif isinstance(value, CellType):
+            return self._copy_cell(value)
+        else:
+            inside = self._copy_slots(value)
+        held = getattr(value, "__dict__", None)
+        return [*inside, held] if isinstance(held, dict) else inside
+
+    def _copy_file(self, file: Any) -> None:
+        """Of a regular file that is open for writing, its length and place are kept."""
+        if file.closed or not file.writable() or file in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            return
+        try:
+            if file.seekable():
+                file.flush()
+                descriptor, place = file.fileno(), file.tell()
+                size = os.fstat(descriptor).st_size
+                self._undo.append(lambda: _cut_back(file, descriptor, place, size))
+                return
+        except (OSError, ValueError):  # in memory
+            if isinstance(file, (io.BytesIO, io.StringIO)):
+                content, place = file.getvalue(), file.tell()
+                self._undo.append(lambda: _write_again(file, content, place))
+                return
+        raise CannotReplayError("it can write to a pipe or a terminal that the program has opened")
+
+    def _copy_cell(self, cell: CellType) -> list[Any]:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # empty as yet
+            return []
+        self._undo.append(lambda: setattr(cell, "cell_contents", content))
+        return [content]
+
+    def _copy_slots(self, value: Any) -> list[Any]:
+        names = [name for cls in type(value).__mro__ for name in cls.__dict__.get("__slots__", ()) if "__" not in name]
+        held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+        def undo() -> None:
+            for name, old in held.items():
+                if getattr(value, name, None) is not old:
+                    object.__setattr__(value, name, old)
+
+        if held:
+            self._undo.append(undo)
+        return list(held.values())
+
+    def restore(self) -> None:
+        """Puts everything back that is not as it was."""
+        for undo in self._undo:
+            undo()
+
+
+def _is_ours(value: Any) -> bool:
+    return str(getattr(type(value), "__module__", "")).startswith("dtypedoctor.") or (
+        isinstance(value, FunctionType) and str(value.__module__).startswith("dtypedoctor.")
+    )
+
+
+def _cut_back(file: Any, descriptor: int, place: int, size: int) -> None:
+    file.flush()
+    if os.fstat(descriptor).st_size > size:
+        os.ftruncate(descriptor, size)
+    if file.tell() != place:
+        file.seek(place)
+
+
+def _write_again(file: Any, content: Any, place: int) -> None:
+    if file.getvalue() != content:
+        file.seek(0)
+        file.truncate()
+        file.write(content)
+    file.seek(place)
+
+
+def _undo_dict(value: dict[Any, Any]) -> Callable[[], None]:
+    kept = list(dict.items(value))
+    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+
+    def undo() -> None:
+        now = list(dict.items(value))
+        if len(now) != len(kept) or any(a is not c or b is not d for (a, b), (c, d) in zip(now, kept, strict=True)):
+            kind.clear(value)
+            for name, held in kept:
+                kind.__setitem__(value, name, held)
+
+    return undo
+
+
+def _undo_sequence(value: Any) -> Callable[[], None]:
+    kept = list(value)
+
+    def undo() -> None:
+        if len(value) != len(kept) or any(a is not b for a, b in zip(value, kept, strict=True)):
+            value.clear()
+            value.extend(kept)
+
+    return undo
+
+
+def _undo_set(value: set[Any]) -> Callable[[], None]:
+    kept = set(value)
+
+    def undo() -> None:
+        if len(value) != len(kept) or set(map(id, value)) != set(map(id, kept)):
+            set.clear(value)
+            set.update(value, kept)
+
+    return undo
