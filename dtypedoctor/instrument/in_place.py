@@ -5,11 +5,11 @@ For programs of which no fork can go on: those that use CUDA, above all. Each ou
 that it made is known not to be finite; on CUDA that is what has arrived at the end of a later call, after a backward pass or before an optimizer
 step. Nobody waits for the device until then.
 
-The operators of a replay are recorded in the trace of the run itself, with numbers that were reserved when the call began: so they
-stand where they would stand if the op trace had been on.
+The operators of a replay are recorded in the trace of the run itself, with numbers that were reserved when the call, or the backward pass, began:
+so they stand where they would stand if the op trace had been on.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -38,7 +38,7 @@ from dtypedoctor.unpatched import perf_counter
 __all__ = ["InPlaceReplays"]
 
 RESERVED = 1 << 20
-"""Numbers of the trace that are kept free before each outermost call, for the operators of its replay."""
+"""Numbers of the trace that are kept free before each outermost call and backward pass, for the operators of a replay."""
 MAX_KEPT = 8
 """Outermost calls that are kept at a time."""
 MAX_HELD = 256 << 20
@@ -50,6 +50,8 @@ SHARE_OF_FREE = 0.5
 """Share of the free memory of the device that a replay may take."""
 GRADIENTS = frozenset({"grad_output", "grad", "accumulated"})
 """Kinds of sites that a backward pass makes."""
+RESULTS = frozenset({"output", "input"})
+"""Kinds of sites that a module call makes."""
 
 _NOT_FAILURES = (torch.OutOfMemoryError, StopIteration, StopAsyncIteration, MemoryError)
 
@@ -68,6 +70,7 @@ class _Kept:
     Attributes:
         live: the call.
         number: the first of the numbers that are reserved for it.
+        backward: the first of those that are reserved for it in the backward pass that began last.
         step, call, overrides, regions: the position and the autocast regions at entry.
         made: what it has returned.
         error: type and message of what it has raised.
@@ -77,6 +80,7 @@ class _Kept:
 
     live: LiveCall
     number: int
+    backward: int = 0
     step: int
     call: int
     overrides: tuple[str, ...]
@@ -98,6 +102,7 @@ class InPlaceReplays:
         aside: called for a context in which the instruments that watch operators stand aside.
 
     Attributes:
+        begun: whether calls are kept.
         count: replays so far.
     """
 
@@ -113,22 +118,25 @@ class InPlaceReplays:
         self._spent = 0.0
         self._next_id = 1
         self.count = 0
+        self.begun = False
         self._every = 0
-
-    def force(self, every: int) -> None:
-        """Has each ``every``-th outermost call replayed, forward and backward, although nothing is wrong; for tests, without a bound."""
-        self._every = every
 
     def _is_forced(self, kept: _Kept) -> bool:
         return bool(self._every) and kept.call % self._every == 0 and not kept.moved
 
-    def begin(self) -> None:
-        """Begins to keep calls. Listens after the instruments, which have then seen what happened."""
+    def begin(self, *, force: int = 0) -> None:
+        """Begins to keep calls. Listens after the instruments, which have then seen what happened.
+
+        Args:
+            force: each so-manieth call is replayed, forward and backward, although nothing is wrong; for tests, and without a bound.
+        """
+        self.begun, self._every = True, force
         modules, phases = self._modules, self._phases
         modules.before_root.append(self._enter)
         modules.on_error.append(self._raised)
         modules.on_return.append(self._returned)
         modules.when_left.append(self._left)
+        phases.before_backward.append(self._before_backward)
         phases.on_failure.append(self._backward_raised)
         phases.after_backward.append(self._after_backward)
         phases.before_step.append(self._before_step)
@@ -196,6 +204,11 @@ class InPlaceReplays:
             self._replay(kept, "forced")
         self._look()
 
+    def _before_backward(self, tensors: object) -> None:
+        first = self._session.writer.next_n(RESERVED)
+        for number, kept in enumerate(self._calls):
+            kept.backward = first + number * (RESERVED // MAX_KEPT)
+
     def _backward_raised(self, error: BaseException) -> None:
         if self._session.position.backward_depth and _is_failure(error):
             self._failed = _said(error)
@@ -230,20 +243,18 @@ class InPlaceReplays:
         return new
 
     def _look(self) -> None:
-        """Replays the call of the first place that has become known not to be finite."""
-        news = self._modules.news()
-        if not news:
-            return
-        _, step, call, kind = min(news)
-        if kind in GRADIENTS:
-            kept_calls = [kept for kept in self._calls if kept.step == step]
-            first = [kept for kept in kept_calls if kept.call == call] if kind == "grad_output" else []
-            self._through(first or kept_calls[::-1], "gradient", None)
-            return
-        if kind in ("output", "input"):
+        """Replays the calls of what has become known not to be finite: the first result of a module, and the first gradient."""
+        news = sorted(self._modules.news())
+        forward = next((one for one in news if one.kind in RESULTS), None)
+        backward = next((one for one in news if one.kind in GRADIENTS), None)
+        if forward is not None:
             for kept in self._calls:
-                if kept.call == call:
+                if kept.call == forward.call:
                     self._replay(kept, "value")
+        if backward is not None:
+            calls = [kept for kept in reversed(self._calls) if kept.step == backward.step]
+            calls.sort(key=lambda kept: backward.kind != "grad_output" or kept.call != backward.call)
+            self._through(calls, "gradient", None)
 
     def _through(self, calls: list[_Kept], why: str, error: tuple[str, str] | None) -> None:
         """Replays the backward pass through ``calls``, until one of them shows what is looked for."""
@@ -269,7 +280,7 @@ class InPlaceReplays:
         began = perf_counter()
         replay = _Replay(self._session, kept, OpTrace(self._session, self._originals, first_id=self._next_id))
         with self._aside(), self._modules.following(replay), self._phases.standing_aside():
-            doubt = replay.run(backward=backward, error=error)
+            doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)
         self._next_id = replay.ops.next_id
         self._spent += perf_counter() - began
         if replay.why_not:
@@ -306,8 +317,8 @@ class _Replay:
         """The outermost module has returned, before hooks of the program's see it."""
         self._result = list(tensors_of(output))
 
-    def run(self, *, backward: bool, error: tuple[str, str] | None) -> str:
-        """Makes the call; how it went differently, empty where it did not."""
+    def run(self, first: int, *, backward: bool, error: tuple[str, str] | None) -> str:
+        """Makes the call, with records numbered from ``first`` on; how it went differently, empty where it did not."""
         live = self._kept.live
         memory = KeptMemory(*_allowed(live))
         roots = (live.module, live.args, live.kwargs)
@@ -317,7 +328,7 @@ class _Replay:
             with ExitStack() as stack:
                 stack.callback(memory.restore)
                 stack.enter_context(as_before(roots, get_ident(), lambda: position.muted))
-                stack.enter_context(self._position())
+                stack.enter_context(self._position(first))
                 stack.enter_context(self._session.autocast.unheard())
                 memory.keep_buffers(live.module)
                 stack.enter_context(memory)
@@ -352,14 +363,10 @@ class _Replay:
 
     def _pull(self, output: Any, args: Any, kwargs: Any) -> None:
         """Pulls the upstream gradient through what was made again."""
-        live = self._kept.live
         outputs = list(tensors_of(output))
-        upstream = {i: g for i, g in live.gradients.items() if i < len(outputs) and outputs[i].requires_grad}
-        losses = {i: gradient for i, gradient in upstream.items() if not outputs[i].dim()}
-        if losses:
-            upstream = losses  # what came back for the logits beside a loss has come from the loss
-        ends = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
-        ends += [parameter for _, parameter in live.parameters() if parameter.requires_grad]
+        upstream = _from_losses(self._kept.live.gradients, outputs)
+        given = [*tensors_of((args, kwargs)), *(parameter for _, parameter in self._kept.live.parameters())]
+        ends = [tensor for tensor in given if tensor.requires_grad]
         if upstream and ends:
             torch.autograd.grad([outputs[i] for i in upstream], ends, list(upstream.values()), allow_unused=True)
 
@@ -382,12 +389,11 @@ class _Replay:
         return ""
 
     @contextmanager
-    def _position(self) -> Iterator[None]:
+    def _position(self, first: int) -> Iterator[None]:
         """Inside, the position is that of the call, and records take the numbers that were reserved for it."""
         position, writer, kept = self._session.position, self._session.writer, self._kept
         here = position.here
         before = (here.call, here.stack, here.overrides, here.backward_depth, position.step)
-        first = kept.number + (RESERVED >> 1 if kept.replayed >= {"forward", "backward"} else 0)
         try:
             here.call, here.stack, here.overrides, here.backward_depth = kept.call, [], list(kept.overrides), 0
             position.step = kept.step
@@ -430,6 +436,16 @@ def _leaf(tensor: Tensor) -> Tensor:
     """The same values as the beginning of an autograd graph."""
     with torch.no_grad():
         return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _from_losses(gradients: Mapping[int, Tensor], outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Of upstream gradients, by the index of the output, those that did not come back by way of another output.
+
+    What comes back for the logits of a model that also returns its loss has come from the loss.
+    """
+    usable = {i: gradient for i, gradient in gradients.items() if i < len(outputs) and outputs[i].requires_grad}
+    losses = {i: gradient for i, gradient in usable.items() if outputs[i].dim() == 0}
+    return losses or usable
 
 
 def _bytes(tensors: Any) -> int:

@@ -28,22 +28,31 @@ from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.writer import SampleRow, TraceWriter
 
 
+class Nonfinite(NamedTuple):
+    """A place that has become known not to be finite: number of its first sample, step, call, kind of the site."""
+
+    n: int
+    step: int
+    call: int
+    kind: str
+
+
 class News:
     """The places that have become known not to be finite for the first time, until somebody takes them."""
 
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
         self._known: set[int] = set()
-        self._found: list[tuple[int, int, int, str]] = []
+        self._found: list[Nonfinite] = []
 
     def add(self, n: int, step: int, call: int, site: int) -> None:
         """Sample ``n`` is not finite."""
         if site not in self._known:
             self._known.add(site)
-            self._found.append((n, step, call, self._sites.kind(site)))
+            self._found.append(Nonfinite(n, step, call, self._sites.kind(site)))
 
-    def take(self) -> list[tuple[int, int, int, str]]:
-        """Number of the sample, step, call and kind of each since this was asked last."""
+    def take(self) -> list[Nonfinite]:
+        """What has become known since this was asked last."""
         found, self._found = self._found, []
         return found
 

@@ -155,7 +155,7 @@ class KeptMemory(OperatorMode):
         with torch.no_grad():
             for whole, copy in self._storages.values():
                 whole.copy_(copy)
-        counted = [(tensor, version) for tensor, version in self._versions if version >= 0]
+        counted = [(tensor, version) for tensor, version in reversed(self._versions) if version >= 0]
         set_versions([tensor for tensor, _ in counted], [version for _, version in counted])
         for generator, state in reversed(self._generators):
             generator.set_state(state)

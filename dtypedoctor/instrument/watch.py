@@ -18,7 +18,7 @@ from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_ho
 from dtypedoctor.instrument.operators import being_recorded
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, Source, When, looks_of
 from dtypedoctor.instrument.position import Here, forget_ended_calls
-from dtypedoctor.instrument.recorders import Recorders
+from dtypedoctor.instrument.recorders import Nonfinite, Recorders
 from dtypedoctor.instrument.returned import Returned
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Named, Rooted
@@ -214,16 +214,10 @@ class ModuleWatch:
         return True
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _RAISED) -> None:
+        if self._replay is not None or being_recorded():
+            self._leave_replayed(module, args, output)
+            return
         here = self._position.of.here or self._position.last
-        stack = here.stack
-        if being_recorded():
-            return
-        if self._replay is not None:
-            self._leave_replayed(self._replay, stack, module, args, output)
-            return
-        self._leave_measured(module, args, kwargs, output, here)
-
-    def _leave_measured(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any, here: Here) -> None:
         stack = here.stack
         raised = output is _RAISED  # torch leaves the keyword arguments out where forward has raised
         if raised:
@@ -253,10 +247,11 @@ class ModuleWatch:
             if not stack:
                 self._leave_root(module, here)
 
-    def _leave_replayed(
-        self, replay: Replay, stack: list[nn.Module], module: nn.Module, args: Any, output: Any
-    ) -> None:
+    def _leave_replayed(self, module: nn.Module, args: Any, output: Any) -> None:
         """A module call inside of a replay is over; ``output`` is :data:`_RAISED` where it raised."""
+        replay, stack = self._replay, self._position.stack
+        if replay is None or being_recorded():
+            return
         error = sys.exc_info()[1] if output is _RAISED else None
         if error is not None and self.raised_in[0] != id(error):
             self.raised_in = (id(error), self.open_modules())
@@ -317,8 +312,8 @@ class ModuleWatch:
         position = self._position
         self._recorders.record(rows, when or When(self._writer.next_n(len(rows)), position.step, position.call))
 
-    def news(self) -> list[tuple[int, int, int, str]]:
-        """Sample number, step, call and kind of each place that has become known not to be finite for the first time since this was asked."""
+    def news(self) -> list[Nonfinite]:
+        """The places that have become known not to be finite for the first time since this was asked."""
         return self._recorders.news.take()
 
     def suspicious(self) -> bool:

@@ -97,7 +97,7 @@ class Standbys:
         position = self._watch.instruments.position
         if self._windows:
             self._end_in_time()
-        if torch.cuda.is_initialized() or self._in_place:
+        if not self._windows and (torch.cuda.is_initialized() or self._in_place):
             self._replay_in_place()
             return
         now = perf_counter() - self._began
@@ -124,14 +124,9 @@ class Standbys:
 
     def _replay_in_place(self) -> None:
         """No fork of this process can go on: what fails is made again in the process itself."""
-        if self._impossible:
-            return
-        self._impossible = True
         replays = self._watch.instruments.in_place
-        every = int(self._in_place) if self._in_place.isdecimal() else 0
-        if every:
-            replays.force(every)
-        replays.begin()
+        if not replays.begun and getpid() == self._owner:
+            replays.begin(force=int(self._in_place) if self._in_place.isdecimal() else 0)
 
     def _give_up(self, why: str) -> None:
         self._impossible = True

@@ -1,0 +1,299 @@
+"""Calls that fail are made again in the process itself: what the op trace then says, and that the program cannot tell."""
+
+import io
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+from watched import watched
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.window import suspicious_windows
+from dtypedoctor.instrument.instruments import Instruments
+from dtypedoctor.instrument.untouched import KeptMemory
+from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched, Op
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.execution import ReplayedCall
+
+
+class Square(nn.Module):
+    """Overflows float16 for operands of 300."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+class MixedBackward(torch.autograd.Function):
+    """Its backward multiplies float32 by float16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient.float() @ w.t(), x.t() @ gradient
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return MixedBackward.apply(x, self.weight)
+
+
+def overflows_forward() -> None:
+    """Without gradients."""
+    with torch.no_grad():
+        nn.Sequential(nn.Identity(), Square())(torch.full((2, 4), 300.0, dtype=torch.float16))
+
+
+def overflows_in_training() -> None:
+    """The loss and the gradients are not finite either."""
+    model = nn.Sequential(nn.Linear(4, 4), Square()).half()
+    with torch.no_grad():
+        model[0].weight.fill_(0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model(torch.full((2, 4), 3e4, dtype=torch.float16)).sum().backward()
+    optimizer.step()
+
+
+def mixes_dtypes() -> None:
+    """A float16 layer gets float32."""
+    nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half())(torch.ones(2, 4))
+
+
+def mixes_dtypes_backward() -> None:
+    """Only the backward of a custom function does."""
+    nn.Sequential(nn.Linear(4, 4).half(), Custom())(torch.ones(2, 4).half()).float().sum().backward()
+
+
+def overflows_backward() -> None:
+    """Through large weights."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
+    with torch.no_grad():
+        model[1].weight.fill_(30.0)
+    (model(torch.ones(2, 4).half() / 1000).float().sum() * 60000).backward()
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+
+
+def in_place(directory: Path, program: Callable[[], Any], *, force: int = 0) -> Trace:
+    """The trace of a program whose failing calls are made again in this process."""
+
+    def work(instruments: Instruments) -> None:
+        instruments.in_place.begin(force=force)
+        program()
+
+    return watched(directory, work)
+
+
+@pytest.mark.parametrize(
+    ("program", "finding", "op", "phase"),
+    [
+        (overflows_forward, "float16-overflow", "aten.mul.Tensor", "forward"),
+        (overflows_in_training, "float16-overflow", "aten.mul.Tensor", "forward"),
+        (mixes_dtypes, "operand-dtype-mismatch", "aten.addmm.default", "forward"),
+        (mixes_dtypes_backward, "operand-dtype-mismatch", "aten.mm.default", "backward"),
+        (overflows_backward, "backward-overflow", "aten.mm.default", "backward"),
+    ],
+)
+def test_one_run_names_the_operator(
+    tmp_path: Path, program: Callable[[], Any], finding: str, op: str, phase: str
+) -> None:
+    """The finding is what a second run with the op trace on would say, and nothing is left to look at."""
+    trace = in_place(tmp_path, program)
+    first = diagnose(trace)[0]
+    assert (first.id, first.op, first.phase, first.step) == (finding, op, phase, 1)
+    assert first.confidence.value == "proven"
+    assert not suspicious_windows(trace)
+    assert {seen.what.doubt for seen in trace.observed(ReplayedCall)} == {None}
+    assert not trace.damage
+
+
+def test_what_cannot_be_made_again_is_named(tmp_path: Path) -> None:
+    """The program goes on; the reason is among what was not watched."""
+
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            (tmp_path / "made-by-the-program").write_text(f"{(tmp_path / 'made-by-the-program').exists()}")
+            return x * x
+
+    (tmp_path / "trace").mkdir()
+    trace = in_place(tmp_path / "trace", lambda: Writes()(torch.full((2,), 300.0, dtype=torch.float16)))
+    (why,) = [note.why for note in trace.all(NotWatched) if note.what == REPLAY_OF_FAILURES]
+    assert "outside of the process (open)" in why
+    assert (tmp_path / "made-by-the-program").read_text() == "False"
+    assert not trace.observed(ReplayedCall)
+
+
+def test_a_result_that_differs_is_said(tmp_path: Path) -> None:
+    """A call that depends on something that cannot be put back is not the same again."""
+    numbers = iter(range(300, 400))
+
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * next(numbers) * torch.tensor([300.0, 1.0], dtype=torch.float16)
+
+    trace = in_place(tmp_path, lambda: Counts()(torch.ones(2, dtype=torch.float16)))
+    assert [seen.what.doubt for seen in trace.observed(ReplayedCall)] == [
+        "the result of the replay differs from that of the call"
+    ]
+
+
+class Normalized(nn.Module):
+    """Batch statistics, dropout, attributes, a list, a counter in a closure, a buffer, prints, logs, a file, random numbers of all kinds."""
+
+    def __init__(self, log: Any) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.embed = nn.Embedding(4, 8, max_norm=0.5)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+        self.past: list[Tensor] = []
+        self.generator = torch.Generator().manual_seed(3)
+        self.log = log
+        count = [0]
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            count[0] += 1
+
+        self.count = count
+        self.norm.register_forward_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        self.past.append(x.detach())
+        self.log.write(f"{self.calls}\n")
+        print("call", self.calls)
+        logging.getLogger("program").warning("call %d", self.calls)
+        noise = torch.rand(8, generator=self.generator) + random.random() + np.random.rand()
+        x = torch.dropout(self.norm(x), 0.3, True) + self.embed(torch.arange(x.shape[0]) % 4) + noise.float()
+        return self.lstm(checkpoint(self.linear, x, use_reentrant=False)[:, None])[0][:, 0]
+
+
+def trains_normalized(log: Any) -> list[Any]:
+    """Two micro-batches a step; everything that it has changed."""
+    model = Normalized(log)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        for part in torch.randn(2, 6, 8):
+            model(part).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = [model.calls, len(model.past), model.count[0], model.generator.get_state(), model.seen._version]
+    return [*model.state_dict().values(), *kept, *_states(optimizer)]
+
+
+def trains_llama(log: Any) -> list[Any]:
+    """Under autocast and a loss scaler, then generation with a key-value cache."""
+    config = LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, intermediate_size=32, num_attention_heads=2, vocab_size=32
+    )
+    model = LlamaForCausalLM(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    tokens = torch.arange(8)[None]
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    text = model.eval().generate(tokens, max_new_tokens=6, do_sample=True, pad_token_id=0)
+    return [*model.state_dict().values(), *_states(optimizer), text, loss.detach(), scaler.get_scale()]
+
+
+def writes_in_place(log: Any) -> list[Any]:
+    """To a buffer, to its input and to a dictionary among its arguments."""
+
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("keys", torch.zeros(8, 4))
+            self.proj = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, at: int, held: dict[str, Any]) -> Tensor:
+            self.keys[at] = self.proj(x).detach()[0]
+            held.setdefault("all", []).append(at)
+            held["last"] = self.keys[: at + 1].clone()
+            x.mul_(2)
+            return self.keys[: at + 1].sum(0)
+
+    model = Cache()
+    held: dict[str, Any] = {}
+    results: list[Any] = []
+    with torch.inference_mode():
+        for at in range(8):
+            given = torch.randn(1, 4)
+            results += [model(given, at, held), given]
+    return [*results, held["all"], held["last"], model.keys, model.keys._version]
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+@pytest.mark.parametrize("program", [trains_normalized, trains_llama, writes_in_place])
+def test_healthy_programs_are_bitwise_unchanged_by_forced_replays(
+    tmp_path: Path, program: Callable[[Any], list[Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Results, weights, buffers and how often they were written to, optimizer, generators, output, logs and files."""
+
+    def ran(name: str, force: int) -> list[Any]:
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        logged = io.StringIO()
+        handler = logging.StreamHandler(logged)
+        logging.getLogger("program").addHandler(handler)
+        found: list[Any] = []
+        (tmp_path / name).mkdir()
+        with (tmp_path / f"{name}.log").open("w", encoding="ascii") as log:
+            if force:
+                trace = in_place(tmp_path / name, lambda: found.extend(program(log)), force=force)
+                assert not [note for note in trace.all(NotWatched) if note.what == REPLAY_OF_FAILURES]
+                assert len({op.call for op in trace.all(Op)}) >= 4
+            else:
+                program_result = program(log)
+                found.extend(program_result)
+        logging.getLogger("program").removeHandler(handler)
+        written = (tmp_path / f"{name}.log").read_text(encoding="ascii")
+        return [
+            *found,
+            torch.get_rng_state(),
+            random.random(),
+            np.random.rand(),
+            logged.getvalue(),
+            written,
+            capfd.readouterr(),
+        ]
+
+    for one, other in zip(ran("bare", 0), ran("replayed", 1), strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_memory_that_was_written_to_is_put_back_with_its_version() -> None:
+    """A view, its base and an output argument are one memory; what was made inside is not kept."""
+    base = torch.arange(6.0)
+    memory = KeptMemory()
+    with memory:
+        base[2:].mul_(2)
+        torch.add(base, 1, out=base)
+        torch.zeros(3).add_(1)
+    memory.restore()
+    assert base.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert base._version == 0
