@@ -25,6 +25,7 @@ from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.live_call import LiveCall, mapped, tensors_of
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.phases import Phases
+from dtypedoctor.instrument.recorders import Nonfinite
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.instrument.watch import ModuleWatch
@@ -252,9 +253,13 @@ class InPlaceReplays:
                 if kept.call == forward.call:
                     self._replay(kept, "value")
         if backward is not None:
-            calls = [kept for kept in reversed(self._calls) if kept.step == backward.step]
-            calls.sort(key=lambda kept: backward.kind != "grad_output" or kept.call != backward.call)
-            self._through(calls, "gradient", None)
+            self._through(self._calls_behind(backward), "gradient", None)
+
+    def _calls_behind(self, gradient: Nonfinite) -> list[_Kept]:
+        """The calls through which a gradient may have come back, the likeliest first."""
+        calls = [kept for kept in reversed(self._calls) if kept.step == gradient.step]
+        own = [kept for kept in calls if kept.call == gradient.call] if gradient.kind == "grad_output" else []
+        return own or calls
 
     def _through(self, calls: list[_Kept], why: str, error: tuple[str, str] | None) -> None:
         """Replays the backward pass through ``calls``, until one of them shows what is looked for."""
