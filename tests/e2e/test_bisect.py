@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jsonschema
@@ -103,13 +102,6 @@ def test_the_verdict_table_of_gemma4_separates_the_modes(gemma: tuple[Finished, 
     assert verdicts["compiled (inductor)"]["fqn"] == "", "nothing inside is watched"
     assert verdicts["compiled (aot_eager), culprits in float32"]["absmax"] > 1000
     assert verdicts["float32 throughout"]["absmax"] > 65504
-
-
-def test_a_probe_of_a_builtin_model_is_quick(gemma: tuple[Finished, Path]) -> None:
-    """Half a second on an idle machine; here the machine may be busy, so the bound is looser."""
-    seconds = [probe["seconds"] for probe in lines_of(gemma[1], "probe")]
-    assert median(seconds) < 2.5
-    assert report_of(gemma[1])["bisection"]["probe_seconds"] < 2.5
 
 
 def test_progress_is_one_line_a_probe_when_piped(gemma: tuple[Finished, Path]) -> None:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from finding_page import FOLDER, Page, links, read_page
 from forked_script import Ended, run_forked
 from nursery import preload
@@ -138,7 +139,7 @@ def test_the_example_shows_the_failure(finding: str, endings: dict[str, Ended]) 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("finding", WITH_GPU_BLOCK)
 def test_the_gpu_example_shows_the_failure(finding: str, tmp_path: Path) -> None:
     """In a process of its own each, since CUDA does not survive a fork."""

@@ -208,7 +208,9 @@ def extension(tmp_path: Path) -> Iterator[str]:
 def test_an_extension_that_was_built_for_the_program_is_listed(extension: str) -> None:
     """Those of Python and of installed packages are not."""
     (line,) = [line for line in notes().splitlines() if "extension modules" in line]
-    assert line == f"compiled extension modules ({extension})"
+    assert extension in line
+    assert "_json" not in line.replace(extension, "")
+    assert "torch" not in line
 
 
 def test_triton_kernels_are_listed_with_the_package_that_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +220,7 @@ def test_triton_kernels_are_listed_with_the_package_that_holds_them(monkeypatch:
     mine = ModuleType("elsewhere_kernels.norms")
     vars(mine).update(forward=kernel(), backward=kernel(), number=3)
     monkeypatch.setitem(sys.modules, "elsewhere_kernels.norms", mine)
-    assert "Triton" not in notes()
+    assert "elsewhere_kernels" not in notes()
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", triton)
-    assert "Triton kernels (elsewhere_kernels: 2)" in notes()
+    (line,) = [line for line in notes().splitlines() if line.startswith("Triton kernels (")]
+    assert "elsewhere_kernels: 2" in line

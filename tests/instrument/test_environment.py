@@ -26,7 +26,7 @@ def test_every_recorded_variable_may_stand_in_a_public_report() -> None:
 def test_packages_that_are_not_installed_are_left_out() -> None:
     """A version for each that is there, nothing for the others."""
     versions = describe_environment(torch.device("cpu"))["versions"]
-    assert versions["torch"] == torch.__version__
+    assert versions["torch"] == importlib.metadata.version("torch")
     assert set(versions) < set(PACKAGES)
 
 
@@ -47,7 +47,7 @@ def test_a_failure_of_torchs_own_tool_costs_its_part_only(monkeypatch: pytest.Mo
     monkeypatch.setattr(collect_env, "get_env_info", fails)
     found = survey()
     assert found["collect_env"] == {"error": "OSError: lscpu: no such program"}
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"] == importlib.metadata.version("torch")
 
 
 def test_no_function_of_the_program_is_called_and_no_program_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,10 @@ def test_a_sharded_step_is_flushed_no_more_often_than_any_other(tmp_path: Path, 
     assert trace.collectives == STEPS * (gathered + scattered)
 
 
+gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The same collective by its present name, or by that which it had until torch 2.12."""
+
+
 @pytest.mark.usefixtures("pair")
 def test_collectives_that_overwrite_nothing_are_launched_together(tmp_path: Path, counts: Counts) -> None:
     """Of a dozen in a row none is flushed; each is measured."""
@@ -155,7 +159,7 @@ def test_collectives_that_overwrite_nothing_are_launched_together(tmp_path: Path
         for _ in range(2):  # in the second round no place is new
             before = counts.launches
             for number in range(size):
-                dist.all_gather_single(torch.empty(8), torch.full((4,), float(number)))
+                gather(torch.empty(8), torch.full((4,), float(number)))
             found.append(counts.launches - before)
 
     trace = watched(tmp_path, work)
@@ -171,7 +175,7 @@ def test_what_the_next_collective_overwrites_is_measured_before(tmp_path: Path, 
 
     def work() -> None:
         for number in (1.0, 2.0, 3.0, 4.0):
-            dist.all_gather_single(buffer, torch.full((4,), number))
+            gather(buffer, torch.full((4,), number))
 
     trace = watched(tmp_path, work)
     received = [s.absmax for s in trace.samples if trace.sites[s.site].kind == "received"]

@@ -35,7 +35,7 @@ def test_an_old_name_means_the_present_one_and_is_not_in_the_help(old: list[str]
 
 def test_options_of_the_script_keep_their_names() -> None:
     """What stands after the script is the script's own, whatever it is called."""
-    assert values_of("exec", "a.py", "--nproc", "2", "--a_b")["arguments"] == ["--nproc", "2", "--a_b"]
+    assert list(values_of("exec", "a.py", "--nproc", "2", "--a_b")["arguments"]) == ["--nproc", "2", "--a_b"]
 
 
 def test_an_ablation_goes_by_its_name_by_its_id_and_behind_try() -> None:

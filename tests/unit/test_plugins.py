@@ -1,5 +1,6 @@
 """Plug-ins of other packages: what is registered, and what becomes of those that cannot be used."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,11 @@ ASK = (
     "print(*(f'{{one.what}}: {{one.why}}' for one in left_out()), sep='\\n')\n"
     "print('torch' in sys.modules)"
 )
+
+
+def with_path(*places: Path) -> str:
+    """Folders before those where this process finds its packages, which need not be installed beside its interpreter."""
+    return os.pathsep.join([*map(str, places), *filter(None, sys.path)])
 
 
 def installed(place: Path, code: str, **entry_points: str) -> None:
@@ -29,7 +35,7 @@ def asked(place: Path, kind: str, **environment: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", ASK.format(kind=kind)],
         capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
-        env={"PATH": "", "PYTHONPATH": str(place), **environment},
+        env={"PATH": "", "PYTHONPATH": with_path(place), **environment},
     )  # fmt: skip
     return done.stdout.splitlines()
 
@@ -125,7 +131,7 @@ def printed(place: Path, code: str, **environment: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
-        env={"PATH": "", "PYTHONPATH": f"{place}:{Path(__file__).parent}", **environment},
+        env={"PATH": "", "PYTHONPATH": with_path(place, Path(__file__).parent), **environment},
     )  # fmt: skip
     return done.stdout.splitlines()
 
@@ -135,7 +141,7 @@ def command(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "dtypedoctor", *arguments],
         capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2],
-        env={"PATH": "", "PYTHONPATH": str(place)},
+        env={"PATH": "", "PYTHONPATH": with_path(place)},
     )  # fmt: skip
 
 

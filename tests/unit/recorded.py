@@ -1,0 +1,141 @@
+"""Treatments that were recorded: the runs of corpus scripts and scenarios as they lie on disk, and what is concluded from them.
+
+``recorded/NAME.tar.xz`` holds the trace of each run that was made, by its label. Played back, a treatment asks for the same runs and
+gets them from there, so everything between a trace and a verdict is tested on real traces, without torch. To record others::
+
+    python tests/unit/recorded.py DIRECTORY ...      # folders with `before`, `closer`, … in them, as a run leaves them
+"""
+
+import json
+import re
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
+from dtypedoctor.scenario.model import REQUEST, Request
+from dtypedoctor.trace.lines import EVENTS
+from dtypedoctor.trials.remedies import is_script
+from dtypedoctor.trials.results import Treatment
+from dtypedoctor.trials.treatment import Plan, treat
+
+FOLDER = Path(__file__).parent / "recorded"
+NAMES = sorted(path.name.removesuffix(".tar.xz") for path in FOLDER.glob("*.tar.xz"))
+
+KEPT = (EVENTS, EXIT, REQUEST, "cursor.bin")
+"""What is kept of the directory of a run."""
+
+CONCLUDED = FOLDER / "concluded.json"
+"""What is concluded from each, a line for each finding and each trial."""
+
+_TELLING = re.compile(r"`[^`]+`|\S*[\d_.]\S+|\S*\d\S*")
+"""What of a sentence is no wording: numbers, dtypes, dotted names, files, code."""
+
+
+def keep(directory: Path) -> None:
+    """Makes ``recorded/NAME.tar.xz`` of the runs in ``directory``."""
+    FOLDER.mkdir(exist_ok=True)
+    with tarfile.open(FOLDER / f"{directory.name}.tar.xz", "w:xz", preset=9) as archive:
+        for events in sorted(directory.glob(f"*/{EVENTS}")):
+            for name in KEPT:
+                file = events.parent / name
+                if file.exists():
+                    archive.add(file, f"{events.parent.name}/{name}", filter=_anonymous)
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Nobody's file, so that the same runs give the same archive."""
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def play(name: str, directory: Path) -> Treatment:
+    """The recorded treatment, made again from its traces in ``directory``.
+
+    Raises:
+        AssertionError: it asks for a run that was not made, or for one with another request.
+    """
+    with tarfile.open(FOLDER / f"{name}.tar.xz") as archive:
+        archive.extractall(directory, filter="data")
+    first = _request(directory / "before")
+    script = is_script(first.scenario)
+    plan = Plan(certify=False, only=frozenset()) if script else Plan()
+    return treat(first.scenario, partial(_recorded_run, directory, script), plan)
+
+
+def _request(directory: Path) -> Request:
+    return Request.model_validate_json((directory / REQUEST).read_text(encoding="utf-8"))
+
+
+def _recorded_run(directory: Path, script: bool, label: str, request: Request) -> Run:
+    place = directory / label
+    assert place.is_dir(), f"no run {label} was made"
+    made = _request(place)
+    assert (request.windows, request.watch, request.scenario) == (made.windows, made.watch, made.scenario), label
+    ended = WorkerExit(**json.loads((place / EXIT).read_text(encoding="utf-8")))
+    return collect(place, ended, foreign=script)
+
+
+def concluded(treatment: Treatment) -> dict[str, Any]:
+    """What a treatment says, but for its wording."""
+    reference = treatment.reference_summary
+    return {
+        "findings": [_without_wording(one, "summary", "cause") for one in treatment.findings],
+        "trials": [_without_wording(one, "summary", "reason") for one in treatment.trials],
+        "before": plain(asdict(treatment.before_summary)),
+        "reference": plain(asdict(reference)) if reference is not None else None,
+        "observer": _without_wording(treatment.observer, "reason"),
+        "no_closer": telling(treatment.no_closer),
+        "refusals": len(treatment.refusals),
+    }
+
+
+def _without_wording(value: Any, *sentences: str) -> dict[str, Any]:
+    said: dict[str, Any] = plain(asdict(value))
+    for name in sentences:
+        said[name] = telling(said[name])
+    if "evidence" in said:
+        said["evidence"] = [telling(line) for line in said["evidence"]]
+        said["proven_by"] = said["proven_by"] and telling(said["proven_by"])
+    return said
+
+
+def telling(sentence: str) -> str:
+    """The numbers and names in a sentence."""
+    return " ".join(word.strip(".,;:()") for word in _TELLING.findall(sentence))
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON has it; a float that is none there is a string."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str):
+        return [plain(one) for one in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if abs(value) < float("inf") else str(value)
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def rendered(document: Mapping[str, Mapping[str, Any]]) -> str:
+    """JSON with a line for each finding and each trial, so that a difference reads well."""
+    texts = []
+    for name, one in sorted(document.items()):
+        lines = [f'  "{key}": {_lines(value)}' for key, value in one.items()]
+        texts.append(f'"{name}": {{\n' + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(texts) + "\n}\n"
+
+
+def _lines(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return json.dumps(value)
+    return "[\n" + ",\n".join(f"    {json.dumps(one)}" for one in value) + "\n  ]"
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        keep(Path(argument))
