@@ -219,3 +219,8 @@ class Rule:
     specs: tuple[FindingSpec, ...]
     detect: Detector | None = None
     inspect: Inspector | None = None
+
+    def __post_init__(self) -> None:
+        """Raises TypeError where ``specs`` is something else, such as a spec alone: packages of others make rules, too."""
+        if not isinstance(self.specs, tuple) or not all(isinstance(spec, FindingSpec) for spec in self.specs):
+            raise TypeError(f"specs of the rule {self.name!r} must be a tuple of FindingSpec: specs=(SPEC,)")

@@ -176,7 +176,7 @@ class Instruments:
         self.arrivals.finish()
         if self.watching and not self._counted:
             self._counted = True
-            self.writer.write(self.coverage.record())
+            self.writer.write(self.coverage)
 
     def begin_stage(self, step: int) -> None:
         """A step of the scenario begins: its first training step is number ``step`` of the process."""

@@ -1,12 +1,11 @@
 """What can be measured of a program, how much of it was, and single numbers from a device.
 
 Tensors of a class of their own, spread, sparse, nested or complex ones have values that can be read though they are no plain dense
-memory. :class:`Coverage` counts what ran with what was measured. :class:`Arrivals` reads a loss or a loss scale without waiting for it.
+memory. :class:`Arrivals` reads a loss or a loss scale without waiting for it.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -24,36 +23,10 @@ from dtypedoctor._torch_private import (
 )
 from dtypedoctor.instrument.statistics import is_spread, measurable, modes_are_on, out_of_their_sight
 from dtypedoctor.interruptions import is_interruption
-from dtypedoctor.trace import events
 
 _PLAIN = (type(None), bool, int, str, bytes)
 """Types of values that can neither be inf nor NaN."""
 _CONTAINERS = (tuple, list, set, frozenset)
-
-
-@dataclass(slots=True)
-class Coverage:
-    """Counts of what ran, each with how much of it was measured. Whoever sees one adds to the first, whoever measures it to the second.
-
-    Attributes:
-        module_calls: module calls that ended with a result in steps that are measured; those whose result holds no float are left out.
-        operators: operators that ran outside of module calls.
-        gradients: gradients of parameters.
-        losses: tensors that a backward pass was started from, and other losses that were noticed.
-    """
-
-    module_calls: int = 0
-    module_calls_measured: int = 0
-    operators: int = 0
-    operators_measured: int = 0
-    gradients: int = 0
-    gradients_measured: int = 0
-    losses: int = 0
-    losses_measured: int = 0
-
-    def record(self) -> events.Coverage:
-        """The counts so far, as a record of the trace."""
-        return events.Coverage(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 def holds_no_floats(value: object, depth: int = 0) -> bool:

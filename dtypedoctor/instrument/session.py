@@ -17,10 +17,9 @@ from dtypedoctor._torch_private import DisableTorchFunction, function_mode_is_on
 from dtypedoctor.instrument.frames import source_of
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.position import Position, is_foreign
-from dtypedoctor.instrument.readable import Coverage
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
-from dtypedoctor.trace.events import FAILED_THERE, NotWatched, Observed
+from dtypedoctor.trace.events import FAILED_THERE, Coverage, NotWatched, Observed
 from dtypedoctor.trace.records.execution import AutocastRegion
 
 if TYPE_CHECKING:

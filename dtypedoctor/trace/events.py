@@ -398,11 +398,17 @@ class NotWatched:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Coverage:
-    """How many things ran, and how many of them were measured; written once when the instruments stop.
+    """How many things ran, and how many of them were measured; the one record that is not frozen.
 
-    ``operators`` are those outside of module calls, ``gradients`` those of parameters, ``losses`` what backward passes began with.
+    Instruments count it up, whoever sees something the first number and whoever measures it the second; it is written once when they stop.
+
+    Attributes:
+        module_calls: module calls that ended with a result in steps that are measured; those whose result holds no float are left out.
+        operators: operators that ran outside of module calls.
+        gradients: gradients of parameters.
+        losses: tensors that a backward pass was started from, and other losses that were noticed.
     """
 
     module_calls: int = 0

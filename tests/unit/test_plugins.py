@@ -168,6 +168,17 @@ def test_a_rule_that_raises_or_yields_no_finding_is_left_out_and_named(body: str
     ]
 
 
+@pytest.mark.parametrize("specs", ["SPEC", "[SPEC]", "('other-failure',)"])
+def test_a_rule_whose_specs_are_no_tuple_of_specs_is_left_out_and_named(specs: str, tmp_path: Path) -> None:
+    """Its module cannot be imported; the rules of dtypedoctor go on."""
+    installed(tmp_path, rule_of("return ()").replace("(SPEC,)", specs), rules="bad = other:RULE")
+    assert printed(tmp_path, DIAGNOSED)[:2] == [
+        "['float16-overflow']",
+        "dtypedoctor.rules plug-in 'bad' of other 1.2: TypeError: specs of the rule 'other-failure' must be a tuple of"
+        " FindingSpec: specs=(SPEC,)",
+    ]
+
+
 def test_what_was_left_out_is_in_the_coverage_of_the_report(tmp_path: Path) -> None:
     """Who reads the report only must know that a rule did not look."""
     installed(tmp_path, rule_of("return 1 / 0"), rules="bad = other:RULE")
