@@ -15,8 +15,7 @@ from dtypedoctor.cli.scenario_files import allow_directory, load_checked, resume
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
 from dtypedoctor.redaction.redact import without_process_secrets
-from dtypedoctor.report.build import bisection_report
-from dtypedoctor.report.files import REPORT_JSON, REPORT_MD
+from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, bisection_report
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
 from dtypedoctor.runner.launch import Launcher, WarmServer

@@ -227,7 +227,7 @@ def shows_runs(format: str) -> bool:
 
 def kept(directory: Path, report: "Report") -> "Report":
     """Writes ``report`` into ``directory``, or says on stderr why that cannot be done."""
-    from dtypedoctor.report.files import write_report
+    from dtypedoctor.report.build import write_report
 
     try:
         write_report(directory, report)

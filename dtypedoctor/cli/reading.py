@@ -170,8 +170,7 @@ def scenarios(
 ) -> None:
     """List the built-in scenarios."""
     from dtypedoctor.cli.scenario_files import load_checked
-    from dtypedoctor.scenario.dump import json_schema
-    from dtypedoctor.scenario.loading import available
+    from dtypedoctor.scenario.loading import available, json_schema
 
     if schema:
         print(json.dumps(json_schema(), indent=2))

@@ -1,4 +1,4 @@
-"""``dtypedoctor run``: scenarios from failure to proven fix."""
+"""``dtypedoctor run``: scenarios from failure to proven fix. ``dtypedoctor bisect``: the smallest culprit, by intervention."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +9,11 @@ from dtypedoctor.cli.output import TERMINAL, AllowCode, Device, EveryNSteps, For
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the verb."""
+    """Adds the verbs."""
     app.command(name="run", epilog="Example:  dtypedoctor run scenarios/gemma4_grpo_fp16.yaml --out runs/first")(run)
+    app.command(name="bisect", epilog="Example:  dtypedoctor bisect --model builtin:gemma4-tiny --dtype float16")(
+        bisect
+    )
 
 
 def run(
@@ -68,3 +71,81 @@ def run(
     shown = reports if format == TERMINAL else list(map(redact, reports))
     show(matrix_document(rows, shown, exit_code=matrix_exit(rows)), format)
     return matrix_exit(rows)
+
+
+ScenarioArgument = Annotated[
+    str | None, typer.Argument(help="Scenario file, or the name of a built-in scenario.", metavar="SCENARIO")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="builtin:NAME, a directory, a downloaded hub id, or package.module:factory."),
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="dtype of the model.", show_default="float16, or the scenario's")
+]
+WorkloadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--workload",
+        help="forward, train, sft, grpo or generate.",
+        show_default="that of a builtin model's scenario, else one forward and backward pass",
+    ),
+]
+Resume = Annotated[
+    Path | None, typer.Option("--resume", help="Continue an interrupted bisection from its run directory.")
+]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tolerance",
+        help="Largest accepted difference of log-probabilities from float32.",
+        show_default="from the reference's own sensitivity",
+    ),
+]
+TimeLimit = Annotated[
+    int | None, typer.Option("--time-limit", help="Seconds for one run.", min=1, show_default="the scenario's")
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", help="Runs at a time.", min=1, show_default="one per core or GPU, at most 4"),
+]
+
+
+def bisect(
+    scenario: ScenarioArgument = None,
+    model: ModelOption = None,
+    dtype: Dtype = None,
+    workload: WorkloadOption = None,
+    device: Device = None,
+    out: Out = None,
+    resume: Resume = None,
+    tolerance: Tolerance = None,
+    time_limit: TimeLimit = None,
+    allow_code: AllowCode = False,
+    jobs: Jobs = None,
+) -> int:
+    """Find the smallest set of modules to keep in float32, the corrections needed, and the modes that fail.
+
+    Exits 0 if the model does not fail and nothing else is found; 10 if it fails, whatever the bisection finds, or if findings
+    remain that no bisection can explain; 2 if it cannot be run; 3 if the worker left no usable trace. Ctrl-C reports the best
+    answer so far; --resume continues after any end and repeats no run.
+    """
+    from dtypedoctor.cli.bisecting import Options, bisect_case, new_case, resumed_case
+    from dtypedoctor.cli.running import exit_code
+    from dtypedoctor.report.run_document import bisection_document
+
+    options = Options(
+        scenario=scenario,
+        model=model,
+        dtype=dtype,
+        workload=workload,
+        device=device,
+        out=out,
+        tolerance=tolerance,
+        time_limit=time_limit,
+        allow_code=allow_code,
+    )
+    case = resumed_case(resume, options) if resume is not None else new_case(options)
+    report = bisect_case(case, jobs)
+    show(bisection_document(report), TERMINAL)
+    return exit_code(report)

@@ -18,8 +18,8 @@ from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import DoctorError, ExitCode, UsageError
 from dtypedoctor.redaction.redact import redact, without_process_secrets
-from dtypedoctor.report.build import build_report
-from dtypedoctor.report.files import MATRIX_JSON, REPORT_JSON, REPORT_MD
+from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
+from dtypedoctor.report.files import MATRIX_JSON
 from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_report, refused_row, render_matrix_json, row_of
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.runner.directories import new_directory, remove_unused

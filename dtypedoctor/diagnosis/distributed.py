@@ -181,7 +181,7 @@ def _told(ranks: Sequence[Rank], source: int) -> Iterator[str]:
     if carried is not None:
         yield _in_words(carried, source)
     elif len(ranks) > 1:
-        yield "No collective or message that was watched carried it to another rank."
+        yield "No recorded collective or message propagated it to another rank."
 
 
 def _first_place(origin: Rank, first: Incident) -> str:

@@ -12,7 +12,7 @@ from dtypedoctor.inprocess.watch import Watched, watched_for
 from dtypedoctor.interruptions import say
 from dtypedoctor.report.model import Report
 
-NO_END = "training did not come to its end, and the program went on"
+NO_END = "training did not complete, and the program continued"
 
 
 class DtypeDoctorCallback(TrainerCallback):
@@ -51,7 +51,7 @@ class DtypeDoctorCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if (other := watched_for()) is not None:
-            say(f"dtypedoctor: this training is part of what is watched for {other}")
+            say(f"dtypedoctor: this training is already recorded in {other}")
             return
         self._trainings += 1
         if self._trainings == 1:

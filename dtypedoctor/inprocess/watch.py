@@ -13,8 +13,7 @@ from torch import nn
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import contained, say
 from dtypedoctor.redaction.redact import without_process_secrets
-from dtypedoctor.report.build import build_report
-from dtypedoctor.report.files import REPORT_JSON, REPORT_MD, write_report
+from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write_report
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.text import one_line
 from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
@@ -124,7 +123,7 @@ class Watched:
         global _current
         _check_module(model)
         if (other := watched_for()) is not None:
-            raise UsageError(f"this process is being watched already, for {other}", "End that watch first.")
+            raise UsageError(f"this process is already recorded in {other}", "Stop that recording first.")
         self.directory = _new_directory(self._out, self._name)
         trace = self.directory / BEFORE
         trace.mkdir()
@@ -175,7 +174,7 @@ class Watched:
     def _scenario(self) -> Scenario:
         return Scenario(
             name=self._name,
-            summary="A program that was watched from inside.",
+            summary="A program that instruments itself.",
             deterministic=False,
             steps=[ScenarioStep(workload=Script(kind="script", path=sys.argv[0] or "-", args=sys.argv[1:]))],
         )
@@ -192,7 +191,7 @@ def _new_directory(out: Path | None, name: str) -> Path:
 def _check_module(model: object) -> None:
     if model is not None and not isinstance(model, nn.Module):
         what = f"{type(model).__module__}.{type(model).__qualname__}"
-        hint = "Give the model, or nothing: every module that is called is watched."
+        hint = "Pass the model, or nothing: every module that is called is instrumented."
         raise UsageError(f"{what} is not a torch.nn.Module", hint)
 
 

@@ -41,7 +41,7 @@ _ITERATOR = "reading it would use it up; return a list to have it measured"
 _OBJECT = (
     "its attributes cannot be read without running its code; return a tuple or dict of tensors to have it measured"
 )
-_MANY = f"only the first {MOST_VALUES:,} values of it were looked at"
+_MANY = f"only the first {MOST_VALUES:,} of its values were measured"
 _ARRAY = "only tensors are measured; return one to have it measured"
 _NUMBER = "a number that is inf or NaN, in no tensor"
 

@@ -228,7 +228,7 @@ def why_opaque(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript runs no module hooks"
     if is_compiled_module(module):
-        return "compiled code runs no module hooks; what goes in and comes out was watched"
+        return "compiled code runs no module hooks; its inputs and outputs were measured"
     return ""
 
 

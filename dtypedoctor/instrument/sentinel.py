@@ -60,9 +60,9 @@ ALLOWANCE = 20_000
 PER_CALL = 500
 """Operators that each outermost module call adds to the allowance."""
 EACH = 8
-"""Beyond the allowance each so-many-th backward pass is seen, and each so-many-th result on a GPU measured from the start."""
+"""Beyond the allowance every Nth backward pass is seen; on a GPU every Nth result is measured from the start."""
 ROUND, MEASURED = 509, 64
-"""Beyond the allowance so many operators of so many are measured, in one go; no loop is likely to be as long as a round."""
+"""Beyond the allowance, ``MEASURED`` consecutive operators of each ``ROUND`` are measured; no loop is likely to be as long as a round."""
 BYTES = 2 << 30
 """Results larger than :data:`SMALL` that are measured, in bytes; each outermost module call adds :data:`BYTES_PER_CALL`."""
 BYTES_PER_CALL = 64 << 20

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from dtypedoctor.report.document import Beside, Block, Chart, Fold, Line, Look, Paragraph, Section, Table, Words
-from dtypedoctor.report.fixes import outcome_look, outcome_words
 from dtypedoctor.report.model import Outcome, Parity, Report, RunSummary, Trial
-from dtypedoctor.report.run_facts import ended_with
+from dtypedoctor.report.run_facts import ended_with, outcome_look, outcome_words
 from dtypedoctor.report.text import ABSENT, count, counted, duration, memory, number, ratio, span
 from dtypedoctor.scenario.model import Reference
 from dtypedoctor.trials.results import WRONG_OUTPUT

@@ -1,16 +1,21 @@
-"""Makes the Report of a run, and of a bisection."""
+"""Makes the Report of a run or a bisection, and writes it into the run directory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.plugins import left_out
+from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.text import counted, number
+from dtypedoctor.report.to_json import render_json
+from dtypedoctor.report.to_markdown import render_markdown
 from dtypedoctor.report.verdict import measured_in, missing_end, verdict
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trials.bisection.results import Answer, Bisection, End, Kind, Symptom, Verdict
@@ -19,6 +24,9 @@ from dtypedoctor.trials.caught import noted
 from dtypedoctor.trials.judge import expectation_on, is_met
 from dtypedoctor.trials.results import Outcome, Treatment
 from dtypedoctor.trials.runs import ranks_of
+
+REPORT_JSON = "report.json"
+REPORT_MD = "report.md"
 
 
 def build_report(treatment: Treatment, *, command: str, files: dict[str, str], next_command: str) -> Report:
@@ -300,3 +308,21 @@ def _remedy(found: Bisection) -> dict[str, Any] | None:
     if found.confirmed:
         return {"corrections": [{"id": "keep-float32", "modules": list(found.kept)}]}
     return None
+
+
+def write_report(directory: Path, report: Report) -> None:
+    """Writes ``report.json`` and ``report.md`` into ``directory``.
+
+    Reports are attached to public tickets, so private strings are replaced first; ``report`` itself, for the person at
+    the prompt, keeps them.
+    """
+    public = redact(report)
+    _replace(directory / REPORT_JSON, render_json(public))
+    _replace(directory / REPORT_MD, render_markdown(run_document(public)))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file as a whole: readers see the old content or the new one, never half of it."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    temporary.replace(path)

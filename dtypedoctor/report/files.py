@@ -1,4 +1,4 @@
-"""Reports on disk, also of a run of which nobody lived to write one."""
+"""Reads the reports and matrices of run directories; where there is no report, makes one from the trace."""
 
 import json
 import shlex
@@ -10,14 +10,12 @@ from pydantic import ValidationError
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import inside, read_file, read_head, reason
-from dtypedoctor.redaction.redact import redact, without_process_secrets
-from dtypedoctor.report.build import build_report
+from dtypedoctor.redaction.redact import without_process_secrets
+from dtypedoctor.report.build import REPORT_JSON, build_report
 from dtypedoctor.report.matrix import MatrixRow, read_matrix_json, refused_report
 from dtypedoctor.report.model import Outcome, Picture, Report
 from dtypedoctor.report.pictures import picture_of
-from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.to_json import from_json, render_json
-from dtypedoctor.report.to_markdown import render_markdown
+from dtypedoctor.report.to_json import from_json
 from dtypedoctor.runner.run import BEFORE, SavedRun, open_run
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.lines import EVENTS
@@ -27,20 +25,7 @@ from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trials.runs import is_job, open_job
 from dtypedoctor.trials.treatment import examine
 
-REPORT_JSON = "report.json"
-REPORT_MD = "report.md"
 MATRIX_JSON = "matrix.json"
-
-
-def write_report(directory: Path, report: Report) -> None:
-    """Writes ``report.json`` and ``report.md`` into ``directory``.
-
-    Reports are attached to public tickets, so private strings are replaced first; ``report`` itself, for the person at
-    the prompt, keeps them.
-    """
-    public = redact(report)
-    _replace(directory / REPORT_JSON, render_json(public))
-    _replace(directory / REPORT_MD, render_markdown(run_document(public)))
 
 
 def read_report(place: Path) -> Report:
@@ -90,13 +75,6 @@ def _read_of_matrix(folder: Path, name: str) -> Report:
     except OSError as error:
         raise UsageError(f"{folder / MATRIX_JSON}: its report {name!r} cannot be read ({reason(error)})") from error
     return read_report(path)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file as a whole: readers see the old content or the new one, never half of it."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    temporary.replace(path)
 
 
 CLOSER, REFERENCE = "closer", "reference"
@@ -168,7 +146,7 @@ def _scenario(saved: SavedRun, place: Path) -> Scenario:
     except (KeyError, ValidationError):
         return Scenario(
             name="a-run-without-a-report",
-            summary="A program that was watched and did not come to its end.",
+            summary="An instrumented program that did not complete.",
             deterministic=False,
             steps=[ScenarioStep(workload=Script(kind="script", path=str(place)))],
         )

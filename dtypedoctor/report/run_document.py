@@ -30,12 +30,14 @@ from dtypedoctor.report.document import (
     Words,
     named,
 )
-from dtypedoctor.report.fixes import cures, fix_checks, fixes_part
 from dtypedoctor.report.magnitude_table import magnitude_section, shared_prefix
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_facts import (
     CONFIDENCE,
     chains,
+    cures,
+    fix_checks,
+    fixes_part,
     link_dtypes,
     measured_sentence,
     observer_sentence,

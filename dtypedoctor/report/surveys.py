@@ -29,7 +29,7 @@ from dtypedoctor.report.document import (
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.text import one_line
 from dtypedoctor.report.to_json import plain
-from dtypedoctor.scenario.dump import to_yaml
+from dtypedoctor.scenario.loading import to_yaml
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.trials.remedies import exec_option
 

@@ -11,9 +11,8 @@ from dtypedoctor.diagnosis.incidents import GRADIENTS
 from dtypedoctor.diagnosis.ops import asked_for
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import doubt_in_words
-from dtypedoctor.report.fixes import cured_sentence
 from dtypedoctor.report.model import Status
-from dtypedoctor.report.run_facts import MEASURED, measured_share
+from dtypedoctor.report.run_facts import MEASURED, cured_sentence, measured_share
 from dtypedoctor.report.text import counted, one_line
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.cursor import Stopped
@@ -316,7 +315,7 @@ def _nothing_ran(trace: Trace) -> str:
         else "no nn.Module ran in this process"
     )
     elsewhere = " and ".join(one_line(note.what, 120) for note in notes if note.why in (NOT_HERE, WORKED_ELSEWHERE))
-    return what + (f"; {elsewhere} not watched" if elsewhere else "")
+    return what + (f"; {elsewhere} not measured" if elsewhere else "")
 
 
 def _finiteness(measured: Measured) -> str:

@@ -43,8 +43,8 @@ def _pretrained(seen: Observed[Pretrained]) -> Iterator[Finding]:
     what = seen.what
     stored, loaded, requested = _main(what.stored), _main(what.loaded), what.requested
     if requested is not None and requested != loaded and requested in ("float16", "bfloat16", "float32"):
-        summary = f"{what.model} was asked for in {requested} and is {loaded}."
-        cause = "The request did not reach the model, or not all of it; nothing says so."
+        summary = f"{what.model} was requested in {requested} and is {loaded}."
+        cause = "The request did not reach the model, or only a part of it; no error is raised."
     elif stored == NATIVE_RANGE and loaded == "float16":
         summary = f"{what.model} is stored in bfloat16 and was loaded in float16, whose largest value is {number(limit_of(loaded))}."
         cause = (
@@ -54,7 +54,7 @@ def _pretrained(seen: Observed[Pretrained]) -> Iterator[Finding]:
     else:
         return
     asked = requested or "nothing (the default decides)"
-    evidence = (f"Stored: {_census(what.stored)}. Loaded: {_census(what.loaded)}. Asked for: {asked}.",)
+    evidence = (f"Stored: {_census(what.stored)}. Loaded: {_census(what.loaded)}. Requested: {asked}.",)
     yield _finding(summary, cause, evidence, loaded)
 
 

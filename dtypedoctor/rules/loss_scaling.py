@@ -155,8 +155,8 @@ def _bfloat16_gradients(trace: Trace, refused: Raised | None, seen: Unscaled | N
         confidence=Confidence.LIKELY,
         summary="GradScaler is used with bfloat16 parameters: unnecessary, and unsupported on CUDA.",
         cause=(
-            "bfloat16 has the range of float32, so its gradients do not vanish for want of range and scaling the loss gains "
-            "nothing. On CUDA the scaler has no kernel for them and raises; on a CPU it goes along."
+            "bfloat16 has the range of float32, so its gradients do not underflow and scaling the loss gains nothing. On CUDA "
+            "the scaler has no kernel for them and raises; on a CPU it has no effect."
         ),
         evidence=(
             *((f"The optimizer holds {_counted(served.params)} parameters: {listed(names)}.",) if names else ()),

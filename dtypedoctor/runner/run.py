@@ -63,7 +63,7 @@ class WorkerExit:
     def describe(self) -> str:
         """How it ended, in words."""
         if self.unknown:
-            return "ended in a way that nobody has recorded"
+            return "ended; its exit status was not recorded"
         if self.timed_out:
             return f"was stopped at its time limit after {self.seconds:.0f} s"
         if self.code >= 0:

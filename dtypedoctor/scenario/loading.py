@@ -1,4 +1,4 @@
-"""From what is typed at the prompt to a Scenario: finds the file, reads it, applies options; or makes one for a model.
+"""From what is typed at the prompt to a Scenario: finds the file, reads it, applies options; or makes one for a model. And back to YAML.
 
 A file's mistakes are reported all at once, each with its place.
 """
@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 from yaml.reader import Reader
 
@@ -19,7 +20,7 @@ from dtypedoctor.plugins import switched_off
 from dtypedoctor.scenario.checking import check, check_ids, check_name
 from dtypedoctor.scenario.model import Model, Scenario
 from dtypedoctor.scenario.problems import Place, Problem, did_you_mean, in_words, printable, quoted, refusal
-from dtypedoctor.scenario.yaml_nodes import read_tree
+from dtypedoctor.scenario.yaml_nodes import PATTERNS, read_tree
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -280,3 +281,37 @@ def _changed(model: Model, name: str | None, dtype: str | None) -> dict[str, Any
     if dtype is not None:
         values["dtype"] = dtype
     return values
+
+
+def to_yaml(scenario: Scenario) -> str:
+    """The shortest YAML that ``load_scenario`` reads back as an equal scenario: keys at their default are left out.
+
+    Texts must be free of control characters and ``options`` must hold YAML's own kinds of values only, as those of every
+    loaded scenario do.
+    """
+    values = scenario.model_dump(exclude_defaults=True)
+    for step in values["steps"]:
+        step["workload"] = {"kind": step["workload"]["kind"]} | step["workload"]  # what is done stands first
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the core schema would read as something else than text."""
+
+    yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {  # noqa: RUF012  (PyYAML's own name)
+        None: [(f"tag:yaml.org,2002:{kind}", pattern) for kind, pattern in PATTERNS.items()]
+    }
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema in draft 2020-12, with each key's description and default.
+
+    It accepts every file that ``load_scenario`` accepts. It cannot say what depends on several keys (a script has either
+    ``path`` or ``module``; the name is the file's), so the loader has the last word.
+    """
+    schema = Scenario.model_json_schema()
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "dtypedoctor scenario",
+    }

@@ -163,7 +163,7 @@ class Plugin(Strict):
     kind: Literal["plugin"] = Field(description="Chooses this workload.")
     name: str = Field(description="Name under which the package registers it.")
     steps: int = Field(default=1, ge=1, description="Steps that it is to do.")
-    options: dict[str, Any] = Field(default_factory=dict, description="What else it is told.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Its own options.")
 
 
 class Script(Strict):
@@ -197,7 +197,7 @@ class Compile(Strict):
     """`torch.compile` of the model."""
 
     backend: Literal["inductor", "eager", "aot_eager"] = Field(default="inductor", description="Compiler backend.")
-    fullgraph: bool = Field(default=False, description="Refuse graph breaks.")
+    fullgraph: bool = Field(default=False, description="Raise on graph breaks.")
     dynamic: bool | None = Field(default=None, description="torch.compile's `dynamic`.")
 
 
@@ -218,7 +218,7 @@ class ScenarioStep(Strict):
     grad_scaler: bool = Field(default=False, description="Use a gradient scaler (plain training loop only).")
     compile: Compile | None = Field(default=None, description="Compile the model.")
     side_stream: bool = Field(
-        default=False, description="Run the workload on a CUDA stream of its own; on a CPU there is none."
+        default=False, description="Run the workload on a separate CUDA stream; no effect on a CPU."
     )
 
 
@@ -251,7 +251,7 @@ class Expectation(Strict):
     """What the scenario is there to show; `run` exits 0 only if it comes true."""
 
     findings: list[Name] = Field(default_factory=list, description="Finding ids, the root cause first.")
-    cured_by: list[Name] = Field(default_factory=list, description="Remedies that cure.")
+    cured_by: list[Name] = Field(default_factory=list, description="Fixes that work.")
     not_cured_by: list[Name] = Field(default_factory=list, description="Fixes that are tried and do not work.")
     only_on: Literal["cpu", "cuda"] | None = Field(
         default=None, description="The device on which this holds; elsewhere nothing is expected to go wrong."
@@ -273,8 +273,8 @@ class Scenario(Strict):
     deterministic: bool = Field(default=True, description="Ask torch for deterministic algorithms.")
     watch_every: int = Field(
         default=1, ge=0,
-        description="Every module is measured in each so-many-th training step, the first included; in the others, and always "
-        "with `0`, only the residual stream and the loss. A closer look at a failure measures all.",
+        description="Every module is measured in every Nth training step, the first included; in the others, and always "
+        "with `0`, only the residual stream and the loss. The op trace run of a failure measures all.",
     )  # fmt: skip
     distributed: Distributed | None = Field(
         default=None, description="Run it in several processes; `generate`, `unload` and compiled steps cannot be."

@@ -15,6 +15,6 @@ ENTRY_POINTS: Mapping[str, tuple[str, ...]] = {
     "dtypedoctor.corrections": tuple(
         f"{_HERE}.{ticket}:CORRECTIONS" for ticket in ("gemma4", "fused_llama", "custom_moe", "nf4_compiled")
     ),
-    "dtypedoctor.remedies": tuple(f"{_HERE}.{ticket}.remedies:REMEDIES" for ticket in ("fused_llama", "custom_moe")),
+    "dtypedoctor.remedies": (f"{_HERE}.remedies:REMEDIES",),
 }
 """What would stand in the metadata of a package of its own: by group of entry points, where the dataclasses are."""

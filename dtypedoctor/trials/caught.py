@@ -47,8 +47,8 @@ def noted(run: Run) -> Iterator[str]:
             where = f" in {caught.modules[-1]}" if caught.modules and caught.modules[-1] else ""
             said = caught.message.splitlines()[0][:160] if caught.message else ""
             yield (
-                f"{caught.type}{where} in {run.trace.moment(caught.step)}: the program caught it and went on, so it is not "
-                f"taken for a failure: {said}"
+                f"{caught.type}{where} in {run.trace.moment(caught.step)}: the program caught it and continued, so it does "
+                f"not count as a failure: {said}"
             )
 
 

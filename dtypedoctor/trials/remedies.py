@@ -230,7 +230,7 @@ _OWN = (
     ),
     Remedy(
         id="fresh-process",
-        summary="run the last model in a process of its own",
+        summary="run the last model in a separate process",
         safe=True,
         change=fresh_process,
         prefer="the models need not share a process: no library has to change",

@@ -14,15 +14,14 @@ from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.capsules import LIMIT, caught_in
 from dtypedoctor.trials.caught import said_of_caught, with_caught
 from dtypedoctor.trials.judge import Baselines, apply_ablations, confirm_by_trials, judge, not_tried
-from dtypedoctor.trials.observer import compare_unwatched
 from dtypedoctor.trials.preflight import check_checkpoints, joined
 from dtypedoctor.trials.remedies import Remedy, exec_option, float32_twin, healthy_reference, is_script, remedies
 from dtypedoctor.trials.results import Observer, Treatment, Trial
 from dtypedoctor.trials.runs import LaterRuns, RunRequest, led, led_by_spawned, rank_of, ranks_of, said_of_spawned
 from dtypedoctor.trials.second_run import CloserLook, look_closer, replayed
-from dtypedoctor.trials.summary import summarise
+from dtypedoctor.trials.summary import compare_unwatched, summarise
 
-WATCHED_LIVE = "the program was watched while it ran, and is not run again from here (`dtypedoctor exec` does that)"
+WATCHED_LIVE = "the program was instrumented while it ran and is not run again from here (`dtypedoctor exec` does that)"
 LIVE_SECONDS = 60.0
 """How long a program that watches itself waits for a replay."""
 NOT_COMPARED = Observer(
@@ -117,7 +116,7 @@ def _certificate(scenario: Scenario, before: Run, run: LaterRuns) -> Observer:
     request = Request(scenario=scenario, watch=False, repeats="before", witness=True)
     unwatched = run("unwatched", request)
     if unwatched is None:
-        return Observer(bitwise_equal=None, reason="the run without the watch could not be made")
+        return Observer(bitwise_equal=None, reason="the uninstrumented run could not start")
     return compare_unwatched(before, unwatched)
 
 

@@ -198,7 +198,7 @@ def outliving_threads() -> Iterator[tuple[str, str]]:
     """Threads that are still at work when a script's last line is over, and why they are not watched."""
     others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
     if others:
-        yield f"{len(others)} thread(s) that outlive the script's last line", "the watch ends with it"
+        yield f"{len(others)} thread(s) that outlive the script's last line", "recording ends with it"
 
 
 def _may_work(program: str, arguments: Any) -> bool:
@@ -248,7 +248,7 @@ def _base(program: Any) -> str:
     return Path(os.fsdecode(program)).name
 
 
-WHY_NOT_INSIDE = "what it reads and writes passes no operator of torch; what watched modules return was watched"
+WHY_NOT_INSIDE = "what it reads and writes passes no torch operator; outputs of instrumented modules were measured"
 
 _TRITON = "triton.runtime.jit"
 _KERNEL_CLASSES = frozenset({"JITFunction", "InterpretedFunction", "Autotuner", "Heuristics"})

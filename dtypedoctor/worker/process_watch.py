@@ -223,7 +223,7 @@ class ProcessWatch:
             self._writer.write(
                 NotWatched(
                     what=f"the inside of {report.unique_graphs} compiled graph(s)",
-                    why="compiled code runs no module hooks; what goes into watched modules and comes out was watched",
+                    why="compiled code runs no module hooks; inputs and outputs of instrumented modules were measured",
                 )
             )
 

@@ -162,7 +162,7 @@ def _why_streams_are_not_watched(context: "Context") -> str:
     if context.device.type != "cuda":
         return "there is no CUDA device here"
     if context.stage.compile is not None:
-        return "the model is compiled, and whoever listens would be compiled with it"
+        return "the model is compiled, and a listener would be compiled with it"
     return ""
 
 

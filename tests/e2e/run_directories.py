@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
-from dtypedoctor.report.files import write_report
+from dtypedoctor.report.build import write_report
 from dtypedoctor.report.model import Outcome, Report, RunSummary, Status, Trial
 from dtypedoctor.trace.events import End, Flow, Header, Op, Raised, Replay, Root, Site, TensorNote
 from dtypedoctor.trace.writer import TraceWriter

@@ -80,7 +80,7 @@ def test_gemma4_has_one_culprit_the_product_in_its_first_mlp(gemma: tuple[Finish
     assert not found["flaky"]
     assert found["remedy"] == {"corrections": [{"id": "gemma4-mlp-float32-product"}]}
     assert found["candidates"] == 44
-    assert finished.out.startswith("Smallest fix: keep the own arithmetic of layers.0.mlp in float32.")
+    assert finished.out.startswith("Smallest fix: keep layers.0.mlp's own operators in float32.")
 
 
 def test_the_verdict_table_of_gemma4_separates_the_modes(gemma: tuple[Finished, Path]) -> None:

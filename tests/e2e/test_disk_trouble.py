@@ -233,7 +233,7 @@ def test_a_trace_without_a_report_is_reported(tmp_path: Path) -> None:
     left_alone(tmp_path / "run" / "before").close()
     finished = in_this_process("report", tmp_path / "run", "--format", "md")
     assert finished.code == 0, finished.err
-    assert "ended in a way that nobody has recorded; the last module entered was model.head" in finished.out
+    assert "ended; its exit status was not recorded; the last module entered was model.head" in finished.out
 
 
 def test_a_trace_of_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.records.execution import ReplayNote
 from dtypedoctor.trials import replays
-from dtypedoctor.trials.observer import compare_unwatched
+from dtypedoctor.trials.summary import compare_unwatched
 from dtypedoctor.trials.treatment import Plan, treat
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="Linux on x86-64 only")

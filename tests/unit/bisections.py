@@ -7,7 +7,7 @@ def found(**changes: Any) -> dict[str, Any]:
     """One culprit, one correction, two modes."""
     return {
         "end": "found",
-        "answer": "Keeping only the own arithmetic of layers.0.mlp in float32 is enough.",
+        "answer": "Keeping only layers.0.mlp's own operators in float32 is enough.",
         "workload": "one forward pass",
         "candidates": 44,
         "culprits": ["model.layers.0.mlp::self"],

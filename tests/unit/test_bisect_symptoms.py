@@ -33,6 +33,6 @@ def test_a_refusal_is_told_in_one_line() -> None:
 
 def test_parts_are_told_as_a_person_would() -> None:
     """The tail of a dotted name, and whether the modules inside are meant."""
-    assert part_in_words("model.layers.0.mlp::self") == "the own arithmetic of layers.0.mlp"
+    assert part_in_words("model.layers.0.mlp::self") == "layers.0.mlp's own operators"
     assert part_in_words("model.layers.0.mlp") == "layers.0.mlp"
-    assert part_in_words("::self") == "the own arithmetic of the outermost module"
+    assert part_in_words("::self") == "the outermost module's own operators"

@@ -17,7 +17,7 @@ from report_builders import overflow
 from sealed import sealed
 from test_saved_runs import left
 
-from dtypedoctor.report.files import write_report
+from dtypedoctor.report.build import write_report
 from dtypedoctor.trace.events import Header, NotWatched, Raised, Root, Site
 
 PROBE = Path(__file__).with_name("foreign_probe.py")

@@ -174,8 +174,10 @@ def test_a_rule_whose_specs_are_no_tuple_of_specs_is_left_out_and_named(specs: s
     installed(tmp_path, rule_of("return ()").replace("(SPEC,)", specs), rules="bad = other:RULE")
     assert printed(tmp_path, DIAGNOSED)[:2] == [
         "['float16-overflow']",
-        "dtypedoctor.rules plug-in 'bad' of other 1.2: TypeError: specs of the rule 'other-failure' must be a tuple of"
-        " FindingSpec: specs=(SPEC,)",
+        (
+            "dtypedoctor.rules plug-in 'bad' of other 1.2: TypeError: specs of the rule 'other-failure' must be a tuple of"
+            " FindingSpec: specs=(SPEC,)"
+        ),
     ]
 
 

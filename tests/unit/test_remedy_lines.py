@@ -6,10 +6,17 @@ from report_builders import hostile, mismatch, overflow
 
 from dtypedoctor.report.before_after import compare
 from dtypedoctor.report.document import parts_of, plain_text
-from dtypedoctor.report.fixes import cured_sentence, cures, legend, remedy_lines, which_one
 from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.run_facts import ended_with, summary_facts
+from dtypedoctor.report.run_facts import (
+    cured_sentence,
+    cures,
+    ended_with,
+    legend,
+    remedy_lines,
+    summary_facts,
+    which_one,
+)
 from dtypedoctor.report.surveys import environment_rows
 from dtypedoctor.report.to_markdown import render_markdown
 from dtypedoctor.trials.remedies import remedies

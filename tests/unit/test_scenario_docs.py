@@ -1,14 +1,17 @@
 """`docs/scenarios.md` says what the program does."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from scenario_files import mistakes, written
 
-from dtypedoctor.scenario.dump import key_tables
 from dtypedoctor.scenario.loading import load_scenario
 from dtypedoctor.scenario.model import Scenario
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from scenario_tables import key_tables
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scenarios.md").read_text()
 EXAMPLES = {

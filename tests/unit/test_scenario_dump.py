@@ -8,8 +8,7 @@ from jsonschema import Draft202012Validator
 from scenario_files import written
 from scenario_strategies import scenarios
 
-from dtypedoctor.scenario.dump import json_schema, to_yaml
-from dtypedoctor.scenario.loading import available, load_scenario, resolve
+from dtypedoctor.scenario.loading import available, json_schema, load_scenario, resolve, to_yaml
 from dtypedoctor.scenario.model import Scenario
 
 VALIDATOR = Draft202012Validator(json_schema())

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.dump import to_yaml
-from dtypedoctor.scenario.loading import available, load_scenario
+from dtypedoctor.scenario.loading import available, load_scenario, to_yaml
 from dtypedoctor.scenario.model import Scenario
 
 EVERY_PART = """\

@@ -104,7 +104,7 @@ def test_what_no_collective_has_carried_is_told_so() -> None:
     assert carrier(alone, 1) is None
     assert (
         across_ranks([FOUND], alone, 1)[0].evidence[1]
-        == "No collective or message that was watched carried it to another rank."
+        == "No recorded collective or message propagated it to another rank."
     )
 
 

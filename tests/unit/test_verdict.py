@@ -114,7 +114,7 @@ def test_operators_that_are_sampled_make_a_run_healthy_and_are_stated() -> None:
         ((NotWatched(what="tensors and modules", why=NO_TORCH),), "this process did not import torch."),
         (
             (NotWatched(what="2 spawned process(es)", why=NOT_HERE),),
-            "no nn.Module ran in this process; 2 spawned process(es) not watched.",
+            "no nn.Module ran in this process; 2 spawned process(es) not measured.",
         ),
     ],
 )

@@ -32,7 +32,7 @@ def recomputed_outside_of_the_region(case: Case) -> Verdict | None:
         fqn=unit,
         summary=f"{short(unit)} is recomputed without the {first.autocast} autocast region of its forward pass.",
         cause=(
-            f"The forward pass ran inside a {first.autocast} autocast region. Whoever recomputes it in the backward pass enters "
+            f"The forward pass ran inside a {first.autocast} autocast region. The recomputation in the backward pass enters "
             f"none, so {op_name(case)} gets {' and '.join(case.dtypes)} as they are."
         ),
         proven_by=ran_in(case, first.autocast),

@@ -159,7 +159,7 @@ _FUSED = "the same attention with its scores in float32 is finite"
 _UNMASKED = "the same softmax on the same scores without the mask is finite"
 
 _ADVICE = {
-    False: "A query that may look at nothing needs a rule of its own, or a mask that leaves it one position.",
+    False: "Leave each query at least one position that it may attend to, or replace the output of such a row.",
     True: (
         "Not every entry was -inf at first: the mask holds finite numbers, and what was added to them left the range. One mask made by "
         "torch.where, or scores and mask added in float32, leave such a row finite."

@@ -90,7 +90,7 @@ def _domain_evidence(origin: Origin) -> Iterator[str]:
     if all_finite(op.inputs):
         yield f"The operands of {op.op} are finite: absmax {magnitudes(op)}."
     else:
-        yield f"{op.op} got infinities that the program asked for, and made NaN of them."
+        yield f"{op.op} turns intended infinities into NaN."
     yield f"{bad_elements(origin.result)} of its {origin.result.dtype} result are inf or NaN."
     yield from _in_a_wider_dtype(origin)
     yield from how_the_run_ended(origin.trace)

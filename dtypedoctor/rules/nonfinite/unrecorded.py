@@ -43,7 +43,7 @@ def _of_model(origin: Origin, tensor: TensorNote) -> Finding:
         ),
         evidence=(
             f"{name} ({tensor.dtype}): {tensor.num_nan} NaN, {tensor.num_posinf + tensor.num_neginf} inf.",
-            f"{op.op} at {op.source} is the first that uses it; no op that was watched has written it.",
+            f"{op.op} at {op.source} is the first operator that uses it; no recorded operator wrote it.",
             *how_the_run_ended(origin.trace),
         ),
     )
@@ -60,7 +60,7 @@ def _of_batch(origin: Origin, tensor: TensorNote) -> Finding:
         cause=f"The data holds NaN or inf before the model computes anything, so no dtype of the model can help.{_cast(tensor)}",
         evidence=(
             f"{bad_elements(tensor)} ({tensor.dtype}): {tensor.num_nan} NaN, {tensor.num_posinf + tensor.num_neginf} inf.",
-            f"{op.op} at {op.source} is the first that uses it; no op that was watched has made it.",
+            f"{op.op} at {op.source} is the first operator that uses it; no recorded operator produced it.",
             *how_the_run_ended(origin.trace),
         ),
     )

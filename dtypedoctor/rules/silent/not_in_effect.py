@@ -11,7 +11,7 @@ from dtypedoctor.trace.records.silent import StaleCopy, Unpatched
 
 PATCH_NOT_APPLIED = FindingSpec(
     id="patch-not-applied",
-    title="A correction was asked for and is not in place",
+    title="A requested correction is not in effect",
     family=SILENT,
     severity=Severity.WARNING,
     references=("https://github.com/unslothai/unsloth-zoo/pull/600",),
@@ -25,7 +25,7 @@ def detect_missing_patches(trace: Trace) -> Iterator[Finding]:
         yield _not_applied(
             fqn=seen.fqn,
             source=what.source,
-            summary=f"A patch of {what.class_}.{what.method} was prepared and is not in place.",
+            summary=f"A patch of {what.class_}.{what.method} was prepared but is not in effect.",
             evidence=(
                 (
                     f"{what.class_}.{what.attribute} keeps the original, and {what.class_}.{what.method} still "
@@ -39,7 +39,7 @@ def detect_missing_patches(trace: Trace) -> Iterator[Finding]:
             yield _not_applied(
                 fqn=None,
                 source=None,
-                summary=f"The correction {record.id} was asked for and is not in place: {record.reason}",
+                summary=f"The requested correction {record.id} is not in effect: {record.reason}",
                 evidence=(f"Installing it failed: {record.reason}",),
             )
         elif record in trace.uncalled_corrections:
@@ -55,7 +55,7 @@ def _not_applied(*, fqn: str | None, source: str | None, summary: str, evidence:
     statement = Statement(
         id="patch-not-applied",
         severity=Severity.WARNING,
-        proven_by="the code that runs was looked at: it is not the patch, or nothing has called it",
+        proven_by="the code object that runs is not the patch, or nothing called it",
         summary=summary,
         cause=(
             "A patcher may silently skip a method whose source changed; only the code object that runs shows it. "

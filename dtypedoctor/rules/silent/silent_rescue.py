@@ -119,7 +119,7 @@ def _of_a_group(op: Op, replaced: int, infinities: int, sources: list[str], make
         confidence=Confidence.LIKELY,
         summary=f"{op.op} replaces {replaced:,} NaN that {count} made of a whole group: {lost:,} finite values are lost with them.",
         cause=(
-            f"{count}{begin} went into a mean, a sum or a norm over other values, and the results are NaN for all of them; {op.op} at "
+            f"{count}{begin} entered a mean, a sum or a norm over other values, and all of its results are NaN; {op.op} at "
             f"{op.source} puts numbers in their place. No error is raised, and nothing is learned from these values. Give such elements "
             "a finite value, or leave them out before the mean."
         ),

@@ -144,7 +144,7 @@ def _distance(values: Iterable[float], exact: Iterable[float]) -> float | None:
 def part_in_words(name: str) -> str:
     """A candidate as a person would say it: a module whole, or only its own arithmetic."""
     module = short(name.removesuffix(OWN))
-    return f"the own arithmetic of {module}" if name.endswith(OWN) else module
+    return f"{module}'s own operators" if name.endswith(OWN) else module
 
 
 def symptom_of(run: Run, tolerance: Tolerance | None = None) -> Symptom:

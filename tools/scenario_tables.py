@@ -1,51 +1,18 @@
-"""Writes a scenario as YAML, and what a scenario may hold as JSON Schema and as the tables of docs/scenarios.md."""
+"""Prints the tables of ``docs/scenarios.md`` from the scenario's model, all of them or that of one part.
 
-import re
+python tools/scenario_tables.py [PART]
+"""
+
+import sys
 from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dtypedoctor.scenario.model import Name, Scenario
-from dtypedoctor.scenario.yaml_nodes import PATTERNS
-
-
-def to_yaml(scenario: Scenario) -> str:
-    """The shortest YAML that ``load_scenario`` reads back as an equal scenario: keys at their default are left out.
-
-    Texts must be free of control characters and ``options`` must hold YAML's own kinds of values only, as those of every
-    loaded scenario do.
-    """
-    values = scenario.model_dump(exclude_defaults=True)
-    for step in values["steps"]:
-        step["workload"] = {"kind": step["workload"]["kind"]} | step["workload"]  # what is done stands first
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what the core schema would read as something else than text."""
-
-    yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {  # noqa: RUF012  (PyYAML's own name)
-        None: [(f"tag:yaml.org,2002:{kind}", pattern) for kind, pattern in PATTERNS.items()]
-    }
-
-
-def json_schema() -> dict[str, Any]:
-    """The schema in draft 2020-12, with each key's description and default.
-
-    It accepts every file that ``load_scenario`` accepts. It cannot say what depends on several keys (a script has either
-    ``path`` or ``module``; the name is the file's), so the loader has the last word.
-    """
-    schema = Scenario.model_json_schema()
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
-        "title": "dtypedoctor scenario",
-    }
 
 
 def key_tables() -> dict[str, str]:
@@ -138,3 +105,9 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, list | dict):
         return f"`[{', '.join(value)}]`" if value else "empty"
     return f"`{value}`"
+
+
+if __name__ == "__main__":
+    for part, table in key_tables().items():
+        if part in sys.argv[1:] or len(sys.argv) == 1:
+            print(f"### {part}\n\n{table}\n")
