@@ -23,7 +23,7 @@ from dtypedoctor.report.files import MATRIX_JSON
 from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_report, refused_row, render_matrix_json, row_of
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.runner.directories import new_directory, remove_unused
-from dtypedoctor.runner.launch import Launcher
+from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher
 from dtypedoctor.runner.process import outliving
 from dtypedoctor.runner.run import STDERR, Run
 from dtypedoctor.runner.script import run_ranks, run_script
@@ -54,16 +54,23 @@ Start = Callable[[Request, Path], Run]
 """Runs a request in a directory that does not exist yet."""
 
 
-def treat_scenario(scenario: Scenario, directory: Path, plan: Plan, view: LiveView | None = None) -> Report:
+def treat_scenario(
+    scenario: Scenario,
+    directory: Path,
+    plan: Plan,
+    view: LiveView | None = None,
+    preload: Sequence[str] | None = None,
+) -> Report:
     """Treats a scenario in ``directory``, which is new, and leaves its report there.
 
-    Progress goes to ``view``, which shows it on stderr if left out.
+    Progress goes to ``view``, which shows it on stderr if left out. ``preload`` names the modules that its workers are forked with, beside
+    those that every worker needs; if left out, all that a scenario may need.
 
     Raises:
         UsageError: the scenario cannot be run, or the directory cannot be used. It is gone then, unless something else lies in it.
     """
     view = view or LiveView(sys.stderr)
-    with _removed_if_refused(directory), view, _starter(scenario, directory, view) as start:
+    with _removed_if_refused(directory), view, _starter(scenario, directory, view, preload) as start:
 
         def launch(label: str, request: Request) -> Run:
             view.begin(label)
@@ -108,14 +115,15 @@ def _removed_if_refused(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _starter(scenario: Scenario, directory: Path, view: LiveView) -> Iterator[Start]:
+def _starter(scenario: Scenario, directory: Path, view: LiveView, preload: Sequence[str] | None) -> Iterator[Start]:
     """What runs a scenario: torchrun for several processes, a fresh interpreter for a script, else a warm server."""
     if scenario.distributed is not None:
         yield lambda request, place: run_ranks(request, place, live=False, progress=view.progress)
     elif isinstance(scenario.steps[0].workload, Script):
         yield lambda request, place: run_script(request, place, live=False)
     else:
-        with Launcher(directory / "server.log", progress=view.progress) as launcher:
+        imported = (PRELOAD,) if preload is None else (WORKER, *preload)
+        with Launcher(directory / "server.log", progress=view.progress, preload=imported) as launcher:
             yield launcher.run
 
 

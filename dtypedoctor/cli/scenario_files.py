@@ -12,6 +12,7 @@ from pathlib import Path
 from dtypedoctor.diagnosis.registry import typed_ids
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction, registered
+from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.report.text import one_line
 from dtypedoctor.scenario.loading import available, load_scenario
 from dtypedoctor.scenario.model import Scenario, Script
@@ -41,6 +42,34 @@ def allow_directory(directory: Path, *, allowed: bool) -> None:
     """
     if not allowed:
         _ask(directory, "resuming runs code from this directory")
+
+
+def allow_capsule(capsule: Capsule, *, allowed: bool) -> None:
+    """Lets a capsule pass that names torch and known libraries only, or that is allowed to run code.
+
+    Capsules are made to be sent around, so wherever it lies, its code is not taken for the user's own.
+
+    Raises:
+        UsageError: it holds code, and nobody has said yes.
+    """
+    named = [one_line(name, 100) for name in capsule.code()]
+    if not named or allowed:
+        return
+    what = f"replaying runs code: {', '.join(named[:5])}"
+    if not _says_yes(f"{one_line(str(capsule.directory), 400)}: {what}\nRun it? [y/N] "):
+        raise UsageError(
+            f"{one_line(str(capsule.directory), 400)}: {what}",
+            "Read it first (`source` in capsule.json, or --script), then pass --allow-code.",
+        )
+
+
+def _says_yes(question: str) -> bool:
+    """Whether somebody at a terminal agrees."""
+    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    print(question, end="", file=sys.stderr)
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in _YES
 
 
 def resume_command(directory: Path) -> str:
@@ -80,11 +109,8 @@ def _ask(path: Path, what: str) -> None:
     if _is_the_users(path):
         return
     shown = one_line(str(path), 400)
-    if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
-        print(f"{shown}: {what}\nIt is not below this directory, or not yours. Run it? [y/N] ", end="", file=sys.stderr)
-        sys.stderr.flush()
-        if sys.stdin.readline().strip().lower() in _YES:
-            return
+    if _says_yes(f"{shown}: {what}\nIt is not below this directory, or not yours. Run it? [y/N] "):
+        return
     raise UsageError(
         f"{shown}: {what}",
         "Read it first, then pass --allow-code; files of your own below the working directory need no option.",

@@ -1,28 +1,30 @@
-"""Builds or loads what a scenario's ``model:`` asks for, packs it to 4 bits, and changes its weights: outliers, noise, float32 copies."""
+"""Builds or loads what a scenario's ``model:`` asks for, packs it to 4 bits, and changes its weights: outliers, noise, float32 copies.
+
+Libraries are imported where a model needs them: the call of a capsule may need none of them, and they take seconds.
+"""
 
 import fnmatch
 import importlib
 import os
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import bitsandbytes as bnb
+import numpy
 import torch
-import transformers
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
 
 from dtypedoctor._torch_private import buffers_of, is_persistent
 from dtypedoctor.corrections.contract import runs_other_forward
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import contained
-from dtypedoctor.models.builtin import builder_arguments, byte_tokenizer
+from dtypedoctor.models.capsule import load_capsule
 from dtypedoctor.plugins import Model as Registered
 from dtypedoctor.plugins import known, registered, resolve
+from dtypedoctor.replay.capsule import MODEL
 from dtypedoctor.scenario.model import Lora, Model, Outlier, Perturbation, Quantization
 
 BUILTIN = "builtin:"
@@ -43,6 +45,24 @@ class Built:
     stream_choosers: tuple[str, ...] = ()
 
 
+def set_seed(seed: int) -> None:
+    """Seeds the generators of Python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def builder_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """The options as keyword arguments; YAML keys with dashes become Python names."""
+    return {key.replace("-", "_"): value for key, value in options.items()}
+
+
+def _tokenizer_of_bytes() -> Any:
+    from dtypedoctor.models.builtin import byte_tokenizer
+
+    return byte_tokenizer()
+
+
 def build(spec: Model, device: torch.device, seed: int) -> Built:
     """Builds, scales, casts, packs and adapts a model, in this order, and moves it to ``device``.
 
@@ -54,10 +74,12 @@ def build(spec: Model, device: torch.device, seed: int) -> Built:
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
     set_seed(seed)
-    if spec.name.startswith(BUILTIN):
+    if spec.name.startswith(MODEL):
+        built = Built(model=load_capsule(Path(spec.name.removeprefix(MODEL)), dtype, device), tokenizer=None)
+    elif spec.name.startswith(BUILTIN):
         built = _builtin(spec, dtype, device, seed)
     elif ":" in spec.name and not Path(spec.name).exists():
-        built = _prepare(_from_factory(spec), byte_tokenizer(), spec, dtype, device)
+        built = _prepare(_from_factory(spec), _tokenizer_of_bytes(), spec, dtype, device)
     else:
         model, tokenizer = load_pretrained(spec, dtype, device)
         built = Built(model=model, tokenizer=tokenizer)
@@ -90,9 +112,9 @@ def _builtin(spec: Model, dtype: torch.dtype, device: torch.device, seed: int) -
     except TypeError as error:
         raise UsageError(f"{spec.name} does not take these options: {error}", "See docs/scenarios.md.") from error
     if builtin.finished:
-        built = Built(model=model.to(device), tokenizer=byte_tokenizer())
+        built = Built(model=model.to(device), tokenizer=_tokenizer_of_bytes())
     else:
-        built = _prepare(model, byte_tokenizer(), spec, dtype, device)
+        built = _prepare(model, _tokenizer_of_bytes(), spec, dtype, device)
     return replace(built, stream_choosers=builtin.stream_choosers)
 
 
@@ -186,6 +208,8 @@ def _scale(model: nn.Module, outlier: Outlier) -> None:
 
 
 def _adapt(model: nn.Module, spec: Lora) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(
         r=spec.r,
         lora_alpha=spec.alpha,
@@ -275,6 +299,8 @@ def load_pretrained(spec: Model, dtype: torch.dtype, device: torch.device) -> tu
     Raises:
         UsageError: it cannot be loaded, or an option does not fit it.
     """
+    from transformers import AutoConfig
+
     if spec.outliers:
         raise UsageError(f"{spec.name}: outliers are for builtin models", "Remove `outliers`: real weights need none.")
     arguments: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}, "trust_remote_code": False}
@@ -298,6 +324,9 @@ def load_pretrained(spec: Model, dtype: torch.dtype, device: torch.device) -> tu
 
 
 def _class_for(config: Any) -> Any:
+    import transformers
+    from transformers import AutoModelForCausalLM
+
     if type(config) in AutoModelForCausalLM._model_mapping:
         return AutoModelForCausalLM
     named = (config.architectures or [""])[0]
@@ -306,6 +335,8 @@ def _class_for(config: Any) -> Any:
 
 def _tokenizer(name: str) -> Any:
     """Without its files transformers makes up an empty one for some models, which knows no digit."""
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
@@ -317,7 +348,9 @@ def _tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def _bnb_config(spec: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
+def _bnb_config(spec: Quantization, dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=spec.kind,
@@ -344,6 +377,8 @@ def quantize_linears(model: nn.Module, spec: Quantization, dtype: torch.dtype) -
 
 
 def _packed(linear: nn.Linear, spec: Quantization, compute: torch.dtype, stored: torch.dtype) -> nn.Module:
+    import bitsandbytes as bnb
+
     packed = bnb.nn.Linear4bit(
         linear.in_features,
         linear.out_features,

@@ -4,8 +4,6 @@ Their builders take the scenario's ``options`` and return a float32 model on the
 quantization, adapters) is the same for all of them and happens in ``build.py``.
 """
 
-from typing import Any
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -24,11 +22,6 @@ def llama_tiny(*, layers: int = 2, hidden: int = 64, intermediate: int = 128) ->
         **SPECIAL_TOKENS,
     )
     return LlamaForCausalLM(config)
-
-
-def builder_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """The options as keyword arguments; YAML keys with dashes become Python names."""
-    return {key.replace("-", "_"): value for key, value in options.items()}
 
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")

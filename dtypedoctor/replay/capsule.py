@@ -5,24 +5,31 @@ is, but for ``source``: the text of classes that live in the user's own files.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.foreign_files import parse_json, read_file, reason
+from dtypedoctor.foreign_files import parse_json, read_file, read_head, reason
 
-__all__ = ["CAPSULE", "CAPSULE_TENSORS", "FORMAT", "Capsule", "NoCapsule", "read_capsule"]
+__all__ = ["CAPSULE", "CAPSULE_TENSORS", "FORMAT", "MODEL", "Capsule", "NoCapsule", "read_capsule"]
 
 CAPSULE, CAPSULE_TENSORS = "capsule.json", "capsule.safetensors"
 FORMAT = 1
+MODEL = "capsule:"
+"""How the name of a scenario's model begins that is the module of a capsule; its directory follows."""
 _LARGEST = 64 << 20
 """Bytes of a description; that of a large model takes some megabytes."""
 _LIBRARIES = ("torch.nn.", "transformers.", "peft.", "bitsandbytes.")
 """Packages whose classes and functions a capsule may name without being asked about."""
 _CALLED = re.compile(r"transformers\.[\w.]*:\w*Output\w*|collections:OrderedDict")
 """Classes that are called with values of the capsule; those of other names are made without their constructors."""
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_WEIGHT = 1_000_000
+"""By how much an element of a weight counts more than one of an input."""
 _NEEDED = {"fqn": str, "class": str, "kind": str, "error": str, "finding": dict, "call": dict, "requires_grad": list, "random": bool,
            "drawn": dict, "cut": list, "data": dict, "classes": list, "source": str}  # fmt: skip
 
@@ -77,6 +84,38 @@ class Capsule:
         if self.description["source"]:
             parts.append(f"source of {', '.join(map(str, self.description['classes'])) or 'functions'}")
         return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Versions of the libraries whose classes it names, and of torch."""
+        found = self.finding.get("versions")
+        named = {name.partition(".")[0] for _, name in _names_in(self.description["call"])} | {"torch"}
+        return {str(name): str(version) for name, version in (found or {}).items() if name in named}
+
+    @property
+    def dtype(self) -> str:
+        """The floating dtype that most elements of its weights have, of its inputs where it has none: ``float16``.
+
+        Raises:
+            UsageError: the file with the tensors cannot be read.
+        """
+        try:
+            head = read_head(self.directory / CAPSULE_TENSORS, _LARGEST)
+            length = int.from_bytes(head[:8], "little")
+            entries = parse_json(head[8 : 8 + length])
+            sizes: Counter[str] = Counter()
+            for name, entry in entries.items():
+                dtype = _FLOATS.get(entry.get("dtype"))
+                if dtype is not None and ".packed" not in name:
+                    sizes[dtype] += prod(entry["shape"]) * (_WEIGHT if name.startswith("weight.") else 1)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise UsageError(f"{self.directory / CAPSULE_TENSORS}: cannot be read: {error}") from error
+        return sizes.most_common(1)[0][0] if sizes else "float32"
+
+    def modules(self) -> tuple[str, ...]:
+        """Modules of known libraries that it needs, to be imported in advance."""
+        named = {name.partition(":")[0] for key, name in _names_in(self.description["call"]) if _is_harmless(key, name)}
+        return tuple(sorted(named - {"source"}))
 
     def code(self) -> Iterator[str]:
         """What it runs that is neither torch's nor a known library's."""

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from math import isfinite, prod
 from typing import Any
 
-from dtypedoctor.foreign_files import parse_json
+from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.redaction.secrets import SECRET, names_a_secret
+from dtypedoctor.replay.capsule import CAPSULE_TENSORS, Capsule
 from dtypedoctor.scenario.problems import printable
 
-__all__ = ["TENSORS", "CannotBeWrittenError", "Carried", "Claim", "inline_tensors", "script_text"]
+__all__ = ["TENSORS", "CannotBeWrittenError", "Carried", "Claim", "capsule_script", "inline_tensors", "script_text"]
 
 TENSORS = "repro.safetensors"
 """Name of the file with the tensors, beside the script."""
@@ -72,12 +73,14 @@ class Carried:
     Attributes:
         source: text of classes that no library has; it is executed as it is.
         random: whether the generator is put into the state ``random`` among the tensors.
+        tensors: name of the file with the tensors, beside the script.
         drawn: by name of a tensor that was left out, how to draw another one: ``shape``, ``dtype``, ``scale``, ``seed``.
         inline: by name of a tensor an expression for it; where it is given, no file is read.
     """
 
     source: str = ""
     random: bool = False
+    tensors: str = TENSORS
     drawn: Mapping[str, Any] = field(default_factory=dict)
     inline: Mapping[str, str] | None = None
 
@@ -96,35 +99,82 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
     """
     carried = carried or Carried()
     writer = _Writer(configs=configs)
-    head = HEAD.format(
+    needed = {
+        "own": bool(capture["calls"] or capture.get("own")),
+        "backward": claim.check == "backward",
+        "accuracy": claim.check == "accuracy",
+        "random": carried.random,
+        "file": carried.inline is None,
+    }
+    needless = tuple(f" @{name}" for name, is_needed in needed.items() if not is_needed)
+    body = _without(needless, HEAD).format(
         about=_comment((claim.title, *claim.about, f"Made with {claim.made_with}.")),
-        source=f"{redact(carried.source).strip()}\n\n" if carried.source else "",
+        source=f"{redact(carried.source).strip()}\n\n\n" if carried.source else "",
         check=claim.check,
         limit=float(claim.limit),
         grad=bool(capture["grad"] or claim.check == "backward"),
+        random="random" if carried.random else None,
         autocast=[tuple(region) for region in capture["autocast"]],
         module=_indented(writer.module(capture["recipe"]), 4),
         positional="".join(f"{writer.value(value)}, " for value in capture["args"]).rstrip(),
         named=writer.mapping(capture["kwargs"]),
         kept=_kept(carried),
+        calls=_in_lines([f"({name!r}, lambda T: {writer.value(result)})," for name, result in capture["calls"]]),
+        gradients=_in_lines(_gradients(capture)),
     )
-    records = _records(capture, writer)
-    body = head + records
-    return body + "".join(_helpers(body)) + END
+    end = _without(needless, END)
+    return body + "".join(_helpers(body + end)) + end
 
 
-def _records(capture: Mapping[str, Any], writer: "_Writer") -> str:
-    """The gradients that came back, and what the modules inside returned, as constants."""
-    calls = [f"    ({name!r}, lambda T: {writer.value(result)})," for name, result in capture["calls"]]
-    gradients = [
-        f"    {(place, int(index))}: {key!r},"
+def _in_lines(items: list[str]) -> str:
+    """The items of a literal, each in a line of its own, which is closed in the line after them."""
+    return "".join(f"\n    {item}" for item in items) + "\n" if items else ""
+
+
+def _gradients(capture: Mapping[str, Any]) -> list[str]:
+    """The gradients that came back, by what had left the module and its index there."""
+    return [
+        f"{(place, int(index))}: {key!r},"
         for place, leaving in enumerate(capture["leaving"])
         for index, key in leaving["gradients"].items()
     ]
-    return CALLS.format(
-        calls="\n{}\n".format("\n".join(calls)) if calls else "",
-        gradients="\n{}\n".format("\n".join(gradients)) if gradients else "",
-    )
+
+
+_CHECKS = {"raised": "dtype", "nonfinite": "forward", "backward": "backward"}
+
+
+def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = False) -> str:
+    """The script that makes the call of a capsule.
+
+    Args:
+        capsule: what was kept.
+        tensors: name of the file beside the script in which its tensors are.
+        inline: write the tensors into the script where they are small.
+
+    Raises:
+        CannotBeWrittenError: the capsule is damaged, or holds something that no script can make.
+    """
+    held, finding = capsule.description, capsule.finding
+    try:
+        data = read_file(capsule.directory / CAPSULE_TENSORS, capsule.bytes) if inline else b""
+        carried = Carried(
+            source=held["source"],
+            random=held["random"],
+            tensors=tensors,
+            drawn=held["drawn"],
+            inline=inline_tensors(data) if inline else None,
+        )
+        where = f"{capsule.cls} ({capsule.fqn or 'the whole model'})"
+        claim = Claim(
+            title=f"{where}: {finding.get('id')}",
+            about=(str(finding.get("summary", "")),),
+            check=_CHECKS.get(held["kind"], "forward"),
+            limit=0.0,
+            made_with=", ".join(f"{name} {version}" for name, version in capsule.versions.items()),
+        )
+        return script_text(held["call"], claim, configs=True, carried=carried)
+    except (KeyError, TypeError, ValueError, AttributeError, OSError, RecursionError) as error:
+        raise CannotBeWrittenError(f"it is damaged ({type(error).__name__}: {error})") from error
 
 
 def _kept(carried: Carried) -> str:
@@ -132,18 +182,22 @@ def _kept(carried: Carried) -> str:
     if carried.inline is not None:
         lines = ["    T = {", *(f"        {name!r}: {text}," for name, text in carried.inline.items()), "    }"]
     else:
-        lines = [f'    T = load(Path(__file__).with_name("{TENSORS}"))']
+        lines = [f"    T = load(Path(__file__).with_name({carried.tensors!r}))"]
     for name, how in carried.drawn.items():
         shape, scale, seed = [int(size) for size in how["shape"]], float(how["scale"]), int(how["seed"])
         lines.append(f"    T[{name!r}] = drawn({shape}, {how['dtype']!r}, {scale!r}, {seed})")
-    if carried.random:
-        lines.append('    torch.set_rng_state(T.pop("random"))')
     return "\n".join((*lines, "    return T"))
 
 
+def _without(needless: tuple[str, ...], text: str) -> str:
+    """The text without the lines that end in one of the marks, and without all marks."""
+    lines = [line for line in text.split("\n") if not line.endswith(needless)]
+    return re.sub(r"(  #)? @(own|backward|accuracy|random|file)$", "", "\n".join(lines), flags=re.MULTILINE)
+
+
 def _helpers(text: str) -> Iterator[str]:
-    """The functions that ``text`` and :data:`END` call, and those that they call."""
-    wanted = [text, END]
+    """The functions that ``text`` calls, and those that they call."""
+    wanted = [text]
     left = dict(HELPERS)
     chosen = set()
     while wanted:
@@ -303,18 +357,19 @@ Expect:  a line that begins with FAILS, and exit status 1. Exit status 0 means t
 {about}
 
 import importlib
-import json
+import json  # @file
 import sys
 import types
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path  # @file
 
 import torch
 
 {source}CHECK = {check!r}
-LIMIT = {limit!r}  # of the relative error, where accuracy is checked
+LIMIT = {limit!r}  # of the relative error @accuracy
 GRAD = {grad!r}
 AUTOCAST = {autocast!r}
+RANDOM = {random!r}  # the tensor that holds the state of the random generator @random
 DEVICE = "cpu"
 CAST = {{}}  # dtypes that stand for others, while the call is made in float32
 HALF = (torch.float16, torch.bfloat16)
@@ -335,20 +390,18 @@ def kept():
 {kept}
 
 
-'''
-
-CALLS = '''CALLS = [{calls}]  # what the modules inside returned, in order
-GRADIENTS = {{{gradients}}}  # of what has left the module
+CALLS = [{calls}]  # what the modules inside returned, in order @own
+GRADIENTS = {{{gradients}}}  # of what has left the module @backward
 LEFT = []  # what has left the module, in order: to the modules in it, and as its output
-RETURNED = []  # what the modules in it are going to return
-
-
-class Ended(Exception):
-    """The next thing that comes into the module was a consequence of the failure."""
+RETURNED = []  # what the modules in it are going to return @own
 '''
 
 HELPERS = {
     "Recorded": '''
+
+class Ended(Exception):
+    """The next thing that comes into the module was a consequence of the failure."""
+
 
 class Recorded(torch.nn.Module):
     """Stands for a module inside: takes note of what it is given, and returns what the real one returned."""
@@ -441,6 +494,15 @@ def drawn(shape, dtype, scale, seed):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
     return values.to(getattr(torch, dtype))
 ''',
+    "gradients": '''
+
+def gradients(T):
+    """Goes back with the recorded gradients: what comes out at the inputs and weights."""
+    ends = [(LEFT[place][1][index], T[key]) for (place, index), key in GRADIENTS.items() if place < len(LEFT)]
+    ends = [(tensor, gradient.to(tensor.dtype)) for tensor, gradient in ends if tensor.requires_grad]
+    torch.autograd.backward([tensor for tensor, _ in ends], [gradient for _, gradient in ends])
+    return [(f"the gradient of {name}", [t.grad]) for name, t in T.items() if t.is_leaf and t.grad is not None]
+''',
     "load": '''
 
 def load(path):
@@ -466,11 +528,6 @@ def bad(tensor):
     return int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
 
 
-def largest(tensor):
-    finite = tensor[torch.isfinite(tensor)]
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
 def attempt(wide):
     """Makes the call; in float32 with ``wide``. What has left the module, and what it raised."""
     T = kept()
@@ -478,11 +535,11 @@ def attempt(wide):
     if wide:
         CAST.update(dict.fromkeys(HALF, torch.float32))
         T = {name: t.float() if t.dtype in HALF and ".packed" not in name else t for name, t in T.items()}
-    if CHECK == "backward":
-        fixed = [name for name, t in T.items() if not t.is_floating_point() or "gradient" in name or ".packed" in name]
-        T = {name: t if name in fixed else t.requires_grad_() for name, t in T.items()}
+    fixed = [name for name, t in T.items() if not t.is_floating_point() or "gradient" in name or ".packed" in name]  # @backward
+    T = {name: t if name in fixed else t.requires_grad_() for name, t in T.items()}  # @backward
+    torch.set_rng_state(T.pop(RANDOM))  # @random
     LEFT.clear()
-    RETURNED[:] = [(name, result(T)) for name, result in CALLS]
+    RETURNED[:] = [(name, result(T)) for name, result in CALLS]  # @own
     raised = None
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(GRAD))
@@ -491,19 +548,13 @@ def attempt(wide):
         try:
             args, kwargs = arguments(T)
             LEFT.append(("the output", list(tensors(module(T)(*args, **kwargs)))))
-        except Ended:
-            pass
+        except Ended:  # @own
+            pass  # @own
         except RuntimeError as error:
             raised = error
-    return (gradients(T) if CHECK == "backward" and raised is None else list(LEFT)), raised
-
-
-def gradients(T):
-    """Goes back with the recorded gradients: what comes out at the inputs and weights."""
-    ends = [(LEFT[place][1][index], T[key]) for (place, index), key in GRADIENTS.items() if place < len(LEFT)]
-    ends = [(tensor, gradient.to(tensor.dtype)) for tensor, gradient in ends if tensor.requires_grad]
-    torch.autograd.backward([tensor for tensor, _ in ends], [gradient for _, gradient in ends])
-    return [(f"the gradient of {name}", [t.grad]) for name, t in T.items() if t.is_leaf and t.grad is not None]
+    if raised is None:  # @backward
+        return gradients(T), raised  # @backward
+    return list(LEFT), raised
 
 
 def main():
@@ -517,15 +568,15 @@ def main():
         for tensor, reference in zip(given, exact):
             if not tensor.is_floating_point():
                 continue
-            count = bad(tensor)
-            print(f"{what}: {tensor.dtype}, largest finite {largest(tensor):g}, {count} not finite; in float32 {largest(reference):g}")
+            count, largest = bad(tensor), reference.detach().abs().amax().item() if reference.numel() else 0.0
+            print(f"{what}: {tensor.dtype}, {count} not finite; the largest in float32: {largest:g}")
             if bad(reference):
                 return done(2, f"{what} is not finite in float32 either")
             if CHECK != "accuracy" and count:
                 return done(1, f"FAILS: {what}: {count} of {tensor.numel()} elements are inf or NaN in {tensor.dtype}")
-            error = float((tensor.float() - reference).norm() / reference.norm().clamp_min(1e-30))
-            if CHECK == "accuracy" and error > LIMIT:
-                return done(1, f"FAILS: {what} has a relative error of {error:.3g} against float32")
+            error = float((tensor.float() - reference).norm() / reference.norm().clamp_min(1e-30))  # @accuracy
+            if error > LIMIT:  # @accuracy
+                return done(1, f"FAILS: {what} has a relative error of {error:.3g} against float32")  # @accuracy
     return done(0, "everything is as it should be")
 
 

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver, parent_process, resource_tracker
@@ -107,15 +107,17 @@ class Launcher:
     Args:
         progress: called every few hundredths of a second while a worker runs.
         log: file for what the warm server prints while it imports.
+        preload: modules that it imports.
     """
 
-    def __init__(self, log: Path, progress: Progress | None = None) -> None:
+    def __init__(self, log: Path, progress: Progress | None = None, preload: Sequence[str] = (PRELOAD,)) -> None:
+        self._preload = preload
         self._log = log
         self._progress = progress
         self._context = multiprocessing.get_context("forkserver")
 
     def __enter__(self) -> Self:
-        self._context.set_forkserver_preload([PRELOAD, __name__])
+        self._context.set_forkserver_preload([*self._preload, __name__])
         try:
             with _streams_to(self._log), _safe_path():
                 resource_tracker.ensure_running()

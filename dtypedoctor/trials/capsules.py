@@ -12,14 +12,14 @@ from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
-from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, Capsule, NoCapsule, read_capsule
+from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.wake import go_on, waiting_in
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.model import Window
+from dtypedoctor.scenario.model import Autocast, Model, Plugin, Scenario, ScenarioStep, Window
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trials.replays import before
 
-__all__ = ["LIMIT", "caught_in"]
+__all__ = ["LIMIT", "caught_in", "same_verdict", "scenario_of"]
 
 LIMIT = 64 << 20
 """Bytes of a capsule, unless the user says otherwise."""
@@ -125,3 +125,39 @@ def _kept(scratch: Path, directory: Path) -> Capsule | NoCapsule:
     for name in (CAPSULE, CAPSULE_TENSORS):
         (scratch / name).rename(directory / name)
     return read_capsule(directory)
+
+
+def scenario_of(capsule: Capsule, remedies: Sequence[str]) -> Scenario:
+    """The scenario that makes the call of a capsule.
+
+    Args:
+        capsule: read already.
+        remedies: to try beside those that are proposed.
+    """
+    regions = capsule.description["call"].get("autocast") or []
+    autocast = Autocast(dtype=regions[0][1]) if regions else None
+    dtype: Any = capsule.dtype
+    step = ScenarioStep(
+        model=Model(name=f"{MODEL}{capsule.directory.resolve()}", dtype=dtype),
+        workload=Plugin(kind="plugin", name="capsule-call"),
+        autocast=autocast,
+    )
+    return Scenario(
+        name="replay",
+        summary=f"The failing call of {capsule.fqn or capsule.cls}.",
+        steps=[step],
+        deterministic=False,
+        time_limit=300,
+        remedies=list(dict.fromkeys([*remedies, "bfloat16"])),
+    )
+
+
+def same_verdict(capsule: Capsule, findings: Sequence[Finding]) -> str:
+    """Whether a replay comes to what was found in the run, as a sentence."""
+    wanted = (capsule.finding.get("id"), capsule.finding.get("op"))
+    found = [(finding.id, finding.op) for finding in findings if finding.severity is not Severity.INFO]
+    if not found:
+        return f"The replay does not fail; the run failed with {wanted[0]}."
+    if found[0] == wanted:
+        return f"Same verdict as in the run: {wanted[0]}" + (f", {wanted[1]}." if wanted[1] else ".")
+    return f"Another verdict than in the run: {found[0][0]}, {found[0][1]}; in the run {wanted[0]}, {wanted[1]}."

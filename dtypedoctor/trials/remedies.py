@@ -10,6 +10,7 @@ from typing import Any
 from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction, label_of, registered, remark, switched_off
+from dtypedoctor.replay.capsule import MODEL
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.problems import did_you_mean, quoted
 
@@ -40,9 +41,9 @@ def healthy_reference(scenario: Scenario) -> Scenario | None:
 def float32_twin(scenario: Scenario) -> Scenario | None:
     """A run whose models compute in float32 with the weights of the scenario's; only their first outputs are wanted.
 
-    None for scenarios that run a script, which builds its models itself.
+    None for scenarios that run a script, which builds its models itself, and for capsules, whose inputs belong to their dtype.
     """
-    if is_script(scenario):
+    if is_script(scenario) or is_capsule(scenario):
         return None
     steps = [_in_float32(step) for step in scenario.model_dump()["steps"] if _builds_or_unloads(step)]
     return scenario.with_changes(steps=steps, corrections=[], conditions=[])
@@ -51,6 +52,11 @@ def float32_twin(scenario: Scenario) -> Scenario | None:
 def is_script(scenario: Scenario) -> bool:
     """Whether the scenario runs a user's script, which builds its models itself."""
     return any(isinstance(step.workload, Script) for step in scenario.steps)
+
+
+def is_capsule(scenario: Scenario) -> bool:
+    """Whether the scenario makes the one call of a capsule."""
+    return any(step.model is not None and step.model.name.startswith(MODEL) for step in scenario.steps)
 
 
 def _builds_or_unloads(step: dict[str, Any]) -> bool:

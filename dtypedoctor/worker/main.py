@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import set_seed
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
-from dtypedoctor.models.build import BUILTIN, Built, build
+from dtypedoctor.models.build import BUILTIN, Built, build, set_seed
 from dtypedoctor.plugins import Workload, known, registered, resolve
 from dtypedoctor.redaction.redact import read_request
+from dtypedoctor.replay.capsule import MODEL
 from dtypedoctor.scenario.model import Autocast, Model, Plugin, Request, Scenario, ScenarioStep
 from dtypedoctor.trace.events import Environment, Stage
 from dtypedoctor.trace.writer import TraceWriter
@@ -200,7 +200,7 @@ def _key(spec: Model, device: torch.device, seed: int) -> str:
 
 
 def _is_builtin(stage: ScenarioStep) -> bool:
-    return stage.model is None or stage.model.name.startswith(BUILTIN)
+    return stage.model is None or stage.model.name.startswith((BUILTIN, MODEL))
 
 
 def _workload(stage: ScenarioStep) -> Callable[[Context], None]:

@@ -9,5 +9,6 @@ WORKLOADS = (
     Workload(name="forward", run="dtypedoctor.workloads.loops:run_forward"),
     Workload(name="generate", run="dtypedoctor.workloads.loops:run_generate"),
     Workload(name="unload", run="dtypedoctor.workloads.loops:run_unload"),
+    Workload(name="capsule-call", run="dtypedoctor.workloads.loops:run_capsule_call"),
 )
 """The workloads that come with dtypedoctor, each by the ``kind`` that stands in a scenario."""

@@ -25,8 +25,12 @@ from exec_corpus import treat_forked
 from nursery import preload
 from script_corpus import Case, cases
 
+from dtypedoctor.errors import UsageError
 from dtypedoctor.replay.capsule import Capsule, NoCapsule
-from dtypedoctor.trials.treatment import Plan
+from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
+from dtypedoctor.runner.launch import Launcher
+from dtypedoctor.trials.capsules import same_verdict, scenario_of
+from dtypedoctor.trials.treatment import Plan, treat
 
 ONE_RUN = Plan(certify=False, closer=False, only=frozenset())
 
@@ -64,7 +68,7 @@ def main() -> int:
         )
     same = [row for row in rows if not row.why]
     kept = [row for row in rows if row.size]
-    print(f"\n{len(rows)} scripts, {len(kept)} capsules, {len(same)} replay to the same verdict")
+    print(f"\n{len(rows)} scripts, {len(kept)} capsules, {len(same)} of them replay to the same verdict")
     if kept:
         print(
             f"median {statistics.median(row.size for row in kept):,.0f} bytes, largest {max(row.size for row in kept):,}"
@@ -81,7 +85,21 @@ def measured(case: Case, folder: Path) -> Row:
         why = capsule.why if isinstance(capsule, NoCapsule) else "nothing was found, or nothing stood by"
         first = treatment.findings[0].id if treatment.findings else "-"
         return Row(name=case.name, why=f"[{first}] {why}")
-    return Row(name=case.name, why="", size=capsule.bytes)
+    scenario = scenario_of(capsule, [])
+    place = folder / "replay"
+    place.mkdir()
+    with Launcher(place / "server.log") as launcher:
+        plan = Plan(certify=False, remedies=False)
+        try:
+            replayed = treat(scenario, lambda label, request: launcher.run(request, place / label), plan)
+            said = same_verdict(capsule, replayed.findings)
+        except UsageError as error:
+            said = error.message
+    try:
+        lines = len(capsule_script(capsule, inline=True).splitlines())
+    except CannotBeWrittenError as error:
+        return Row(name=case.name, why=str(error), size=capsule.bytes)
+    return Row(name=case.name, why="" if said.startswith("Same") else said, size=capsule.bytes, lines=lines)
 
 
 def _options() -> argparse.Namespace:

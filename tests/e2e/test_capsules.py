@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from command import dtypedoctor
 from exec_corpus import treat_forked
 
+from dtypedoctor.errors import UsageError
 from dtypedoctor.replay.cage import is_supported
-from dtypedoctor.replay.capsule import Capsule, NoCapsule
+from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, Capsule, NoCapsule, read_capsule
+from dtypedoctor.trials.bisection.reproduction import run_clean
 from dtypedoctor.trials.treatment import Plan
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="Linux on x86-64 only")
@@ -83,3 +87,36 @@ def test_a_capsule_over_the_limit_draws_weights_anew_or_says_why_not(tmp_path: P
     assert isinstance(capsule, NoCapsule)
     assert "--capsule-limit" in capsule.why
     assert not (tmp_path / "capsule").exists()
+
+
+def test_a_capsule_replays_without_its_script(tmp_path: Path) -> None:
+    """In a process of its own: the same finding and operator, a fix that works on the call, and a script that fails alone."""
+    capsule = caught(OVERFLOW, tmp_path)
+    assert isinstance(capsule, Capsule), capsule
+    (tmp_path / "script.py").unlink()
+    refused = dtypedoctor("replay", tmp_path, cwd=tmp_path)
+    assert refused.code == 2
+    assert "--allow-code" in refused.err
+    finished = dtypedoctor("replay", tmp_path, "--allow-code", "--out", tmp_path / "again", cwd=tmp_path)
+    assert finished.code == 10, finished.err
+    assert "Same verdict as in the run: float16-overflow, aten.mul.Tensor." in finished.err
+    report = json.loads((tmp_path / "again" / "report.json").read_text())
+    assert report["findings"][0]["fqn"] == "scores"
+    assert {trial["remedy"]: trial["outcome"] for trial in report["trials"]}["bfloat16"] == "fixed"
+    script = dtypedoctor("replay", tmp_path, "--script", cwd=tmp_path)
+    assert script.code == 0
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "repro.py").write_text(script.out)
+    status, said, errors = run_clean(tmp_path / "alone" / "repro.py", 60)
+    assert status == 1, errors
+    assert "FAILS: the output: 4 of 4 elements are inf or NaN in torch.float16" in said
+    assert "dtypedoctor" not in script.out
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"capsule": 99}', '{"capsule": 1, "fqn": []}'])
+def test_a_capsule_that_cannot_be_read_is_refused(text: str, tmp_path: Path) -> None:
+    """With the file's name and what to do."""
+    (tmp_path / CAPSULE).write_text(text)
+    (tmp_path / CAPSULE_TENSORS).write_bytes(b"")
+    with pytest.raises(UsageError, match="capsule"):
+        read_capsule(tmp_path)

@@ -1,0 +1,79 @@
+"""``dtypedoctor replay``: the failing call of a capsule, without the program that it was taken from."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dtypedoctor.cli.output import TERMINAL, Device, FormatOption, Out, show
+from dtypedoctor.errors import UsageError
+
+if TYPE_CHECKING:
+    from dtypedoctor.replay.capsule import Capsule
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command(name="replay", epilog="Example:  dtypedoctor replay runs/first/capsule --script > repro.py")(replay)
+
+
+def replay(
+    capsule: Annotated[Path, typer.Argument(help="A capsule, or the run directory that holds one.", metavar="CAPSULE")],
+    out: Out = None,
+    device: Device = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Make the call in this dtype: float16, bfloat16 or float32.")
+    ] = None,
+    attempt: Annotated[list[str] | None, typer.Option("--try", help="Also try this fix.", metavar="FIX")] = None,
+    script: Annotated[
+        bool, typer.Option("--script", help="Print a stand-alone script that fails with the same error; run nothing.")
+    ] = False,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Run the source code that the capsule holds.")
+    ] = False,
+    format: FormatOption = TERMINAL,
+) -> int:
+    """Make the failing call of a capsule again: diagnose it and try each proposed fix on it.
+
+    Needs torch and the library of the module, not the script. Exits 10 if it still fails, 0 if it does not; with `--script`, 0.
+    """
+    from dtypedoctor.cli.scenario_files import allow_capsule
+    from dtypedoctor.replay.capsule import read_capsule
+
+    found = read_capsule(capsule)
+    if script:
+        _print_script(found)
+        return 0
+    allow_capsule(found, allowed=allow_code)
+    from dtypedoctor.cli.running import exit_code, treat_scenario
+    from dtypedoctor.redaction.redact import redact
+    from dtypedoctor.report.run_document import run_document
+    from dtypedoctor.runner.directories import new_directory
+    from dtypedoctor.scenario.loading import override
+    from dtypedoctor.trials.capsules import same_verdict, scenario_of
+    from dtypedoctor.trials.remedies import asked_for
+    from dtypedoctor.trials.treatment import Plan
+
+    scenario = override(scenario_of(found, asked_for([], attempt or [])), dtype=dtype, device=device)
+    plan = Plan(certify=False)
+    report = treat_scenario(scenario, new_directory(out, scenario.name), plan, preload=found.modules())
+    show(run_document(report if format == TERMINAL else redact(report)), format)
+    if dtype is None:
+        print(same_verdict(found, report.findings), file=sys.stderr)
+    return exit_code(report)
+
+
+def _print_script(capsule: "Capsule") -> None:
+    from dtypedoctor.replay.capsule import CAPSULE_TENSORS
+    from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
+
+    try:
+        text = capsule_script(capsule, inline=True)
+    except CannotBeWrittenError as error:
+        raise UsageError(f"{capsule.directory}: no script can be made of it: {error}", "Replay it instead.") from error
+    print(text, end="")
+    if f'"{TENSORS}"' in text or f"'{TENSORS}'" in text:
+        print(
+            f"The script reads {TENSORS} beside it: copy {capsule.directory / CAPSULE_TENSORS} there.", file=sys.stderr
+        )

@@ -1,0 +1,134 @@
+"""Builds the module of a capsule and what it is called with, by running the script that a capsule is written as."""
+
+import linecache
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.interruptions import contained
+from dtypedoctor.replay.capsule import CAPSULE_TENSORS, read_capsule
+from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
+
+__all__ = ["Call", "call_of", "load_capsule"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What the module of a capsule is called with.
+
+    Attributes:
+        args, kwargs: the arguments, on the module's device.
+        grad: whether gradients are enabled.
+        gradients: by index among the tensors that are returned, the gradient that comes back.
+        random: state of the CPU's generator; None where nothing is drawn.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad: bool
+    gradients: dict[int, Tensor]
+    random: Tensor | None
+
+
+class Enclosing(nn.Module):
+    """Stands for the modules around the one of the capsule, which so keeps its dotted name.
+
+    Args:
+        path: dotted name, of at least one part.
+        module: what has this name.
+    """
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        super().__init__()
+        name, _, rest = path.partition(".")
+        self.add_module(name, Enclosing(rest, module) if rest else module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls what is inside."""
+        (inner,) = self.children()
+        return inner(*args, **kwargs)
+
+
+_calls: WeakKeyDictionary[nn.Module, Call] = WeakKeyDictionary()
+
+
+def call_of(model: nn.Module) -> Call:
+    """What a model that :func:`load_capsule` has built is called with.
+
+    Raises:
+        UsageError: it has built none such.
+    """
+    if model not in _calls:
+        raise UsageError("the model is not the module of a capsule", "Use `dtypedoctor replay CAPSULE`.")
+    return _calls[model]
+
+
+def load_capsule(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The module of the capsule in ``directory``. This runs the source text that the capsule holds.
+
+    Args:
+        directory: the capsule.
+        dtype: in which the tensors are that have the most frequent floating dtype in the capsule.
+        device: where it is to be.
+
+    Raises:
+        UsageError: it cannot be read, or what it names cannot be imported here.
+    """
+    capsule = read_capsule(directory)
+    script = types.ModuleType("repro")
+    path = str(directory / "repro.py")
+    module: Any = None
+    arguments: Any = None
+    kept: dict[str, Tensor] = {}
+    with contained() as refused:
+        text = capsule_script(capsule, tensors=CAPSULE_TENSORS)
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+        script.__dict__["__file__"] = path
+        exec(compile(text, path, "exec"), script.__dict__)  # noqa: S102  (whoever started this run has allowed it)
+        script.__dict__["DEVICE"] = str(device)
+        kept = _converted(script, getattr(torch, capsule.dtype), dtype, device)
+        for name in capsule.description["requires_grad"]:
+            if name in kept and name.startswith("input."):
+                kept[name].requires_grad_()
+        module, arguments = script.__dict__["module"](kept), script.__dict__["arguments"](kept)
+    if (error := refused.error) is not None:
+        words = str(error) if isinstance(error, CannotBeWrittenError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{directory}: the call cannot be rebuilt here: {words}", "Its libraries must be installed.")
+    return _with_call(module, arguments, script, kept, capsule.fqn, set(capsule.description["requires_grad"]))
+
+
+def _converted(
+    script: types.ModuleType, main: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """The tensors on ``device``, those of dtype ``main`` in ``dtype``."""
+    random = script.__dict__.get("RANDOM")
+    if dtype is not main:
+        script.__dict__["CAST"][main] = dtype
+    found = {}
+    for name, tensor in script.__dict__["kept"]().items():
+        changes = tensor.dtype is main and ".packed" not in name and name != random
+        found[name] = tensor if name == random else tensor.to(device, dtype if changes else tensor.dtype)
+    return found
+
+
+def _with_call(
+    module: nn.Module, arguments: Any, script: types.ModuleType, kept: dict[str, Tensor], fqn: str, trained: set[str]
+) -> nn.Module:
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(f"weight.{name}" in trained)
+    gradients = {index: kept[key] for (_, index), key in script.__dict__.get("GRADIENTS", {}).items()}
+    model = Enclosing(fqn, module) if fqn else module
+    _calls[model] = Call(
+        args=arguments[0],
+        kwargs=arguments[1],
+        grad=script.__dict__["GRAD"],
+        gradients=gradients,
+        random=kept.get("random"),
+    )
+    return model
