@@ -34,6 +34,12 @@ def run(
     seed: Annotated[int | None, typer.Option("--seed", help="Override the seed.")] = None,
     nproc_per_node: NprocPerNode = None,
     every_n_steps: EveryNSteps = None,
+    wheels: Annotated[
+        Path | None,
+        typer.Option(
+            "--wheels", help="Folder of unpacked releases, NAME-VERSION each, for scenarios that require some."
+        ),
+    ] = None,
     allow_code: AllowCode = False,
     format: FormatOption = TERMINAL,
 ) -> int:
@@ -64,10 +70,10 @@ def run(
         for one in load_all(scenarios, allow_code=allow_code)
     ]
     if len(loaded) == 1 and not Path(scenarios[0]).is_dir():
-        report = treat_scenario(loaded[0], new_directory(out, loaded[0].name), plan)
+        report = treat_scenario(loaded[0], new_directory(out, loaded[0].name), plan, wheels=wheels)
         show(run_document(report if format == TERMINAL else redact(report)), format)
         return exit_code(report)
-    rows, reports = treat_all(loaded, new_directory(out, "scenarios"), plan)
+    rows, reports = treat_all(loaded, new_directory(out, "scenarios"), plan, wheels)
     shown = reports if format == TERMINAL else list(map(redact, reports))
     show(matrix_document(rows, shown, exit_code=matrix_exit(rows)), format)
     return matrix_exit(rows)

@@ -3,12 +3,15 @@
 Of several scenarios each gets a directory of its own, and all of them one matrix.
 """
 
+import os
 import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
@@ -60,17 +63,23 @@ def treat_scenario(
     plan: Plan,
     view: LiveView | None = None,
     preload: Sequence[str] | None = None,
+    wheels: Path | None = None,
 ) -> Report:
     """Treats a scenario in ``directory``, which is new, and leaves its report there.
 
     Progress goes to ``view``, which shows it on stderr if left out. ``preload`` names the modules that its workers are forked with, beside
-    those that every worker needs; if left out, all that a scenario may need.
+    those that every worker needs; if left out, all that a scenario may need. What the scenario requires is taken from ``wheels``, if given.
 
     Raises:
         UsageError: the scenario cannot be run, or the directory cannot be used. It is gone then, unless something else lies in it.
     """
     view = view or LiveView(sys.stderr)
-    with _removed_if_refused(directory), view, _starter(scenario, directory, view, preload) as start:
+    with (
+        _removed_if_refused(directory),
+        _with_releases(scenario, wheels),
+        view,
+        _starter(scenario, directory, view, preload) as start,
+    ):
 
         def launch(label: str, request: Request) -> Run:
             view.begin(label)
@@ -102,6 +111,48 @@ def treat_script(scenario: Scenario, directory: Path, plan: Plan) -> tuple[Repor
         treatment = treat(scenario, launch, plan)
         code = treatment.before.exit.code
         return _reported(treatment, directory), code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _with_releases(scenario: Scenario, wheels: Path | None) -> Iterator[None]:
+    """Lets the processes of a scenario import the releases that it requires, from ``wheels`` or from where they are installed.
+
+    Raises:
+        UsageError: a release is not there.
+    """
+    folders: list[str] = []
+    for wanted in scenario.requires:
+        name, _, version = wanted.partition("==")
+        if not version or "/" in wanted:
+            raise UsageError(f"{scenario.name}: requires: {wanted!r} is no release", "Write NAME==VERSION.")
+        folder = (wheels or Path("wheels")) / f"{name}-{version}"
+        if wheels is not None and folder.is_dir():
+            folders.append(str(folder.resolve()))
+        elif _installed(name) != version:
+            where = f"neither installed nor in {wheels}" if wheels is not None else "not installed"
+            given = "" if wheels is not None else f", then pass --wheels {folder.parent}"
+            raise UsageError(
+                f"{scenario.name} requires {wanted}, which is {where}",
+                f"pip install --no-deps --target {folder} {wanted}{given}",
+            )
+    before = os.environ.get("PYTHONPATH")
+    if folders:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([before] if before else [])])
+    try:
+        yield
+    finally:
+        if folders and before is None:
+            del os.environ["PYTHONPATH"]
+        elif folders:
+            os.environ["PYTHONPATH"] = str(before)
+
+
+def _installed(name: str) -> str | None:
+    """The version of an installed distribution, without importing it; None where it is not there."""
+    try:
+        return version_of(name)
+    except PackageNotFoundError:
+        return None
 
 
 @contextmanager
@@ -172,7 +223,9 @@ def _paths(text: str) -> list[Path]:
     return found
 
 
-def treat_all(scenarios: Sequence[Scenario], directory: Path, plan: Plan) -> tuple[list[MatrixRow], list[Report]]:
+def treat_all(
+    scenarios: Sequence[Scenario], directory: Path, plan: Plan, wheels: Path | None = None
+) -> tuple[list[MatrixRow], list[Report]]:
     """Treats each scenario in a folder of its name in ``directory``, which is new, and leaves the matrix there.
 
     A scenario that cannot be run at all is a row of the matrix like any other; the rest is run all the same.
@@ -184,7 +237,7 @@ def treat_all(scenarios: Sequence[Scenario], directory: Path, plan: Plan) -> tup
     reports: list[Report] = []
     for scenario in scenarios:
         view = LiveView(sys.stderr, every_run=False)
-        row, report = _treated(scenario, directory, plan, view)
+        row, report = _treated(scenario, directory, plan, view, wheels)
         rows.append(row)
         reports.append(report)
         view.say(f"{len(rows)}/{len(scenarios)} {in_one_line(rows[-1])}")
@@ -196,10 +249,14 @@ def treat_all(scenarios: Sequence[Scenario], directory: Path, plan: Plan) -> tup
     return rows, reports
 
 
-def _treated(scenario: Scenario, directory: Path, plan: Plan, view: LiveView) -> tuple[MatrixRow, Report]:
+def _treated(
+    scenario: Scenario, directory: Path, plan: Plan, view: LiveView, wheels: Path | None
+) -> tuple[MatrixRow, Report]:
     began = time.monotonic()
     try:
-        report = treat_scenario(scenario, new_directory(directory / scenario.name, scenario.name), plan, view)
+        report = treat_scenario(
+            scenario, new_directory(directory / scenario.name, scenario.name), plan, view, wheels=wheels
+        )
     except DoctorError as refused:
         row = refused_row(scenario.name, refused.message, exit_code=int(refused.exit_code))
         return row, refused_report(scenario.name, refused.message)

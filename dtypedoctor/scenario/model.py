@@ -264,6 +264,10 @@ class Scenario(Strict):
     name: Name = Field(description="Name, equal to the file name without `.yaml`.")
     summary: str = Field(description="One sentence: what is shown.")
     references: list[str] = Field(default_factory=list, description="Public tickets of the failure.")
+    requires: list[str] = Field(
+        default_factory=list,
+        description="Releases that it needs, each as `NAME==VERSION`: installed, or in `--wheels`.",
+    )
     steps: list[ScenarioStep] = Field(min_length=1, description="What is done, in order, in one process.")
     device: Device = Field(default="auto", description="`auto` takes CUDA where there is one.")
     seed: int = Field(default=3407, ge=0, lt=2**32, description="Seed of weights, data and sampling.")

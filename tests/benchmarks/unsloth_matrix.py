@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-PROGRAM = Path(__file__).parents[1] / "e2e" / "unsloth_two_loads.py"
+PROGRAM = Path(__file__).parents[2] / "scenarios" / "real" / "programs" / "unsloth_two_loads.py"
 
 
 @dataclass(frozen=True)

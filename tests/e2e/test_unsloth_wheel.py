@@ -1,62 +1,137 @@
 """unsloth's released kernels, unchanged: a second 4-bit model in another dtype is read from memory of the first one's."""
 
+import os
 import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command import dtypedoctor, report_of
+from released_wheels import WHEELS, released
 
-PROGRAM = Path(__file__).parent / "unsloth_two_loads.py"
+from dtypedoctor.plugins import Correction, registered
+from dtypedoctor.source_edits import AlreadyCorrectedError, TargetMismatchError, patched
+
+REAL = Path(__file__).parents[2] / "scenarios" / "real"
+VALUES = Path(__file__).parent / "unsloth_values.py"
 LAST_WITH_THE_DEFECT, FIRST_WITHOUT = "2026.2.1", "2026.3.1"
-WHEELS = Path(tempfile.gettempdir()) / "dtypedoctor-wheels"
-"""Kept for the next run; a release never changes."""
+CORRECTION = "unsloth-buffer-of-its-dtype"
+ALONE = {"OMP_NUM_THREADS": "1"}
 
 
-def kernels_of(version: str) -> Path:
-    """The folder of an unpacked wheel, fetched from the registry where it is not there yet."""
-    folder = WHEELS / f"unsloth-{version}"
-    if not folder.is_dir():
-        with tempfile.TemporaryDirectory() as fetched:
-            pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--retries", "1"]
-            try:
-                subprocess.run(
-                    [*pip, "-d", fetched, f"unsloth=={version}"], check=True, capture_output=True, timeout=120
-                )
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                pytest.skip(f"the wheel of unsloth {version} cannot be fetched from the registry: {error}")
-            [wheel] = Path(fetched).glob("*.whl")
-            zipfile.ZipFile(wheel).extractall(f"{fetched}/unpacked")
-            WHEELS.mkdir(exist_ok=True)
-            Path(fetched, "unpacked").rename(folder)
-    return folder
-
-
-def diagnosed(version: str, folder: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
-    """Exit code and findings of the two loads under ``dtypedoctor exec``."""
-    done = dtypedoctor(
-        "exec", "--out", folder / "run", PROGRAM, kernels_of(version), *words, cwd=folder, OMP_NUM_THREADS="1"
-    )
-    return done.code, report_of(folder / "run")["findings"]
-
-
-def test_the_stale_buffer_of_the_released_kernels_is_found_under_autocast(tmp_path: Path) -> None:
+def test_the_stale_buffer_of_the_released_kernels_is_found_under_autocast_and_fixed(tmp_path: Path) -> None:
     """Nothing raises and everything is finite; the finding names the first wrong weight and unsloth's own line."""
-    code, findings = diagnosed(
-        LAST_WITH_THE_DEFECT, tmp_path, "bfloat16", "float16", "autocast", "all", "lora", "train"
+    released("unsloth", LAST_WITH_THE_DEFECT)
+    scenario = REAL / "unsloth_two_loads_autocast.yaml"
+    done = dtypedoctor(
+        "run", scenario, "--allow-code", "--wheels", WHEELS, "--out", tmp_path / "run", cwd=tmp_path, **ALONE
     )
-    found = findings[0]
-    assert code == 10
-    assert [finding["id"] for finding in findings] == ["stale-dequant-buffer"]
-    assert (found["confidence"], found["dtype"]) == ("proven", "bfloat16")
+    report = report_of(tmp_path / "run")
+    [found] = report["findings"]
+    assert done.code == 0, done.err
+    assert (found["id"], found["confidence"], found["dtype"]) == ("stale-dequant-buffer", "proven", "bfloat16")
     assert found["fqn"].endswith("layers.0.self_attn.q_proj.base_layer")
     assert found["source"] == "unsloth/kernels/utils.py:1023"
+    assert found["remedies"][0] == CORRECTION
+    assert [trial["remedy"] for trial in report["trials"] if trial["outcome"] == "fixed"] == [CORRECTION]
 
 
 def test_the_corrected_release_has_no_findings(tmp_path: Path) -> None:
     """The same program, in the order in which the buffer also has to grow."""
-    code, findings = diagnosed(FIRST_WITHOUT, tmp_path, "float16", "bfloat16", "autocast", "all", "lora", "train")
-    assert (code, findings) == (0, [])
+    released("unsloth", FIRST_WITHOUT)
+    scenario = REAL / "unsloth_two_loads_fixed.yaml"
+    done = dtypedoctor(
+        "run",
+        scenario,
+        "--no-remedies",
+        "--allow-code",
+        "--wheels",
+        WHEELS,
+        "--out",
+        tmp_path / "run",
+        cwd=tmp_path,
+        **ALONE,
+    )
+    assert (done.code, report_of(tmp_path / "run")["findings"]) == (0, [])
+
+
+def test_treated_kernels_dequantize_and_train_bitwise_as_the_corrected_release() -> None:
+    """In both orders of two dtypes, with and without autocast; every weight is bitwise that of bitsandbytes."""
+    old, new = released("unsloth", LAST_WITH_THE_DEFECT), released("unsloth", FIRST_WITHOUT)
+    treated = dtypedoctor("treat", "--with", CORRECTION, VALUES, old, **ALONE)
+    expected = values_of(new)
+    assert f"{CORRECTION} is in place: unsloth {LAST_WITH_THE_DEFECT}, unsloth/kernels/utils.py:501" in treated.err
+    assert treated.out.splitlines() == expected
+    assert [line.split("\t")[3] for line in expected] == ["0"] * 4
+    untreated = [line.split("\t")[3] for line in values_of(old)]
+    assert [answer.startswith("expected m1 and m2") or int(answer) > 0 for answer in untreated] == [True] * 4
+
+
+def values_of(folder: Path) -> list[str]:
+    """What the kernels of an unpacked wheel compute."""
+    done = subprocess.run(
+        [sys.executable, str(VALUES), str(folder)], env=os.environ | ALONE, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def test_the_patch_applies_to_the_release_and_makes_its_test_pass(tmp_path: Path) -> None:
+    """`git apply` takes it as it is printed. Before, the test fails."""
+    wheel = released("unsloth", LAST_WITH_THE_DEFECT)
+    kernels = tmp_path / "unsloth" / "kernels"
+    kernels.mkdir(parents=True)
+    for file in (
+        "unsloth/__init__.py",
+        *(f"unsloth/kernels/{one.name}" for one in (wheel / "unsloth/kernels").glob("*.py")),
+    ):
+        (tmp_path / file).write_bytes((wheel / file).read_bytes())
+    patch = dtypedoctor("explain", CORRECTION, "--patch", "--source", tmp_path)
+    test = "tests/test_unsloth_buffer_of_its_dtype.py"
+    subprocess.run(["git", "apply", f"--include={test}", "-"], input=patch.out, text=True, cwd=tmp_path, check=True)
+    assert "6 failed" in last_line_of_pytest(tmp_path, test)
+    (tmp_path / test).unlink()
+    subprocess.run(["git", "apply", "-"], input=patch.out, text=True, cwd=tmp_path, check=True)
+    assert "6 passed" in last_line_of_pytest(tmp_path, test)
+
+
+def last_line_of_pytest(folder: Path, test: str) -> str:
+    """The last line of pytest, with the kernels in ``folder`` as ``unsloth``."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(REAL / 'programs')!r}); import unsloth_kernels, pytest\n"
+        f"unsloth_kernels.load('.'); pytest.main(['-q', '-p', 'no:cacheprovider', {test!r}])"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | ALONE, capture_output=True, text=True, check=False, timeout=240
+    )
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("version", "answer"),
+    [
+        ("2025.9.1", None),
+        ("2026.1.1", None),
+        ("2026.4.4", "has this correction already"),
+        ("2026.7.6", "has this correction already"),
+        ("2026.10.9", "has this correction already"),
+    ],
+)
+def test_every_other_release_is_corrected_or_answered_with_the_difference(version: str, answer: str | None) -> None:
+    """Older ones have the same lines, written otherwise around them; newer ones have their own correction."""
+    file = released("unsloth", version) / "unsloth" / "kernels" / "utils.py"
+    source, edits = file.read_text(encoding="utf-8"), registered(Correction)[CORRECTION].edits
+    if answer is None:
+        assert patched(source, edits, "utils.py").count("WEIGHT_BUFFER.dtype != dtype") == 2
+        return
+    with pytest.raises(TargetMismatchError, match=answer) as refused:
+        patched(source, edits, "utils.py")
+    assert isinstance(refused.value, AlreadyCorrectedError)
+
+
+def test_a_release_that_is_not_there_is_asked_for_in_one_line(tmp_path: Path) -> None:
+    """With the command that fetches it; in a folder of scenarios it is a row like any other."""
+    done = dtypedoctor("run", REAL / "unsloth_two_loads.yaml", "--allow-code", "--wheels", tmp_path, cwd=tmp_path)
+    assert done.code == 2
+    assert "unsloth_two_loads requires unsloth==2026.2.1, which is neither installed nor in" in done.err
+    assert f"hint: pip install --no-deps --target {tmp_path}/unsloth-2026.2.1 unsloth==2026.2.1\n" in done.err

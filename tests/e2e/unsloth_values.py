@@ -17,7 +17,7 @@ import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scenarios" / "real" / "programs"))
 import unsloth_kernels
 
 SIZES = ((64, 64), (64, 128), (128, 64))
@@ -26,7 +26,7 @@ SIZES = ((64, 64), (64, 128), (128, 64))
 
 def main(folder: str) -> None:
     """Tries each order with buffers that nobody has used."""
-    utils, lora = unsloth_kernels.load(Path(folder))
+    utils, lora = unsloth_kernels.load(folder)
     for order, autocast in product((("bfloat16", "float16"), ("float16", "bfloat16")), (False, True)):
         utils.WEIGHT_BUFFERS, utils.ABSMAX_BUFFERS = {None: None}, {None: None}
         digest, wrong = hashlib.sha256(), 0

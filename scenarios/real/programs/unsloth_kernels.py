@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import sys
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,12 +36,18 @@ class _Stub(ModuleType):
         return lambda function=None, *_, **__: function  # @triton.heuristics(...)
 
 
-def load(folder: Path) -> tuple[Any, Any]:
-    """unsloth's own ``kernels.utils`` and ``kernels.fast_lora`` from an unpacked wheel.
+def load(folder: str) -> tuple[Any, Any]:
+    """unsloth's own ``kernels.utils`` and ``kernels.fast_lora``.
 
     Args:
-        folder: holds ``unsloth/kernels``.
+        folder: an unpacked wheel, which holds ``unsloth/kernels``; ``-`` takes the unsloth that is on ``sys.path``.
+
+    Raises:
+        ModuleNotFoundError: it is not there.
     """
+    found = PathFinder.find_spec("unsloth", None if folder == "-" else [folder])
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError(f"no package unsloth in {'sys.path' if folder == '-' else folder}")
     on_cpu = not torch.cuda.is_available()
     os.environ.setdefault(
         "UNSLOTH_BNB_TRITON", "0"
@@ -56,7 +62,7 @@ def load(folder: Path) -> tuple[Any, Any]:
     device = {"is_hip": lambda: False, "get_device_type": lambda: "cuda", "DEVICE_TYPE": "cuda", "DEVICE_TYPE_TORCH": "cuda",
               "DEVICE_COUNT": 1, "ALLOW_PREQUANTIZED_MODELS": True, "ALLOW_BITSANDBYTES": True}  # fmt: skip
     for name in ("unsloth", "unsloth.kernels"):
-        _put(name, ModuleType(name), __path__=[str(folder / name.replace(".", "/"))], **device)
+        _put(name, ModuleType(name), __path__=[str(Path(found.origin).parents[1] / name.replace(".", "/"))], **device)
     _put("unsloth.device_type", ModuleType("unsloth.device_type"), **device)
     if on_cpu and not hasattr(torch._C, "_cuda_getCurrentRawStream"):
         torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]

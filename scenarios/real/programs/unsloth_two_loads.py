@@ -2,7 +2,7 @@
 
     python unsloth_two_loads.py FOLDER FIRST SECOND [autocast] [attention|mlp|all] [lora|plain] [train|evaluate|decode [one]]
 
-FOLDER is an unpacked wheel; FIRST and SECOND are the dtypes of the models. Each model is used as the last word says (two
+FOLDER is an unpacked wheel, or ``-`` for the unsloth on ``sys.path``; FIRST and SECOND are the dtypes of the models. Each model is used as the last word says (two
 training steps, one evaluation, four decoded tokens of two texts, or of one) and a line is printed for it: its losses, or the
 sum of its logits.
 """
@@ -28,7 +28,7 @@ ATTENTION, MLP = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj", "down_
 
 def main(folder: str, first: str, second: str, *words: str) -> None:
     """Builds and uses one model after the other, each in an autocast region of its own dtype if ``words`` say so."""
-    utils, lora = unsloth_kernels.load(Path(folder))
+    utils, lora = unsloth_kernels.load(folder)
     for name in (first, second):
         dtype = getattr(torch, name)
         region = torch.autocast(DEVICE, dtype=dtype) if "autocast" in words else nullcontext()
