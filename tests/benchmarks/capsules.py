@@ -1,7 +1,7 @@
 """What becomes of the failing scripts of the corpus as capsules: one run each, then a replay without the script.
 
     python tests/benchmarks/capsules.py                     # the whole corpus
-    python tests/benchmarks/capsules.py grammar_decoder     # some scripts
+    python tests/benchmarks/capsules.py fully_masked_row_grammar_mask     # some scripts
     python tests/benchmarks/capsules.py --every 4           # each fourth
     python tests/benchmarks/capsules.py --keep FOLDER       # leaves the runs there
 

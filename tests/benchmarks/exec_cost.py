@@ -1,7 +1,7 @@
 """What ``dtypedoctor exec`` costs: every script of the corpus bare and under exec, in turns, as a user would type it.
 
     python tests/benchmarks/exec_cost.py                         # the whole corpus, one round
-    python tests/benchmarks/exec_cost.py --rounds 3 rain_gauge   # the best of three of one script
+    python tests/benchmarks/exec_cost.py --rounds 3 backward_overflow_large_weights   # the best of three of one script
 
 Both are fresh processes with empty working directories of their own. A script keeps the bound if exec takes at most three
 times as long as Python alone and two seconds more, the second look and the report included. The wall clock decides; the
