@@ -132,7 +132,7 @@ class Watched:
         process = ProcessWatch(self._recording.writer, every=self._every)
         self._recording.torch_is_there(process)
         process.start()
-        if self._replay and member() is None:
+        if self._replay:
             Standbys(trace, self._recording, process).begin()
         # What ends the program is shown before anybody can tell the watch of it.
         self._show_frames = hide_in_excepthook()

@@ -69,6 +69,8 @@ FOLLOWED = {
     "recv_": Followed("recv", None, _IN_PLACE),
 }
 """Operators of the namespace ``c10d``."""
+UNFOLLOWED = ("barrier", "monitored_barrier_", "recv_any_source_")
+"""The other operators of that namespace that wait for other ranks."""
 SHARED = frozenset(one.name for one in FOLLOWED.values()) - {"broadcast", "scatter", "send", "recv"}
 """Collectives to which every rank of the group sends something."""
 
@@ -232,6 +234,7 @@ class Collectives:
         self._places: dict[tuple[int, str, str], Place] = {}
         self._groups: set[str] = set()
         self._inside = False
+        self._ended: Callable[[str], None] | None = None
 
     def start(self) -> None:
         """Begins to watch if the process belongs to a group, or has been started to; cheap to call again."""
@@ -249,6 +252,15 @@ class Collectives:
         self._pending.clear()
         self._coalesced = None
         self._remove()
+
+    def end_at_first(self, ended: Callable[[str], None]) -> None:
+        """Issues no collective from here on: ``ended`` is called with the name of the next one, and must not return."""
+        self._ended = ended
+        self.start()
+        library = self._library
+        for name in UNFOLLOWED:
+            if library is not None and hasattr(torch.ops.c10d, name):
+                library.impl(name, lambda *_, name=name, **__: ended(name.strip("_")), "ADInplaceOrView")
 
     def keep_compiler_out(self) -> None:
         """Dynamo has been imported: the kernels are wrapped so that it leaves them alone."""
@@ -292,6 +304,8 @@ class Collectives:
         returned = self._guard.shield(self._returned, "the results of some collectives")
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._ended is not None:
+                self._ended(followed.name)
             if self._inside:  # a torch mode has seen the operator, and calls it anew
                 return operator.redispatch(keyset & after_autograd, *args, **kwargs)
             results: list[Row] = []

@@ -58,13 +58,11 @@ class Standby:
     seconds: float
 
     def dismiss(self) -> None:
-        """Ends it."""
+        """Ends it; it removes its pipe itself, as the program's audit hooks hear what this process removes."""
         with contextlib.suppress(OSError):
             descriptor = posix.open(self.pipe, posix.O_WRONLY | posix.O_NONBLOCK | posix.O_CLOEXEC)
             posix.write(descriptor, b"null\n")
             posix.close(descriptor)
-        with contextlib.suppress(OSError):
-            self.pipe.unlink()
 
 
 class OrEnd:
@@ -95,12 +93,9 @@ def stand_by(pipe: Path) -> Standby | dict[str, Any]:
     ready, tell = posix.pipe()
     has_threads = _end_openmp_threads()
     try:
-        request = _forked(pipe, tell)
+        request = _forked(pipe, ready, tell)
         if request is not None:
             return {**request, THREADS: has_threads}
-        is_ready = bool(select([ready], [], [], READY_SECONDS)[0]) and bool(posix.read(ready, 1))
-        if not is_ready:
-            raise OSError(f"{pipe.name} did not get ready")
     except OSError:
         pipe.unlink(missing_ok=True)
         raise
@@ -149,8 +144,12 @@ def _openmp_libraries() -> list[ctypes.CDLL] | None:
     return found
 
 
-def _forked(pipe: Path, tell: int) -> dict[str, Any] | None:
-    """None in the program; in a process that goes on later the request. ``tell`` is closed in both."""
+def _forked(pipe: Path, ready: int, tell: int) -> dict[str, Any] | None:
+    """None in the program, once the standby is ready; in a process that goes on later the request. ``tell`` is closed in both.
+
+    Raises:
+        OSError: it did not get ready, or there is no memory for it.
+    """
     global _forking
     drawn = getstate()  # Python seeds its generator anew in a fork
     program = getpid()
@@ -158,19 +157,28 @@ def _forked(pipe: Path, tell: int) -> dict[str, Any] | None:
     _forking = True
     try:
         with _not_told_of_children():
-            child = posix.fork()
+            try:
+                child = posix.fork()
+            except OSError:
+                posix.close(tell)
+                raise
             if child == 0:
                 with OrEnd():
                     _leave_parent()
                     request = _listen(pipe, tell, program)
                     setstate(drawn)
                 return request
+            posix.close(tell)
+            is_ready = bool(select([ready], [], [], READY_SECONDS)[0]) and bool(posix.read(ready, 1))
+            if not is_ready:  # a library's own handler of forks may wait for a thread
+                posix.kill(child, signal.SIGKILL)
             posix.waitpid(child, 0)
     finally:
         _forking = False
         if getpid() == program:
             pthread_sigmask(signal.SIG_SETMASK, heard)
-            posix.close(tell)
+    if not is_ready:
+        raise OSError(f"{pipe.name} did not get ready")
     return None
 
 
@@ -215,6 +223,8 @@ def _listen(pipe: Path, tell: int, program: int) -> dict[str, Any]:
             posix.close(source)
             return request
         posix.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        pipe.unlink()
     posix._exit(0)
 
 

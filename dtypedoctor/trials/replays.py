@@ -63,7 +63,7 @@ class Replays:
         except UsageError as error:
             self.why_not = error.message
             return None
-        self.why_not = NOT_ENDED if self.last.exit.timed_out else ""
+        self.why_not = NOT_ENDED if self.last.exit.timed_out else _ended_early(self.last.trace)
         return self.last
 
     def _made(self, waiting: Waiting, directory: Path, windows: Sequence[Window]) -> Run:
@@ -118,6 +118,13 @@ def _compare(first: Trace, again: Trace, call: int) -> Certificate:
     exact = f"; bitwise identical where it fails ({_count(bits, 'tensor')}, random state)" if bits else ""
     same = f"; all values measured in both ({len(values):,}) are equal" if values else ""
     return Certificate(words=f"{begun}{exact}{same}.")
+
+
+def _ended_early(again: Trace) -> str:
+    """Why a replay was over before the program was; empty where it was not."""
+    return next(
+        (f"the replay ended early: {note.what.why}" for note in again.observed(ReplayNote) if note.what.ended), ""
+    )
 
 
 def _reasons(again: Trace) -> str:

@@ -68,10 +68,11 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     later = LaterRuns(run, before)
     try:
         look = look_closer(scenario, before, later, wanted=plan.closer)
-        findings = _found_in(look.seen, static)
+        findings = _found_in(look.seen, before, static)
         capsule = caught_in(before, findings, plan.capsule_limit) if leaves_standbys else None
     finally:
-        dismiss(before.directory)
+        for process in (before, *before.ranks):
+            dismiss(process.directory)
     observer = _certificate(scenario, before, later) if plan.certify else NOT_COMPARED
     failed = _has_failed(before, findings)
     references = _run_references(scenario, later) if plan.remedies and failed else _References()
@@ -157,10 +158,11 @@ def _replay_live(scenario: Scenario, run: Run) -> CloserLook:
         dismiss(run.directory)
 
 
-def _found_in(run: Run, static: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """What is found in ``run`` and, before any run, in its checkpoints; with what its other processes add."""
+def _found_in(run: Run, before: Run, static: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """What is found in ``run`` and, before any run, in its checkpoints; with what other processes add, of the first run for a replay of it."""
+    job = run if run.ranks or run.others else before
     findings = joined(said_of_caught(analysis_of(run.trace).findings, run.trace), static)
-    return said_of_spawned(across_ranks(findings, ranks_of(run), rank_of(run)), run)
+    return said_of_spawned(across_ranks(findings, ranks_of(job), rank_of(job)), job)
 
 
 def _has_failed(before: Run, findings: tuple[Finding, ...]) -> bool:

@@ -3,12 +3,13 @@
 torch is imported by the functions that need it: this module begins to listen before the program has imported it.
 """
 
+import functools
 import os
 import resource
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 from types import FrameType
@@ -116,6 +117,7 @@ class Elsewhere:
     def begin(self) -> None:
         """Begins to listen; to be called once."""
         self._listening = True
+        leave_out_hooks_of_standbys()
         os.register_at_fork(before=self._forking, after_in_parent=self._forked)
         sys.addaudithook(self.heard)
 
@@ -186,6 +188,32 @@ class Elsewhere:
         if self._had_children:
             return True
         return _children_waited_for() != self._waited_for or (_has_child() and not self._had_child)
+
+
+_NEEDED_IN_FORKS = sys.stdlib_module_names | {"torch", "dtypedoctor"}
+"""Packages whose fork hooks are called for a standby as well: they make their locks usable in it."""
+
+
+def leave_out_hooks_of_standbys() -> None:
+    """Has hooks that a program registers with ``os.register_at_fork`` from now on called for its own forks only."""
+    register = os.register_at_fork
+
+    @functools.wraps(register)
+    def register_at_fork(*args: Any, **hooks: Any) -> None:
+        package = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if package not in _NEEDED_IN_FORKS:
+            hooks = {when: _unless_standby(hook) if callable(hook) else hook for when, hook in hooks.items()}
+        register(*args, **hooks)
+
+    os.register_at_fork = register_at_fork
+
+
+def _unless_standby(hook: Callable[[], Any]) -> Callable[[], None]:
+    def called() -> None:
+        if not _is_standby():
+            hook()
+
+    return called
 
 
 def _is_standby() -> bool:

@@ -163,7 +163,7 @@ class ScriptRecording:
             watch = _watch(self._recording.writer, self._request, {one.name for one in self._edited})
             self._recording.torch_is_there(watch)
             watch.start()
-            if self._request["standby"] and member() is None:
+            if self._request["standby"]:
                 keep_standbys(self._directory, self._recording, watch)
             keep_out_of_compiler(FirstRunFiles.heard)
         if ours.error is not None:

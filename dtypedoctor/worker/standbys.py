@@ -4,6 +4,7 @@ import os
 import posix
 import sys
 import threading
+from _thread import start_new_thread
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from math import inf
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import is_available, is_initialized
+from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import COMPILER
+from dtypedoctor._torch_private import COMPILER, compute_alone
 from dtypedoctor.instrument.capsule import CapsuleWatch, Kind, Wanted
 from dtypedoctor.instrument.contents import tensors_given
 from dtypedoctor.instrument.naming import dtype_name
@@ -22,26 +25,33 @@ from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.places import Rows, Source
 from dtypedoctor.instrument.statistics import Named, digest_of
 from dtypedoctor.interruptions import is_interruption
+from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.replay.cage import forbid_changes, is_supported, limit_processor_time
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS
 from dtypedoctor.replay.standby import PREFIX, THREADS, OrEnd, Standby, stand_by
 from dtypedoctor.replay.wake import DONE
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
+from dtypedoctor.trace.ranks import member
 from dtypedoctor.trace.records.execution import FailingBits, ReplayNote
-from dtypedoctor.unpatched import getpid, perf_counter, read_text, to_json
+from dtypedoctor.unpatched import getpid, perf_counter, process_time, read_text, sleep, to_json
 from dtypedoctor.worker.environment import resident
 
 if TYPE_CHECKING:
     from dtypedoctor.worker.process_watch import ProcessWatch
     from dtypedoctor.worker.recording import Recording
 
-FREE_SECONDS = 0.25
+FREE_SECONDS, FREE_SECONDS_OF_A_RANK = 0.25, 1.0
 SHARE = 0.02
-"""Time that may go into standbys: so much at once, and a share of the time since the watch began."""
+"""Time that may go into standbys: so much at once, and a share of the time since the watch began.
+
+A rank of a job starts slowly anyway, and its replay cannot go beyond an optimizer step: each step wants a standby.
+"""
 SECONDS_PER_PAGE = 1e-6
 """What it costs to write for the first time to a page of memory that a standby has too."""
 GOES_ON = 5.0
 """Seconds, at least, that a replay goes on after the last of its windows; else as long as it took until then."""
+IDLE_SECONDS, LOOK_SECONDS, IDLE_SHARE = 5.0, 0.5, 0.01
+"""A replay that uses less than this share of a processor for so long waits for something; how often that is looked at."""
 MAX_KEPT = 2
 """Standbys that stay because something went wrong after they were made."""
 BYTES_TO_COMPARE = 256 << 20
@@ -81,6 +91,8 @@ class Standbys:
         self._windows: list[OpWindow] = []
         self._over = inf
         self._bytes_to_compare = BYTES_TO_COMPARE
+        self._gradients_are_own = False
+        self._free_seconds = FREE_SECONDS if member() is None else FREE_SECONDS_OF_A_RANK
 
     def begin(self) -> None:
         """Begins to make them."""
@@ -97,13 +109,14 @@ class Standbys:
         position = self._watch.instruments.position
         if self._windows:
             self._end_in_time()
+            self._compute_alone(module)
         if not self._windows and (torch.cuda.is_initialized() or self._in_place):
             self._replay_in_place()
             return
         now = perf_counter() - self._began
         if position.backward_depth or getpid() != self._owner or self._impossible:
             return
-        if self._spent and self._spent + self._cost > FREE_SECONDS + SHARE * now:
+        if self._spent and self._spent + self._cost > self._free_seconds + SHARE * now:
             return
         why_not = next(_hindrances(), "")
         if why_not:
@@ -121,6 +134,7 @@ class Standbys:
         else:
             with OrEnd():
                 self._go_on(made, module)
+                self._compute_alone(module)
 
     def _replay_in_place(self) -> None:
         """No fork of this process can go on: what fails is made again in the process itself."""
@@ -191,8 +205,7 @@ class Standbys:
         self._recording.writer.continue_in(directory)
         forbid_changes()
         self._owner = 0
-        position = self._watch.instruments.position
-        self._recording.go_on(lambda error: [type(error).__name__, position.call] == request["raised"])
+        self._recording.go_on(lambda error: self._is_expected(error, request["raised"]))
         self._began = perf_counter()
         self._windows = [OpWindow(**window) for window in request["windows"]]
         if COMPILER in sys.modules and not any(window.eager for window in self._windows):
@@ -209,6 +222,41 @@ class Standbys:
             CapsuleWatch(
                 self._watch.instruments, Wanted(**{**wanted, "kind": Kind(wanted["kind"])}), files.write
             ).begin(module)
+        if is_available() and is_initialized():
+            instruments = self._watch.instruments
+            instruments.collectives.end_at_first(lambda name: self._end_early(f"{name} needs the other ranks"))
+            instruments.phases.before_step.insert(0, self._end_at_step)
+        start_new_thread(self._end_when_idle, ())
+
+    def _compute_alone(self, module: nn.Module) -> None:
+        """The other ranks are not there in a replay: gradients are not reduced, nor buffers broadcast."""
+        for wrapper in module.modules() if is_available() and is_initialized() else ():
+            if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+                self._gradients_are_own |= compute_alone(wrapper)
+
+    def _end_at_step(self, _: Optimizer) -> None:
+        if self._gradients_are_own:
+            self._end_early("the optimizer step needs the gradients of the other ranks")
+
+    def _end_early(self, why: str) -> None:
+        self._tell(why, ended=True)
+        posix._exit(0)
+
+    def _is_expected(self, error: BaseException, raised: list[Any]) -> bool:
+        """Whether the program itself has ended with ``error``; ``raised`` is its type and the call, where it has raised."""
+        if [type(error).__name__, self._watch.instruments.position.call] == raised:
+            return True
+        self._tell(f"it raised {type(error).__name__}: {message_of(error)}", ended=True)
+        return False
+
+    def _end_when_idle(self) -> None:
+        """Ends a replay that waits for what is not there, such as a thread; runs in a thread of its own."""
+        idle, used = 0.0, process_time()
+        while idle < IDLE_SECONDS:
+            sleep(LOOK_SECONDS)
+            before, used = used, process_time()
+            idle = idle + LOOK_SECONDS if used - before < IDLE_SHARE * LOOK_SECONDS else 0.0
+        self._end_early("it waited for a thread or a process that is not there in a replay")
 
     def _tell(self, why: str, *, ended: bool = False) -> None:
         self._watch.instruments.session.emit(ReplayNote(why=why, ended=ended))
@@ -248,8 +296,14 @@ def _hindrances() -> Iterator[str]:
         yield "a process can only be isolated on Linux on x86-64"
     if threading.current_thread() is not threading.main_thread():
         yield "the modules run in a thread"
-    if _available() < ROOM * resident():
+    if _available() < ROOM * resident() * _processes_here():
         yield "there is not enough memory for a copy of the process"
+
+
+def _processes_here() -> int:
+    """Processes of this job on this machine, which may all fork at the same time."""
+    number = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(number) if member() is not None and number.isdecimal() else 1
 
 
 def _available() -> int:

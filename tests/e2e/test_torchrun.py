@@ -51,6 +51,8 @@ DDP = (
     for step in range(1, 4):
         x = torch.randn(4, 8, generator=data).half()
         gain = 1e6 if (fault, rank, step) == ("overflow", 1, 2) else 1.0
+        if (fault, rank, step) == ("dtype", 1, 2):
+            gain = torch.ones(8)
         if (fault, rank, step) == ("kill", 1, 2):
             net.module.down.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         if (fault, rank, step) == ("hang", 1, 2):
@@ -158,7 +160,7 @@ def said(report: dict[str, Any]) -> str:
 
 def test_a_healthy_ddp_run_has_no_findings_and_is_bitwise_what_it_is_unwatched(tmp_path: Path) -> None:
     """Each rank has a trace, its own output and a line in the report; each is equal to itself without the watch."""
-    finished, out = execute(tmp_path, DDP, "--verify-uninstrumented", "--", "ok")
+    finished, out = execute(tmp_path, DDP, "--once", "--verify-uninstrumented", "--", "ok")
     assert finished.code == 0, finished.err
     report = report_of(out)
     assert (report["status"], report["findings"]) == ("healthy", [])
@@ -186,6 +188,39 @@ def test_an_overflow_on_one_rank_is_told_with_the_all_reduce_that_carried_it(tmp
         in said(report)
     )
     assert (out / "before" / LEADING).resolve().name == "rank-1"
+
+
+WITH_BUFFERS = DDP.replace(
+    "self.up, self.down = nn.Linear(8, 8)", "self.norm, self.up, self.down = nn.BatchNorm1d(8), nn.Linear(8, 8)"
+).replace("self.up(x) *", "self.norm(self.up(x)) *")
+"""Broadcasts buffers before each forward."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "wanted"),
+    [
+        ("overflow", ("float16-overflow", "aten.mul.Tensor")),
+        ("dtype", ("operand-dtype-mismatch", "aten.addmm.default")),
+    ],
+)
+def test_the_rank_that_failed_is_replayed_alone(fault: str, wanted: tuple[str, str], tmp_path: Path) -> None:
+    """One run is enough: the call is replayed without the other rank, no collective is issued, and nothing hangs."""
+    finished, out = execute(tmp_path, WITH_BUFFERS, "--once", "--", fault)
+    assert finished.code == 10
+    report = report_of(out)
+    first = report["findings"][0]
+    assert (first["id"], first["op"], first["rank"], first["step"]) == (*wanted, 1, 2)
+    assert any(
+        "Op trace: replayed from before call 2 of this run; bitwise identical" in line for line in report["coverage"]
+    )
+
+
+def test_a_replay_ends_at_a_collective_and_names_it(tmp_path: Path) -> None:
+    """What comes after it needs what the other rank has sent; the replay says so and does not wait for it."""
+    text = WITH_BUFFERS.replace("return self.down(", "dist.barrier()\n            return self.down(")
+    finished, out = execute(tmp_path, text, "--once", "--", "overflow")
+    assert finished.code == 10
+    assert any("the replay ended early: barrier needs the other ranks" in line for line in report_of(out)["coverage"])
 
 
 def test_an_overflow_in_one_stage_of_a_pipeline_is_told_with_the_message_that_carried_it(tmp_path: Path) -> None:
