@@ -114,6 +114,7 @@ WRITTEN_IN: dict[str, Callable[[], Any]] = {
     "_local_tensor": of_module("torch.distributed.tensor._api"),
     "_module_fqn": sharded("_fsdp_param_group"),
     "_mp_policy": sharded("_fsdp_state"),
+    "_use_python_reducer": of_module("torch.nn.parallel.distributed"),
 }
 """The module whose code gives an object the attribute, by the attribute: such objects need several processes."""
 
