@@ -59,6 +59,8 @@ OpOverload = torch._ops.OpOverload
 """The class of operators with their signature, as a dispatch mode gets them."""
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Inside, no ``__torch_function__`` is asked, of a mode or of a class of tensors."""
+EnableTorchFunction = torch._C._EnableTorchFunction
+"""Inside, they are asked again."""
 tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
 """A structure of lists, tuples and dicts with a function of each of its leaves."""
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten

@@ -266,6 +266,11 @@ def _packed_weights(names: Names) -> Iterator[_Packed]:
             yield _Packed(root=root, owner=fqn, name=f"{fqn}.{name}", weight=weight, state=state)
 
 
+def packed_dtypes(names: Names, root: int) -> set[str]:
+    """The dtypes that the quantization states of an outermost module say."""
+    return {short_name(packed.state.dtype) for packed in _packed_weights(names) if packed.root == root}
+
+
 def packed_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
     """Packed bytes that are a plain attribute of a module beside another that is their state: name, bytes, state."""
     held = vars(module)

@@ -17,23 +17,27 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.cuda import is_current_stream_capturing
 
 from dtypedoctor._torch_private import hook_gradient, transformation, version_of
+from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.live_call import LiveCall, mapped, tensors_of
+from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.phases import Phases
 from dtypedoctor.instrument.recorders import Nonfinite
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
-from dtypedoctor.trace.records.execution import ReplayedCall
+from dtypedoctor.trace.records.execution import HeldInput, ReplayedCall
 from dtypedoctor.unpatched import perf_counter
 
 __all__ = ["InPlaceReplays"]
@@ -53,6 +57,13 @@ GRADIENTS = frozenset({"grad_output", "grad", "accumulated"})
 """Kinds of sites that a backward pass makes."""
 RESULTS = frozenset({"output", "input"})
 """Kinds of sites that a module call makes."""
+
+USUAL = frozenset({"float16", "bfloat16"})
+"""Dtypes of quantization states that every dequantizer has a kernel for."""
+HELD_CALLS = 4
+HELD_BYTES = 1 << 20
+"""Calls of which small integer inputs are copied to the host, and bytes for each."""
+HELD_FILE = "held-inputs.safetensors"
 
 _NOT_FAILURES = (torch.OutOfMemoryError, StopIteration, StopAsyncIteration, MemoryError)
 
@@ -118,6 +129,8 @@ class InPlaceReplays:
         self._places: set[tuple[object, ...]] = set()
         self._spent = 0.0
         self._next_id = 1
+        self._packed: dict[int, set[str]] = {}
+        self._held = HeldInputs(session)
         self.count = 0
         self.begun = False
         self._every = 0
@@ -176,9 +189,11 @@ class InPlaceReplays:
                 -1:
             ]  # nothing comes back from an optimizer step: what arrives late is of the last call
         self._calls = [*self._calls[1 - MAX_KEPT :], self._current]
+        self._held.keep(position.call, live)
 
     def _raised(self, module: nn.Module, args: Any, error: BaseException) -> None:
         """The innermost module call has raised, and the exception is on its way out."""
+        self.noticed(error)
         if self._current is not None:
             self._current.error = _said(error) if _is_failure(error) else None
 
@@ -203,7 +218,14 @@ class InPlaceReplays:
             self._replay(kept, "raised")
         elif self._is_forced(kept):
             self._replay(kept, "forced")
+        elif self._is_doubtful(module):
+            self._replay(kept, "packed")
         self._look()
+
+    def noticed(self, error: BaseException) -> None:
+        """The program ends with ``error``, which may have been raised outside of all modules."""
+        if _is_dead(error):
+            self._held.write()
 
     def _before_backward(self, tensors: object) -> None:
         first = self._session.writer.next_n(RESERVED)
@@ -211,6 +233,7 @@ class InPlaceReplays:
             kept.backward = first + number * (RESERVED // MAX_KEPT)
 
     def _backward_raised(self, error: BaseException) -> None:
+        self.noticed(error)
         if self._session.position.backward_depth and _is_failure(error):
             self._failed = _said(error)
 
@@ -242,6 +265,16 @@ class InPlaceReplays:
         new = place not in self._places
         self._places.add(place)
         return new
+
+    def _is_doubtful(self, module: nn.Module) -> bool:
+        """Whether this was the first call of a model whose packed weights may be dequantized wrongly: its quantization states say something
+        else than those of a model before it, or no 16-bit dtype."""
+        found = self._session.names.find(module)
+        if found is None or found[0] in self._packed:
+            return False
+        before = set().union(*self._packed.values())
+        dtypes = self._packed[found[0]] = packed_dtypes(self._session.names, found[0])
+        return bool(dtypes - USUAL) or bool(before and not dtypes <= before)
 
     def _look(self) -> None:
         """Replays the calls of what has become known not to be finite: the first result of a module, and the first gradient."""
@@ -417,6 +450,56 @@ class _Replay:
             position.backward_depth -= 1
 
 
+class HeldInputs:
+    """Copies small integer inputs (token ids) of the last outermost calls to the host, behind the stream: a device-side assert ends every access to
+    the device.
+
+    Args:
+        session: of the process.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._rooms: list[Tensor] = []
+        self._calls: list[tuple[int, dict[str, Tensor]]] = []
+
+    def keep(self, call: int, live: LiveCall) -> None:
+        """Queues the copies for a call; does not wait."""
+        found = [(n, t) for n, t in live.inputs() if t.is_cuda and t.dtype in (torch.int64, torch.int32)]
+        if not found or _bytes(tensor for _, tensor in found) > HELD_BYTES:
+            return
+        if len(self._rooms) < HELD_CALLS:
+            self._rooms.append(torch.empty(HELD_BYTES, dtype=torch.uint8, pin_memory=True))
+        else:
+            self._rooms.append(self._rooms.pop(0))  # that of the oldest call
+        room = self._rooms[-1]
+        copies: dict[str, Tensor] = {}
+        begin = 0
+        with self._session.position.mute(), out_of_their_sight(), torch.no_grad():
+            for name, tensor in found:
+                end = begin + _bytes([tensor])
+                copies[name] = room[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+                begin = end
+        self._calls = [*self._calls[1 - HELD_CALLS :], (call, copies)]
+
+    def write(self) -> None:
+        """The device has stopped: writes what has come to the host, once."""
+        kept = {f"call-{call}.{name}": (call, name, tensor)
+                for call, copies in self._calls for name, tensor in copies.items() if tensor.numel()}  # fmt: skip
+        self._calls.clear()
+        if not kept:
+            return
+        with self._session.position.mute():
+            tensors = {key: tensor.clone() for key, (_, _, tensor) in kept.items()}
+            self._session.writer.write_beside(HELD_FILE, save(tensors))
+            for key, (call, name, _) in kept.items():
+                values = tensors[key]
+                self._session.emit(
+                    HeldInput(of=call, name=name, dtype=dtype_name(values), shape=list(values.shape), least=int(values.min()),
+                              most=int(values.max()), file=HELD_FILE, key=key)
+                )  # fmt: skip
+
+
 class _KeepGradient:
     """Keeps the first gradient of an output, by reference."""
 
@@ -486,8 +569,14 @@ def _raised(said: tuple[str, str] | None) -> str:
 
 def _is_failure(error: BaseException) -> bool:
     """Whether an exception may be about dtypes or values, and the device still answers."""
-    dead = "CUDA error" in str(error) or "device-side assert" in str(error)
-    return isinstance(error, Exception) and not isinstance(error, (*_NOT_FAILURES, CannotReplayError)) and not dead
+    if not isinstance(error, Exception) or isinstance(error, (*_NOT_FAILURES, CannotReplayError)):
+        return False
+    return not _is_dead(error)
+
+
+def _is_dead(error: BaseException) -> bool:
+    """Whether an exception says that the device answers no more."""
+    return isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "device-side assert" in str(error))
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -384,6 +384,7 @@ class Instruments:
         if identity == id(error):  # its traceback has been cleaned of the operator's frame since
             record = replace(record, op=operator)
         self.writer.write(record)
+        self.in_place.noticed(error)
         self.note_behind(error)
 
     def note_behind(self, error: BaseException) -> None:

@@ -21,7 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor._torch_private import COMPILER, buffers_of, memory_key, set_versions, version_of, without_modes
+from dtypedoctor._torch_private import (
+    COMPILER,
+    EnableTorchFunction,
+    buffers_of,
+    memory_key,
+    set_versions,
+    version_of,
+    without_modes,
+)
 from dtypedoctor.instrument.operators import (
     Arguments,
     OperatorMode,
@@ -232,6 +240,7 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
         if COMPILER in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_modes())
+        stack.enter_context(EnableTorchFunction())  # a default device is a mode of functions
         stack.enter_context(_silent(thread))
         stack.enter_context(_audit.rejecting(thread, ours))
         yield

@@ -18,6 +18,7 @@ from dtypedoctor.report.to_json import render_json
 from dtypedoctor.report.to_markdown import render_markdown
 from dtypedoctor.report.verdict import measured_in, missing_end, verdict
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched
+from dtypedoctor.trace.records.execution import HeldInput
 from dtypedoctor.trials.bisection.results import Answer, Bisection, End, Kind, Symptom, Verdict
 from dtypedoctor.trials.bisection.symptoms import part_in_words
 from dtypedoctor.trials.caught import noted
@@ -93,10 +94,19 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
         yield missing_end(treatment.before)
     if trace.folded is not None:
         yield trace.folded.describe()
+    yield from _held_inputs(treatment)
     if treatment.replayed:
         yield treatment.replayed
     elif treatment.findings and treatment.closer is None:
         yield f"op trace: {treatment.no_closer}"
+
+
+def _held_inputs(treatment: Treatment) -> Iterator[str]:
+    """What the last calls before a device-side assert were given."""
+    for seen in treatment.before.trace.observed(HeldInput):
+        what = seen.what
+        place = f"{treatment.before.directory.name}/{what.file}, which holds data"
+        yield f"{what.name} of call {what.of}, before the device stopped: {what.dtype} {what.shape}, {what.least:,} to {what.most:,} ({place})"
 
 
 _MOST_NAMED = 5

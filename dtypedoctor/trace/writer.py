@@ -1,6 +1,7 @@
 """Writes a trace: one line per record, each handed to the kernel as a whole, so that nothing but a power cut loses it."""
 
 import errno
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass, replace
@@ -8,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
-from dtypedoctor.interruptions import is_interruption, say
+from dtypedoctor.interruptions import contained, is_interruption, say
 from dtypedoctor.redaction.redact import without_literals, without_process_secrets
 from dtypedoctor.trace.cursor import CURSOR, CursorPage
 from dtypedoctor.trace.details import DetailFiles
@@ -154,6 +155,15 @@ class TraceWriter:
         self._append(f'["s",{n},{step},{call},[{compact}]]', (step, call))
         if self._details.number:
             self._look_for_news(rows)
+
+    def write_beside(self, name: str, data: bytes) -> None:
+        """Writes a file of data beside the trace, which only its owner can read. Does nothing where it is there, or cannot be written."""
+        if not self._is_ours():
+            return
+        with contained():
+            descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
 
     def mark(self, step: int, call: int, site: int) -> None:
         """Notes, in memory shared with the file system, the module that is being entered (no system call)."""

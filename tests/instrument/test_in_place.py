@@ -164,7 +164,7 @@ class Normalized(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
         self.calls = 0
         self.past: list[Tensor] = []
-        self.generator = torch.Generator().manual_seed(3)
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(3)
         self.log = log
         count = [0]
 
@@ -206,10 +206,10 @@ def trains_llama(log: Any) -> list[Any]:
     )
     model = LlamaForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     tokens = torch.arange(8)[None]
+    scaler = torch.amp.GradScaler(tokens.device.type, init_scale=1024.0)
     for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(tokens.device.type, torch.bfloat16):
             loss = model(input_ids=tokens, labels=tokens).loss
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -249,11 +249,14 @@ def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("program", [trains_normalized, trains_llama, writes_in_place])
 def test_healthy_programs_are_bitwise_unchanged_by_forced_replays(
-    tmp_path: Path, program: Callable[[Any], list[Any]], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, program: Callable[[Any], list[Any]], device: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Results, weights, buffers and how often they were written to, optimizer, generators, output, logs and files."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
 
     def ran(name: str, force: int) -> list[Any]:
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
@@ -262,7 +265,7 @@ def test_healthy_programs_are_bitwise_unchanged_by_forced_replays(
         logging.getLogger("program").addHandler(handler)
         found: list[Any] = []
         (tmp_path / name).mkdir()
-        with (tmp_path / f"{name}.log").open("w", encoding="ascii") as log:
+        with torch.device(device), (tmp_path / f"{name}.log").open("w", encoding="ascii") as log:
             if force:
                 trace = in_place(tmp_path / name, lambda: found.extend(program(log)), force=force)
                 assert not [note for note in trace.all(NotWatched) if note.what == REPLAY_OF_FAILURES]

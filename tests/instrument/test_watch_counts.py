@@ -330,9 +330,10 @@ def test_numbers_come_in_the_order_in_which_they_were_asked_for() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("every", [1, 0])
-def test_the_host_never_waits_for_a_gpu_because_of_the_watch(tmp_path: Path, every: int) -> None:
-    """With a gradient scaler, whose scale is recorded, torch's own count of synchronisations is that of the step alone."""
+@pytest.mark.parametrize(("every", "in_place"), [(1, False), (0, False), (1, True)])
+def test_the_host_never_waits_for_a_gpu_because_of_the_watch(tmp_path: Path, every: int, in_place: bool) -> None:
+    """With a gradient scaler, whose scale is recorded, torch's own count of synchronisations is that of the step alone; also where each call is kept for a
+    replay."""
     from tests.benchmarks.counting import count_synchronisations
 
     bare = Training(device="cuda")
@@ -340,6 +341,8 @@ def test_the_host_never_waits_for_a_gpu_because_of_the_watch(tmp_path: Path, eve
         bare.step()
     expected = count_synchronisations(bare.step)
     with Watched(tmp_path, Training(device="cuda"), every=every) as watched:
+        if in_place:
+            watched.instruments.in_place.begin()
         watched.steps(ORDINARY)
         assert count_synchronisations(watched.training.step) == expected
     assert [one.scale for one in watched.trace().all(ScalerState)] == [1024.0] * (ORDINARY + 1)

@@ -125,7 +125,8 @@ class ReplayedCall:
     """An outermost module call was made again in the running program, with the op trace on; the operators bear its step and call.
 
     Attributes:
-        why: ``raised``, ``backward raised``, ``value`` or ``gradient`` (something was not finite).
+        why: ``raised``, ``backward raised``, ``value`` or ``gradient`` (something was not finite), ``packed`` (its packed weights may be
+            dequantized wrongly).
         compared: whether what it returned or raised could be compared with what the call itself had.
         doubt: how it differed, as a clause; None where it did not.
         late: whether an optimizer had stepped since.
@@ -137,6 +138,30 @@ class ReplayedCall:
     compared: bool
     doubt: str | None = None
     late: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldInput:
+    """An integer tensor that an outermost call was given shortly before the device stopped; its values lie in a file beside the trace.
+
+    Attributes:
+        of: number of the call.
+        name: path among the arguments.
+        dtype, shape: as everywhere.
+        least, most: extremes of its values.
+        file: name of the file (safetensors); ``key`` is its name in there.
+    """
+
+    KIND: ClassVar[str] = "held-input"
+
+    of: int
+    name: str
+    dtype: str
+    shape: list[int]
+    least: int
+    most: int
+    file: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
