@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.cuda import is_current_stream_capturing
 
 from dtypedoctor._torch_private import hook_gradient, transformation, version_of
@@ -48,6 +49,8 @@ MAX_KEPT = 8
 """Outermost calls that are kept at a time."""
 MAX_HELD = 256 << 20
 """Bytes of inputs and upstream gradients that one call may keep alive."""
+MAX_RESULT = 16 << 20
+"""Bytes of a result that is kept alive, to compare that of the replay with it."""
 MAX_REPLAYS = 12
 MAX_SECONDS = 60.0
 """Replays in one process, and the time after which no further one begins."""
@@ -65,14 +68,26 @@ HELD_BYTES = 1 << 20
 """Calls of which small integer inputs are copied to the host, and bytes for each."""
 HELD_FILE = "held-inputs.safetensors"
 
+OF_SEVERAL = (
+    "a process of several cannot repeat a call alone: the others would wait for it; --rerun runs all of them again"
+)
 _NOT_FAILURES = (torch.OutOfMemoryError, StopIteration, StopAsyncIteration, MemoryError)
 
 
 class _Made(NamedTuple):
-    """A tensor that a call has returned."""
+    """A tensor that a call has returned: without its autograd graph where it is small, else as long as the program holds it."""
 
     tensor: Callable[[], Tensor | None]
     version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Made":
+        """Keeps ``tensor``."""
+        version = version_of(tensor)
+        if _bytes([tensor]) > MAX_RESULT:
+            return cls(ref(tensor), version)
+        held = tensor.detach()  # shares its memory, and its version
+        return cls(lambda: held, version)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,6 +180,9 @@ class InPlaceReplays:
         position = self._session.position
         if position.backward_depth or _is_capturing() or transformation() is not None:
             return
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._session.guard.tell(REPLAY_OF_FAILURES, OF_SEVERAL)
+            return
         args, kwargs = call_arguments(module)
         memo: dict[int, Any] = {}
         found = self._session.names.find(module)
@@ -204,7 +222,8 @@ class InPlaceReplays:
             return
         kept.error = None  # the program has caught what was raised inside
         tensors = list(tensors_of(output))
-        kept.made = [_Made(ref(tensor), version_of(tensor)) for tensor in tensors]
+        with torch.no_grad(), out_of_their_sight():
+            kept.made = [_Made.of(tensor) for tensor in tensors]
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad and not tensor.is_leaf and _bytes([tensor]) <= MAX_HELD:
                 hook_gradient(tensor, _KeepGradient(kept.live.gradients, index))
@@ -405,8 +424,15 @@ class _Replay:
         upstream = _from_losses(self._kept.live.gradients, outputs)
         given = [*tensors_of((args, kwargs)), *(parameter for _, parameter in self._kept.live.parameters())]
         ends = [tensor for tensor in given if tensor.requires_grad]
-        if upstream and ends:
-            torch.autograd.grad([outputs[i] for i in upstream], ends, list(upstream.values()), allow_unused=True)
+        if not upstream or not ends:
+            return
+        results, gradients = [outputs[i] for i in upstream], list(upstream.values())
+        try:
+            torch.autograd.grad(results, ends, gradients, allow_unused=True, retain_graph=True)
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            _accumulate(results, gradients, ends)
 
     def _difference(self, said: tuple[str, str] | None, before: tuple[str, str] | None) -> str:
         if said != before:
@@ -461,7 +487,7 @@ class HeldInputs:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._rooms: list[Tensor] = []
-        self._calls: list[tuple[int, dict[str, Tensor]]] = []
+        self._calls: list[tuple[int, nn.Module, dict[str, Tensor]]] = []
 
     def keep(self, call: int, live: LiveCall) -> None:
         """Queues the copies for a call; does not wait."""
@@ -480,24 +506,34 @@ class HeldInputs:
                 end = begin + _bytes([tensor])
                 copies[name] = room[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
                 begin = end
-        self._calls = [*self._calls[1 - HELD_CALLS :], (call, copies)]
+        self._calls = [*self._calls[1 - HELD_CALLS :], (call, live.module, copies)]
 
     def write(self) -> None:
         """The device has stopped: writes what has come to the host, once."""
-        kept = {f"call-{call}.{name}": (call, name, tensor)
-                for call, copies in self._calls for name, tensor in copies.items() if tensor.numel()}  # fmt: skip
-        self._calls.clear()
-        if not kept:
-            return
+        calls, self._calls = self._calls, []
+        tensors: dict[str, Tensor] = {}
         with self._session.position.mute():
-            tensors = {key: tensor.clone() for key, (_, _, tensor) in kept.items()}
-            self._session.writer.write_beside(HELD_FILE, save(tensors))
-            for key, (call, name, _) in kept.items():
-                values = tensors[key]
-                self._session.emit(
-                    HeldInput(of=call, name=name, dtype=dtype_name(values), shape=list(values.shape), least=int(values.min()),
-                              most=int(values.max()), file=HELD_FILE, key=key)
-                )  # fmt: skip
+            for call, module, copies in calls:
+                rows = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+                for name, copy in copies.items():
+                    if copy.numel():
+                        values = tensors[f"call-{call}.{name}"] = copy.clone()
+                        self._tell(call, name, values, min(rows, default=None))
+            if tensors:
+                self._session.writer.write_beside(HELD_FILE, save(tensors))
+
+    def _tell(self, call: int, name: str, values: Tensor, rows: int | None) -> None:
+        record = HeldInput(
+            of=call,
+            name=name,
+            dtype=dtype_name(values),
+            shape=list(values.shape),
+            least=int(values.min()),
+            most=int(values.max()),
+            rows=rows,
+            file=HELD_FILE,
+        )
+        self._session.emit(record)
 
 
 class _KeepGradient:
@@ -534,6 +570,18 @@ def _from_losses(gradients: Mapping[int, Tensor], outputs: Sequence[Tensor]) -> 
     usable = {i: gradient for i, gradient in gradients.items() if i < len(outputs) and outputs[i].requires_grad}
     losses = {i: gradient for i, gradient in usable.items() if outputs[i].dim() == 0}
     return losses or usable
+
+
+def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> None:
+    """Runs a backward pass that ``autograd.grad`` cannot; the gradients of leaves are afterwards what they were."""
+    before = [(leaf, leaf.grad) for leaf in ends if leaf.is_leaf]
+    try:
+        for leaf, _ in before:
+            leaf.grad = None
+        torch.autograd.backward(results, gradients)
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
 
 
 def _bytes(tensors: Any) -> int:

@@ -103,10 +103,14 @@ def _coverage(treatment: Treatment) -> Iterator[str]:
 
 def _held_inputs(treatment: Treatment) -> Iterator[str]:
     """What the last calls before a device-side assert were given."""
-    for seen in treatment.before.trace.observed(HeldInput):
-        what = seen.what
-        place = f"{treatment.before.directory.name}/{what.file}, which holds data"
-        yield f"{what.name} of call {what.of}, before the device stopped: {what.dtype} {what.shape}, {what.least:,} to {what.most:,} ({place})"
+    held = [seen.what for seen in treatment.before.trace.observed(HeldInput)]
+    outside = [what for what in held if what.rows is not None and not 0 <= what.least <= what.most < what.rows]
+    for what in outside or held[-1:]:
+        table = f"; the smallest embedding has {what.rows:,} rows" if what.rows is not None else ""
+        yield (
+            f"{what.name} of call {what.of}, before the device stopped: {what.dtype} {what.shape}, {what.least:,} to {what.most:,}{table} "
+            f"(its values are data, and lie in {treatment.before.directory.name}/{what.file})"
+        )
 
 
 _MOST_NAMED = 5

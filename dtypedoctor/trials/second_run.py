@@ -118,8 +118,8 @@ def _replayed_in_place(before: Run) -> CloserLook:
     if doubt:
         return CloserLook(before=before, certificate=f"{begun}; the replay differed: {doubt}.", differs=doubt)
     equal = sum(what.compared for what in seen)
-    same = "bitwise equal" if equal == len(seen) else f"{equal} of {len(seen)} compared, and bitwise equal"
-    return CloserLook(before=before, certificate=f"{begun}; the results are {same}.")
+    compared = "the results are" if equal == len(seen) else f"{equal} of {len(seen)} results could be compared, and are"
+    return CloserLook(before=before, certificate=f"{begun}; {compared} bitwise equal.")
 
 
 def _why_not_in_place(before: Run) -> str:

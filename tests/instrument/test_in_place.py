@@ -89,6 +89,25 @@ def overflows_backward() -> None:
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
 
 
+def recomputes_backward() -> None:
+    """The gradient overflows in a block that reentrant checkpointing recomputes, which ``autograd.grad`` rejects."""
+    inner, outer = nn.Linear(4, 4).half(), nn.Linear(4, 4).half()
+    with torch.no_grad():
+        outer.weight.fill_(30.0)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = inner, outer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.outer, self.inner(x), use_reentrant=True)
+
+    model = Model()
+    (model(torch.ones(2, 4).half() / 1000).float().sum() * 60000).backward()
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+
+
 def in_place(directory: Path, program: Callable[[], Any], *, force: int = 0) -> Trace:
     """The trace of a program whose failing calls are made again in this process."""
 
@@ -107,6 +126,7 @@ def in_place(directory: Path, program: Callable[[], Any], *, force: int = 0) -> 
         (mixes_dtypes, "operand-dtype-mismatch", "aten.addmm.default", "forward"),
         (mixes_dtypes_backward, "operand-dtype-mismatch", "aten.mm.default", "backward"),
         (overflows_backward, "backward-overflow", "aten.mm.default", "backward"),
+        (recomputes_backward, "backward-overflow", "aten.mm.default", "backward"),
     ],
 )
 def test_one_run_names_the_operator(

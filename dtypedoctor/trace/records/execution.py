@@ -149,7 +149,8 @@ class HeldInput:
         name: path among the arguments.
         dtype, shape: as everywhere.
         least, most: extremes of its values.
-        file: name of the file (safetensors); ``key`` is its name in there.
+        rows: of the smallest ``nn.Embedding`` in the module that was called; None where there is none.
+        file: name of the file (safetensors).
     """
 
     KIND: ClassVar[str] = "held-input"
@@ -161,7 +162,7 @@ class HeldInput:
     least: int
     most: int
     file: str
-    key: str
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
