@@ -59,8 +59,6 @@ OpOverload = torch._ops.OpOverload
 """The class of operators with their signature, as a dispatch mode gets them."""
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Inside, no ``__torch_function__`` is asked, of a mode or of a class of tensors."""
-EnableTorchFunction = torch._C._EnableTorchFunction
-"""Inside, they are asked again."""
 tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
 """A structure of lists, tuples and dicts with a function of each of its leaves."""
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
@@ -144,6 +142,9 @@ graph_task: Callable[[], int] = _optional(
     "_C._current_graph_task_id", "recomputed calls of the fp32 replay of a function", lambda: -1
 )
 """Number of the backward pass that runs in this thread, -1 outside of all."""
+
+EnableTorchFunction: Callable[[], AbstractContextManager[Any]] = _optional("_C._EnableTorchFunction", None, nullcontext)
+"""Inside, ``__torch_function__`` is asked again. Without it a default device does not hold where a call is made again."""
 
 tracing_state: Callable[[], Any] = _optional("_C._get_tracing_state", None, lambda: torch.jit.is_tracing() or None)  # type: ignore[attr-defined]
 """What ``torch.jit.trace`` writes to while it is at work, else None."""

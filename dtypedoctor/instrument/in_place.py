@@ -180,7 +180,7 @@ class InPlaceReplays:
         position = self._session.position
         if position.backward_depth or _is_capturing() or transformation() is not None:
             return
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_available() and dist.is_initialized():
             self._session.guard.tell(REPLAY_OF_FAILURES, OF_SEVERAL)
             return
         args, kwargs = call_arguments(module)
