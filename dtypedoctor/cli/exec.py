@@ -33,24 +33,28 @@ Ablate = Annotated[
     list[str] | None,
     typer.Option(
         "--ablate",
-        help="Run again without this, to see whether the failure requires it: autocast, fused-attention, compile or loss-scale.",
+        help="Rerun without this, to see whether the failure requires it: autocast, fused-attention, compile or loss-scale.",
         metavar="NAME",
     ),
 ]
 Try = Annotated[
-    list[str] | None, typer.Option("--try", help="Run again with this fix installed in the script.", metavar="FIX")
+    list[str] | None, typer.Option("--try", help="Rerun with this fix installed in the script.", metavar="FIX")
 ]
-Once = Annotated[
+Rerun = Annotated[
     bool,
     typer.Option(
-        "--once", help="Run the script one time only; what fails is replayed from a fork of it (Linux on x86-64, CPU)."
+        "--rerun",
+        help="Run the script again for what one run cannot tell: uninstrumented, with ablations, with an op trace if no replay has one.",
     ),
+]
+Once = Annotated[
+    bool, typer.Option("--once", hidden=True, help="Run the script one time only, as without this option.")
 ]
 Verify = Annotated[
     bool,
     typer.Option(
         "--verify-uninstrumented",
-        help="Run once more without instrumentation and compare: did instrumentation change anything?",
+        help="Rerun without instrumentation and compare: did instrumentation change anything?",
     ),
 ]
 
@@ -66,6 +70,7 @@ def execute(
     ] = WEEK,
     ablate: Ablate = None,
     attempt: Try = None,
+    rerun: Rerun = False,
     once: Once = False,
     verify_uninstrumented: Verify = False,
     nproc_per_node: NprocPerNode = None,
@@ -74,7 +79,7 @@ def execute(
         bool, typer.Option("--propagate-exit", help="Exit with the script's own status.")
     ] = False,
 ) -> int:
-    """Run a script instrumented and diagnose it.
+    """Run a script once, instrumented, and diagnose it.
 
     Exits 0 if nothing is found and the script succeeds, 10 otherwise. The script's output stays on its own streams; the report
     goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
@@ -106,10 +111,20 @@ def execute(
         raise UsageError(
             "--nproc-per-node: this process is one of several already", "Leave it out: RANK and WORLD_SIZE are set."
         )
+    if rerun and (once or here is not None):
+        why = "the script is to run once" if once else "only its launcher can start this job again"
+        raise UsageError(
+            f"--rerun: {why}", "Leave out --once." if once else "Start it with --nproc-per-node N --rerun."
+        )
     if here is not None:
         out = rank_directory(out if out is not None else job_directory(scenario.name), here.rank)
-    again = here is None  # only its launcher can start a job once more
-    plan = Plan(closer=again and not once, certify=again and verify_uninstrumented, only=frozenset(remedies))
+    plan = Plan(
+        closer=rerun,
+        certify=here is None and (rerun or verify_uninstrumented),  # only its launcher can start a job once more
+        only=frozenset(remedies),
+        ablations=rerun,
+        rerun_option="--rerun" if here is None else "--nproc-per-node N --rerun",
+    )
     report, status = treat_script(scenario, new_directory(out, scenario.name), plan)
     print_document(run_document(report), console_for(sys.stderr))
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails

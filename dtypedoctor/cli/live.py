@@ -24,6 +24,7 @@ from dtypedoctor.trials.search import Node, leaves_of
 _LABELS = {
     "before": "baseline",
     "closer": "op trace",
+    "rerun": "op trace",
     "closer-eager": "op trace, without the compiler",
     "unwatched": "uninstrumented",
     "reference": "reference run",

@@ -1,4 +1,4 @@
-"""Where a second run opens the op trace: at a failure, at packed weights that may be dequantized wrongly, at gradients that may underflow."""
+"""Where a replay, or another run, opens the op trace: at a failure, at packed weights that may be dequantized wrongly, at gradients that may underflow."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def suspicious_windows(trace: Trace) -> tuple[Window, ...]:
 
 
 def doubt_in_words(trace: Trace) -> str:
-    """What only a second run can settle, where this one shows no failure; empty where there is nothing."""
+    """What only the op trace can settle, where the run shows no failure; empty where there is nothing."""
     window = next(iter(suspicious_windows(trace)), None)
     if window is None:
         return ""
@@ -44,9 +44,9 @@ def doubt_in_words(trace: Trace) -> str:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
             f"most of the float16 gradient of {names[0]}{more} is zero in {trace.moment(zeros.step)} and there is no loss scaler; only a "
-            "second run, with the loss multiplied, can tell whether float16 has flushed it to zero"
+            "backward pass with the loss multiplied can tell whether float16 has flushed it to zero"
         )
-    return "something that only a second run with the op trace on can settle was seen, and there is none"
+    return "something that only an op trace can settle was seen, and there is none"
 
 
 def shows_failure(trace: Trace) -> bool:

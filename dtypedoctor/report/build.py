@@ -66,6 +66,7 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         expectation=sentence if judged else "",
         expectation_met=met if judged else None,
         next_command=next_command,
+        rerun=f"Rerun with {treatment.rerun}." if treatment.rerun else "",
     )
 
 

@@ -199,6 +199,7 @@ class Document:
         checks: what a CI gates on.
         parts: the documents that this one sums up.
         next_command: what to type next.
+        last_line: what else could be done, in a sentence; may be empty.
         data: makes what programs read, e.g. ``report.json``.
     """
 
@@ -213,6 +214,7 @@ class Document:
     checks: tuple[Check, ...] = ()
     parts: tuple["Document", ...] = ()
     next_command: str = ""
+    last_line: str = ""
 
     @property
     def title(self) -> str:

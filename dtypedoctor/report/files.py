@@ -77,7 +77,9 @@ def _read_of_matrix(folder: Path, name: str) -> Report:
     return read_report(path)
 
 
-CLOSER, REFERENCE = "closer", "reference"
+OP_TRACES = ("rerun", "closer")
+"""Directories of the same failure with the op trace on: another run, if there was one; else a replay."""
+REFERENCE = "reference"
 
 
 def with_pictures(report: Report, directory: Path) -> Report:
@@ -85,7 +87,7 @@ def with_pictures(report: Report, directory: Path) -> Report:
 
     Args:
         report: the report of the run in ``directory``.
-        directory: holds one trace directory per run: ``before``, ``closer`` (the same failure with the op trace on),
+        directory: holds one trace directory per run: ``before``, ``rerun`` or ``closer`` (the same failure with the op trace on),
             ``remedy-ID`` and ``reference``. A run that left no trace is passed over.
     """
     cures = [trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED]
@@ -98,7 +100,8 @@ def _picture(directory: Path, name: str, label: str) -> Picture | None:
     trace = _trace(directory, name)
     if trace is None:
         return None
-    return picture_of(trace, label, ops_from=_trace(directory, CLOSER) if name == BEFORE else None)
+    traced = (_trace(directory, other) for other in OP_TRACES) if name == BEFORE else ()
+    return picture_of(trace, label, ops_from=next((one for one in traced if one is not None), None))
 
 
 def _trace(directory: Path, name: str) -> Trace | None:

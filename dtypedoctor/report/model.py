@@ -157,5 +157,7 @@ class Report:
     """Whether the scenario's expectation came true, in words; empty without one."""
     expectation_met: bool | None = None
     next_command: str = ""
+    rerun: str = ""
+    """With which options another run of the script would tell more, and what; empty where it would not."""
     pictures: tuple[Picture, ...] = ()
     """What the traces of the runs look like, for formats that can show it; not part of report.json."""

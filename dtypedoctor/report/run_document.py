@@ -81,6 +81,7 @@ def run_document(report: Report) -> Document:
         sections=tuple(part for part in parts if part.blocks),
         checks=tuple(_checks(report)),
         next_command=report.next_command,
+        last_line=report.rerun,
         data=lambda: report_data(report),
     )
 

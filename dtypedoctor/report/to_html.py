@@ -182,7 +182,7 @@ def render_html(document: Document) -> str:
         el("title", f"{one_line(document.name, 80)} – dtypedoctor"),
         f"<style>{style}</style></head><body>",
         _top(document),
-        el("main", *sections),
+        el("main", *sections, *([el("p", one_line(document.last_line, 600))] if document.last_line else [])),
         el("footer", f"Made by dtypedoctor {__version__}. This page is one file and loads nothing."),
         f'<script type="application/json" id="data">{map_data(document.map)}</script>',
         f"<script>{script}</script></body></html>\n",

@@ -56,7 +56,9 @@ def render_markdown(document: Document, limit: int = LIMIT) -> str:
     if document.about:
         tool = "" if "dtypedoctor" in document.about else " (report by dtypedoctor)"
         head += f"\n\n{prose(document.about, 600)}{tool}"
-    page = "\n\n".join(filter(None, (head, _fitted(_section, document.sections, limit - size(head) - 200))))
+    last = prose(document.last_line, 600)
+    room = limit - size(head) - size(last) - 200
+    page = "\n\n".join(filter(None, (head, _fitted(_section, document.sections, room), last)))
     return page.rstrip("\n") + "\n"
 
 

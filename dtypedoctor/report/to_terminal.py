@@ -63,6 +63,9 @@ def print_document(document: Document, console: Console) -> None:
         page.gap()
         page.line("Next", "bold", indent=0)
         page.block(Code(document.next_command))
+    if document.last_line:
+        page.gap()
+        page.line(one_line(document.last_line, 600), indent=0)
 
 
 class _Page:

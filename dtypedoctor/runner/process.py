@@ -287,6 +287,21 @@ def outliving() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def ending_by_interrupt() -> Iterator[None]:
+    """Inside, every signal that asks this process to end raises :class:`KeyboardInterrupt`, as Ctrl-C does."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = dict(_replaced(list(_ASK_TO_END), interrupt))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _replaced(numbers: list[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[tuple[int, Any]]:
     """Sets a handler for each signal that is not ignored, and gives what was set before."""
     for number in numbers:

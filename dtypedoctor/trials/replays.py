@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtypedoctor.analysis import analysis_of
+from dtypedoctor.diagnosis.window import shows_failure
 from dtypedoctor.errors import UsageError
 from dtypedoctor.replay.wake import Waiting, go_on, waiting_in
 from dtypedoctor.runner.run import Run, WorkerExit, collect
 from dtypedoctor.scenario.model import Request, Window
-from dtypedoctor.trace.events import Metric, Sample
+from dtypedoctor.trace.events import Metric, Observed, Sample
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.execution import FailingBits, ReplayNote
+from dtypedoctor.trace.records.execution import (
+    CompileCounts,
+    FailingBits,
+    GraphBreak,
+    Recompiled,
+    RecompileLimit,
+    ReplayNote,
+)
 from dtypedoctor.trials.caught import with_caught
 from dtypedoctor.unpatched import monotonic
 
@@ -26,12 +34,13 @@ SLOWER = 4.0
 ROUNDING = 0.01
 """Relative difference of two magnitudes up to which the order in which sums are added may explain it, also in half precision."""
 
-NO_STANDBY = "no process stood by before it"
+_OF_COMPILER = (CompileCounts, GraphBreak, Recompiled, RecompileLimit)
+NO_STANDBY = "no fork of the process was made before the call that failed"
 NOT_ENDED = "the replay did not end in time"
 
 
 class Replays:
-    """Makes the replays of one run; called like :class:`dtypedoctor.trials.later_runs.LaterRuns`.
+    """Makes the replays of one run; called like :class:`dtypedoctor.trials.runs.LaterRuns`.
 
     Args:
         run: what is replayed.
@@ -64,6 +73,9 @@ class Replays:
             self.why_not = error.message
             return None
         self.why_not = NOT_ENDED if self.last.exit.timed_out else _ended_early(self.last.trace)
+        if self.why_not and shows_failure(self.last.trace):  # what it was made for has happened by then
+            self.why_not = ""
+            self.last = replace(self.last, exit=replace(self.last.exit, timed_out=False))
         return self.last
 
     def _made(self, waiting: Waiting, directory: Path, windows: Sequence[Window]) -> Run:
@@ -80,11 +92,23 @@ class Replays:
         ended = go_on(waiting, directory, told, seconds)
         exit_ = WorkerExit(code=0, timed_out=not ended, seconds=monotonic() - began)
         by_call = self._run.trace.by_call  # a replay that is over early may have come to no optimizer step
-        return with_caught(replace(collect(directory, exit_, foreign=by_call), foreign=True))
+        made = collect(directory, exit_, foreign=by_call)
+        trace = _with_compilation(made.trace, self._run.trace)
+        return with_caught(replace(made, trace=trace, foreign=True))
 
     def certificate(self, replay: Run) -> "Certificate":
         """Compares what was measured in ``replay``, made last, with what was measured in the run itself."""
         return _compare(self._run.trace, replay.trace, self._from)
+
+
+def _with_compilation(replay: Trace, run: Trace) -> Trace:
+    """A replay starts no compiler and does not end with the program: what was compiled in it is what was compiled in the run."""
+    kept = [record for record in replay.records if not _is_of_compiler(record)]
+    return replace(replay, records=(*kept, *filter(_is_of_compiler, run.records)))
+
+
+def _is_of_compiler(record: Any) -> bool:
+    return isinstance(record, Observed) and isinstance(record.what, _OF_COMPILER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,13 +127,14 @@ class Treatment:
 
     Attributes:
         before: the untreated run.
-        closer: the second look at the same failure with the op trace on, if there was anything to look at.
-        no_closer: why there is no second look, where there is none.
+        closer: the run, or the replay of a part of it, that shows the same failure with the op trace on, if there was anything to look at.
+        no_closer: why there is none, where there is none.
         diagnosed: the trace that the findings come from (the closer look's where there is one).
         complete: whether remedies were to be tried, so that the scenario's expectation can be judged.
         replayed: of a second look that is a replay of a part of the run, how it was compared with it.
         capsule: the failing call, kept beside the run, or why it is not; None where nothing failed or no process stood by.
         refusals: the runs after the first that could not be made, and why.
+        rerun: options with which `exec` would tell more, and what it would tell; empty where it would tell nothing.
     """
 
     scenario: "Scenario"
@@ -149,5 +150,6 @@ class Treatment:
     trials: tuple[Trial, ...]
     complete: bool
     refusals: tuple[str, ...] = ()
+    rerun: str = ""
     replayed: str = ""
     capsule: Capsule | NoCapsule | None = None

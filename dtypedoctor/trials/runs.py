@@ -41,6 +41,10 @@ class LaterRuns:
         self.refusals.append(f"the run {label!r} could not be made: {made}")
         return None
 
+    def end(self) -> None:
+        """Somebody wants it all to end: nothing more is run."""
+        self._ended = True
+
     def attempt(self, label: str, request: Request) -> Run | str:
         """The run, or why it cannot be made, or not be recorded to its end: that a failure is missing in it says nothing."""
         if self._ended:

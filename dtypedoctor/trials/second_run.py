@@ -1,4 +1,4 @@
-"""Runs a scenario that failed once more with the op trace on, and says whether that run explains the first."""
+"""Looks at a failure with the op trace on: in a replay of the part of the run that failed, or in another run of the scenario."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,11 +8,13 @@ from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.window import eager_window, shows_failure, suspicious_windows
 from dtypedoctor.diagnosis.wording import short
+from dtypedoctor.runner.process import ending_by_interrupt
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Request, Scenario, Window
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CompileCounts, ReplayedCall
+from dtypedoctor.trials.remedies import is_script
 from dtypedoctor.trials.replays import LONGEST, Replays
 from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
 
@@ -21,17 +23,23 @@ __all__ = ["CloserLook", "another_way", "look_closer", "replayed", "unconfirmed"
 
 MAX_LOOKS = 2
 """Runs with the op trace on; each costs about as much as the first run."""
-NOT_WANTED = "no second run was allowed"
 NOT_REPEATED = "a run that was stopped is not repeated"
 NOTHING_POINTED = "not needed"
 STOPPED = "the second run was stopped before its end"
 NOT_MADE = "the second run could not be made"
 NOT_SEEN_AGAIN = "the failure did not come back in a second run, so no op trace shows it"
+NOT_REPLAYED = "nothing could be replayed: {}"
+NOT_IN_REPLAY = "the failure did not come back in the replay"
+MAY_PROVE = "{}; another run may prove the finding"
+OTHER_REPLAY = "the replay went another way: {}"
+INTERRUPTED = "the replay was interrupted"
+SECONDS_AFTER_SIGNAL = 20.0
+"""How long a replay may take after a signal to end: a batch system kills half a minute later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloserLook:
-    """What came of looking a second time.
+    """What came of looking at a failure with the op trace on.
 
     Attributes:
         before: the first run.
@@ -41,6 +49,7 @@ class CloserLook:
         doubt: what that run did instead, in words.
         certificate: of a replay, how it was compared with the run, as a sentence.
         differs: how the bits of a replay differ from those of the run, as a clause.
+        rerun_tells: what another run would tell that is not known now, as a clause; empty where it would tell nothing.
     """
 
     before: Run
@@ -50,6 +59,7 @@ class CloserLook:
     doubt: str = ""
     certificate: str = ""
     differs: str = ""
+    rerun_tells: str = ""
 
     @property
     def seen(self) -> Run:
@@ -66,20 +76,40 @@ class CloserLook:
         return findings if self.other is None else unconfirmed(findings, self.other.trace, self.doubt)
 
 
-def look_closer(scenario: Scenario, before: Run, later: LaterRuns, *, wanted: bool) -> CloserLook:
-    """The run again with the op trace on where it failed, or why there is none.
+def look_closer(scenario: Scenario, before: Run, later: LaterRuns, *, may_rerun: bool) -> CloserLook:
+    """The failure with the op trace on, or why there is no such look at it.
+
+    A script has left forks from which the part that failed is replayed. It is run again only where they do not explain the failure.
 
     Args:
         scenario: what was run.
         before: the run.
         later: runs it again.
-        wanted: whether it may be run again; otherwise what failed is replayed from a process that stood by, where one did.
+        may_rerun: whether it may be run again.
     """
-    if not wanted:
-        return replayed(scenario, before)
+    if not is_script(scenario):
+        return _run_again(scenario, before, later, "closer") if may_rerun else CloserLook(before=before)
+    look = _replayed_unless_interrupted(scenario, before, later)
+    if not look.rerun_tells or not may_rerun or _was_stopped(before):
+        return look
+    again = _run_again(scenario, before, later, "rerun")
+    return look if again.closer is None and look.closer is not None else again
+
+
+def _replayed_unless_interrupted(scenario: Scenario, before: Run, later: LaterRuns) -> CloserLook:
+    """A replay takes as long as the run did, or longer; who asks for the end meanwhile gets the report of the run."""
+    try:
+        with ending_by_interrupt():
+            return replayed(scenario, before, SECONDS_AFTER_SIGNAL if was_asked_to_end(before) else LONGEST)
+    except KeyboardInterrupt:
+        later.end()
+        return _untold(CloserLook(before=before), INTERRUPTED)
+
+
+def _run_again(scenario: Scenario, before: Run, later: LaterRuns, label: str) -> CloserLook:
     if _was_stopped(before):
         return CloserLook(before=before, no_closer=NOT_REPEATED)
-    look = _looked(scenario, before, later)
+    look = _looked(scenario, before, later, label)
     doubt = another_way(before, look.closer) if look.closer is not None else ""
     return _doubted(look, f"a second run went another way: {doubt}", doubt) if doubt else look
 
@@ -93,19 +123,33 @@ def replayed(scenario: Scenario, before: Run, longest: float = LONGEST) -> Close
         longest: seconds that it may take.
     """
     replays = Replays(before, longest)
-    look = _looked(scenario, before, replays)
+    look = _looked(scenario, before, replays, "closer")
     if look.closer is None and look.other is None and before.trace.observed(ReplayedCall):
         return _replayed_in_place(before)
     if look.closer is None:
-        replays.why_not = _why_not_in_place(before) or replays.why_not
-        why = f"{NOT_WANTED}, and nothing could be replayed: {replays.why_not}" if replays.why_not else look.no_closer
-        return replace(look, no_closer=why)
+        return _without_replay(look, replays.why_not and (_why_not_in_place(before) or replays.why_not))
     certificate = replays.certificate(look.closer)
     ended = look.closer.trace.end is not None  # else it was over long after what it was made for
     doubt = (another_way(before, look.closer) if ended else "") or certificate.doubt
     if doubt:
-        return _doubted(look, f"the replay went another way: {doubt}", doubt)
-    return replace(look, certificate=certificate.words, differs=certificate.differs)
+        why = OTHER_REPLAY.format(doubt)
+        return _untold(_doubted(look, why, doubt), why)
+    told = MAY_PROVE.format(certificate.differs) if certificate.differs else ""
+    return replace(look, certificate=certificate.words, differs=certificate.differs, rerun_tells=told)
+
+
+def _without_replay(look: CloserLook, why_not: str) -> CloserLook:
+    """There is no replay, for the reason ``why_not`` if there is one, or it does not show the failure."""
+    if why_not:
+        return _untold(look, NOT_REPLAYED.format(why_not))
+    if look.other is not None:
+        return _untold(look, NOT_IN_REPLAY)
+    return look
+
+
+def _untold(look: CloserLook, why: str) -> CloserLook:
+    """``look`` at a failure that no replay explains, for the reason ``why``."""
+    return replace(look, no_closer=why, rerun_tells=f"{why}; another run can record the operator that failed")
 
 
 def _replayed_in_place(before: Run) -> CloserLook:
@@ -116,7 +160,13 @@ def _replayed_in_place(before: Run) -> CloserLook:
     begun = f"Op trace: {calls} replayed in the process itself, {late}"
     doubt = next((what.doubt for what in seen if what.doubt), "")
     if doubt:
-        return CloserLook(before=before, certificate=f"{begun}; the replay differed: {doubt}.", differs=doubt)
+        words = f"{begun}; the replay differed: {doubt}."
+        return CloserLook(
+            before=before,
+            certificate=words,
+            differs=doubt,
+            rerun_tells=MAY_PROVE.format(f"the replay differed: {doubt}"),
+        )
     equal = sum(what.compared for what in seen)
     compared = "the results are" if equal == len(seen) else f"{equal} of {len(seen)} results could be compared, and are"
     return CloserLook(before=before, certificate=f"{begun}; {compared} bitwise equal.")
@@ -132,29 +182,34 @@ def _doubted(look: CloserLook, why: str, doubt: str) -> CloserLook:
     return replace(look, closer=None, no_closer=why, other=look.closer, doubt=doubt)
 
 
-def _looked(scenario: Scenario, before: Run, later: LaterRuns | Replays) -> CloserLook:
-    """Opens the likeliest window; where the op trace shows that what looked like a failure got nowhere, the next one as well."""
+def _looked(scenario: Scenario, before: Run, later: LaterRuns | Replays, label: str) -> CloserLook:
+    """Opens the likeliest window; where the op trace shows that what looked like a failure got nowhere, the next one as well.
+
+    ``label`` names the directory of the run, and begins the names of the next ones.
+    """
     windows: list[Window] = []
     closer: Run | None = None
     while len(windows) < MAX_LOOKS and (unsettled := suspicious_windows((closer or before).trace)):
         windows.append(unsettled[0])
-        label = "closer" if closer is None else f"closer-{len(windows)}"
-        looked = later(label, Request(scenario=scenario, windows=windows, repeats="before"))
+        name = label if closer is None else f"{label}-{len(windows)}"
+        looked = later(name, Request(scenario=scenario, windows=windows, repeats="before"))
         if looked is None:
             return CloserLook(before=before, closer=closer, no_closer="" if closer is not None else NOT_MADE)
         if _was_stopped(looked):
             return CloserLook(before=before, no_closer=STOPPED)
         if not shows_failure(looked.trace):
-            return _not_seen_again(scenario, before, later, may_look=len(windows) < MAX_LOOKS)
+            return _not_seen_again(scenario, before, later, label, may_look=len(windows) < MAX_LOOKS)
         closer = looked
     return CloserLook(before=before, closer=closer, no_closer="" if closer is not None else NOTHING_POINTED)
 
 
-def _not_seen_again(scenario: Scenario, before: Run, later: LaterRuns | Replays, *, may_look: bool) -> CloserLook:
+def _not_seen_again(
+    scenario: Scenario, before: Run, later: LaterRuns | Replays, label: str, *, may_look: bool
+) -> CloserLook:
     """A failure that went away with the op trace may have been the compiler's: the call is made compiled and in eager mode."""
     window = eager_window(before.trace, analysis_of(before.trace).incidents) if may_look else None
     if window is not None:
-        eager = later("closer-eager", Request(scenario=scenario, windows=[window], repeats="before"))
+        eager = later(f"{label}-eager", Request(scenario=scenario, windows=[window], repeats="before"))
         if eager is not None and shows_failure(eager.trace):
             return CloserLook(before=before, closer=eager)
     return CloserLook(before=before, no_closer=NOT_SEEN_AGAIN, other=later.last, doubt=NOT_SEEN_AGAIN)

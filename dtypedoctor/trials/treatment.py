@@ -1,11 +1,11 @@
-"""The whole treatment of a scenario: before, diagnosis, a closer look, trials, reference."""
+"""The whole treatment of a scenario: the baseline, the op trace of what failed, diagnosis, trials, reference."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.distributed import across_ranks
-from dtypedoctor.diagnosis.rule import Finding, Severity
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.errors import UsageError
 from dtypedoctor.replay.wake import dismiss
 from dtypedoctor.runner.run import Run
@@ -15,18 +15,34 @@ from dtypedoctor.trials.capsules import LIMIT, caught_in
 from dtypedoctor.trials.caught import said_of_caught, with_caught
 from dtypedoctor.trials.judge import Baselines, apply_ablations, confirm_by_trials, judge, not_tried
 from dtypedoctor.trials.preflight import check_checkpoints, joined
-from dtypedoctor.trials.remedies import Remedy, exec_option, float32_twin, healthy_reference, is_script, remedies
-from dtypedoctor.trials.results import Observer, Treatment, Trial
-from dtypedoctor.trials.runs import LaterRuns, RunRequest, led, led_by_spawned, rank_of, ranks_of, said_of_spawned
+from dtypedoctor.trials.remedies import (
+    ABLATIONS,
+    Remedy,
+    exec_option,
+    float32_twin,
+    healthy_reference,
+    is_script,
+    remedies,
+)
+from dtypedoctor.trials.results import Observer, Outcome, Treatment, Trial
+from dtypedoctor.trials.runs import (
+    LaterRuns,
+    RunRequest,
+    led,
+    led_by_spawned,
+    rank_of,
+    ranks_of,
+    said_of_spawned,
+    was_asked_to_end,
+)
 from dtypedoctor.trials.second_run import CloserLook, look_closer, replayed
 from dtypedoctor.trials.summary import compare_unwatched, summarise
 
 WATCHED_LIVE = "the program was instrumented while it ran and is not run again from here (`dtypedoctor exec` does that)"
 LIVE_SECONDS = 60.0
 """How long a program that watches itself waits for a replay."""
-NOT_COMPARED = Observer(
-    bitwise_equal=None, reason="the script was not run without instrumentation; --verify-uninstrumented does that"
-)
+NOT_REQUESTED = "not requested"
+NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run without instrumentation; --rerun does that")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +50,13 @@ class Plan:
     """How far a treatment goes.
 
     Attributes:
-        closer: look at a failure again with the op trace on.
-        certify: run once more unwatched, and compare.
+        closer: run again with the op trace on what failed, where no replay of a script explains it.
+        certify: run once more without instrumentation, and compare.
         remedies: try what is proposed, and compare with the reference; False stops after the diagnosis.
         capsule_limit: bytes that the capsule of a failing call may take.
         only: ids of the remedies that may be tried; the others are reported as not tried. None allows all.
+        ablations: also try every ablation that the findings propose.
+        rerun_option: how `exec` is asked for another run.
     """
 
     closer: bool = True
@@ -46,6 +64,12 @@ class Plan:
     remedies: bool = True
     only: frozenset[str] | None = None
     capsule_limit: int = LIMIT
+    ablations: bool = False
+    rerun_option: str = "--rerun"
+
+    def allows(self, remedy: str) -> bool:
+        """Whether the remedy of this id may be tried."""
+        return self.only is None or remedy in self.only or (self.ablations and remedy in ABLATIONS.values())
 
 
 def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Treatment:
@@ -63,21 +87,21 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     plan = plan or Plan()
     static = check_checkpoints(scenario)
     run = led_by_spawned(led(_judging_caught(run)))
-    leaves_standbys = is_script(scenario) and not plan.closer
-    before = _first(run, Request(scenario=scenario, witness=plan.certify, standby=leaves_standbys))
+    before = _first(run, Request(scenario=scenario, witness=plan.certify, standby=is_script(scenario)))
     later = LaterRuns(run, before)
     try:
-        look = look_closer(scenario, before, later, wanted=plan.closer)
+        look = look_closer(scenario, before, later, may_rerun=plan.closer)
         findings = _found_in(look.seen, before, static)
-        capsule = caught_in(before, findings, plan.capsule_limit) if leaves_standbys else None
+        capsule = caught_in(before, findings, plan.capsule_limit) if is_script(scenario) else None
     finally:
-        for process in (before, *before.ranks):
+        for process in before.processes:
             dismiss(process.directory)
     observer = _certificate(scenario, before, later) if plan.certify else NOT_COMPARED
     failed = _has_failed(before, findings)
     references = _run_references(scenario, later) if plan.remedies and failed else _References()
     baselines = _baselines(scenario, before, findings, references, failed=failed)
     trials = _tried(scenario, later, baselines, plan) if plan.remedies else ()
+    explained = look.cap_confidence(apply_ablations(confirm_by_trials(findings, trials), trials))
     return Treatment(
         scenario=scenario,
         before=before,
@@ -87,14 +111,35 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         replayed=look.certificate,
         capsule=capsule,
         diagnosed=look.seen.trace,
-        findings=look.cap_confidence(apply_ablations(confirm_by_trials(findings, trials), trials)),
+        findings=explained,
         observer=observer,
         reference=references.healthy,
         reference_summary=baselines.reference[0] if baselines.reference is not None else None,
         trials=trials,
         complete=plan.remedies and plan.only is None,
         refusals=tuple(later.refusals),
+        rerun="" if plan.closer else _rerun_advice(look, explained, trials, plan.rerun_option),
     )
+
+
+def _rerun_advice(look: CloserLook, findings: tuple[Finding, ...], trials: tuple[Trial, ...], option: str) -> str:
+    """The options with which another run would tell more, and what it would tell; empty where it would tell nothing."""
+    if look.rerun_tells:
+        return f"{option}: {look.rerun_tells}"
+    if any(trial.outcome is Outcome.FIXED for trial in trials):
+        return ""
+    fixes, ablations = _to_ask_for("--try", trials), _to_ask_for("--ablate", trials)
+    if fixes:
+        return f"{option} --try {fixes[0]}: it shows whether {fixes[0]} fixes the failure"
+    if ablations and findings[0].confidence is not Confidence.PROVEN:
+        return f"{option}: runs without {' and '.join(ablations)} show whether the failure requires it"
+    return ""
+
+
+def _to_ask_for(option: str, trials: tuple[Trial, ...]) -> list[str]:
+    """What this option of `exec` could name that was not asked for."""
+    named = [exec_option(trial.remedy) for trial in trials if trial.reason.startswith(NOT_REQUESTED)]
+    return [value for one, value in named if one == option]
 
 
 def _judging_caught(run: RunRequest) -> RunRequest:
@@ -118,6 +163,8 @@ def _certificate(scenario: Scenario, before: Run, run: LaterRuns) -> Observer:
     unwatched = run("unwatched", request)
     if unwatched is None:
         return Observer(bitwise_equal=None, reason="the uninstrumented run could not start")
+    if was_asked_to_end(unwatched) or unwatched.exit.timed_out:
+        return Observer(bitwise_equal=None, reason="the uninstrumented run was stopped before its end")
     return compare_unwatched(before, unwatched)
 
 
@@ -236,12 +283,12 @@ def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baseline
 def _why_not(remedy: Remedy, scenario: Scenario, changed: Scenario, plan: Plan) -> str:
     """Why the remedy is not to be tried; empty if it is."""
     if is_script(scenario) and changed.steps == scenario.steps and changed != scenario:
-        if plan.only is None or remedy.id in plan.only:
+        if plan.allows(remedy.id):
             return ""
         option, value = exec_option(remedy.id)
         if changed.conditions == scenario.conditions:
-            return f"not requested: {option} {value} runs the script again with it"
-        return f"not requested: {option} {value} runs the script again without it and shows whether the failure requires it"
+            return f"{NOT_REQUESTED}: {option} {value} runs the script again with it"
+        return f"{NOT_REQUESTED}: {option} {value} runs the script again without it and shows whether the failure requires it"
     if is_script(scenario):
         return f"needs an edit in your script: {remedy.summary}"
     return "" if changed != scenario else "it changes nothing in this scenario"

@@ -67,7 +67,7 @@ def goes_on(finished: Finished, steps: int, code: int = 10) -> None:
 def test_a_training_goes_on_when_the_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
     """A real small file system that fills up in the middle; there is no room for a report either, so it is only shown."""
     script = training(tmp_path, steps=1500)
-    finished = dtypedoctor("exec", "--once", "--out", small_disk / "run", script)
+    finished = dtypedoctor("exec", "--out", small_disk / "run", script)
     goes_on(finished, 1500)
     assert "recording stopped (No space left on device" in finished.err
     assert "cannot write the report to" in finished.err
@@ -163,7 +163,7 @@ def test_a_disk_that_was_full_before_is_said_at_once(small_disk: Path, tmp_path:
 def test_a_training_goes_on_when_its_files_may_not_grow(tmp_path: Path) -> None:
     """A limit on the size of files, as batch systems set; the report is written and says what is missing."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))"
-    finished = dtypedoctor("exec", "--once", "--out", tmp_path / "run", training(tmp_path, steps=400, before=limit))
+    finished = dtypedoctor("exec", "--out", tmp_path / "run", training(tmp_path, steps=400, before=limit))
     goes_on(finished, 400)
     report = report_of(tmp_path / "run")
     assert report["status"] == "unknown"
@@ -176,7 +176,7 @@ def test_a_training_goes_on_when_its_files_may_not_grow(tmp_path: Path) -> None:
 def test_a_training_goes_on_when_its_run_directory_is_removed(tmp_path: Path) -> None:
     """Somebody cleans up in the middle of a run; there is no trace that could be used then."""
     remove = f"import shutil; shutil.rmtree({str(tmp_path / 'run')!r})"
-    finished = dtypedoctor("exec", "--once", "--out", tmp_path / "run", training(tmp_path, middle=remove))
+    finished = dtypedoctor("exec", "--out", tmp_path / "run", training(tmp_path, middle=remove))
     goes_on(finished, 40, code=3)
     assert "cannot write the report to" in finished.err
     assert not (tmp_path / "run").exists()

@@ -158,13 +158,13 @@ print(sys.argv, repr(sys.stdin.read()), big(torch.ones(2, 4).half()).isfinite().
 
 @pytest.mark.parametrize("form", ["-", "-c", "archive"])
 def test_the_command_line_takes_every_form_and_runs_it_again(form: str, tmp_path: Path) -> None:
-    """A program that overflows is found to, in the op trace of its second run too, which has the same program and arguments."""
+    """A program that overflows is found to; the run without instrumentation has the same program and arguments."""
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "__main__.py").write_text(OVERFLOW)
     zipapp.create_archive(tmp_path / "app", tmp_path / "app.pyz")
     (tmp_path / "program.py").write_text(OVERFLOW)
     arguments = {"-": ["-", "a", "-c"], "-c": ["-c", OVERFLOW, "a", "-c"], "archive": ["app.pyz", "a", "-c"]}[form]
-    command = [sys.executable, "-m", "dtypedoctor", "exec", "--out", str(tmp_path / "run"), *arguments]
+    command = [sys.executable, "-m", "dtypedoctor", "exec", "--rerun", "--out", str(tmp_path / "run"), *arguments]
     with (tmp_path / "program.py").open() as given:
         done = subprocess.run(command, stdin=given if form == "-" else subprocess.DEVNULL, cwd=tmp_path, capture_output=True, text=True,
                               env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=False, timeout=240)  # fmt: skip
@@ -172,7 +172,7 @@ def test_the_command_line_takes_every_form_and_runs_it_again(form: str, tmp_path
     assert done.stdout == f"{[name, 'a', '-c']} '' False\n", done.stderr
     assert done.returncode == 10
     assert report_of(tmp_path / "run")["findings"][0]["op"] == "aten.addmm.default"
-    assert (tmp_path / "run" / "closer" / "stdout.txt").read_text() == done.stdout
+    assert (tmp_path / "run" / "unwatched" / "stdout.txt").read_text() == done.stdout
 
 
 @pytest.mark.parametrize(

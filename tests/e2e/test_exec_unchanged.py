@@ -116,7 +116,7 @@ if __name__ == "__main__":
     print(big(torch.ones(1, 8).half()).isfinite().any().item(), flush=True)
     sys.exit("no luck")
 """
-"""Prints what it sees of itself, then overflows float16, so that exec looks at it a second time."""
+"""Prints what it sees of itself, then overflows float16, so that exec replays it."""
 
 
 def script(folder: Path, source: str, name: str = "work.py") -> Path:
@@ -145,10 +145,10 @@ def test_a_script_sees_no_difference_in_itself(tmp_path: Path) -> None:
             )  # fmt: skip
 
     bare = run(path)
-    watched = run("-m", "dtypedoctor", "exec", "--propagate-exit", "--out", "run", path)
+    watched = run("-m", "dtypedoctor", "exec", "--rerun", "--propagate-exit", "--out", "run", path)
     expected, *rest = bare.stdout.splitlines()
     assert rest == ["False", "registered last", "registered first"], bare.stderr
-    for label in ("before", "closer"):
+    for label in ("before", "unwatched"):
         seen, *others = (tmp_path / "run" / label / "stdout.txt").read_text().splitlines()
         assert json.loads(seen) == json.loads(expected), label
         assert others == rest
@@ -212,7 +212,7 @@ def test_a_traceback_that_the_script_prints_itself_is_the_one_that_it_would_have
     bare = subprocess.run(
         [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
     )
-    watched = execute(tmp_path, "--once", "--propagate-exit", path)
+    watched = execute(tmp_path, "--propagate-exit", path)
     assert "During handling of the above exception" in bare.stdout
     assert watched.code == bare.returncode == 1
     assert watched.out.startswith(bare.stdout)
@@ -237,8 +237,8 @@ def test_a_failure_that_vanishes_when_it_is_watched_is_reported_so(tmp_path: Pat
     assert "Instrumentation CHANGED the run" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_a_failure_that_vanishes_at_the_second_look_is_not_called_proven(tmp_path: Path) -> None:
-    """It is the module's watch alone that has seen it; nor does the report claim a certificate that it has not."""
+def test_a_failure_that_a_second_run_would_not_have_is_proven_from_one(tmp_path: Path) -> None:
+    """The script is not started again; nor does the report claim a certificate that it has not."""
     source = """
         import pathlib, torch
         net = torch.nn.Linear(4, 4).half()
@@ -252,10 +252,9 @@ def test_a_failure_that_vanishes_at_the_second_look_is_not_called_proven(tmp_pat
     report = report_of(tmp_path / "run")
     assert finished.code == 10
     assert report["findings"][0]["id"] == "float16-overflow"
-    assert report["findings"][0]["confidence"] != "proven"
-    assert any("did not come back in a second run" in line for line in report["coverage"])
+    assert (report["findings"][0]["op"], report["findings"][0]["confidence"]) == ("aten.addmm.default", "proven")
     assert report["observer"]["bitwise_equal"] is None
-    assert "--verify-uninstrumented" in report["observer"]["reason"]
+    assert "--rerun" in report["observer"]["reason"]
 
 
 def test_what_runs_outside_of_torch_and_of_the_process_is_listed(tmp_path: Path) -> None:
@@ -307,7 +306,7 @@ def test_a_script_may_watch_itself(tmp_path: Path) -> None:
         with dtypedoctor.watch(net, out="own"):
             net(torch.ones(2, 4).half())
     """
-    finished = execute(tmp_path, "--once", script(tmp_path, source))
+    finished = execute(tmp_path, script(tmp_path, source))
     assert finished.code == 10, finished.err
     for directory in ("run", "own"):
         finding = report_of(tmp_path / directory)["findings"][0]

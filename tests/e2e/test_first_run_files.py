@@ -76,8 +76,8 @@ def test_a_script_that_continues_is_not_continued(begin: str, end: str, tmp_path
     """Its files are those of one run; the finding is the first run's, and the report says why there is no second."""
     script = written(tmp_path / "program", begin, end)
     once = written(tmp_path / "once", begin, end)
-    dtypedoctor("exec", "--once", "--out", tmp_path / "once-report", once, cwd=once.parent)
-    finished = dtypedoctor("exec", "--out", tmp_path / "report", script, cwd=script.parent)
+    dtypedoctor("exec", "--out", tmp_path / "once-report", once, cwd=once.parent)
+    finished = dtypedoctor("exec", "--rerun", "--out", tmp_path / "report", script, cwd=script.parent)
     report = report_of(tmp_path / "report")
     assert finished.code == 10
     assert files(script.parent) == files(once.parent)
@@ -87,11 +87,12 @@ def test_a_script_that_continues_is_not_continued(begin: str, end: str, tmp_path
 
 @pytest.mark.parametrize(("begin", "end"), REPLACES.values(), ids=REPLACES)
 def test_a_script_that_begins_anew_is_run_again(begin: str, end: str, tmp_path: Path) -> None:
-    """It does the same as before, so the second run explains the first."""
+    """It does the same as before, without instrumentation too."""
     script = written(tmp_path / "program", begin, end)
-    dtypedoctor("exec", "--out", tmp_path / "report", script, cwd=script.parent)
+    dtypedoctor("exec", "--rerun", "--out", tmp_path / "report", script, cwd=script.parent)
     report = report_of(tmp_path / "report")
     assert [(one["id"], one["op"], one["confidence"]) for one in report["findings"]] == [
         ("float16-overflow", "aten.mul.Tensor", "proven")
     ]
     assert "written during its first run" not in str(report["coverage"])
+    assert report["observer"]["bitwise_equal"] is True

@@ -48,7 +48,7 @@ def test_a_script_that_replaces_the_standard_library_is_watched(tmp_path: Path) 
     script = tmp_path / "train.py"
     script.write_text(REPLACING)
     plain = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=120)
-    finished = dtypedoctor("exec", "--once", "--out", tmp_path / "run", script)
+    finished = dtypedoctor("exec", "--out", tmp_path / "run", script)
     assert (plain.returncode, plain.stdout, plain.stderr) == (0, "trained", "")
     assert (finished.code, finished.out[:7]) == (0, "trained")
     report = report_of(tmp_path / "run")

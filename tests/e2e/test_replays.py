@@ -81,14 +81,34 @@ asked, answers = queue.Queue(), queue.Queue()
 def serve():
     while asked.get() is not None:
         answers.put(30000.0)
+class Served(nn.Module):
+    def forward(self, x):
+        asked.put(1)
+        return model(x * answers.get())
 threading.Thread(target=serve).start()
-for step in range(2):
-    asked.put(step)
-    model(torch.full((2, 4), answers.get()).half())
+Served()(torch.ones(2, 4).half())
 asked.put(None)
 """
 )
-"""Needs a thread, which a fork does not have."""
+"""Needs a thread, which a fork does not have, in the call that fails."""
+
+HANGS_LATER = (
+    OVERFLOW
+    + """
+import threading
+over = threading.Event()
+def watch():
+    while not failed:
+        over.wait(0.01)
+    over.set()
+failed = []
+threading.Thread(target=watch).start()
+model(torch.full((2, 4), 30000.0).half())
+failed.append(1)
+over.wait()
+"""
+)
+"""Waits, after the call that fails, for a thread."""
 
 FORKS = (
     OVERFLOW
@@ -176,6 +196,15 @@ def test_a_replay_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
     assert treatment.closer is None
     assert "the replay did not end in time" in treatment.no_closer
     assert treatment.before.exit.code == 0
+
+
+def test_a_replay_that_hangs_after_the_failure_explains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was made for has been recorded by then."""
+    monkeypatch.setattr(replays, "SHORTEST", 5.0)
+    monkeypatch.setattr(replays, "SLOWER", 0.0)
+    treatment = treat_forked(script(tmp_path, HANGS_LATER), tmp_path, ONE_RUN)
+    found = treatment.findings[0]
+    assert (found.id, found.op, found.confidence) == ("float16-overflow", "aten.mul.Tensor", Confidence.PROVEN)
 
 
 def test_a_program_with_processes_of_its_own(tmp_path: Path) -> None:

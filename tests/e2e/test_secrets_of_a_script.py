@@ -29,7 +29,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("script")
     (place / "train.py").write_text(SCRIPT)
     arguments = ("train.py", "-p", "marble-arch", "--user=bob:river-stone")
-    finished = dtypedoctor("exec", "--out", "run", "--once", *arguments, cwd=place, MY_SERVICE_KEY="velvet-otter")
+    finished = dtypedoctor("exec", "--out", "run", *arguments, cwd=place, MY_SERVICE_KEY="velvet-otter")
     assert finished.code == 10, finished.err
     assert "using velvet-otter marble-arch" in finished.out  # the script has what was typed, and its output is its own
     return place / "run"

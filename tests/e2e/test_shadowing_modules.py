@@ -54,8 +54,8 @@ def doctor(place: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     "arguments",
     [
         ("env",),
-        ("exec", "--once", "--out", "../run", "../train.py"),
-        ("exec", "--once", "--nproc-per-node", "2", "--out", "../run", "../train.py"),
+        ("exec", "--out", "../run", "../train.py"),
+        ("exec", "--nproc-per-node", "2", "--out", "../run", "../train.py"),
     ],
     ids=lambda arguments: " ".join(arguments[:3]),
 )

@@ -176,7 +176,7 @@ def test_a_healthy_ddp_run_has_no_findings_and_is_bitwise_what_it_is_unwatched(t
 
 def test_an_overflow_on_one_rank_is_told_with_the_all_reduce_that_carried_it(tmp_path: Path) -> None:
     """Rank, module and op of the origin, and the collective by which it came to the rank whose own gradients were finite."""
-    finished, out = execute(tmp_path, DDP, "--", "overflow")
+    finished, out = execute(tmp_path, DDP, "--rerun", "--", "overflow")
     assert finished.code == 10
     report = report_of(out)
     first = report["findings"][0]
@@ -225,7 +225,7 @@ def test_a_replay_ends_at_a_collective_and_names_it(tmp_path: Path) -> None:
 
 def test_an_overflow_in_one_stage_of_a_pipeline_is_told_with_the_message_that_carried_it(tmp_path: Path) -> None:
     """There is no collective at all: the second stage gets infinities, and sends gradients that are not finite back."""
-    finished, out = execute(tmp_path, PIPELINE, "--")
+    finished, out = execute(tmp_path, PIPELINE, "--rerun", "--")
     assert finished.code == 10
     report = report_of(out)
     first = report["findings"][0]

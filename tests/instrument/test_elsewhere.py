@@ -131,7 +131,7 @@ def test_torch_that_this_process_loads_is_nobody_elses(tmp_path: Path) -> None:
     """Scripts ask git, a shell or the driver before they import torch."""
     script = tmp_path / "train.py"
     script.write_text("import os\nos.system('true')\nimport torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))")
-    command = [sys.executable, "-m", "dtypedoctor", "exec", "--once", "--out", tmp_path / "run", script]
+    command = [sys.executable, "-m", "dtypedoctor", "exec", "--out", tmp_path / "run", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "other programs that were started (a shell)" in " ".join(done.stderr.split())
