@@ -32,8 +32,8 @@ KEPT = (EVENTS, EXIT, REQUEST, "cursor.bin")
 CONCLUDED = FOLDER / "concluded.json"
 """What is concluded from each, a line for each finding and each trial."""
 
-_TELLING = re.compile(r"`[^`]+`|\S*[\d_.]\S+|\S*\d\S*")
-"""What of a sentence is no wording: numbers, dtypes, dotted names, files, code."""
+_TELLING = re.compile(r"\bNone\b|`[^`]+`|\S*[\d_.]\S+|\S*\d\S*")
+"""What of a sentence is no wording: numbers, dtypes, dotted names, files, code; and a None that slipped in."""
 
 
 def keep(directory: Path) -> None:

@@ -1,0 +1,131 @@
+"""A run with instrumentation and one without: what counts as equal, and what is said of a difference."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traces import TraceBuilder
+
+from dtypedoctor.runner.run import STDOUT, Run, WorkerExit
+from dtypedoctor.trace.events import Metric, Raised, Resources
+from dtypedoctor.trials.results import Observer
+from dtypedoctor.trials.summary import compare_unwatched
+
+STEPS = ({"loss": 2.0, "grad_norm": 0.5}, {"loss": 1.5, "grad_norm": 0.25})
+
+
+def run(*steps: dict[str, float], checksum: str = "aa", outcome: str = "completed", raised: Raised | None = None,
+        code: int = 0, **more: Any) -> Run:  # fmt: skip
+    """A run that reported these numbers."""
+    builder = TraceBuilder()
+    for number, values in enumerate(steps, start=1):
+        builder.add(Metric(n=builder.n(), step=number, values=values))
+    if raised is not None:
+        builder.add(raised)
+    builder.add(Resources(seconds=1.0, peak_memory=0, device="cpu", checksum=checksum))
+    ended = WorkerExit(code=code, timed_out=False, seconds=1.0)
+    return Run(trace=builder.build(outcome=outcome), exit=ended, directory=Path("nowhere"), **more)
+
+
+def error(message: str) -> Raised:
+    """An exception that ended a run."""
+    return Raised(n=9, step=1, call=1, phase="forward", type="RuntimeError", message=message, frames=[], modules=[""])
+
+
+def test_equal_numbers_and_parameters_are_equal() -> None:
+    """Each number that is there is named, and how many steps there were."""
+    found = compare_unwatched(run(*STEPS), run(*STEPS))
+    assert (found.bitwise_equal, found.same_error) == (True, False)
+    assert found.reason.startswith("loss, grad_norm of 2 step(s) and the trained parameters are bitwise equal")
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (run(STEPS[0]), "2 steps with instrumentation, 1 without"),
+        (run(STEPS[0], {"loss": 1.5, "grad_norm": 0.5}), "grad_norm of step 2 is 0.25 with instrumentation, 0.5 without"),
+        (run({"grad_norm": 0.5}, STEPS[1]), "loss of step 1 is 2.0 with instrumentation, None without"),
+        (run(*STEPS, checksum="bb"), "the trained parameters differ"),
+        (run(*STEPS, code=3), "the script ended with status 0 with instrumentation, and ended with status 3 without"),
+    ],
+    ids=["steps", "gradient", "loss", "parameters", "exit"],
+)  # fmt: skip
+def test_a_difference_is_named(other: Run, reason: str) -> None:
+    """The first in which they differ, with both values."""
+    assert compare_unwatched(run(*STEPS), other) == Observer(bitwise_equal=False, reason=reason)
+
+
+def test_a_number_that_is_not_json_counts_as_one() -> None:
+    """A reward that was NaN in each step is compared, too."""
+    both = run({"loss": 1.0})
+    records = tuple(replace(r, nonfinite=["reward"]) if isinstance(r, Metric) else r for r in both.trace.records)
+    both = replace(both, trace=replace(both.trace, records=records))
+    assert compare_unwatched(both, both).reason.startswith("loss, reward of 1 step(s)")
+
+
+def test_the_same_exception_is_the_same_but_for_addresses() -> None:
+    """Where an object lies in memory differs from process to process; a message that differs otherwise is a difference."""
+    first, moved, other = (
+        run(*STEPS, outcome="raised", raised=error(f"no kernel for <Tensor at {place}> of {dtype}"), code=1)
+        for place, dtype in (("0x7f00", "Half"), ("0x8e11", "Half"), ("0x7f00", "Float"))
+    )
+    equal = compare_unwatched(first, moved)
+    assert (equal.bitwise_equal, equal.same_error) == (True, True)
+    assert compare_unwatched(first, other) == Observer(bitwise_equal=False, reason="the exceptions differ")
+
+
+def test_an_exception_before_any_step_leaves_nothing_to_compare() -> None:
+    """It is the same error; a run that completes without a step has not even that."""
+    raised = run(outcome="raised", raised=error("no"), code=1)
+    found = compare_unwatched(raised, raised)
+    assert (found.bitwise_equal, found.same_error) == (None, True)
+    assert found.reason.startswith("the run raises the same error")
+    empty = compare_unwatched(run(), run())
+    assert empty == Observer(bitwise_equal=None, reason="no step was completed, so there is nothing to compare")
+
+
+def test_a_run_that_raises_with_instrumentation_only_is_a_difference() -> None:
+    """What was raised is quoted."""
+    found = compare_unwatched(run(outcome="raised", raised=error("no\nsecond line"), code=1), run(*STEPS))
+    said = "the run raises RuntimeError (no) with instrumentation, and completes without"
+    assert found == Observer(bitwise_equal=False, reason=said)
+
+
+def test_a_script_without_numbers_is_compared_by_what_it_prints(tmp_path: Path) -> None:
+    """Two files that differ are told from two that do not."""
+    for name, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / STDOUT).write_text(text)
+    a, b, c = (replace(run(foreign=True), directory=tmp_path / name) for name in "abc")
+    assert compare_unwatched(a, b).reason.endswith("; the script ended in the same way and printed the same")
+    assert compare_unwatched(a, c).reason.endswith("; the script ended in the same way and printed something else")
+
+
+def test_of_a_script_the_gradients_are_compared_too() -> None:
+    """The reason says so."""
+    found = compare_unwatched(run(*STEPS, foreign=True), run(*STEPS, foreign=True))
+    assert "and the gradients and parameters after each of them are bitwise equal" in found.reason
+
+
+def test_a_worker_that_died_and_a_trace_without_an_end_leave_it_open() -> None:
+    """Neither equal nor different."""
+    died = run(*STEPS, code=-9)
+    died = replace(died, trace=replace(died.trace, records=died.trace.records[:-1]))
+    for found in (compare_unwatched(died, run(*STEPS)), compare_unwatched(run(*STEPS), died)):
+        assert found == Observer(bitwise_equal=None, reason="a worker died, so there is nothing to compare")
+
+
+def test_of_several_ranks_the_worst_counts() -> None:
+    """One that differs outweighs one that could not be compared, and that one those that are equal."""
+    same, none, other = run(*STEPS), run(), run(STEPS[0])
+
+    def job(*ranks: Run) -> Run:
+        return replace(ranks[0], ranks=ranks)
+
+    equal = compare_unwatched(job(same, same), job(same, same))
+    assert (equal.bitwise_equal, equal.reason[:22]) == (True, "on each of 2 ranks, lo")
+    differs = compare_unwatched(job(none, same, same), job(none, same, other))
+    assert (differs.bitwise_equal, differs.reason) == (False, "on rank 2, 2 steps with instrumentation, 1 without")
+    unknown = compare_unwatched(job(same, none), job(same, none))
+    assert (unknown.bitwise_equal, unknown.reason[:10]) == (None, "on rank 1,")
