@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import TypeVar
 
@@ -162,12 +163,14 @@ def size(text: str) -> int:
     return len(text.encode("utf-8"))
 
 
+@lru_cache(4096)
 def prose(text: str, limit: int = TEXT_LIMIT) -> str:
     """``text`` on one line as running text: no markup, no mention of anybody, fit for a table cell too."""
     shown = _MARKUP.sub(_escaped, one_line(text, limit).strip())
     return _LEADING.sub(r"\1\\\2", shown)
 
 
+@lru_cache(4096)
 def code(text: str, limit: int = 200) -> str:
     """``text`` on one line in a fixed-width font, fit for a table cell too; nothing at all for an empty text."""
     shown = one_line(text, limit).strip()

@@ -153,6 +153,7 @@ def _killed_after(probes: int, directory: Path, *arguments: str, by: signal.Sign
     return process
 
 
+@pytest.mark.soak
 def test_a_killed_bisection_goes_on_and_repeats_no_run(tmp_path: Path) -> None:
     """Of four corrections the MLP's alone is needed, and that is found across a SIGKILL in the middle."""
     directory = tmp_path / "run"

@@ -251,7 +251,7 @@ def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path) -> None:
     """Both are stopped at the time limit; the report is about the one that never entered the collective."""
-    finished, out = execute(tmp_path, DDP, "--time-limit", "30", "--", "hang")
+    finished, out = execute(tmp_path, DDP, "--time-limit", "20", "--", "hang")
     assert finished.code == 10
     report = report_of(out)
     assert report["status"] == "worker-died"

@@ -15,6 +15,8 @@ from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.treatment import Plan, treat
 
+pytestmark = pytest.mark.slow
+
 CASE = {
     "name": "case",
     "summary": "A case.",

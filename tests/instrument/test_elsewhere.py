@@ -18,6 +18,8 @@ import torch
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE
 from dtypedoctor.worker.elsewhere import WHY_NOT_INSIDE, Elsewhere, TorchOpened, own_kernels
 
+pytestmark = pytest.mark.slow
+
 ANY_LIBRARY = Path(str(importlib.util.find_spec("_json").origin))  # type: ignore[union-attr]
 """A small shared library that comes with Python."""
 

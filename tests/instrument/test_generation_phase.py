@@ -5,6 +5,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 GENERATES = """
     import sys
     from pathlib import Path
@@ -27,6 +29,7 @@ GENERATES = """
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_in_a_program_that_imports_transformers_later_is_a_generation(tmp_path: Path) -> None:
     """The first module is called from inside of it, which is too late to begin to follow it."""
     command = [sys.executable, "-c", textwrap.dedent(GENERATES), str(tmp_path)]

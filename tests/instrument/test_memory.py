@@ -24,7 +24,10 @@ SIZE = 40 * MIB
 """Bytes of one temporary: the C library gives memory of this size back to the system when it is freed."""
 ALLOWED = 64 * MIB
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark"),
+]
 
 
 @contextmanager

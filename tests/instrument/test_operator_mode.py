@@ -5,6 +5,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 LOOKED_AT = """
     import sys, torch
     from pathlib import Path
@@ -37,6 +39,7 @@ COMPILES = """
 """
 
 
+@pytest.mark.slow
 def test_the_compiler_is_loaded_by_the_program_alone_and_compiles_nothing_of_the_doctors(tmp_path: Path) -> None:
     """Also where it comes while a mode is open: torch runs the call uncompiled then, and no function of the watch is compiled for it."""
     source = textwrap.dedent(LOOKED_AT) + textwrap.dedent(COMPILES)

@@ -108,6 +108,7 @@ def endless(report: Report) -> Report:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_longest_report_fits_into_a_comment() -> None:
     """GitHub refuses 65,536 characters; what does not fit is left out in whole rows, with a note."""
     text = render_markdown(run_document(endless(hostile())))
@@ -127,6 +128,7 @@ def test_the_longest_report_fits_into_a_comment() -> None:
         assert section in text
 
 
+@pytest.mark.slow
 def test_a_thousand_scenarios_fit_into_a_job_summary() -> None:
     """GitHub refuses more than a mebibyte."""
     text = summary([overflow()] * 1000)
