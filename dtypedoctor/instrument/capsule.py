@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from dtypedoctor.instrument.capture import Tensors, describe, recipe
-from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.live_call import LiveCall, Repeat, copied, mapped, tensors_of
 from dtypedoctor.instrument.sources import Sources
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.instruments import Instruments
 
 __all__ = ["CapsuleWatch", "Kind", "Wanted", "capsule_of"]
 
@@ -78,7 +80,7 @@ class CapsuleWatch:
         write: takes what is found.
     """
 
-    def __init__(self, instruments: Instruments, wanted: Wanted, write: Write) -> None:
+    def __init__(self, instruments: "Instruments", wanted: Wanted, write: Write) -> None:
         self._instruments = instruments
         self._position = instruments.position
         self._wanted = wanted

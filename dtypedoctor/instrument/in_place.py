@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -33,13 +33,15 @@ from dtypedoctor.instrument.recorders import Nonfinite
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
-from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.records.execution import HeldInput, ReplayedCall
 from dtypedoctor.unpatched import perf_counter
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.watch import ModuleWatch
 
 __all__ = ["InPlaceReplays"]
 
@@ -133,7 +135,7 @@ class InPlaceReplays:
         count: replays so far.
     """
 
-    def __init__(self, session: Session, modules: ModuleWatch, phases: Phases, originals: Originals,
+    def __init__(self, session: Session, modules: "ModuleWatch", phases: Phases, originals: Originals,
                  aside: Callable[[], Any]) -> None:  # fmt: skip
         self._session, self._modules, self._phases = session, modules, phases
         self._originals = originals

@@ -7,10 +7,11 @@ format makes them safe for itself.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dtypedoctor.diagnosis.rule import Finding
-from dtypedoctor.report.model import Picture
+if TYPE_CHECKING:
+    from dtypedoctor.diagnosis.rule import Finding
+    from dtypedoctor.report.model import Picture
 
 
 class Look(StrEnum):
@@ -114,8 +115,8 @@ class Chart:
 class Map:
     """Modules × steps of several runs, to be explored; left out where a format cannot show it."""
 
-    pictures: tuple[Picture, ...]
-    findings: tuple[Finding, ...]
+    pictures: tuple["Picture", ...]
+    findings: tuple["Finding", ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from dtypedoctor.replay.capsule import Capsule, NoCapsule
-
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.rule import Finding
+    from dtypedoctor.replay.capsule import Capsule, NoCapsule
     from dtypedoctor.runner.run import Run
     from dtypedoctor.scenario.model import Scenario
     from dtypedoctor.trace.model import Trace
@@ -152,4 +151,4 @@ class Treatment:
     refusals: tuple[str, ...] = ()
     rerun: str = ""
     replayed: str = ""
-    capsule: Capsule | NoCapsule | None = None
+    capsule: "Capsule | NoCapsule | None" = None
