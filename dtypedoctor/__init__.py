@@ -7,15 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtypedoctor.inprocess import watch
     from dtypedoctor.inprocess.callback import DtypeDoctorCallback
-    from dtypedoctor.inprocess.watch import watch
 
 __version__ = "0.1.0"
 
 __all__ = ["DtypeDoctorCallback", "__version__", "watch"]
 
 
-_LAZY = {"watch": "dtypedoctor.inprocess.watch", "DtypeDoctorCallback": "dtypedoctor.inprocess.callback"}
+_LAZY = {"watch": "dtypedoctor.inprocess", "DtypeDoctorCallback": "dtypedoctor.inprocess.callback"}
 
 
 def __getattr__(name: str) -> Any:

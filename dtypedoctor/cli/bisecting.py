@@ -19,7 +19,6 @@ from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, bisection_report
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
 from dtypedoctor.runner.launch import Launcher, WarmServer
-from dtypedoctor.runner.machine import gpu_environment, visible_gpus
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.loading import case_of, override, resolve
 from dtypedoctor.scenario.model import Request, Scenario
@@ -170,7 +169,7 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
 @contextmanager
 def _probe_runner(case: Case, jobs: int | None, view: Narrowing) -> Iterator[ProbeRunner]:
     """Runs requests in workers forked from a server that has the models built; on GPUs each worker gets one for itself."""
-    directory, gpus = case.directory, visible_gpus()
+    directory, gpus = case.directory, _visible_gpus()
     journal = Journal(directory)
     server = directory / "server"
     clear(server)  # that of an interrupted bisection
@@ -186,7 +185,7 @@ def _probe_runner(case: Case, jobs: int | None, view: Narrowing) -> Iterator[Pro
 
         yield ProbeRunner(
             directory,
-            lambda request, place, slot: warm.start(request, place, gpu_environment(slot, gpus) if on_gpu else {}),
+            lambda request, place, slot: warm.start(request, place, _gpu_environment(slot, gpus) if on_gpu else {}),
             jobs or (max(1, len(gpus)) if on_gpu else min(len(os.sched_getaffinity(0)), MOST_JOBS)),
             tick=view.tick,
             note=note,
@@ -210,3 +209,23 @@ def _next_command(found: Bisection, directory: Path) -> str:
     if found.end is End.INTERRUPTED:
         return resume_command(directory)
     return f"dtypedoctor report {shlex.quote(str(directory))} --format md"
+
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def _visible_gpus() -> tuple[str, ...]:
+    """What ``CUDA_VISIBLE_DEVICES`` names, else the numbers of all GPUs that the driver knows."""
+    named = os.environ.get(_VARIABLE)
+    if named is not None:
+        return tuple(part.strip() for part in named.split(",") if part.strip())
+    try:
+        return tuple(str(number) for number, _ in enumerate(_DRIVER.iterdir()))
+    except OSError:
+        return ()
+
+
+def _gpu_environment(slot: int, gpus: tuple[str, ...]) -> dict[str, str]:
+    """The variables by which a worker gets one GPU for itself; none where there is nothing to share out."""
+    return {_VARIABLE: gpus[slot % len(gpus)]} if len(gpus) > 1 else {}

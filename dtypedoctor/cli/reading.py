@@ -47,7 +47,7 @@ def inspect(
     from dtypedoctor.diagnosis import preflight
     from dtypedoctor.diagnosis.checkpoint import FLOATS, Intent
     from dtypedoctor.report.surveys import Inspection, inspection_document
-    from dtypedoctor.trials.preflight import subject_of
+    from dtypedoctor.trials.treatment import subject_of
 
     if dtype is not None and dtype not in FLOATS:
         raise UsageError(
@@ -190,8 +190,7 @@ def env(
     It is the environment table of every report plus what `torch.utils.collect_env` adds, without anything private.
     """
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.surveys import environment_document
-    from dtypedoctor.runner.machine import survey
+    from dtypedoctor.report.surveys import environment_document, survey
 
     # it is printed to be pasted elsewhere, so it is redacted at the prompt, too
     show(environment_document(redact(survey())), format)

@@ -27,9 +27,8 @@ from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_report, re
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.runner.directories import new_directory, remove_unused
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher
-from dtypedoctor.runner.process import outliving
+from dtypedoctor.runner.process import outliving, run_ranks, run_script
 from dtypedoctor.runner.run import STDERR, Run
-from dtypedoctor.runner.script import run_ranks, run_script
 from dtypedoctor.scenario.loading import resolve
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trials.results import Treatment

@@ -58,6 +58,6 @@ def treat(
             {"id": one.id, "library": one.library, "edits": [asdict(edit) for edit in one.edits]} for one in wanted
         ],
     }
-    from dtypedoctor.runner.script import BOOT
+    from dtypedoctor.runner.process import BOOT
 
     os.execv(sys.executable, [sys.executable, str(BOOT), "--treated", json.dumps(request)])

@@ -4,10 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.incidents import Incident, incidents
-from dtypedoctor.diagnosis.messages import is_dtype_error
 from dtypedoctor.diagnosis.nonfinite_origin import Origin, searched
 from dtypedoctor.diagnosis.ops import graph_of
-from dtypedoctor.diagnosis.wording import module_of
+from dtypedoctor.diagnosis.wording import is_dtype_error, module_of
 from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import ParameterNote, Raised, ScalerState
 from dtypedoctor.trace.model import Trace

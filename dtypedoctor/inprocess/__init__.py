@@ -1,1 +1,202 @@
-"""Watching from inside a program: a context manager, and a callback for trainers. The top of the house: it may import all."""
+"""``with dtypedoctor.watch(model): …``, and what it shares with the callback: a part of a running program, watched and written up."""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.interruptions import contained, say
+from dtypedoctor.redaction.redact import without_process_secrets
+from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write_report
+from dtypedoctor.report.model import Report
+from dtypedoctor.report.text import one_line
+from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
+from dtypedoctor.runner.run import BEFORE, WorkerExit, collect
+from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+from dtypedoctor.trace.ranks import member, rank_directory
+from dtypedoctor.trials.treatment import examine
+from dtypedoctor.worker.process_watch import ProcessWatch
+from dtypedoctor.worker.recording import Recording, hide_in_excepthook
+from dtypedoctor.worker.standbys import Standbys
+
+
+class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(model)`)
+    """Watches everything that runs inside of the ``with`` block and leaves a run directory with ``report.json``.
+
+    Every module that is called is watched, also others than ``model``. An exception leaves the block as it was raised.
+
+    Args:
+        model: named first, so that dotted names in the report begin at it; may be left out.
+        out: run directory to create; ``runs/NAME-TIME`` if left out.
+        every: every module is measured in each ``every``-th training step, the first included; in the others, and always
+            with 0, only the residual stream and the loss.
+        replay: fork the process now and then, and replay what fails from such a fork when the block ends, with each operator on
+            record (Linux on x86-64, code that computes on the CPU). The block's end waits for that, a minute at most.
+
+    Attributes:
+        directory: the run directory, which is created on entering.
+        report: the finished report; None inside of the block.
+
+    Raises:
+        dtypedoctor.errors.UsageError: on entering, where ``model`` is no module, the directory exists, or the process is
+            being watched already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        every: int = 1,
+        replay: bool = False,
+    ) -> None:
+        self._model = model
+        self._watched = Watched(Path(out) if out is not None else None, every=every, replay=replay)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory, which is created on entering."""
+        return self._watched.directory
+
+    @property
+    def report(self) -> Report | None:
+        """The finished report; None inside of the block."""
+        return self._watched.report
+
+    def __enter__(self) -> Self:
+        self._watched.begin(self._model)
+        self._model = None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._watched.end(error)
+
+
+_current: "Watched | None" = None
+
+
+def watched_for() -> Path | None:
+    """The run directory that this process is being watched for; None where it is not."""
+    return _current.directory if _current is not None and _current.active else None
+
+
+class Watched:
+    """Records this process from :meth:`begin` to :meth:`end`, which leaves ``report.json`` and ``report.md``.
+
+    Args:
+        out: the run directory to create; ``runs/NAME-TIME`` if left out.
+        every: everything is measured in each ``every``-th training step, see :class:`ProcessWatch`.
+        replay: replay what fails, see :class:`watch`.
+
+    Attributes:
+        directory: the run directory, from :meth:`begin` on.
+        report: what is said at the end; None before.
+    """
+
+    def __init__(self, out: Path | None, *, every: int = 1, replay: bool = False) -> None:
+        self._every = every
+        self._replay = replay
+        self._name = scenario_name(sys.argv[0])
+        self._out = out
+        self.directory: Path
+        self.report: Report | None = None
+        self._recording: Recording | None = None
+        self._show_frames: Callable[[], None] = lambda: None
+
+    @property
+    def active(self) -> bool:
+        """Whether it is watching now, in this process (a forked child has a copy that does nothing)."""
+        return self._recording is not None and self._recording.active
+
+    def begin(self, model: nn.Module | None) -> None:
+        """Begins to watch; ``model`` gets its name before it is first called.
+
+        Raises:
+            UsageError: ``model`` is no module, the directory cannot be used, or this process is being watched already.
+        """
+        global _current
+        _check_module(model)
+        if (other := watched_for()) is not None:
+            raise UsageError(f"this process is already recorded in {other}", "Stop that recording first.")
+        self.directory = _new_directory(self._out, self._name)
+        trace = self.directory / BEFORE
+        trace.mkdir()
+        self._recording = Recording(trace)
+        self._recording.follow_program("watched")
+        process = ProcessWatch(self._recording.writer, every=self._every)
+        self._recording.torch_is_there(process)
+        process.start()
+        if self._replay:
+            Standbys(trace, self._recording, process).begin()
+        # What ends the program is shown before anybody can tell the watch of it.
+        self._show_frames = hide_in_excepthook()
+        if model is not None:
+            process.instruments.attach(model)
+        _current = self
+
+    def end(self, error: BaseException | None, note: str = "") -> None:
+        """Stops watching, writes the report and says where; does nothing where it is not active.
+
+        Args:
+            error: what ended the watched part, if anything did.
+            note: why its end was not seen, where it was not.
+        """
+        recording = self._recording
+        if recording is None or not recording.active:
+            return
+        self._recording = None
+        with contained() as ours:  # no space left, a defect of ours: the program goes on, or its error
+            self._show_frames()
+            recording.end(error, [("the end", note)] if note else ())
+            self.report = self._written(WorkerExit(code=_status(error), timed_out=False, seconds=recording.seconds))
+        if ours.error is not None:
+            say(f"dtypedoctor: no report: {type(ours.error).__name__}: {ours.error}")
+        if self.report is not None:
+            say(f"dtypedoctor: {one_line(self.report.headline, 600)}\ndtypedoctor: report in {self.directory}")
+
+    def _written(self, ended: WorkerExit) -> Report:
+        run = collect(self.directory / BEFORE, ended, foreign=True)
+        report = build_report(
+            examine(self._scenario(), run, replay=self._replay),
+            command=shlex.join(without_process_secrets(["python", *sys.argv])),
+            files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": BEFORE},
+            next_command=f"dtypedoctor report {shlex.quote(str(self.directory))}",
+        )
+        write_report(self.directory, report)
+        return report
+
+    def _scenario(self) -> Scenario:
+        return Scenario(
+            name=self._name,
+            summary="A program that instruments itself.",
+            deterministic=False,
+            steps=[ScenarioStep(workload=Script(kind="script", path=sys.argv[0] or "-", args=sys.argv[1:]))],
+        )
+
+
+def _new_directory(out: Path | None, name: str) -> Path:
+    """Where this process records: ``out``, or in a directory of its own in there where it is one of several."""
+    here = member()
+    if here is not None:
+        out = rank_directory(out if out is not None else job_directory(name), here.rank)
+    return new_directory(out, name)
+
+
+def _check_module(model: object) -> None:
+    if model is not None and not isinstance(model, nn.Module):
+        what = f"{type(model).__module__}.{type(model).__qualname__}"
+        hint = "Pass the model, or nothing: every module that is called is instrumented."
+        raise UsageError(f"{what} is not a torch.nn.Module", hint)
+
+
+def _status(error: BaseException | None) -> int:
+    """The exit status that the program is about to leave with, as far as ``sys.exit`` says it; 0 else."""
+    if not isinstance(error, SystemExit) or error.code is None:
+        return 0
+    return error.code if isinstance(error.code, int) else 1

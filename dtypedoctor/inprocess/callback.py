@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from dtypedoctor.inprocess.watch import Watched, watched_for
+from dtypedoctor.inprocess import Watched, watched_for
 from dtypedoctor.interruptions import say
 from dtypedoctor.report.model import Report
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, children_of, parameters_of
 from dtypedoctor.instrument.live_call import has_state, tensors_of
-from dtypedoctor.instrument.position import Position
+from dtypedoctor.instrument.session import Position
 from dtypedoctor.unpatched import to_json
 
 PLAIN = (bool, int, float, str, type(None))

@@ -37,7 +37,6 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )
-from dtypedoctor.instrument.position import Position
 from dtypedoctor.instrument.replay import (
     AttentionReplay,
     Ran,
@@ -46,7 +45,7 @@ from dtypedoctor.instrument.replay import (
     replay_refused,
     replay_wider,
 )
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.session import Position, Session
 from dtypedoctor.instrument.statistics import Extent, is_spread, local_part, measurable, measure
 from dtypedoctor.instrument.whereabouts import KnownTensors, OpPlace, Whereabouts, call_arguments
 from dtypedoctor.interruptions import noticing

@@ -20,8 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from dtypedoctor._torch_private import MODES_CAN_IGNORE_COMPILED, modes_on
 from dtypedoctor.instrument.operators import OperatorMode
-from dtypedoctor.instrument.position import begin_thread, steps_running
-from dtypedoctor.instrument.session import Guard, Session
+from dtypedoctor.instrument.session import Guard, Session, begin_thread, steps_running
 from dtypedoctor.interruptions import noticing
 
 Listener = Callable[[], None]

@@ -17,10 +17,9 @@ from torch.nn.modules import module as hooks
 from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook
 from dtypedoctor.instrument.operators import being_recorded
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, Source, When, looks_of
-from dtypedoctor.instrument.position import Here, forget_ended_calls
 from dtypedoctor.instrument.recorders import Nonfinite, Recorders
 from dtypedoctor.instrument.returned import Returned
-from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.session import Here, Session, forget_ended_calls
 from dtypedoctor.instrument.statistics import Named, Rooted
 
 CallListener = Callable[[nn.Module], None]

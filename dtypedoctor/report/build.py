@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dtypedoctor.analysis import noted
 from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.plugins import left_out
@@ -21,7 +22,6 @@ from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trace.records.execution import HeldInput
 from dtypedoctor.trials.bisection.results import Answer, Bisection, End, Kind, Symptom, Verdict
 from dtypedoctor.trials.bisection.symptoms import part_in_words
-from dtypedoctor.trials.caught import noted
 from dtypedoctor.trials.judge import expectation_on, is_met
 from dtypedoctor.trials.results import Outcome, Treatment
 from dtypedoctor.trials.runs import ranks_of

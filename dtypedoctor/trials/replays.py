@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtypedoctor.analysis import analysis_of
+from dtypedoctor.analysis import analysis_of, with_caught
 from dtypedoctor.diagnosis.window import shows_failure
 from dtypedoctor.errors import UsageError
 from dtypedoctor.replay.wake import Waiting, go_on, waiting_in
@@ -22,7 +22,6 @@ from dtypedoctor.trace.records.execution import (
     RecompileLimit,
     ReplayNote,
 )
-from dtypedoctor.trials.caught import with_caught
 from dtypedoctor.unpatched import monotonic
 
 __all__ = ["LONGEST", "Certificate", "Replays", "before"]

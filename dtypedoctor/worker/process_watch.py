@@ -17,8 +17,8 @@ from dtypedoctor.instrument.facts import SHARDING
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.operators import keep_compiler_out
 from dtypedoctor.instrument.optrace import OpWindow
-from dtypedoctor.instrument.position import FOR_GOOD
 from dtypedoctor.instrument.readable import values_of
+from dtypedoctor.instrument.session import FOR_GOOD
 from dtypedoctor.replay.standby import is_forking
 from dtypedoctor.trace.events import Environment, Metric, NotWatched
 from dtypedoctor.trace.writer import TraceWriter

@@ -22,8 +22,8 @@ from nursery import Child, fork
 
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report
+from dtypedoctor.runner.process import run_script
 from dtypedoctor.runner.run import Run, WorkerExit, collect
-from dtypedoctor.runner.script import run_script
 from dtypedoctor.scenario.model import REQUEST, Request, Scenario, ScenarioStep, Script
 from dtypedoctor.trials.treatment import examine
 

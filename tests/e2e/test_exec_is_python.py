@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command import dtypedoctor, report_of
 
-from dtypedoctor.runner.script import BOOT
+from dtypedoctor.runner.process import BOOT
 from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep, Script
 
 PROBE = '''

@@ -8,7 +8,7 @@ from command import in_this_process, report_of
 
 from dtypedoctor.diagnosis.checkpoint import read_entries
 from dtypedoctor.scenario.loading import load_scenario
-from dtypedoctor.trials.preflight import check_checkpoints
+from dtypedoctor.trials.treatment import check_checkpoints
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors")

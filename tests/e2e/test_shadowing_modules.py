@@ -136,8 +136,8 @@ def test_a_script_imports_what_it_would_without_the_doctor(tmp_path: Path, how: 
 
 def booted(directory: Path, program: list[str], tells: Path) -> list[str]:
     """The command that the doctor runs for a script, without the doctor around it."""
+    from dtypedoctor.runner.process import BOOT
     from dtypedoctor.runner.run import write_request
-    from dtypedoctor.runner.script import BOOT
     from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep, Script
 
     module = program[1] if program[0] == "-m" else None

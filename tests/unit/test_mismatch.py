@@ -7,9 +7,9 @@ from mismatch_examples import EXAMPLES, F32, Example, adapter, bypass, head, nor
 from refusals import BIASED, HALF, IN_PLACE, PRODUCT, Story
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis.messages import complaint_of, dtype_named
 from dtypedoctor.diagnosis.registry import by_family
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, Confidence, Severity
+from dtypedoctor.diagnosis.wording import complaint_of, dtype_named
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import is_dequantization
 from dtypedoctor.rules.mismatch.rule import detect_mismatch

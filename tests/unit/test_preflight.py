@@ -8,7 +8,7 @@ from checkpoints import write_checkpoint
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trials.preflight import check_checkpoints, joined
+from dtypedoctor.trials.treatment import check_checkpoints, joined
 
 
 def scenario(step: dict[str, object]) -> Scenario:

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dtypedoctor.diagnosis.messages import Complaint, complaint_of
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Finding, Link
 from dtypedoctor.diagnosis.statement import Statement, make_finding
-from dtypedoctor.diagnosis.wording import how_the_run_ended, place, short, short_parameter
+from dtypedoctor.diagnosis.wording import Complaint, complaint_of, how_the_run_ended, place, short, short_parameter
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import MERGES, WRITES_AT_INDEX, DtypeOrigin, Provenance, Reason

@@ -4,11 +4,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from dtypedoctor.diagnosis.messages import complaint_of, dtype_named
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
 from dtypedoctor.diagnosis.statement import Statement, make_finding
-from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, raising_line, short
+from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, how_the_run_ended, listed, raising_line, short
 from dtypedoctor.rules.mismatch.case import Case, Verdict, op_name, ran_in
 from dtypedoctor.trace.events import Observed, Op, Raised
 from dtypedoctor.trace.model import Trace

@@ -5,10 +5,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.checkpoint import QuantState, StaticTensor, Subject, plain_dtype
-from dtypedoctor.diagnosis.messages import Complaint, complaint_of
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, OF_ANY_FINDING, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.statement import Statement, make_finding
-from dtypedoctor.diagnosis.wording import failing_line, how_the_run_ended, listed, module_of, short
+from dtypedoctor.diagnosis.wording import (
+    Complaint,
+    complaint_of,
+    failing_line,
+    how_the_run_ended,
+    listed,
+    module_of,
+    short,
+)
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules.mismatch.case import Case, Verdict, case_of, finding
 from dtypedoctor.rules.mismatch.explained_by_torch import (

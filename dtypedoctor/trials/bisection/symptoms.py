@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.incidents import Incident
-from dtypedoctor.diagnosis.messages import is_dtype_error
-from dtypedoctor.diagnosis.wording import short
+from dtypedoctor.diagnosis.wording import is_dtype_error, short
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Correction, Metric, ProbeLogProbs, Raised, Sample, Site
