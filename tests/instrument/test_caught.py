@@ -199,7 +199,7 @@ def test_an_exception_that_the_program_goes_on_from_is_no_finding(
     """A fallback, a probe, a retry and the program's own exceptions leave the run healthy; those about dtypes are noted."""
     report = report_on(tmp_path, work)
     assert (report.status, report.findings) == ("healthy", ())
-    assert any("the program caught it and went on" in line for line in report.coverage) == (work is not others)
+    assert any("the program caught it and continued" in line for line in report.coverage) == (work is not others)
 
 
 def test_each_place_is_recorded_a_few_times_only(tmp_path: Path) -> None:

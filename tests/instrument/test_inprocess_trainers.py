@@ -140,9 +140,9 @@ def test_one_callback_serves_several_trainings_and_an_end_that_was_not_told(tmp_
     plain(tmp_path / "second", callback).train()
     first, second = report_in(tmp_path / "run"), report_in(tmp_path / "run-2")
     assert "2 optimizer steps" in first["headline"]
-    assert any("training did not come to its end" in line for line in first["coverage"])
+    assert any("training did not complete" in line for line in first["coverage"])
     assert "3 optimizer steps" in second["headline"]
-    assert not any("did not come to its end" in line for line in second["coverage"])
+    assert not any("did not complete" in line for line in second["coverage"])
 
 
 def test_an_exception_that_is_told_is_in_the_report(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_training_inside_a_watched_block_is_part_of_it(tmp_path: Path, capsys:
     callback = dtypedoctor.DtypeDoctorCallback(tmp_path / "inner")
     with dtypedoctor.watch(out=tmp_path / "outer"):
         plain(tmp_path / "trainer", callback).train()
-    assert "part of what is watched" in capsys.readouterr().err
+    assert "already recorded in" in capsys.readouterr().err
     assert not (tmp_path / "inner").exists()
     assert "3 optimizer steps" in report_in(tmp_path / "outer")["headline"]
 
