@@ -75,6 +75,9 @@ def execute(
     verify_uninstrumented: Verify = False,
     nproc_per_node: NprocPerNode = None,
     every_n_steps: EveryNSteps = None,
+    capsule_limit: Annotated[
+        int, typer.Option("--capsule-limit", help="Largest capsule of the failing call, in MiB.", metavar="MIB", min=1)
+    ] = 64,
     propagate_exit: Annotated[
         bool, typer.Option("--propagate-exit", help="Exit with the script's own status.")
     ] = False,
@@ -124,6 +127,7 @@ def execute(
         only=frozenset(remedies),
         ablations=rerun,
         rerun_option="--rerun" if here is None else "--nproc-per-node N --rerun",
+        capsule_limit=capsule_limit << 20,
     )
     report, status = treat_script(scenario, new_directory(out, scenario.name), plan)
     print_document(run_document(report), console_for(sys.stderr))

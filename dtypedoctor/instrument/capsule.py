@@ -44,6 +44,8 @@ class Kind(StrEnum):
     RAISED = "raised"
     NONFINITE = "nonfinite"
     """Finite inputs, and an output that is not."""
+    SILENT = "silent"
+    """Nothing that it returns shows it, so the call is kept as it is."""
     BACKWARD = "backward"
     """Finite gradients come back to its outputs, and what leaves it backwards is not finite."""
 
@@ -118,7 +120,7 @@ class CapsuleWatch:
         if self._wanted.kind is Kind.BACKWARD:
             call.keep_gradients(output)
             self._returned.append(call)
-        elif self._wanted.kind is Kind.NONFINITE and _has_nonfinite(output):
+        elif self._wanted.kind is Kind.SILENT or (self._wanted.kind is Kind.NONFINITE and _has_nonfinite(output)):
             self._try(list(reversed(self._open)))
         self._open.pop()
 
@@ -190,6 +192,8 @@ class Failing:
             return _signature(repeat.error) == self.error
         if repeat.error is not None:
             return False
+        if self.kind is Kind.SILENT:
+            return True
         if self.kind is Kind.NONFINITE:
             return _has_nonfinite(repeat.output)
         upstream_is_finite = not any(map(_is_nonfinite, call.gradients.values()))
@@ -218,8 +222,11 @@ def capsule_of(call: LiveCall, failing: Failing, wanted: Wanted) -> tuple[dict[s
     """
     failing.shows(call)
     drew = failing.drew
-    call, cut = _cut(call, failing)
-    call, synthetic = _with_synthetic_inputs(call, failing)
+    cut: list[str] = []
+    synthetic = False
+    if failing.kind is not Kind.SILENT:
+        call, cut = _cut(call, failing)
+        call, synthetic = _with_synthetic_inputs(call, failing)
     sources, tensors = Sources(), Tensors()
     described = _described(call, tensors, sources)
     if drew and call.random is not None:
@@ -365,6 +372,8 @@ def _drawn_weights(call: LiveCall, tensors: Tensors, failing: Failing, limit: in
     if sum(sizes.values()) <= limit:
         return {}
     drawn: dict[str, Any] = {}
+    if failing.kind is Kind.SILENT:
+        return drawn
     weights = {
         name: parameter for name, parameter in call.parameters() if name in sizes and parameter.is_floating_point()
     }

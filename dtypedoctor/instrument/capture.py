@@ -6,6 +6,7 @@ given and what they returned. Written down are tensors (safetensors) and a descr
 described stands at :func:`describe`.
 """
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -104,6 +105,7 @@ _TORCH = frozenset(vars(nn.Module())) - {"training"}
 def describe(value: Any, tensors: Tensors | None, path: str, named: Name | None = None) -> dict[str, Any]:
     """A value as JSON: ``{"value": ...}``, ``{"float": "nan"}``, ``{"tensor": key}``, ``{"tuple": [...]}``, ``{"list": [...]}``, ``{"dict": {...}}``,
     ``{"pairs": [[key, value], ...]}`` (a dictionary whose keys are no texts), ``{"mapping": "module:Class", "values": {...}}``, ``{"dtype": name}``, ``{"device": name}``, ``{"function": "module:name"}`` (a class as well),
+    ``{"partial": {...}, "args": [...], "kwargs": {...}}`` (of ``functools``),
     ``{"config": "module:Class", "values": {...}}``, ``{"object": "module:Class", "values": {...}}``, else ``{"opaque": class name}``.
 
     Args:
@@ -150,6 +152,10 @@ def _describe_object(value: Any, tensors: Tensors | None, path: str, named: Name
             }
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
             return {"function": named(value)}
+        if isinstance(value, functools.partial):
+            kwargs = {name: describe(item, tensors, f"{path}.{name}", named) for name, item in value.keywords.items()}
+            args = [describe(item, tensors, f"{path}.{number}", named) for number, item in enumerate(value.args)]
+            return {"partial": describe(value.func, None, "", named), "args": args, "kwargs": kwargs}
         if isinstance(value, Enum):
             return {"function": f"{named(type(value))}.{value.name}"}
         if tensors is not None and not isinstance(value, nn.Module) and path.count(".") <= _DEEPEST:
@@ -191,6 +197,8 @@ def importable(thing: Any) -> str:
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
     if not module or module == "__main__" or "<" in name:
         raise TypeError(f"{name or thing} cannot be imported from anywhere")
+    if getattr(nn.functional, name, None) is thing:  # what is written in C names a private module
+        module = "torch.nn.functional"
     return f"{module}:{name}"
 
 

@@ -28,7 +28,7 @@ _LINE = 100
 """Characters of a dictionary that stands in one line."""
 
 _KINDS = frozenset({
-    "value", "float", "tensor", "dtype", "device", "tuple", "list", "dict", "pairs", "function", "mapping", "config", "object", "opaque",
+    "value", "float", "tensor", "dtype", "device", "tuple", "list", "dict", "pairs", "function", "partial", "mapping", "config", "object", "opaque",
 })  # fmt: skip
 """The forms of a described value."""
 
@@ -105,11 +105,14 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
         "accuracy": claim.check == "accuracy",
         "random": carried.random,
         "file": carried.inline is None,
+        "recurrent": "torch.nn.modules.rnn:" in str(capture["recipe"]),
+        "partial": "'partial': " in str(capture),
+        "forward": "'forward': " in str(capture["recipe"]),
     }
     needless = tuple(f" @{name}" for name, is_needed in needed.items() if not is_needed)
     body = _without(needless, HEAD).format(
         about=_comment((claim.title, *claim.about, f"Made with {claim.made_with}.")),
-        source=f"{redact(carried.source).strip()}\n\n\n" if carried.source else "",
+        source=_source(carried.source),
         check=claim.check,
         limit=float(claim.limit),
         grad=bool(capture["grad"] or claim.check == "backward"),
@@ -123,7 +126,14 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
         gradients=_in_lines(_gradients(capture)),
     )
     end = _without(needless, END)
-    return body + "".join(_helpers(body + end)) + end
+    functions = _without(needless, "".join(_helpers(body + end)) + end)
+    return body + functions.replace("\n\n\n", "\n\n")
+
+
+def _source(text: str) -> str:
+    """The text of the user's classes, without an import that the script has anyway."""
+    lines = "\n".join(line for line in text.splitlines() if line != "import torch").strip()
+    return f"{lines}\n\n\n" if lines else ""
 
 
 def _in_lines(items: list[str]) -> str:
@@ -140,7 +150,9 @@ def _gradients(capture: Mapping[str, Any]) -> list[str]:
     ]
 
 
-_CHECKS = {"raised": "dtype", "nonfinite": "forward", "backward": "backward"}
+_CHECKS = {"raised": "dtype", "nonfinite": "forward", "backward": "backward", "silent": "accuracy"}
+_INACCURATE = 1e-2
+"""Relative error from which on a silent failure shows; rounding to float16 or bfloat16 stays below."""
 
 
 def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = False) -> str:
@@ -169,7 +181,7 @@ def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = F
             title=f"{where}: {finding.get('id')}",
             about=(str(finding.get("summary", "")),),
             check=_CHECKS.get(held["kind"], "forward"),
-            limit=0.0,
+            limit=_INACCURATE,
             made_with=", ".join(f"{name} {version}" for name, version in capsule.versions.items()),
         )
         return script_text(held["call"], claim, configs=True, carried=carried)
@@ -192,7 +204,12 @@ def _kept(carried: Carried) -> str:
 def _without(needless: tuple[str, ...], text: str) -> str:
     """The text without the lines that end in one of the marks, and without all marks."""
     lines = [line for line in text.split("\n") if not line.endswith(needless)]
-    return re.sub(r"(  #)? @(own|backward|accuracy|random|file)$", "", "\n".join(lines), flags=re.MULTILINE)
+    return re.sub(
+        r"(  #)? @(own|backward|accuracy|random|file|recurrent|forward|partial)$",
+        "",
+        "\n".join(lines),
+        flags=re.MULTILINE,
+    )
 
 
 def _helpers(text: str) -> Iterator[str]:
@@ -322,6 +339,11 @@ class _Writer:
             return f"found({described['mapping']!r})(**{self.mapping(described['values'])})"
         if kind == "object":
             return f"holding({described['object']!r}, {self.value(described['values'])})"
+        if kind == "partial":
+            given = "".join(f", {self.value(item)}" for item in described["args"])
+            return (
+                f"functools.partial({self.value(described['partial'])}{given}, **{self.mapping(described['kwargs'])})"
+            )
         if kind == "config":
             values = self.value(described["values"])
             return f"configured({described['config']!r}, {values}, {self.mapping(described['chosen'])})"
@@ -356,6 +378,7 @@ Expect:  a line that begins with FAILS, and exit status 1. Exit status 0 means t
 
 {about}
 
+import functools  # @partial
 import importlib
 import json  # @file
 import sys
@@ -372,7 +395,6 @@ AUTOCAST = {autocast!r}
 RANDOM = {random!r}  # the tensor that holds the state of the random generator @random
 DEVICE = "cpu"
 CAST = {{}}  # dtypes that stand for others, while the call is made in float32
-HALF = (torch.float16, torch.bfloat16)
 
 
 def module(T):
@@ -428,10 +450,10 @@ def made(cls, attributes, parameters={}, buffers={}, children={}, forward=None):
         instance.register_buffer(name, value)
     for name, child in children.items():
         instance.add_module(name, child)
-    if hasattr(instance, "_init_flat_weights"):  # recurrent modules of torch hold their weights twice
-        instance._init_flat_weights()
-    if forward is not None:
-        instance.forward = types.MethodType(found(forward), instance)
+    if hasattr(instance, "_init_flat_weights"):  # @recurrent
+        instance._init_flat_weights()  # @recurrent
+    if forward is not None:  # @forward
+        instance.forward = types.MethodType(found(forward), instance)  # @forward
     return instance
 ''',
     "configured": """
@@ -533,8 +555,8 @@ def attempt(wide):
     T = kept()
     CAST.clear()
     if wide:
-        CAST.update(dict.fromkeys(HALF, torch.float32))
-        T = {name: t.float() if t.dtype in HALF and ".packed" not in name else t for name, t in T.items()}
+        CAST.update({torch.float16: torch.float32, torch.bfloat16: torch.float32})
+        T = {name: t.float() if t.dtype in CAST and ".packed" not in name else t for name, t in T.items()}
     fixed = [name for name, t in T.items() if not t.is_floating_point() or "gradient" in name or ".packed" in name]  # @backward
     T = {name: t if name in fixed else t.requires_grad_() for name, t in T.items()}  # @backward
     torch.set_rng_state(T.pop(RANDOM))  # @random

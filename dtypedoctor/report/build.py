@@ -11,6 +11,8 @@ from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
+from dtypedoctor.replay.capsule import Capsule, NoCapsule
+from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import run_document
@@ -59,6 +61,7 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         observer=treatment.observer,
         coverage=tuple(dict.fromkeys(_coverage(treatment))),
         measured=measured.counts,
+        capsule=_capsule_facts(treatment.capsule),
         environment=treatment.before.trace.environment,
         scenario=scenario.model_dump(mode="json", exclude_defaults=True),
         files=files,
@@ -68,6 +71,32 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         next_command=next_command,
         rerun=f"Rerun with {treatment.rerun}." if treatment.rerun else "",
     )
+
+
+SHORT_SCRIPT = 150
+"""Lines up to which a report shows the stand-alone script of a capsule."""
+
+
+def _capsule_facts(capsule: Capsule | NoCapsule | None) -> dict[str, Any] | None:
+    """``capsule`` of report.json."""
+    if capsule is None:
+        return None
+    if isinstance(capsule, NoCapsule):
+        return {"why": capsule.why}
+    try:
+        script = capsule_script(capsule, inline=True)
+    except CannotBeWrittenError:
+        script = ""
+    is_short = len(script.splitlines()) <= SHORT_SCRIPT and TENSORS not in script
+    return {
+        "directory": capsule.directory.name,
+        "module": capsule.fqn,
+        "class": capsule.cls,
+        "bytes": capsule.bytes,
+        "holds": capsule.holds,
+        "allow_code": any(capsule.code()),
+        "script": script if is_short else "",
+    }
 
 
 def _of_others(treatment: Treatment) -> Iterator[str]:

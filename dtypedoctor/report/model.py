@@ -149,6 +149,9 @@ class Report:
     measured: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """For each kind of thing that ran how many were measured, and how many ran."""
     bisection: Mapping[str, Any] | None = None
+    capsule: Mapping[str, Any] | None = None
+    """The failing call that was kept beside the run (``directory``, ``module``, ``class``, ``bytes``, ``holds``, ``allow_code``, ``script``), or ``why``
+    it was not; None where nothing failed or the run left no process to catch it in."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     scenario: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)

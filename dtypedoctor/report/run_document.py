@@ -221,6 +221,7 @@ def _trust(report: Report) -> Section:
 def _reproduce(report: Report) -> Section:
     """The exact command, a script for another machine, the environment."""
     blocks: list[Block] = [Code(report.command, "sh")] if report.command else []
+    blocks += _capsule(report)
     if script := reproduction_script(report):
         blocks.append(Fold(ELSEWHERE, (Code(script, "sh"),), brief=""))
     rows = environment_rows(report.environment)
@@ -228,6 +229,29 @@ def _reproduce(report: Report) -> Section:
         brief = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in rows)
         blocks.append(Fold("Environment", (environment_table(report.environment),), brief=brief))
     return Section("Reproduce", tuple(blocks), "reproduce")
+
+
+def _capsule(report: Report) -> Iterator[Block]:
+    """The failing call that was kept, and what makes it again; why there is none."""
+    kept = report.capsule
+    if not kept:
+        return
+    if "why" in kept:
+        yield Paragraph(f"The failing call was not kept as a capsule: {kept['why']}.")
+        return
+    where = kept["module"] or "the whole model"
+    yield Heading("capsule")
+    yield Paragraph(
+        f"{kept['directory']}/ holds the failing call of {where} ({kept['class']}), {_in_bytes(kept['bytes'])}: {kept['holds']}."
+    )
+    option = " --allow-code" if kept.get("allow_code") else ""
+    yield Code(f"dtypedoctor replay RUN/{kept['directory']}{option}", "sh")
+    if kept.get("script"):
+        yield Fold("Stand-alone script", (Code(kept["script"], "python"),), brief="")
+
+
+def _in_bytes(size: int) -> str:
+    return f"{size / 1024:,.1f} KiB" if size < 1 << 20 else f"{size / (1 << 20):,.1f} MiB"
 
 
 def _checks(report: Report) -> Iterator[Check]:

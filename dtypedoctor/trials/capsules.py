@@ -12,12 +12,14 @@ from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.redaction.redact import redact, short_paths, without_process_secrets
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.wake import go_on, waiting_in
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Autocast, Model, Plugin, Scenario, ScenarioStep, Window
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trials.replays import before
+from dtypedoctor.unpatched import to_json
 
 __all__ = ["LIMIT", "caught_in", "same_verdict", "scenario_of"]
 
@@ -26,6 +28,8 @@ LIMIT = 64 << 20
 DIRECTORY = "capsule"
 SECONDS = 120.0
 """How long catching and reducing a call may take."""
+_FINITE = frozenset({"norm-square-overflow", "masked-overflow", "silent-rescue", "float-to-int-cast", "router-flip"})
+"""Findings about one call of which everything that is returned may be finite."""
 _CALLS = ("forward", "generate", "recompute", "backward")
 """Phases in which a module call can fail."""
 
@@ -65,6 +69,10 @@ def _wanted(run: Run, finding: Finding, limit: int) -> tuple[dict[str, Any], Win
         raise UsageError("it fails outside of module calls")
     window = next(iter(suspicious_windows(run.trace)), Window(call=1))
     kind = "raised" if raised is not None else "backward" if finding.phase == "backward" else "nonfinite"
+    if kind == "nonfinite" and finding.id in _FINITE:
+        kind = "silent"
+    elif kind == "nonfinite" and analysis.measured_incident is None:
+        raise UsageError("nothing that the call returns shows it")
     wanted = {
         "module": finding.fqn or "" if raised is None else _around(raised, finding),
         "call": 0 if kind == "backward" else window.call,
@@ -84,10 +92,10 @@ def _wanted(run: Run, finding: Finding, limit: int) -> tuple[dict[str, Any], Win
 
 
 def _around(raised: Raised, finding: Finding) -> str:
-    """The smallest module that holds the one that raised and the one that is to blame."""
-    if finding.fqn is None:
-        return raised.modules[-1]
-    paths = [name.split(".") for name in (raised.modules[-1], finding.fqn)]
+    """The smallest module that holds the one that raised, the one that is to blame, and where the dtypes come from that met there."""
+    links = (link.fqn for link in (*finding.provenance, *finding.met))
+    names = [raised.modules[-1], *(name for name in (finding.fqn, *links) if name is not None)]
+    paths = [name.split(".") for name in names]
     return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
@@ -122,8 +130,10 @@ def _kept(scratch: Path, directory: Path) -> Capsule | NoCapsule:
     if "why" in description:
         return NoCapsule(why=str(description["why"]))
     directory.mkdir()
-    for name in (CAPSULE, CAPSULE_TENSORS):
-        (scratch / name).rename(directory / name)
+    source = without_process_secrets(description.pop("source"))
+    public = {**redact(description), "source": short_paths(source)}
+    (scratch / CAPSULE_TENSORS).rename(directory / CAPSULE_TENSORS)
+    (directory / CAPSULE).write_text(to_json(public), encoding="utf-8")
     return read_capsule(directory)
 
 
