@@ -37,7 +37,7 @@ KEPT = ROOT / ".mutation"
 MUTATED = ("diagnosis", "rules", "trials")
 TESTS = ROOT / "tests" / "unit"
 
-MOST_TESTS = 80
+MOST_TESTS = 400
 """Tests that are tried on a mutant, the quickest first."""
 LONGEST = 120
 """Seconds after which a mutant counts as noticed: it hangs."""
