@@ -6,8 +6,8 @@ from typing import Any
 
 from dtypedoctor.diagnosis.checkpoint import Subject, plain_dtype
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import limit_of, listed, number
+from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.statement import Statement, make_finding
+from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.events import Observed, ParameterNote, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CompileCounts, GraphBreak, Recompiled, RecompileLimit, StreamLaunches

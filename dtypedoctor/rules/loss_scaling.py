@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.checkpoint import StaticTensor, Subject
 from dtypedoctor.diagnosis.rule import LOSS_SCALING, OF_ANY_FINDING, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line
 from dtypedoctor.dtypes import HALF
+from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.events import Raised, ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import Unscaled

@@ -6,7 +6,7 @@ import pytest
 
 from dtypedoctor.diagnosis.registry import finding_ids
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity, most_severe_first
-from dtypedoctor.diagnosis.statement import Statement, make_finding
+from dtypedoctor.rules import Statement, make_finding
 
 
 def said(name: str = "float16-overflow", severity: Severity = Severity.ERROR) -> Statement:

@@ -6,9 +6,9 @@ from functools import cached_property
 
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Finding, Link
-from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import Complaint, complaint_of, how_the_run_ended, place, short, short_parameter
 from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import MERGES, WRITES_AT_INDEX, DtypeOrigin, Provenance, Reason
 from dtypedoctor.trace.events import Op, Raised, Replay, TensorNote

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
-from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, how_the_run_ended, listed, raising_line, short
+from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Verdict, op_name, ran_in
 from dtypedoctor.trace.events import Observed, Op, Raised
 from dtypedoctor.trace.model import Trace

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from dtypedoctor.diagnosis.ops import graph_of, overload_free
 from dtypedoctor.diagnosis.rule import Finding
-from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import listed, place, short
+from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, op_name, settled_by
 from dtypedoctor.rules.mismatch.census import Census, owner_of
 from dtypedoctor.rules.mismatch.dtype_origin import (

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link, Severity
-from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, place, short
 from dtypedoctor.dtypes import HALF
+from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, ran_in, who_is_what
 from dtypedoctor.rules.mismatch.census import Census
 from dtypedoctor.rules.mismatch.dtype_origin import (

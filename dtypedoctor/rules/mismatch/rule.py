@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.checkpoint import QuantState, StaticTensor, Subject, plain_dtype
 from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, OF_ANY_FINDING, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import (
     Complaint,
     complaint_of,
@@ -17,6 +16,7 @@ from dtypedoctor.diagnosis.wording import (
     short,
 )
 from dtypedoctor.dtypes import HALF
+from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Verdict, case_of, finding
 from dtypedoctor.rules.mismatch.explained_by_torch import (
     context_without_region,

@@ -10,7 +10,6 @@ from dataclasses import replace
 from dtypedoctor.diagnosis.nonfinite_origin import PRODUCTS, SOFTMAX, Origin, attention_experiment, skipped_scale
 from dtypedoctor.diagnosis.ops import OpGraph, ancestry, has_inf, overload_free
 from dtypedoctor.diagnosis.rule import Finding, Severity
-from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_at
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
     class_of,
@@ -24,6 +23,7 @@ from dtypedoctor.diagnosis.wording import (
     short,
 )
 from dtypedoctor.dtypes import short_name
+from dtypedoctor.rules import Statement, make_finding, make_finding_at
 from dtypedoctor.trace.events import Observed, Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import Absorbed, Overflowed

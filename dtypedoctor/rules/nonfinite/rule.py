@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from dtypedoctor.diagnosis.nonfinite_origin import Origin, that_matter
 from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, NON_FINITE, OF_ANY_FINDING, Finding, FindingSpec, Rule
-from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import how_the_run_ended
+from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.nonfinite.overflow import (
     judge_attention_scores,
     judge_backward,

@@ -9,7 +9,6 @@ from dataclasses import replace
 from dtypedoctor.diagnosis.nonfinite_origin import FLOAT32_MAX, NARROW, Origin, Vanished, is_zero_in, vanished
 from dtypedoctor.diagnosis.ops import all_finite, overload_free
 from dtypedoctor.diagnosis.rule import Confidence, Finding
-from dtypedoctor.diagnosis.statement import Statement, make_finding_at
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
     differentiated,
@@ -21,6 +20,7 @@ from dtypedoctor.diagnosis.wording import (
     short,
 )
 from dtypedoctor.dtypes import DTYPES, HALF
+from dtypedoctor.rules import Statement, make_finding_at
 
 
 def judge_domain(origin: Origin) -> Finding | None:

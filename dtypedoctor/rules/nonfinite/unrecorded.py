@@ -5,7 +5,6 @@ from dataclasses import replace
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, Reached
 from dtypedoctor.diagnosis.nonfinite_origin import NARROW, Origin, finite_in_eager_mode
 from dtypedoctor.diagnosis.rule import Confidence, Finding
-from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_at
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
     class_of,
@@ -17,6 +16,7 @@ from dtypedoctor.diagnosis.wording import (
     place,
     short,
 )
+from dtypedoctor.rules import Statement, make_finding, make_finding_at
 from dtypedoctor.trace.events import Op, Raised, Sample, Site, TensorNote
 from dtypedoctor.trace.model import Trace
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.rule import SILENT, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.statement import Statement, make_finding
 from dtypedoctor.diagnosis.wording import listed
 from dtypedoctor.dtypes import HALF
+from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.events import Flow, Metric
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import FirstRatio, Twins

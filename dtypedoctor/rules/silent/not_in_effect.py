@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_of
 from dtypedoctor.diagnosis.wording import listed, named_module, short
+from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Correction
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import StaleCopy, Unpatched

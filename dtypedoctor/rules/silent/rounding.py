@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.checkpoint import StaticTensor, Subject
 from dtypedoctor.diagnosis.rule import SILENT, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_of
 from dtypedoctor.diagnosis.wording import listed, module_of, named_module, short
 from dtypedoctor.dtypes import HALF
+from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedPositions, RouterChoice

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.statement import Statement, make_finding, make_finding_of
 from dtypedoctor.diagnosis.wording import listed, short
 from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.rules.nonfinite.overflow import absorbed_evidence, absorbed_proof, is_rescue
 from dtypedoctor.trace.events import Correction, Observed, Op
 from dtypedoctor.trace.model import Trace

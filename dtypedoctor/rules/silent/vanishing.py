@@ -5,9 +5,9 @@ from dataclasses import replace
 from math import prod, sqrt
 
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.statement import Statement, make_finding_of
 from dtypedoctor.diagnosis.wording import listed, module_of, short_parameter
 from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.rules import Statement, make_finding_of
 from dtypedoctor.trace.events import Observed, ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward, ScaledGradient, StalledParameter, Updates
