@@ -28,7 +28,9 @@ LIMIT = 64 << 20
 DIRECTORY = "capsule"
 SECONDS = 120.0
 """How long catching and reducing a call may take."""
-_FINITE = frozenset({"norm-square-overflow", "masked-overflow", "silent-rescue", "float-to-int-cast", "router-flip"})
+_FINITE = frozenset({
+    "norm-square-overflow", "masked-overflow", "silent-rescue", "float-to-int-cast", "router-flip", "rounded-rotary-buffer",
+})  # fmt: skip
 """Findings about one call of which everything that is returned may be finite."""
 _CALLS = ("forward", "generate", "recompute", "backward")
 """Phases in which a module call can fail."""
