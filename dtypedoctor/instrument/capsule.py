@@ -22,6 +22,7 @@ from dtypedoctor.instrument.live_call import LiveCall, Repeat, copied, mapped, t
 from dtypedoctor.instrument.sources import Sources
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
+from dtypedoctor.unpatched import perf_counter
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.instruments import Instruments
@@ -31,6 +32,8 @@ __all__ = ["CapsuleWatch", "Kind", "Wanted", "capsule_of"]
 FORMAT = 1
 MOST_REPEATS = 400
 """Calls that are made to reduce one."""
+LONGEST = 10.0
+"""Seconds that go into reducing one."""
 SEEDS = 4
 """Synthetic inputs that are drawn before the recorded ones are kept."""
 _LATER = 8
@@ -169,18 +172,22 @@ class Failing:
         kind: how that fails.
         error: signature of what it raised.
         left: how often a call may still be made.
+        until: the time, of ``perf_counter``, from which on none is made any more: what is known by then is kept.
         drew: the last call drew random numbers.
     """
 
     kind: Kind
     error: str = ""
     left: int = MOST_REPEATS
+    until: float = field(default_factory=lambda: perf_counter() + LONGEST)
     drew: bool = False
     last: Repeat = field(default_factory=Repeat)
 
     def shows(self, call: LiveCall) -> bool:
         """Makes ``call`` again, on copies of its arguments."""
-        if self.left <= 0 or (self.kind is Kind.NONFINITE and _is_given_nonfinite(call)):
+        if self.left <= 0 or perf_counter() > self.until:
+            return False
+        if self.kind is Kind.NONFINITE and _is_given_nonfinite(call):
             return False
         self.left -= 1
         memo: dict[int, Any] = {}
