@@ -1,6 +1,9 @@
-"""``dtypedoctor exec``: any script, unchanged, run instrumented."""
+"""``dtypedoctor exec``: any script, unchanged, run instrumented. ``dtypedoctor treat``: with corrections and without instrumentation."""
 
+import json
+import os
 import sys
+from dataclasses import asdict
 from importlib.util import decode_source
 from pathlib import Path
 from typing import Annotated
@@ -14,12 +17,17 @@ WEEK = 604_800
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the verb."""
+    """Adds the verbs."""
     app.command(
         name="exec",
         epilog="Example:  dtypedoctor exec --out runs/first train.py --epochs 3",
         context_settings={"allow_interspersed_args": False},
     )(execute)
+    app.command(
+        name="treat",
+        epilog="Example:  dtypedoctor treat --with quant-state-dtype train.py --epochs 3",
+        context_settings={"allow_interspersed_args": False},
+    )(treat)
 
 
 ScriptArgument = Annotated[
@@ -157,3 +165,44 @@ def _standard_input() -> str:
         return decode_source(source)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UsageError(f"standard input: not Python source text: {error}", "Save it as UTF-8.") from error
+
+
+With = Annotated[list[str], typer.Option("--with", help="Correction to put in place.", metavar="CORRECTION")]
+
+
+def treat(
+    script: ScriptArgument,
+    corrections: With,
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.", metavar="ARGS")] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module as `python -m` does.")] = False,
+    text: Annotated[bool, typer.Option("-c", help="Run source text as `python -c` does.")] = False,
+) -> None:
+    """Run a script with a correction in place, without instrumentation, until the library has the fix itself.
+
+    Prints one line for each correction and exits with the script's own status; 2 if a library's source is not what a correction
+    was written for. A correction of a library costs what the same lines would in the library.
+    """
+    target = script_target(script, module=module, text=text)
+    from dtypedoctor.plugins import Correction, known, registered
+    from dtypedoctor.report.library_patch import check
+
+    wanted: list[Correction] = []
+    for name in corrections:
+        found = registered(Correction).get(name)
+        if found is None:
+            raise UsageError(f"--with: there is no correction {name!r}", known(Correction))
+        if found.needs_modules or not found.in_scripts:
+            raise UsageError(f"--with: {name} is for scenarios only", f"What it does: {found.summary}.")
+        wanted.append(found)
+    folder = Path.cwd() if module or text or script == "-" else Path(script).resolve().parent
+    for one in wanted:
+        check(one, [str(folder), *sys.path])
+    request = {
+        "script": {"path": None, "module": None, "code": None, "args": arguments or []} | target,
+        "corrections": [
+            {"id": one.id, "library": one.library, "edits": [asdict(edit) for edit in one.edits]} for one in wanted
+        ],
+    }
+    from dtypedoctor.runner.process import BOOT
+
+    os.execv(sys.executable, [sys.executable, str(BOOT), "--treated", json.dumps(request)])
