@@ -393,5 +393,6 @@ def _kept_in_float32(module: nn.Module) -> list[str]:
 
 def _configured_dtype(module: nn.Module) -> str | None:
     config = getattr(module, "config", None)
-    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # reading the old name prints a warning
+    dtype = getattr(config, name, None)
     return str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else None

@@ -56,7 +56,7 @@ class Spawned:
     """
 
     def __init__(self, request: Mapping[str, Any], directory: Path) -> None:
-        self._request = {**request, "standby": False}
+        self._request = dict(request)
         self._directory = directory.resolve()
         self._owner = getpid()
         self._original: Callable[[str], dict[str, Any]] | None = None

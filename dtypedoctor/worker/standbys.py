@@ -3,7 +3,6 @@
 import os
 import posix
 import sys
-import threading
 from _thread import start_new_thread
 from collections.abc import Iterator, Sequence
 from io import FileIO
@@ -294,8 +293,6 @@ def _hindrances() -> Iterator[str]:
     """Why no standby can be made now."""
     if not is_supported():
         yield "a process can only be isolated on Linux on x86-64"
-    if threading.current_thread() is not threading.main_thread():
-        yield "the modules run in a thread"
     if _available() < ROOM * resident() * _processes_here():
         yield "there is not enough memory for a copy of the process"
 

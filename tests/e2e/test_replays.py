@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from exec_corpus import treat_forked
+from forced_replays import force
 from nursery import preload
 from replayed import files_in, replay, run_standing_by, scenario_of
 from script_corpus import Case, cases
@@ -110,6 +111,20 @@ over.wait()
 )
 """Waits, after the call that fails, for a thread."""
 
+THREAD = (
+    OVERFLOW
+    + """
+import threading
+def work():
+    for size in (1.0, 30000.0):
+        print(model(torch.full((2, 4), size).half()).isfinite().all().item())
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+)
+"""Calls its model in a thread, for which the main thread waits."""
+
 FORKS = (
     OVERFLOW
     + """
@@ -152,6 +167,50 @@ model(torch.full((2, 4), 30000.0))
 """
 ).replace("return x *", "return x.half() *")
 """Draws from the system's entropy within the call that overflows; what it draws is rounded away before that."""
+
+CALLS = {
+    "checkpointing": """
+from torch.utils.checkpoint import checkpoint
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = model
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+block = Block()
+for size in (1.0, 30000.0):
+    block(torch.full((2, 4), size).half().requires_grad_()).float().sum().backward()
+""",
+    "functional": """
+from torch.func import functional_call, grad, vmap
+weights = dict(model.named_parameters())
+def loss(weights, x):
+    return functional_call(model, weights, (x,)).float().sum()
+for size in (1.0, 30000.0):
+    vmap(grad(loss), in_dims=(None, 0))(weights, torch.full((2, 4), size).half())
+""",
+    "own-function": """
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 200
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 200
+class Scaled(nn.Module):
+    def forward(self, x):
+        return Scale.apply(x)
+model = nn.Sequential(nn.Linear(4, 4).half(), Scaled())
+for size in (1.0, 30000.0):
+    model(torch.full((2, 4), size).half()).float().sum().backward()
+""",
+    "compiled": """
+compiled = torch.compile(model)
+for size in (1.0, 30000.0):
+    compiled(torch.full((2, 4), size).half())
+""",
+}
+"""Calls of that model by kind, of which the second overflows."""
 
 WATCHED = """
 import dtypedoctor
@@ -207,6 +266,14 @@ def test_a_replay_that_hangs_after_the_failure_explains_it(tmp_path: Path, monke
     assert (found.id, found.op, found.confidence) == ("float16-overflow", "aten.mul.Tensor", Confidence.PROVEN)
 
 
+def test_a_call_in_a_thread_is_replayed(tmp_path: Path) -> None:
+    """The fork has that thread alone."""
+    treatment = treat_forked(script(tmp_path, THREAD), tmp_path, ONE_RUN)
+    assert (tmp_path / "before" / "output.txt").read_text().split() == ["True", "False"]
+    assert (treatment.findings[0].op, treatment.findings[0].confidence) == ("aten.mul.Tensor", Confidence.PROVEN)
+    assert "bitwise identical" in treatment.replayed
+
+
 def test_a_program_with_processes_of_its_own(tmp_path: Path) -> None:
     """Its child is waited for as ever, its data loader's worker is its own, and what overflows is found."""
     treatment = treat_forked(script(tmp_path, FORKS), tmp_path, ONE_RUN)
@@ -259,6 +326,22 @@ def test_a_block_that_is_watched_names_the_operator(tmp_path: Path) -> None:
     lines = (folder / "before" / STDOUT).read_text().splitlines()
     said = [line for line in lines if not line.startswith("dtypedoctor: ")]
     assert said == ["1.0 True", "30000.0 False", "2.0 True", "aten.mul.Tensor 1 proven 2"]
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_each_kind_of_call_is_replayed_bitwise(kind: str, tmp_path: Path) -> None:
+    """The second call overflows; the replay names the operator."""
+    treatment = treat_forked(script(tmp_path, OVERFLOW + CALLS[kind]), tmp_path, ONE_RUN)
+    assert (treatment.findings[0].op, treatment.findings[0].confidence) == ("aten.mul.Tensor", Confidence.PROVEN)
+    assert "bitwise identical where it fails" in treatment.replayed
+
+
+@pytest.mark.parametrize("name", ["busy-threads", "fork-hooks", "modules-in-a-thread", "shared-memory"])
+def test_programs_are_what_they_are_without_replays(name: str, tmp_path: Path) -> None:
+    """Weights, optimizer, random states, output and files; ``python tests/e2e/forced_replays.py`` does it for all 46 programs."""
+    found = force(name, tmp_path, replays=4)
+    assert not found.changed
+    assert (found.replays, found.killed, found.differed) == (4, 0, 0)
 
 
 def test_no_process_is_left(tmp_path: Path) -> None:

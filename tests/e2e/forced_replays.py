@@ -1,6 +1,6 @@
 """Forces replays of random calls of healthy programs, while they run and afterwards, and compares the programs with their bare runs.
 
-``python tests/benchmarks/forced_replays.py [--replays N] [PROGRAM ...]`` prints a line for each program of ``tests/e2e/replay_programs.py``
+``python tests/e2e/forced_replays.py [--replays N] [PROGRAM ...]`` prints a line for each program of ``tests/e2e/replay_programs.py``
 and exits 1 if one of them differs. With 12 replays for each of the 46 programs it takes about a quarter of an hour on two cores.
 """
 
@@ -17,8 +17,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 
 from exec_corpus import serve
 from forked_script import redirect
@@ -174,8 +172,12 @@ def _changes(bare: int, code: int, output: tuple[Path, Path], folders: tuple[Pat
     yield from (f"file {name}" for name in alone.keys() | forced.keys() if alone.get(name) != forced.get(name))
 
 
+_PROFILER = "USDT:"
+"""How lines begin in which torch's profiler says when it began."""
+
+
 def _without_warnings(text: str) -> list[str]:
-    return [line for line in text.splitlines() if "Warning" not in line and not line.startswith("  ")]
+    return [line for line in text.splitlines() if "Warning" not in line and not line.startswith(("  ", _PROFILER))]
 
 
 def main() -> int:
