@@ -103,7 +103,11 @@ def treat_script(scenario: Scenario, directory: Path, plan: Plan) -> tuple[Repor
         def launch(label: str, request: Request) -> Run:
             first = label == "before"
             if not first:
-                print(f"dtypedoctor: running the script again ({label_in_words(label)}) …", file=sys.stderr, flush=True)
+                print(
+                    f"dtypedoctor: running the script again ({label_in_words(label)}); it may change files …",
+                    file=sys.stderr,
+                    flush=True,
+                )
             start = run_script if scenario.distributed is None else run_ranks
             return start(request, directory / label, live=first)
 
