@@ -83,7 +83,7 @@ class Edit:
     Attributes:
         module: dotted name of the module that defines the function.
         function: its name, with its class where it has one.
-        parameters: names of its parameters. Where they differ, the edit is not made.
+        parameters: names of its parameters, where more may follow. Where they differ, the edit is not made.
         old: whole lines, however deep they are indented; the function must have them exactly once.
         new: what stands in their place.
         acts: an expression, evaluated before ``new``, that is true where the edit changes what is computed; empty: always.

@@ -220,7 +220,7 @@ def _checked(definition: _Definition, lines: Sequence[str], edit: Edit, file: st
         raise AlreadyCorrectedError(f"{file}:{corrected[0] + 1}: {edit.function} has this correction already")
     arguments = definition.node.args
     parameters = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    if parameters != list(edit.parameters):
+    if parameters[: len(edit.parameters)] != list(edit.parameters):
         raise TargetMismatchError(
             f"{file}:{definition.node.lineno}: {edit.function} takes ({', '.join(parameters)}), "
             f"this correction was written for ({', '.join(edit.parameters)})"

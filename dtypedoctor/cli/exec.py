@@ -200,7 +200,8 @@ def treat(
     request = {
         "script": {"path": None, "module": None, "code": None, "args": arguments or []} | target,
         "corrections": [
-            {"id": one.id, "library": one.library, "edits": [asdict(edit) for edit in one.edits]} for one in wanted
+            {"id": one.id, "library": one.library, "seen": one.seen, "edits": [asdict(edit) for edit in one.edits]}
+            for one in wanted
         ],
     }
     from dtypedoctor.runner.process import BOOT

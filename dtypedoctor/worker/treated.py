@@ -8,6 +8,7 @@ script does, so a correction is in place before its first line.
 import atexit
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -146,7 +147,9 @@ def serve(asked: str) -> None:
     for one in request["corrections"]:
         if one["edits"]:
             edits = [Edit(**edit | {"parameters": tuple(edit["parameters"])}) for edit in one["edits"]]
-            edited = EditedLibrary(one["id"], one["library"], edits, counted=False, changed=_answer)
+            edited = EditedLibrary(
+                one["id"], one["library"], edits, counted=False, changed=partial(_answer, one["seen"])
+            )
             edited.begin()
             atexit.register(_tell_if_unused, edited)
         else:
@@ -166,11 +169,12 @@ def _leaving(error: BaseException) -> None:
     hide_in_excepthook()
 
 
-def _answer(edited: EditedLibrary) -> None:
+def _answer(seen: Sequence[str], edited: EditedLibrary) -> None:
     """Says what has become of a correction when its library is imported; one that cannot be made ends the script."""
     release = f"{edited.library} {edited.release}".strip()
     if edited.installed:
-        _say(f"{edited.name} is in place: {release}, {', '.join(edited.places)}")
+        untried = "" if edited.release in seen else f"; it was tried on {', '.join(seen)}, not on this release"
+        _say(f"{edited.name} is in place: {release}, {', '.join(edited.places)}{untried}")
     elif edited.corrected_already:
         _say(f"{edited.name} is not needed any more: {release}, {edited.error}")
     else:

@@ -13,6 +13,8 @@ from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.source_edits import AlreadyCorrectedError, TargetMismatchError, patched
 
 REAL = Path(__file__).parents[2] / "scenarios" / "real"
+STATES = REAL / "programs" / "unsloth_states.py"
+STATE_CORRECTION = "unsloth-state-of-input-dtype"
 VALUES = Path(__file__).parent / "unsloth_values.py"
 LAST_WITH_THE_DEFECT, FIRST_WITHOUT = "2026.2.1", "2026.3.1"
 CORRECTION = "unsloth-buffer-of-its-dtype"
@@ -67,10 +69,10 @@ def test_treated_kernels_dequantize_and_train_bitwise_as_the_corrected_release()
     assert [answer.startswith("expected m1 and m2") or int(answer) > 0 for answer in untreated] == [True] * 4
 
 
-def values_of(folder: Path) -> list[str]:
+def values_of(folder: Path, program: Path = VALUES) -> list[str]:
     """What the kernels of an unpacked wheel compute."""
     done = subprocess.run(
-        [sys.executable, str(VALUES), str(folder)], env=os.environ | ALONE, capture_output=True, text=True, check=True
+        [sys.executable, str(program), str(folder)], env=os.environ | ALONE, capture_output=True, text=True, check=True
     )
     return done.stdout.splitlines()
 
@@ -105,6 +107,24 @@ def last_line_of_pytest(folder: Path, test: str) -> str:
         command, cwd=folder, env=os.environ | ALONE, capture_output=True, text=True, check=False, timeout=240
     )
     return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("version", ["2025.9.1", "2026.10.9"])
+def test_a_state_of_another_dtype_than_the_activations_is_right_in_every_use(version: str) -> None:
+    """Forward, backward and decoding, three pairs of dtypes, with and without autocast; untreated all but a few raise or are wrong."""
+    treated = dtypedoctor("treat", "--with", STATE_CORRECTION, STATES, released("unsloth", version), **ALONE)
+    answers = [line.split("\t")[-1] for line in treated.out.splitlines()]
+    assert len(answers) == 18, treated.err
+    assert max(float(answer.removeprefix("error ")) for answer in answers) < 0.01
+
+
+def test_untreated_a_state_of_another_dtype_raises_or_gives_wrong_weights_in_silence() -> None:
+    """Under autocast a float32 state is the silent one: a 16-bit kernel fills memory of float32."""
+    lines = values_of(released("unsloth", LAST_WITH_THE_DEFECT), STATES)
+    plain = [line.split("\t")[-1] for line in lines if "\tplain\t" in line]
+    assert all("to have the same dtype" in answer for answer in plain)
+    silent = [line.split("\t") for line in lines if "float32" in line and "\tautocast\t" in line]
+    assert [float(line[-1].removeprefix("error ")) > 0.5 for line in silent] == [True] * 3
 
 
 @pytest.mark.parametrize(

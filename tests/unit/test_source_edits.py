@@ -119,7 +119,7 @@ def test_a_patch_is_made_in_every_definition_that_has_the_lines() -> None:
 @pytest.mark.parametrize(
     ("edit", "difference"),
     [
-        (replace(CLAMP, parameters=("self",)), r"py:18: Scale.times takes \(self, x\), .* written for \(self\)"),
+        (replace(CLAMP, parameters=("self", "y")), r"py:18: Scale.times takes \(self, x\), .* for \(self, y\)"),
         (replace(CLAMP, old="if x > LIMITS:"), r"has no `if x > LIMITS:`, .*small_library.py:20 has `if x > LIMIT:`"),
         (replace(CLAMP, old="if x > LIMIT:\n    pass"), "has no `pass`"),
         (replace(CLAMP, function="Scale.plus"), "has no function Scale.plus"),

@@ -1,8 +1,9 @@
 """Two 4-bit Llamas after one another in one process, their projections through a released unsloth's own kernels.
 
-    python unsloth_two_loads.py FOLDER FIRST SECOND [autocast] [attention|mlp|all] [lora|plain] [train|evaluate|decode [one]]
+    python unsloth_two_loads.py FOLDER FIRST SECOND [autocast] [saved] [attention|mlp|all] [lora|plain] [train|evaluate|decode [one]]
 
-FOLDER is an unpacked wheel, or ``-`` for the unsloth on ``sys.path``; FIRST and SECOND are the dtypes of the models. Each model is used as the last word says (two
+FOLDER is an unpacked wheel, or ``-`` for the unsloth on ``sys.path``; FIRST and SECOND are the dtypes of the models;
+with ``saved`` the quantization states say float16 all the same, as in a checkpoint that was saved in float16. Each model is used as the last word says (two
 training steps, one evaluation, four decoded tokens of two texts, or of one) and a line is printed for it: its losses, or the
 sum of its logits.
 """
@@ -50,6 +51,10 @@ def llama(dtype: torch.dtype, words: tuple[str, ...]) -> Any:
         if type(module) is nn.Linear:
             parent, _, child = name.rpartition(".")
             setattr(model.model.get_submodule(parent), child, packed(module, dtype))
+    if "saved" in words:
+        for parameter in model.parameters():
+            if hasattr(parameter, "quant_state"):
+                parameter.quant_state.dtype = torch.float16
     model.to(DEVICE)
     if "lora" in words:
         model.is_loaded_in_4bit = True
