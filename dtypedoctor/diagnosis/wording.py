@@ -151,10 +151,10 @@ def bad_elements(tensor: TensorNote) -> str:
     return f"{count} of {prod(tensor.shape)} elements"
 
 
-def listed(names: Sequence[str], shown: int = 3) -> str:
-    """Names in a sentence, the rest of a long list counted."""
-    more = len(names) - shown
-    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str]) -> str:
+    """The first three names in a sentence, the others counted."""
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 def how_the_run_ended(trace: Trace) -> tuple[str, ...]:

@@ -81,9 +81,9 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
-def quoted(text: str, limit: int = _LONGEST_QUOTE) -> str:
-    """The text in quotes on one line, escaped where it does not print and shortened to ``limit`` characters."""
-    return repr(text if len(text) <= limit else text[:limit] + "…")
+def quoted(text: str) -> str:
+    """The text in quotes on one line, escaped where it does not print and shortened to 60 characters."""
+    return repr(text if len(text) <= _LONGEST_QUOTE else text[:_LONGEST_QUOTE] + "…")
 
 
 def printable(text: str | Path) -> str:
