@@ -18,7 +18,7 @@ TOP_LEVEL = {
     "a key without a near one": (
         "zzz: 1",
         (
-            "7:1: zzz: unknown key; known here: name, summary, references, steps, device, seed, time_limit, deterministic, "
+            "7:1: zzz: unknown key; known here: name, summary, references, requires, steps, device, seed, time_limit, deterministic, "
             "watch_every, distributed, corrections, conditions, remedies, reference, expect"
         ),
     ),
@@ -31,7 +31,7 @@ TOP_LEVEL = {
     "a key with a dot": (
         "a.b: 1",
         (
-            "7:1: 'a.b': unknown key; known here: name, summary, references, steps, device, seed, time_limit, "
+            "7:1: 'a.b': unknown key; known here: name, summary, references, requires, steps, device, seed, time_limit, "
             "deterministic, watch_every, distributed, corrections, conditions, remedies, reference, expect"
         ),
     ),
