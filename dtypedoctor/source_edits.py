@@ -290,6 +290,10 @@ def _corrected_code(
         if isinstance(part, (ast.stmt, ast.expr, ast.arg, ast.keyword, ast.excepthandler)):
             part.end_lineno = numbered[(part.end_lineno or part.lineno) - 1][0]
             part.lineno = numbered[part.lineno - 1][0]
+            if (
+                part.lineno == part.end_lineno
+            ):  # lines of an edit have one number, so an expression may end left of its start
+                part.end_col_offset = max(part.col_offset, part.end_col_offset or 0)
     enclosed = ast.Module([_enclosed(node, definition.qualname, original.co_freevars)], [])
     whole = compile(
         ast.fix_missing_locations(enclosed),

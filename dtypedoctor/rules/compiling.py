@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, Confidence, Finding, FindingSpec, Rule, Severity
+from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.events import Observed, ParameterNote, Raised
 from dtypedoctor.trace.model import Trace
@@ -191,11 +192,14 @@ def _evidence_of_recompiles(
 
 
 def _with_custom_op(finding: Finding, trace: Trace, texts: Sequence[str]) -> Finding:
-    """The finding; for C functions between packed weights, what hides them from Dynamo comes first among the remedies."""
+    """The finding; for C functions between packed weights with what hides them from Dynamo, unless their library has a correction."""
     packed = any(note.quant for note in trace.all(ParameterNote))
     foreign = any(_FOREIGN.search(text) for text in texts)
-    hiding = spec_of(finding.id).settled_by if packed and foreign else ()
-    return replace(finding, remedies=(*hiding, *finding.remedies))
+    if finding.remedies or not (packed and foreign):
+        return finding
+    corrections = registered(Correction)
+    hiding = tuple(one for one in spec_of(finding.id).settled_by if not corrections[one].library)
+    return replace(finding, remedies=hiding)
 
 
 def _function(name: str) -> str:

@@ -1,0 +1,65 @@
+"""NeMo Automodel's released LoRA layers and cast, unchanged: what stays in float32, what that promotes, and which values it has."""
+
+from pathlib import Path
+
+import pytest
+from command import dtypedoctor, report_of
+from released_wheels import released
+
+PROGRAM = Path(__file__).parents[2] / "scenarios" / "real" / "programs" / "nemo_lora.py"
+VALUES = "nemo-keep-float32-values"
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_promoting_norms_before_the_released_lora_layer_are_found(tmp_path: Path) -> None:
+    """The line that raises is NeMo Automodel's; a cast at its LoRA layers only moves the error to the head, the next layer."""
+    path = {"PYTHONPATH": str(released("nemo_automodel", "0.4.0")), "OMP_NUM_THREADS": "1"}
+    tried = "--try", "norm-output-cast", "--try", "nemo-lora-input-dtype"
+    done = dtypedoctor("exec", *tried, "--out", tmp_path / "run", PROGRAM, "norms", "half", timeout=540, **path)
+    report = report_of(tmp_path / "run")
+    found = report["findings"][0]
+    assert done.code == 10
+    assert (found["id"], found["confidence"]) == ("norm-promotes-to-float32", "proven")
+    assert (found["fqn"], found["op"]) == ("model.layers.0.input_layernorm", "aten.mm.default")
+    assert found["source"] == "nemo_automodel/components/_peft/lora.py:269"
+    outcomes = {trial["remedy"]: trial["outcome"] for trial in report["trials"]}
+    assert (outcomes["norm-output-cast"], outcomes["nemo-lora-input-dtype"]) == ("fixed", "not-fixed")
+
+
+def test_float32_values_that_the_released_cast_rounds_are_found_and_corrected(tmp_path: Path) -> None:
+    """Release 0.4.0 casts what it keeps to bfloat16 and back; corrected, the rotary table has the values that it was made with."""
+    path = {"PYTHONPATH": str(released("nemo_automodel", "0.4.0")), "OMP_NUM_THREADS": "1"}
+    done = dtypedoctor(
+        "exec", "--try", VALUES, "--out", tmp_path / "run", PROGRAM, "rotary", "half", timeout=540, **path
+    )
+    report = report_of(tmp_path / "run")
+    assert done.code == 10
+    assert [(one["id"], one["fqn"], one["dtype"]) for one in report["findings"]] == [
+        ("rounded-rotary-buffer", "model.rotary_emb", "float32")
+    ]
+    assert {trial["remedy"]: trial["outcome"] for trial in report["trials"]} == {VALUES: "fixed"}
+
+
+def test_the_release_with_its_own_fix_is_quiet(tmp_path: Path) -> None:
+    """0.5.0 takes the values before the cast."""
+    path = {"PYTHONPATH": str(released("nemo_automodel", "0.5.0")), "OMP_NUM_THREADS": "1"}
+    done = dtypedoctor("exec", "--out", tmp_path / "run", PROGRAM, "rotary", "half", timeout=540, **path)
+    assert (done.code, report_of(tmp_path / "run")["findings"]) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("version", "refusal"),
+    [
+        ("0.3.0", "defines no cast_model_to_dtype"),
+        ("0.4.0", ""),
+        ("0.5.0", "cast_model_to_dtype takes (model, dtype, skip_modules)"),
+        ("0.7.0", "cast_model_to_dtype takes (model, dtype, skip_modules, ignore_preserved_dtypes)"),
+    ],
+)
+def test_a_release_is_corrected_or_refused_with_the_difference(version: str, refusal: str) -> None:
+    """The LoRA layer is the same in all of them; the cast has changed."""
+    source = released("nemo_automodel", version)
+    assert dtypedoctor("explain", "nemo-lora-input-dtype", "--patch", "--source", source).code == 0
+    done = dtypedoctor("explain", VALUES, "--patch", "--source", source)
+    assert (done.code == 0) == (refusal == "")
+    assert refusal in done.err
