@@ -144,7 +144,7 @@ class CapsuleWatch:
         self._busy = True
         with self._position.mute(), contained() as ours:
             for call in calls:
-                failing = Failing(kind=self._wanted.kind, error=_signature(error))
+                failing = Failing(kind=self._wanted.kind, error=signature(error))
                 if failing.shows(call):
                     self._write(*capsule_of(call, failing, self._wanted))
                     posix._exit(0)
@@ -159,7 +159,7 @@ def _is_around(fqn: str, inner: str) -> bool:
     return not fqn or fqn == inner or inner.startswith(f"{fqn}.")
 
 
-def _signature(error: BaseException | None) -> str:
+def signature(error: BaseException | None) -> str:
     """An exception by its class and message, whatever sizes it names."""
     return "" if error is None else _NUMBER.sub("N", f"{type(error).__name__}: {error}")
 
@@ -192,11 +192,13 @@ class Failing:
         self.left -= 1
         memo: dict[int, Any] = {}
         repeat = Repeat()
-        with contained():
+        with contained() as backward:
             repeat = call.again(args=copied(call.args, memo), kwargs=copied(call.kwargs, memo))
+        if backward.error is not None:
+            repeat = Repeat(error=backward.error)
         self.last, self.drew = repeat, repeat.drew
         if self.kind is Kind.RAISED:
-            return _signature(repeat.error) == self.error
+            return signature(repeat.error) == self.error
         if repeat.error is not None:
             return False
         if self.kind is Kind.SILENT:

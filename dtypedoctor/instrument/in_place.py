@@ -38,7 +38,7 @@ from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.records.execution import HeldInput, ReplayedCall
-from dtypedoctor.unpatched import perf_counter
+from dtypedoctor.unpatched import perf_counter, to_json
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.watch import ModuleWatch
@@ -51,6 +51,14 @@ MAX_KEPT = 8
 """Outermost calls that are kept at a time."""
 MAX_HELD = 256 << 20
 """Bytes of inputs and upstream gradients that one call may keep alive."""
+CAPSULE_LIMIT = 64 << 20
+"""Bytes of a capsule."""
+REPEATS = 60
+"""How often an inner call may be made again to reduce it."""
+IN_PLACE = "capsule-{call}-{kind}"
+"""Name of the files of a capsule, beside the trace, until it is known whether it is of what is found."""
+_KINDS = {"raised": "raised", "value": "nonfinite", "gradient": "backward", "backward raised": "backward"}
+"""How the call fails, by why it is replayed."""
 MAX_RESULT = 16 << 20
 """Bytes of a result that is kept alive, to compare that of the replay with it."""
 MAX_REPLAYS = 12
@@ -337,7 +345,9 @@ class InPlaceReplays:
         kept.replayed.add(pass_)
         self.count += 1
         began = perf_counter()
-        replay = _Replay(self._session, kept, OpTrace(self._session, self._originals, first_id=self._next_id))
+        ops = OpTrace(self._session, self._originals, first_id=self._next_id)
+        inner = InnerCalls(self._session, _KINDS[why]) if why in _KINDS else None
+        replay = _Replay(self._session, kept, ops, inner)
         with self._aside(), self._modules.following(replay), self._phases.standing_aside():
             doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)
         self._next_id = replay.ops.next_id
@@ -345,6 +355,11 @@ class InPlaceReplays:
         if replay.why_not:
             self._session.guard.tell(REPLAY_OF_FAILURES, replay.why_not)
             return False
+        if replay.capsule is not None:
+            description, tensors = replay.capsule
+            name = IN_PLACE.format(call=kept.call, kind=description["kind"])
+            self._session.writer.write_beside(f"{name}.safetensors", tensors)
+            self._session.writer.write_beside(f"{name}.json", to_json(description).encode("utf-8"))
         if why != "forced":
             record = ReplayedCall(why=why, compared=replay.compared, doubt=doubt or None, late=kept.moved)
             self._session.emit(record, fqn=kept.live.fqn)
@@ -354,27 +369,48 @@ class InPlaceReplays:
 class _Replay:
     """One replay of one call.
 
+    Args:
+        session: of the process.
+        kept: the call.
+        ops: the op trace.
+        inner: keeps the module calls inside, to leave a capsule; None where none is wanted.
+
     Attributes:
         ops: the op trace.
         why_not: why the call could not be made again; empty where it was.
         compared: whether its result could be compared with what the call itself had returned or raised.
+        capsule: description and tensors of the smallest module call in it that fails; None where there is none.
     """
 
-    def __init__(self, session: Session, kept: _Kept, ops: OpTrace) -> None:
+    def __init__(self, session: Session, kept: _Kept, ops: OpTrace, inner: "InnerCalls | None") -> None:
         self._session = session
         self._kept = kept
+        self._inner = inner
+        self._reducing = False
+        self._error: BaseException | None = None
+        self.capsule: tuple[dict[str, Any], bytes] | None = None
         self.ops = ops
         self._result: list[Tensor] = []
         self.why_not = ""
         self.compared = False
 
+    def entered(self, module: nn.Module) -> None:
+        """A module is called in the replay."""
+        if self._inner is not None:
+            self._inner.entered(module)
+
     def raised(self, module: nn.Module, args: Any, error: BaseException) -> None:
         """The innermost module call of the replay has raised."""
         self.ops.refused_by_module(module, args, error)
+        if self._inner is not None:
+            self._inner.raised(module)
 
-    def returned(self, output: Any) -> None:
-        """The outermost module has returned, before hooks of the program's see it."""
-        self._result = list(tensors_of(output))
+    def left(self, module: nn.Module, output: Any, *, outermost: bool) -> None:
+        """A module has returned, before hooks of the program's see it."""
+        if self._inner is not None:
+            self._inner.left(module, output)
+        if outermost:
+            self._result = list(tensors_of(output))
 
     def run(self, first: int, *, backward: bool, error: tuple[str, str] | None) -> str:
         """Makes the call, with records numbered from ``first`` on; how it went differently, empty where it did not."""
@@ -386,18 +422,21 @@ class _Replay:
         try:
             with ExitStack() as stack:
                 stack.callback(memory.restore)
-                stack.enter_context(as_before(roots, get_ident(), lambda: position.muted))
+                stack.enter_context(as_before(roots, get_ident(), lambda: position.muted and not self._reducing))
                 stack.enter_context(self._position(first))
                 stack.enter_context(self._session.autocast.unheard())
                 memory.keep_buffers(live.module)
                 stack.enter_context(memory)
                 said = self._attempt(backward=backward)
+                self.why_not = memory.why_not
+                if self._inner is not None and not self.why_not:
+                    self._reducing = True
+                    self.capsule = self._inner.smallest(self._error, self._kept.call)
         except CannotReplayError as why_not:
             self.why_not = str(why_not)
             return ""
         if said is not None and said[0] == CannotReplayError.__name__:
-            memory.why_not = said[1]
-        self.why_not = memory.why_not
+            self.why_not = said[1]
         return "" if self.why_not else self._difference(said, error if error is not None else self._kept.error)
 
     def _attempt(self, *, backward: bool) -> tuple[str, str] | None:
@@ -412,11 +451,12 @@ class _Replay:
                 self._session.autocast.open_again(self._kept.regions)
                 output = live.module(*args, **kwargs)
             self.ops.leave_root()
-            if forward.error is not None or not backward:
-                return _said(forward.error) if forward.error is not None else None
-            with contained() as pulled, self._differentiating():
-                self._pull(output, args, kwargs)
-            return _said(pulled.error) if pulled.error is not None else None
+            self._error = forward.error
+            if self._error is None and backward:
+                with contained() as pulled, self._differentiating():
+                    self._pull(output, args, kwargs)
+                self._error = pulled.error
+            return _said(self._error) if self._error is not None else None
         finally:
             self.ops.close()
 
@@ -476,6 +516,71 @@ class _Replay:
             yield
         finally:
             position.backward_depth -= 1
+
+
+class InnerCalls:
+    """Keeps the module calls inside of a replay by reference, and makes a capsule of the smallest of them that fails by itself.
+
+    Args:
+        session: of the process.
+        kind: how the call fails: ``raised``, ``nonfinite`` or ``backward``.
+    """
+
+    def __init__(self, session: Session, kind: str) -> None:
+        self._session = session
+        self._kind = kind
+        self._open: list[LiveCall] = []
+        self._returned: list[LiveCall] = []
+        self._found: list[LiveCall] = []
+
+    def entered(self, module: nn.Module) -> None:
+        """A module is called."""
+        place = self._session.names.find(module)
+        if place is None or self._session.position.backward_depth:
+            return
+        args, kwargs = call_arguments(module)
+        memo: dict[int, Any] = {}
+        with self._session.position.mute():
+            given, named = mapped(tuple(args), _itself, memo), mapped(dict(kwargs), _itself, memo)
+            self._open.append(LiveCall.entered(module, place[1], given, named))
+
+    def raised(self, module: nn.Module) -> None:
+        """The innermost call has raised."""
+        self._found = self._found or self._open[::-1]
+
+    def left(self, module: nn.Module, output: Any) -> None:
+        """A module has returned."""
+        if not any(call.module is module for call in self._open):
+            return
+        while self._open[-1].module is not module:
+            self._open.pop()
+        with self._session.position.mute():
+            if self._kind == "nonfinite" and not self._found and not all(map(_is_finite, tensors_of(output))):
+                self._found = self._open[::-1]
+            call = self._open.pop()
+            if self._kind == "backward":
+                call.keep_gradients(output)
+                self._returned.append(call)
+
+    def smallest(self, error: BaseException | None, number: int) -> tuple[dict[str, Any], bytes] | None:
+        """The capsule of the innermost call that fails by itself; None where none does.
+
+        Args:
+            error: what the replay has raised.
+            number: of the outermost call.
+        """
+        from dtypedoctor.instrument.capsule import Failing, Kind, Wanted, capsule_of, signature
+
+        kind = Kind.RAISED if error is not None else Kind(self._kind)
+        through = sorted((call for call in self._returned if call.gradients), key=lambda call: -len(call.fqn))
+        wanted = Wanted(module="", call=number, kind=kind, limit=CAPSULE_LIMIT, finding={})
+        with self._session.position.mute(), contained():
+            for call in self._found or through:
+                failing = Failing(kind=kind, error=signature(error), left=REPEATS)
+                if failing.shows(call):
+                    description, tensors = capsule_of(call, failing, wanted)
+                    return (description, tensors) if tensors else None
+        return None
 
 
 class HeldInputs:
@@ -556,6 +661,10 @@ class _KeepGradient:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.detach().isfinite().all())
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -28,11 +28,14 @@ CallListener = Callable[[nn.Module], None]
 class Replay(Protocol):
     """A call that is made again, of which nothing is measured here."""
 
+    def entered(self, module: nn.Module) -> None:
+        """A module is called."""
+
     def raised(self, module: nn.Module, args: Any, error: BaseException) -> None:
         """The innermost module call has raised."""
 
-    def returned(self, output: Any) -> None:
-        """The outermost module has returned."""
+    def left(self, module: nn.Module, output: Any, *, outermost: bool) -> None:
+        """A module has returned."""
 
 
 MEASURED_ONLY = (
@@ -160,6 +163,7 @@ class ModuleWatch:
         stack = here.stack
         if self._replay is not None:
             stack.append(module)
+            self._replay.entered(module)
             return
         place = None
         if stack:
@@ -257,8 +261,8 @@ class ModuleWatch:
             replay.raised(module, args, error)
         while stack and stack.pop() is not module:
             pass
-        if not stack and output is not _RAISED:
-            replay.returned(output)
+        if output is not _RAISED:
+            replay.left(module, output, outermost=not stack)
 
     def _leave_root(self, module: nn.Module, here: Here) -> None:
         led = self._leader is here

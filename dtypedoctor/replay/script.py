@@ -155,6 +155,12 @@ _INACCURATE = 1e-2
 """Relative error from which on a silent failure shows; rounding to float16 or bfloat16 stays below."""
 
 
+def _check(held: Mapping[str, Any]) -> str:
+    """What the script looks for; a call that raises in its backward pass was kept with the gradients that come back."""
+    goes_back = held["kind"] == "raised" and any(one["gradients"] for one in held["call"]["leaving"])
+    return "backward" if goes_back else _CHECKS.get(held["kind"], "forward")
+
+
 def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = False) -> str:
     """The script that makes the call of a capsule.
 
@@ -180,7 +186,7 @@ def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = F
         claim = Claim(
             title=f"{where}: {finding.get('id')}",
             about=(str(finding.get("summary", "")),),
-            check=_CHECKS.get(held["kind"], "forward"),
+            check=_check(held),
             limit=_INACCURATE,
             made_with=", ".join(f"{name} {version}" for name, version in capsule.versions.items()),
         )
@@ -575,7 +581,10 @@ def attempt(wide):
         except RuntimeError as error:
             raised = error
     if raised is None:  # @backward
-        return gradients(T), raised  # @backward
+        try:  # @backward
+            return gradients(T), raised  # @backward
+        except RuntimeError as error:  # @backward
+            raised = error  # @backward
     return list(LEFT), raised
 
 

@@ -45,10 +45,13 @@ def caught_in(run: Run, findings: Sequence[Finding], limit: int = LIMIT) -> Caps
         limit: bytes that the capsule may take.
     """
     failures = [finding for finding in findings if finding.severity is not Severity.INFO]
-    if not failures or not waiting_in(run.directory):
+    made = sorted(run.directory.glob("capsule-*-*.json"), key=lambda path: int(path.name.split("-")[1]))
+    if not failures or not (made or waiting_in(run.directory)):
         return None
     try:
         wanted, window = _wanted(run, failures[0], limit)
+        if made:
+            return _made_in_place(made, wanted, run.directory.parent / DIRECTORY)
         return _caught(run, wanted, window)
     except UsageError as error:
         return NoCapsule(why=error.message)
@@ -66,7 +69,7 @@ def _wanted(run: Run, finding: Finding, limit: int) -> tuple[dict[str, Any], Win
         raise UsageError(f"it fails in the {finding.phase} phase, and only a module call can be kept")
     analysis = analysis_of(run.trace)
     raised = analysis.uncaught if analysis.measured_incident is None else None
-    is_outside = finding.fqn is None if raised is None else not raised.modules
+    is_outside = finding.fqn is None and (raised is None or not raised.modules)
     if is_outside:
         raise UsageError("it fails outside of module calls")
     window = next(iter(suspicious_windows(run.trace)), Window(call=1))
@@ -95,6 +98,8 @@ def _wanted(run: Run, finding: Finding, limit: int) -> tuple[dict[str, Any], Win
 
 def _around(raised: Raised, finding: Finding) -> str:
     """The smallest module that holds the one that raised, the one that is to blame, and where the dtypes come from that met there."""
+    if not raised.modules:  # a backward pass runs outside of module calls
+        return finding.fqn or ""
     links = (link.fqn for link in (*finding.provenance, *finding.met))
     names = [raised.modules[-1], *(name for name in (finding.fqn, *links) if name is not None)]
     paths = [name.split(".") for name in names]
@@ -121,6 +126,22 @@ def _caught(run: Run, wanted: dict[str, Any], window: Window) -> Capsule | NoCap
     finally:
         with suppress(OSError):
             shutil.rmtree(scratch)
+
+
+def _made_in_place(made: Sequence[Path], wanted: dict[str, Any], directory: Path) -> Capsule | NoCapsule:
+    """The first capsule of the wanted kind that the process has left beside its trace, moved to where it belongs."""
+    for path in made:
+        description = parse_json(read_file(path))
+        tensors = path.with_suffix(".safetensors")
+        inside = f"{wanted['finding']['fqn'] or ''}.".startswith(f"{description['fqn']}." if description["fqn"] else "")
+        if description["kind"] != wanted["kind"] or not inside or not tensors.is_file():
+            continue
+        directory.mkdir()
+        tensors.rename(directory / CAPSULE_TENSORS)
+        (directory / CAPSULE).write_text(to_json({**description, "finding": wanted["finding"]}), encoding="utf-8")
+        path.unlink()
+        return read_capsule(directory)
+    return NoCapsule(why="by itself no module around the failing operator fails")
 
 
 def _kept(scratch: Path, directory: Path) -> Capsule | NoCapsule:
