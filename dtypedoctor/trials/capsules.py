@@ -49,7 +49,7 @@ def caught_in(run: Run, findings: Sequence[Finding], limit: int = LIMIT) -> Caps
     if not failures or not (made or waiting_in(run.directory)):
         return None
     try:
-        wanted, window = _wanted(run, failures[0], limit)
+        wanted, window = _wanted(run, failures[0], limit, in_place=bool(made))
         if made:
             return _made_in_place(made, wanted, run.directory.parent / DIRECTORY)
         return _caught(run, wanted, window)
@@ -59,7 +59,7 @@ def caught_in(run: Run, findings: Sequence[Finding], limit: int = LIMIT) -> Caps
         return NoCapsule(why=f"the process that stood by did not leave one ({error})")
 
 
-def _wanted(run: Run, finding: Finding, limit: int) -> tuple[dict[str, Any], Window]:
+def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -> tuple[dict[str, Any], Window]:
     """Which call to catch, as :class:`dtypedoctor.instrument.capsule.Wanted` has it, and the window that it lies in.
 
     Raises:
@@ -69,7 +69,7 @@ def _wanted(run: Run, finding: Finding, limit: int) -> tuple[dict[str, Any], Win
         raise UsageError(f"it fails in the {finding.phase} phase, and only a module call can be kept")
     analysis = analysis_of(run.trace)
     raised = analysis.uncaught if analysis.measured_incident is None else None
-    is_outside = finding.fqn is None and (raised is None or not raised.modules)
+    is_outside = finding.fqn is None if raised is None or in_place else not raised.modules
     if is_outside:
         raise UsageError("it fails outside of module calls")
     window = next(iter(suspicious_windows(run.trace)), Window(call=1))
