@@ -234,7 +234,7 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
         numpy_random = getattr(sys.modules.get("numpy"), "random", None)
         if numpy_random is not None:
             stack.callback(numpy_random.set_state, numpy_random.get_state())
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() and torch.cuda.get_sync_debug_mode():  # setting it warns
             stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("default")
         if COMPILER in sys.modules:
