@@ -8,6 +8,7 @@ from released_wheels import released
 
 PROGRAM = Path(__file__).parents[2] / "scenarios" / "real" / "programs" / "nemo_lora.py"
 VALUES = "nemo-keep-float32-values"
+MISSING = "cast_model_to_dtype has no `_restore_fp32_modules(model, fp32_keywords)`"
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -52,8 +53,8 @@ def test_the_release_with_its_own_fix_is_quiet(tmp_path: Path) -> None:
     [
         ("0.3.0", "defines no cast_model_to_dtype"),
         ("0.4.0", ""),
-        ("0.5.0", "cast_model_to_dtype takes (model, dtype, skip_modules)"),
-        ("0.7.0", "cast_model_to_dtype takes (model, dtype, skip_modules, ignore_preserved_dtypes)"),
+        ("0.5.0", MISSING),
+        ("0.7.0", MISSING),
     ],
 )
 def test_a_release_is_corrected_or_refused_with_the_difference(version: str, refusal: str) -> None:
