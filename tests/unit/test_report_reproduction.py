@@ -12,6 +12,7 @@ from dtypedoctor.cli.main import app
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.surveys import install_command, reproduction_script
 from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.model import Scenario
 
 TRAINING = {
     "name": "small",
@@ -40,7 +41,7 @@ def test_a_scenario_is_in_the_script_once_and_can_be_read_again(tmp_path: Path) 
     assert command(report) == "dtypedoctor run small.yaml"
     path = tmp_path / "small.yaml"
     path.write_text(script.partition("<<'END_OF_SCENARIO'\n")[2].partition("END_OF_SCENARIO")[0], encoding="utf-8")
-    assert load_scenario(path).model_dump(exclude_unset=True) == TRAINING
+    assert load_scenario(path) == Scenario.model_validate(TRAINING)
 
 
 def test_a_bisection_is_repeated_as_one() -> None:
