@@ -16,7 +16,8 @@ from watched import watched
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.silent.loading import header_dtypes
-from dtypedoctor.trace.events import Observation, Op
+from dtypedoctor.trace.events import NotWatched, Observation, Op
+from dtypedoctor.trace.model import Trace
 
 
 def observed(
@@ -24,6 +25,11 @@ def observed(
 ) -> list[Observation]:
     """The observations of one kind."""
     return on_disk(watched(directory, work, window), kind)
+
+
+def defects(trace: Trace) -> list[str]:
+    """What dtypedoctor could not measure by a mistake of its own."""
+    return [unseen.why for unseen in trace.all(NotWatched) if "dtypedoctor failed" in unseen.why]
 
 
 def trained(dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer], steps: int = 3) -> Callable[[Any], None]:
@@ -299,6 +305,36 @@ def test_a_table_that_is_cast_between_two_calls_is_looked_at_again(tmp_path: Pat
     assert (one.call, one.values["rounded_to"]) == (6, "bfloat16")
 
 
+def test_a_weight_that_is_inf_does_not_end_the_count_of_lost_updates(tmp_path: Path) -> None:
+    """The magnitudes are those of the finite weights; NaN and inf are no JSON."""
+
+    def work(_: object) -> None:
+        table = nn.Embedding(8, 32, dtype=torch.bfloat16)
+        with torch.no_grad():
+            table.weight.fill_(1.0)
+            table.weight[7] = torch.inf  # a row that no step trains
+        optimizer = torch.optim.SGD(table.parameters(), lr=1e-7)
+        for _ in range(3):
+            table(torch.arange(4)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = watched(tmp_path, work)
+    assert defects(trace) == []
+    weight = on_disk(trace, "updates")[-1].values["parameters"]["weight"]
+    assert (weight["wanted"], weight["lost"], weight["absmax"]) == (384, 384, 1.0)
+
+
+def test_positions_beyond_the_largest_float16_have_no_error(tmp_path: Path) -> None:
+    """Those that are finite have one: of 32 around 65,000."""
+    (one,) = observed(
+        tmp_path,
+        "rounded-positions",
+        lambda _: Places(lambda x: torch.arange(70_000).half() * x.sum())(torch.ones(4).half()),
+    )
+    assert one.values["largest_error"] == 16.0
+
+
 class Places(nn.Module):
     """Does something with the places of a text of 400 words."""
 
@@ -377,6 +413,18 @@ def test_a_half_precision_twin_with_the_same_weights_gives_other_log_probabiliti
     (one,) = observed(tmp_path, "twins", asked(trainer, generator))
     assert 1e-4 < one.values["mean_gap"] < one.values["largest_gap"] < 0.1
     assert (one.values["trainer_dtype"], one.values["generator_dtype"]) == ("float32", "bfloat16")
+
+
+def test_a_twin_that_overflows_has_no_distance(tmp_path: Path) -> None:
+    """Its log-probabilities are NaN, which JSON has no number for; the check goes on with the next call."""
+    trainer, generator = Policy(), Policy().half()
+    with torch.no_grad():
+        trainer.net[0].weight.fill_(3.0)
+        trainer.net[2].weight.fill_(4000.0)
+    generator.load_state_dict(trainer.state_dict())
+    trace = watched(tmp_path, asked(trainer, generator))
+    assert on_disk(trace, "twins") == []
+    assert defects(trace) == []
 
 
 def test_other_weights_another_question_or_the_same_dtype_is_nothing_to_compare(tmp_path: Path) -> None:

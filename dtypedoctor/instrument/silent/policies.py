@@ -87,8 +87,8 @@ class TwinCheck:
             return
         ours, theirs = rows.float().log_softmax(-1), answer.scores.float().log_softmax(-1)
         gap = (ours - theirs).abs()[ours > LIKELY]
-        if not gap.numel():
-            return
+        if not gap.numel() or not bool(gap.isfinite().all()):
+            return  # NaN or a masked choice on one side: there is no distance to tell
         compared = Twins(
             trainer=self._number(trainer),
             generator=self._number(generator),

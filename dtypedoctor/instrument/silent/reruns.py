@@ -1,5 +1,6 @@
 """Calls that are made once more in another way: without the copies that autocast keeps, without the compiler."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,7 +116,7 @@ class CacheCheck:
                 torch.set_autocast_cache_enabled(True)
             largest = float(fresh.float().abs().max()) if fresh.numel() else 0.0
             error = float((fresh.float() - output.float()).abs().max()) / largest if largest else 0.0
-        if error > 0.0:
+        if 0.0 < error < math.inf:  # a result that is inf or NaN is not what the copy does
             self._tell(layer, name, output, error)
 
     def _tell(self, layer: nn.Module, name: str, output: Tensor, error: float) -> None:

@@ -167,6 +167,9 @@ class PositionCheck:
         exact = _whole_numbers(seen, first)
         if exact is None or not bool((exact.diff() == 1).all()) or torch.equal(exact, first):
             return
+        errors = (exact - first).abs()[first.isfinite()]
+        if not errors.numel():
+            return  # all of them have overflowed, which is told elsewhere
         place = self.whereabouts.here(sys._getframe(), "cpu")
         told = RoundedPositions(
             op=seen.name,
@@ -174,7 +177,7 @@ class PositionCheck:
             dtype=dtype_name(result),
             length=length,
             distinct=int(first.unique().numel()),
-            largest_error=float((exact - first).abs().max()),
+            largest_error=float(errors.max()),
         )
         self._rounded[seen.number(result)] = told, place.fqn if place.root != OUTSIDE else None
 

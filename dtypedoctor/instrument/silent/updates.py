@@ -321,12 +321,14 @@ def _state_in_float32(state: dict[str, Any], sample: _Sample) -> dict[str, Any] 
 
 
 def _counts(sample: _Sample) -> Tensor:
-    """Elements that move in float32, those of them that did not move, largest weight and largest update."""
-    update = sample.copy.detach() - sample.before.float()
+    """Elements that move in float32, those of them that did not move, largest finite weight and largest update."""
+    before = sample.before.float()
+    update = sample.copy.detach() - before
     wanted = update.ne(0) & update.isfinite()
     lost = wanted & sample.now().eq(sample.before)
     largest = torch.where(wanted, update.abs(), 0.0).max()
-    numbers = (wanted.sum(), lost.sum(), sample.before.float().abs().max(), largest)
+    weight = torch.where(before.isfinite(), before.abs(), 0.0).max()
+    numbers = (wanted.sum(), lost.sum(), weight, largest)
     return torch.stack(
         [number.double().cpu() if number.device.type == "cpu" else number.double() for number in numbers]
     )

@@ -241,7 +241,7 @@ class RoundedPositions:
         op, source, dtype: of what rounded.
         length: positions.
         distinct: of them that are left.
-        largest_error: in positions.
+        largest_error: of those that are finite, in positions.
         used_by, used_at: the first arithmetic with them, and its line.
     """
 
@@ -315,7 +315,7 @@ class StalledParameter:
         wanted: elements that move in float32.
         lost: those of them that did not move.
         dtype: of the parameter.
-        absmax: largest weight of the elements that were compared.
+        absmax: largest finite weight of the elements that were compared.
         update: largest float32 update of these.
         elements: compared in a step; None in older traces.
     """
