@@ -192,10 +192,10 @@ class Failing:
         self.left -= 1
         memo: dict[int, Any] = {}
         repeat = Repeat()
-        with contained() as backward:
+        with contained() as ours:
             repeat = call.again(args=copied(call.args, memo), kwargs=copied(call.kwargs, memo))
-        if backward.error is not None:
-            repeat = Repeat(error=backward.error)
+        if ours.error is not None:
+            repeat = Repeat(error=ours.error)
         self.last, self.drew = repeat, repeat.drew
         if self.kind is Kind.RAISED:
             return signature(repeat.error) == self.error
@@ -205,7 +205,7 @@ class Failing:
             return True
         if self.kind is Kind.NONFINITE:
             return _has_nonfinite(repeat.output)
-        upstream_is_finite = not any(map(_is_nonfinite, call.gradients.values()))
+        upstream_is_finite = not any(map(_is_nonfinite, repeat.upstream.values()))
         return upstream_is_finite and any(map(_is_nonfinite, repeat.gradients.values()))
 
 
@@ -231,6 +231,7 @@ def capsule_of(call: LiveCall, failing: Failing, wanted: Wanted) -> tuple[dict[s
     """
     failing.shows(call)
     drew = failing.drew
+    call = replace(call, gradients=failing.last.upstream)
     cut: list[str] = []
     synthetic = False
     if failing.kind is not Kind.SILENT:

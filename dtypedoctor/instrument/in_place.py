@@ -9,7 +9,7 @@ The operators of a replay are recorded in the trace of the run itself, with numb
 so they stand where they would stand if the op trace had been on.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -25,7 +25,7 @@ from torch.cuda import is_current_stream_capturing
 from dtypedoctor._torch_private import hook_gradient, transformation, version_of
 from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.float32_program import Originals
-from dtypedoctor.instrument.live_call import LiveCall, mapped, tensors_of
+from dtypedoctor.instrument.live_call import LiveCall, from_outside, mapped, tensors_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.phases import Phases
@@ -463,7 +463,7 @@ class _Replay:
     def _pull(self, output: Any, args: Any, kwargs: Any) -> None:
         """Pulls the upstream gradient through what was made again."""
         outputs = list(tensors_of(output))
-        upstream = _from_losses(self._kept.live.gradients, outputs)
+        upstream = from_outside(self._kept.live.gradients, outputs)
         given = [*tensors_of((args, kwargs)), *(parameter for _, parameter in self._kept.live.parameters())]
         ends = [tensor for tensor in given if tensor.requires_grad]
         if not upstream or not ends:
@@ -671,16 +671,6 @@ def _leaf(tensor: Tensor) -> Tensor:
     """The same values as the beginning of an autograd graph."""
     with torch.no_grad():
         return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _from_losses(gradients: Mapping[int, Tensor], outputs: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Of upstream gradients, by the index of the output, those that did not come back by way of another output.
-
-    What comes back for the logits of a model that also returns its loss has come from the loss.
-    """
-    usable = {i: gradient for i, gradient in gradients.items() if i < len(outputs) and outputs[i].requires_grad}
-    losses = {i: gradient for i, gradient in usable.items() if outputs[i].dim() == 0}
-    return losses or usable
 
 
 def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> None:

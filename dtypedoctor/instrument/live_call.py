@@ -14,11 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
-from dtypedoctor._torch_private import buffers_of, parameters_of, version_of
+from dtypedoctor._torch_private import buffers_of, parameters_of
 from dtypedoctor.interruptions import contained
 
-__all__ = ["AutocastState", "LiveCall", "RandomState", "Repeat", "copied", "has_state", "mapped", "tensors_of"]
+__all__ = [
+    "AutocastState",
+    "LiveCall",
+    "RandomState",
+    "Repeat",
+    "copied",
+    "from_outside",
+    "has_state",
+    "mapped",
+    "tensors_of",
+]
 
 _DEEPEST = 12
 """Containers and objects in each other that are followed; what lies deeper is shared with the original."""
@@ -77,15 +88,17 @@ class Repeat:
     """What a call did when it was made again.
 
     Attributes:
-        output: what it returned; None where it raised.
-        error: what it raised; None where it returned.
-        gradients: by name (``input.0``, ``input.mask.1``, ``weight.proj.weight``) the gradients that the upstream gradient makes; empty
-            where there is none, or where the forward raised.
+        output: what it returned; None where the forward raised.
+        error: what it raised, forward or backward; None where it raised nothing.
+        upstream: the gradients that went back through it, by index of the output: :func:`from_outside`.
+        gradients: by name (``input.0``, ``input.mask.1``, ``weight.proj.weight``) the gradients that these make; empty where there are
+            none, or where it raised.
         drew: it drew random numbers.
     """
 
     output: Any = None
     error: BaseException | None = None
+    upstream: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     drew: bool = False
 
@@ -102,9 +115,8 @@ class LiveCall:
         inference: whether inference mode was on.
         autocast: what was on.
         random: the generators at entry; None where they were not asked for.
-        versions: by name, how often each input tensor had been written to at entry.
-        gradients: upstream gradients: by index among :func:`tensors_of` the output, the gradient of that output tensor. Filled by
-            :meth:`keep_gradients`.
+        gradients: by index among :func:`tensors_of` the output, the gradient that came back for that tensor, also by way of other
+            outputs (:func:`from_outside` leaves these out). Filled by :meth:`keep_gradients`.
     """
 
     module: nn.Module
@@ -115,7 +127,6 @@ class LiveCall:
     inference: bool
     autocast: tuple[AutocastState, ...]
     random: RandomState | None
-    versions: dict[str, int] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
@@ -131,7 +142,7 @@ class LiveCall:
             kwargs: its keyword arguments.
             random: also keep the state of the generators (5 kB).
         """
-        call = LiveCall(
+        return LiveCall(
             module=module,
             fqn=fqn,
             args=tuple(args),
@@ -141,8 +152,6 @@ class LiveCall:
             autocast=AutocastState.now(),
             random=RandomState.now() if random else None,
         )
-        call.versions = {name: version_of(tensor) for name, tensor in call.inputs()}
-        return call
 
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors among the arguments, with names such as ``input.0`` and ``input.mask``; later in the same order."""
@@ -162,10 +171,6 @@ class LiveCall:
             for name, buffer in buffers_of(part).items():
                 if buffer is not None:
                     yield f"weight.{prefix}.{name}" if prefix else f"weight.{name}", buffer
-
-    def overwritten(self) -> list[str]:
-        """Names of the inputs that have been written to in place since the call was entered: it cannot be made again as it was."""
-        return [name for name, tensor in self.inputs() if self.versions.get(name, -1) != version_of(tensor)]
 
     def keep_gradients(self, output: Any) -> None:
         """Keeps the gradients that come back for the tensors of ``output``, which the call has just returned, by reference."""
@@ -226,7 +231,10 @@ class LiveCall:
             repeat.drew = not torch.equal(before, torch.get_rng_state())
         repeat.error = attempt.error
         if self.gradients and repeat.error is None:
-            repeat.gradients = made.pulled(repeat.output, self.gradients)
+            repeat.upstream = from_outside(self.gradients, list(tensors_of(repeat.output)))
+            with contained() as pulled:
+                repeat.gradients = made.pulled(repeat.output, repeat.upstream)
+            repeat.error = pulled.error
         return repeat
 
     def pulled(self, output: Any, upstream: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -241,6 +249,43 @@ class LiveCall:
             return {}
         results = torch.autograd.grad(ends, list(wanted.values()), gradients, allow_unused=True)
         return {name: result for name, result in zip(wanted, results, strict=True) if result is not None}
+
+
+def from_outside(gradients: Mapping[int, Tensor], outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Of the gradients that came back for the outputs of a call, those that did not come by way of another output.
+
+    What comes back for the logits of a model that also returns its loss has come from the loss, and would count twice. Where a program
+    uses both, what it makes of the logits itself is left out.
+
+    Args:
+        gradients: by index of the output.
+        outputs: of the call, or of one that was made again; the autograd graph behind them is read and nothing runs.
+    """
+    ends = {
+        index: get_gradient_edge(tensor)
+        for index, tensor in enumerate(outputs)
+        if index in gradients and tensor.requires_grad
+    }
+    first = {(edge.node, edge.output_nr): index for index, edge in reversed(ends.items())}
+    found = {index: gradients[index] for index in sorted(first.values())}  # a tensor that is returned twice counts once
+    for edge in ends.values() if len(found) > 1 else ():
+        for behind in _edges_behind(edge.node):
+            if behind in first:
+                found.pop(first[behind], None)
+    return found
+
+
+def _edges_behind(node: Node) -> Iterator[tuple[Node, int]]:
+    """The edges of the autograd graph that a backward pass from ``node`` goes along."""
+    waiting, seen = [node], {node}
+    while waiting:
+        for following, number in waiting.pop().next_functions:
+            if following is None:
+                continue
+            yield following, number
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -1,5 +1,6 @@
 """A module call is recorded when it is entered and made again later, in the modes and with the random numbers of then."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dtypedoctor.instrument.capsule import Failing, Kind, Wanted, capsule_of
 from dtypedoctor.instrument.live_call import LiveCall, copied, tensors_of
 
 
@@ -75,12 +77,91 @@ def test_what_the_module_raises_is_returned() -> None:
     assert str(call.again().error) == str(raised.value)
 
 
-def test_inputs_written_to_since_are_named() -> None:
-    """They cannot be passed again as they were."""
-    x, mask = torch.zeros(2, 4), torch.ones(4)
-    call = LiveCall.entered(Block(), "block", [x], {"scale": mask})
-    x.add_(1)
-    assert call.overwritten() == ["input.0"]
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.body(x)
+        logits = self.head(hidden)
+        return logits.square().mean() + hidden.abs().mean(), logits, hidden, logits
+
+
+@pytest.mark.parametrize(
+    ("use", "upstream"),
+    [(lambda out: out[0], {0}), (lambda out: out[1].sum(), {1}), (lambda out: out[2].sum(), {2})],
+    ids=["loss", "logits", "hidden states"],
+)
+def test_a_gradient_that_came_by_way_of_another_output_counts_once(
+    use: Callable[[tuple[Tensor, ...]], Tensor], upstream: set[int]
+) -> None:
+    """Of a model that returns its loss and what it is computed from, whatever the program goes back from."""
+    model = WithLoss()
+    call, output = entered(model, torch.randn(2, 4))
+    use(output).backward()
+    again = call.again()
+    assert again.upstream.keys() == upstream
+    expected = {f"weight.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert again.gradients.keys() == expected.keys()
+    assert all(torch.equal(again.gradients[name], gradient) for name, gradient in expected.items())
+
+
+def test_a_capsule_of_a_model_that_returns_its_loss_goes_back_from_the_loss_alone() -> None:
+    """The gradient of its logits overflows inside of the call, so it is none that came from outside."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits = super().forward(x)
+            return (logits.float() * 1e6).sum(), logits
+
+    call, (loss, _) = entered(Scaled(4, 4).half(), torch.ones(2, 4).half())
+    loss.backward()
+    assert not call.gradients[1].isfinite().all()
+    failing = Failing(kind=Kind.BACKWARD)
+    assert failing.shows(call)
+    wanted = Wanted(module="block", call=1, kind=Kind.BACKWARD, limit=1 << 20, finding={})
+    description, _ = capsule_of(call, failing, wanted)
+    assert [list(one["gradients"]) for one in description["call"]["leaving"]] == [["0"]]
+
+
+def test_parts_of_one_operator_do_not_stand_for_each_other() -> None:
+    """Both halves of a split are outputs of the same node."""
+
+    class Halves(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return super().forward(x).chunk(2, -1)
+
+    module = Halves(4, 4)
+    call, (first, second) = entered(module, torch.randn(2, 4))
+    (first.sum() + second.sum()).backward()
+    assert module.weight.grad is not None
+    assert torch.equal(call.again().gradients["weight.weight"], module.weight.grad)
+
+
+def test_what_the_backward_pass_raises_is_returned() -> None:
+    """With the gradients that went into it."""
+
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise RuntimeError("mat1 and mat2 must have the same dtype")
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Refusing.apply(x)
+
+    call, output = entered(Module(), torch.randn(2, 4, requires_grad=True))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        output.sum().backward()
+    again = call.again()
+    assert str(again.error) == "mat1 and mat2 must have the same dtype"
+    assert again.upstream.keys() == {0}
+    assert not again.gradients
 
 
 def test_copies_share_nothing_and_keep_what_was_one_tensor_one() -> None:
