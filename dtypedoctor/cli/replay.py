@@ -51,7 +51,7 @@ def replay(
     from dtypedoctor.report.run_document import run_document
     from dtypedoctor.runner.directories import new_directory
     from dtypedoctor.scenario.loading import override
-    from dtypedoctor.trials.capsules import same_verdict, scenario_of
+    from dtypedoctor.trials.capsules import scenario_of
     from dtypedoctor.trials.remedies import asked_for
     from dtypedoctor.trials.treatment import Plan
 
@@ -59,8 +59,6 @@ def replay(
     plan = Plan(certify=False)
     report = treat_scenario(scenario, new_directory(out, scenario.name), plan, preload=found.modules())
     show(run_document(report if format == TERMINAL else redact(report)), format)
-    if dtype is None:
-        print(same_verdict(found, report.findings), file=sys.stderr)
     return exit_code(report)
 
 

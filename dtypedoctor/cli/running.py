@@ -21,6 +21,7 @@ from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import DoctorError, ExitCode, UsageError
 from dtypedoctor.redaction.redact import redact, without_process_secrets
+from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
 from dtypedoctor.report.files import MATRIX_JSON
 from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_report, refused_row, render_matrix_json, row_of
@@ -31,7 +32,7 @@ from dtypedoctor.runner.process import outliving, run_ranks, run_script
 from dtypedoctor.runner.run import STDERR, Run
 from dtypedoctor.scenario.loading import resolve
 from dtypedoctor.scenario.model import Request, Scenario, Script
-from dtypedoctor.trials.results import Treatment
+from dtypedoctor.trials.results import Outcome, Treatment
 from dtypedoctor.trials.treatment import Plan, treat
 
 ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
@@ -191,9 +192,18 @@ def _reported(treatment: Treatment, directory: Path) -> Report:
         treatment,
         command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files=files,
-        next_command=f"dtypedoctor report {shlex.quote(str(directory))} --format md",
+        next_command=_next_command(treatment, directory),
     )
     return kept(directory, report)
+
+
+def _next_command(treatment: Treatment, directory: Path) -> str:
+    """What tries fixes on the failing call where it was kept and no fix of the run is known; else what prints the report."""
+    capsule = treatment.capsule
+    if not isinstance(capsule, Capsule) or any(trial.outcome is Outcome.FIXED for trial in treatment.trials):
+        return f"dtypedoctor report {shlex.quote(str(directory))} --format md"
+    option = " --allow-code" if any(capsule.code()) else ""
+    return f"dtypedoctor replay {shlex.quote(str(capsule.directory))}{option}"
 
 
 _GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)

@@ -66,6 +66,7 @@ class _Entry:
     findings: tuple[str, ...]
     ended: str = "completed"
     trial: Trial | None = None
+    here: bool = False
 
     @property
     def failed(self) -> bool:
@@ -156,7 +157,12 @@ def _entries(report: Report) -> list[_Entry]:
     entries = (
         [_Entry(label="baseline", run=report.before, findings=found, ended=_before(report))] if report.before else []
     )
-    tried = [_Entry(label=t.remedy, run=t.run, findings=t.run.finding_ids, trial=t) for t in report.trials if t.run]
+    here = report.replay is not None
+    tried = [
+        _Entry(label=t.remedy, run=t.run, findings=t.run.finding_ids, trial=t, here=here)
+        for t in report.trials
+        if t.run
+    ]
     entries += [entry for entry in tried if not entry.failed]
     if report.reference:
         entries.append(
@@ -218,7 +224,7 @@ def _about_mismatches(report: Report) -> Iterator[str]:
 
 def _outcome(entry: _Entry) -> str:
     if entry.trial:
-        return outcome_words(entry.trial)
+        return outcome_words(entry.trial, here=entry.here)
     return entry.ended
 
 

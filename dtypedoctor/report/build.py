@@ -9,9 +9,10 @@ from typing import Any
 from dtypedoctor.analysis import noted
 from dtypedoctor.diagnosis.distributed import coverage_of
 from dtypedoctor.diagnosis.rule import Severity
+from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
-from dtypedoctor.replay.capsule import Capsule, NoCapsule
+from dtypedoctor.replay.capsule import MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Report, Status
@@ -24,6 +25,7 @@ from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trace.records.execution import HeldInput
 from dtypedoctor.trials.bisection.results import Answer, Bisection, End, Kind, Symptom, Verdict
 from dtypedoctor.trials.bisection.symptoms import part_in_words
+from dtypedoctor.trials.capsules import is_replay, same_verdict
 from dtypedoctor.trials.judge import expectation_on, is_met
 from dtypedoctor.trials.results import Outcome, Treatment
 from dtypedoctor.trials.runs import ranks_of
@@ -62,6 +64,7 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         coverage=tuple(dict.fromkeys(_coverage(treatment))),
         measured=measured.counts,
         capsule=_capsule_facts(treatment.capsule),
+        replay=_replay_facts(treatment),
         environment=treatment.before.trace.environment,
         scenario=scenario.model_dump(mode="json", exclude_defaults=True),
         files=files,
@@ -96,6 +99,27 @@ def _capsule_facts(capsule: Capsule | NoCapsule | None) -> dict[str, Any] | None
         "holds": capsule.holds,
         "allow_code": any(capsule.code()),
         "script": script if is_short else "",
+    }
+
+
+def _replay_facts(treatment: Treatment) -> dict[str, Any] | None:
+    """``replay`` of report.json."""
+    model = treatment.scenario.steps[0].model
+    if model is None or not is_replay(treatment.scenario):
+        return None
+    try:
+        capsule = read_capsule(Path(model.name.removeprefix(MODEL)))
+    except UsageError:  # an older run is reported on, and its capsule is gone
+        return None
+    here = Path.cwd()
+    inside = capsule.directory.is_relative_to(here) and capsule.directory != here
+    return {
+        "module": capsule.fqn,
+        "class": capsule.cls,
+        "capsule": str(capsule.directory.relative_to(here)) if inside else capsule.directory.name,
+        "dtype": model.dtype,
+        "op": capsule.finding.get("op"),
+        "verdict": same_verdict(capsule, treatment.findings) if model.dtype == capsule.dtype else "",
     }
 
 

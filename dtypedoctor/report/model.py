@@ -152,6 +152,9 @@ class Report:
     capsule: Mapping[str, Any] | None = None
     """The failing call that was kept beside the run (``directory``, ``module``, ``class``, ``bytes``, ``holds``, ``allow_code``, ``script``), or ``why``
     it was not; None where nothing failed or the run left no process to catch it in."""
+    replay: Mapping[str, Any] | None = None
+    """The call of a capsule that was made again (``module``, ``class``, ``capsule``, ``dtype``, ``op`` that failed in the run, ``verdict``: whether it
+    comes to the same here, as a sentence, empty in another dtype); None for a run of anything else."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     scenario: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)

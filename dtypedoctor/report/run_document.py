@@ -44,6 +44,8 @@ from dtypedoctor.report.run_facts import (
     place,
     proven_means,
     raw_sentence,
+    replay_command,
+    replay_title,
     run_title,
     status_word,
     summary_facts,
@@ -71,12 +73,13 @@ def run_document(report: Report) -> Document:
         _reproduce(report),
     )
     ran = run_title(report)
+    about = f"scenario {report.name}" + (f": {ran}" if ran else "")
     return Document(
         name=report.name,
         headline=report.headline,
         status=status_word(report),
         good=report.status is Status.HEALTHY,
-        about=f"scenario {report.name}" + (f": {ran}" if ran else ""),
+        about=about if report.replay is None else replay_title(report),
         labels=tuple(_labels(report)),
         sections=tuple(part for part in parts if part.blocks),
         checks=tuple(_checks(report)),
@@ -244,8 +247,7 @@ def _capsule(report: Report) -> Iterator[Block]:
     yield Paragraph(
         f"{kept['directory']}/ holds the failing call of {where} ({kept['class']}), {_in_bytes(kept['bytes'])}: {kept['holds']}."
     )
-    option = " --allow-code" if kept.get("allow_code") else ""
-    yield Code(f"dtypedoctor replay RUN/{kept['directory']}{option}", "sh")
+    yield Code(replay_command(report), "sh")
     if kept.get("script"):
         yield Fold("Stand-alone script", (Code(kept["script"], "python"),), brief="")
 

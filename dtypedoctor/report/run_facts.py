@@ -43,10 +43,12 @@ _BEARINGS = {
 _MARK = " Unsafe."
 _DIAGNOSTIC = " Diagnostic only, not a fix."
 _UNSAFE = "Unsafe: it may hide the failure instead of fixing it."
+_FIXED_HERE = "Fixed here: this call passes with it. Whether it fixes the whole script: `dtypedoctor exec --try FIX SCRIPT`, or the edit in the script."
 _MOST_NAMED = 2
 """Fixes that a headline names."""
 _LOOKS = {
     "fixed": Look.GOOD,
+    "fixed here": Look.GOOD,
     "raises, as intended": Look.GOOD,
     "passes": Look.GOOD,
     "not fixed": Look.BAD,
@@ -66,7 +68,7 @@ class RemedyLine:
     Attributes:
         id: its id.
         change: what it changes, beginning with a capital letter; empty where that is not known.
-        outcome: ``fixed``, ``not fixed``, ``not tried``, ``raises, as intended``, ``never reached``; of an ablation
+        outcome: ``fixed``, ``fixed here`` (the call of a capsule), ``not fixed``, ``not tried``, ``raises, as intended``, ``never reached``; of an ablation
             ``passes``, ``fails the same way``, ``fails elsewhere``.
         reason: what decided.
         result: how far its run came, beside the baseline (``3/3 steps; 0/3 without it``); empty without a run.
@@ -97,16 +99,38 @@ def fixes_part(report: Report) -> Section:
     blocks: list[Block] = [Table(("fix", "what it changes", "outcome"), tuple(rows))]
     if unsafe := legend(lines):
         blocks.append(Paragraph(unsafe, Look.DIM))
+    if report.replay is not None and cures(report):
+        blocks.append(Paragraph(_FIXED_HERE, Look.DIM))
+    elif not tried and report.capsule and "directory" in report.capsule:
+        blocks.append(Paragraph(f"Try them on the failing call, without running the script: {replay_command(report)}"))
     choice = tuple((named(remedy), f" if {when}") for remedy, when in which_one(report))
     if choice:
         blocks += [Heading("which to prefer"), Items(choice)]
     return Section(title, tuple(blocks), "remedies", "Fixes")
 
 
+def replay_command(report: Report) -> str:
+    """What makes the failing call again that was kept beside the run."""
+    kept = report.capsule or {}
+    option = " --allow-code" if kept.get("allow_code") else ""
+    return f"dtypedoctor replay RUN/{kept['directory']}{option}"
+
+
+def replay_title(report: Report) -> str:
+    """What a replay of a capsule has made again, and whether it fails as the run did."""
+    it = report.replay or {}
+    name = f"{it['module']} ({it['class']})" if it["module"] else f"the whole model ({it['class']})"
+    failed = f"; in the run {it['op']} failed" if it["op"] and not it["verdict"] else ""
+    device = str(report.environment.get("device", ""))
+    where = f" on {device}" if device else ""
+    told = f"replay of the call of {name} from capsule {it['capsule']}, {it['dtype']}{where}{failed}."
+    return one_line(f"{told} {it['verdict']}".rstrip(), 400)
+
+
 def fix_checks(report: Report) -> Iterator[Check]:
     """A check for each fix that was tried: skipped unless it fixes the failure."""
     for trial in report.trials:
-        words = f"{outcome_words(trial)}: {trial.reason}"
+        words = f"{outcome_words(trial, here=report.replay is not None)}: {trial.reason}"
         fixed = trial.outcome is Outcome.FIXED
         run = trial.run
         yield Check(
@@ -123,8 +147,15 @@ def outcome_look(words: str) -> Look:
     return _LOOKS.get(words, Look.PLAIN)
 
 
-def outcome_words(trial: Trial) -> str:
-    """The outcome of a trial as it is written in running text."""
+def outcome_words(trial: Trial, *, here: bool = False) -> str:
+    """The outcome of a trial as it is written in running text.
+
+    Args:
+        trial: of a fix or an ablation.
+        here: it was tried on the call of a capsule: what works is *fixed here*.
+    """
+    if here and _is_fix(trial):
+        return "fixed here"
     if trial.diagnostic is not None and trial.outcome is not Outcome.NOT_TRIED:
         return _BEARINGS[trial.diagnostic.bearing]
     if trial.as_intended:
@@ -149,13 +180,18 @@ def which_one(report: Report) -> list[tuple[str, str]]:
     return told if len(told) > 1 else []
 
 
-def cured_sentence(trials: Sequence[Trial]) -> str:
-    """What fixes it, to follow a headline; fixes that may only hide the failure count where nothing else helps."""
+def cured_sentence(trials: Sequence[Trial], *, here: bool = False) -> str:
+    """What fixes it, to follow a headline; fixes that may only hide the failure count where nothing else helps.
+
+    Args:
+        trials: what was tried.
+        here: on the call of a capsule.
+    """
     fixed = [trial for trial in trials if _is_fix(trial)]
     safe = [trial.remedy for trial in fixed if trial.safe]
     if safe:
         more = f" (and {len(safe) - _MOST_NAMED} more)" if len(safe) > _MOST_NAMED else ""
-        return f" Fixed by {' or '.join(safe[:_MOST_NAMED])}{more}."
+        return f" Fixed{' here' if here else ''} by {' or '.join(safe[:_MOST_NAMED])}{more}."
     return f" It disappears with {fixed[0].remedy}, which may only hide it." if fixed else ""
 
 
@@ -169,7 +205,7 @@ def _of_trial(trial: Trial, report: Report) -> RemedyLine:
     return RemedyLine(
         id=trial.remedy,
         change=_sentence(trial.summary) + _mark(trial),
-        outcome=outcome_words(trial),
+        outcome=outcome_words(trial, here=report.replay is not None),
         reason=trial.reason,
         result=_result(trial, report),
         cures=_is_fix(trial),
@@ -440,7 +476,7 @@ def _surface(consequence: Finding) -> _Fact:
 def _fixed_by(report: Report) -> Iterator[_Fact]:
     fixes = cures(report)[:_MOST]
     if fixes:
-        yield from _labelled("fixed by", "or by", fixes)
+        yield from _labelled("fixed by" if report.replay is None else "fixed here by", "or by", fixes)
         return
     if any(trial.outcome is not Outcome.NOT_TRIED and trial.diagnostic is None for trial in report.trials):
         yield "fixed by", f"none of the fixes tried; `dtypedoctor explain {report.findings[0].id}` lists others"

@@ -30,6 +30,7 @@ from dtypedoctor.trace.events import (
     Site,
 )
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trials.capsules import is_replay
 from dtypedoctor.trials.results import Treatment
 
 ENOUGH = 0.9
@@ -236,7 +237,7 @@ def verdict(treatment: Treatment, measured: Measured) -> tuple[Status, str]:
     found = primary is not None and primary.severity is not Severity.INFO
     if primary is not None and found:
         status = Status.WORKER_DIED if treatment.before.died else Status.FINDINGS
-        return status, f"{primary.summary}{cured_sentence(treatment.trials)}"
+        return status, f"{primary.summary}{cured_sentence(treatment.trials, here=is_replay(treatment.scenario))}"
     if treatment.before.died:
         where = last_module(treatment.before.trace)
         return Status.WORKER_DIED, f"{_who(treatment.before)} {treatment.before.last_words()}{where}."

@@ -21,7 +21,7 @@ from dtypedoctor.trace.events import Raised
 from dtypedoctor.trials.replays import before
 from dtypedoctor.unpatched import to_json
 
-__all__ = ["LIMIT", "caught_in", "same_verdict", "scenario_of"]
+__all__ = ["LIMIT", "caught_in", "is_replay", "same_verdict", "scenario_of"]
 
 LIMIT = 64 << 20
 """Bytes of a capsule, unless the user says otherwise."""
@@ -183,6 +183,12 @@ def scenario_of(capsule: Capsule, remedies: Sequence[str]) -> Scenario:
         time_limit=300,
         remedies=list(dict.fromkeys([*remedies, "bfloat16"])),
     )
+
+
+def is_replay(scenario: Scenario) -> bool:
+    """Whether a scenario makes the call of a capsule."""
+    model = scenario.steps[0].model
+    return model is not None and model.name.startswith(MODEL)
 
 
 def same_verdict(capsule: Capsule, findings: Sequence[Finding]) -> str:

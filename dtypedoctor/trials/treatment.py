@@ -17,7 +17,7 @@ from dtypedoctor.runner.launch import Launcher
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Model, Request, Scenario, ScenarioStep, Script, Unload
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.capsules import LIMIT, caught_in
+from dtypedoctor.trials.capsules import LIMIT, caught_in, is_replay
 from dtypedoctor.trials.judge import Baselines, apply_ablations, confirm_by_trials, judge, not_tried
 from dtypedoctor.trials.remedies import (
     ABLATIONS,
@@ -47,6 +47,11 @@ LIVE_SECONDS = 60.0
 """How long a program that watches itself waits for a replay."""
 NOT_REQUESTED = "not requested"
 NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run without instrumentation; --rerun does that")
+
+CALL_NOT_COMPARED = Observer(
+    bitwise_equal=None,
+    reason="the call was not made without instrumentation; `dtypedoctor replay CAPSULE --script` prints what does that",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +105,8 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     finally:
         for process in before.processes:
             dismiss(process.directory)
-    observer = _certificate(scenario, before, later) if plan.certify else NOT_COMPARED
+    not_compared = CALL_NOT_COMPARED if is_replay(scenario) else NOT_COMPARED
+    observer = _certificate(scenario, before, later) if plan.certify else not_compared
     failed = _has_failed(before, findings)
     references = _run_references(scenario, later) if plan.remedies and failed else _References()
     baselines = _baselines(scenario, before, findings, references, failed=failed)

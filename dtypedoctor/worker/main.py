@@ -137,7 +137,9 @@ class _Run:
         self._instruments.start()
         if self._holder.built is not None:
             self._instruments.attach(self._holder.built.model)
-        if stage.model is not None:
+        if stage.model is not None and not stage.model.name.startswith(
+            MODEL
+        ):  # of a capsule there is only its one call
             context.probe_untrained()
         set_seed(self._scenario.seed)
         try:

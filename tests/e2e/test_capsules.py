@@ -99,9 +99,16 @@ def test_a_capsule_replays_without_its_script(tmp_path: Path) -> None:
     assert "--allow-code" in refused.err
     finished = dtypedoctor("replay", tmp_path, "--allow-code", "--out", tmp_path / "again", cwd=tmp_path)
     assert finished.code == 10, finished.err
-    assert "Same verdict as in the run: float16-overflow, aten.mul.Tensor." in finished.err
-    report = json.loads((tmp_path / "again" / "report.json").read_text())
+    said = " ".join(finished.out.split())
+    assert "replay of the call of scores (Scores) from capsule capsule, float16 on cpu." in said
+    assert "Same verdict as in the run: float16-overflow, aten.mul.Tensor." in said
+    assert "Fixed here by bfloat16." in said
+    assert "vocab_size" not in said
+    written = (tmp_path / "again" / "report.json").read_text()
+    assert str(tmp_path) not in written
+    report = json.loads(written)
     assert report["findings"][0]["fqn"] == "scores"
+    assert report["replay"]["verdict"] == "Same verdict as in the run: float16-overflow, aten.mul.Tensor."
     assert {trial["remedy"]: trial["outcome"] for trial in report["trials"]}["bfloat16"] == "fixed"
     script = dtypedoctor("replay", tmp_path, "--script", cwd=tmp_path)
     assert script.code == 0

@@ -115,6 +115,52 @@ def test_a_headline_names_safe_cures_and_few_of_them() -> None:
     assert cured_sentence([overflow().trials[2]]) == ""
 
 
+REPLAY = {
+    "module": "layers.0.mlp",
+    "class": "Gemma4TextMLP",
+    "capsule": "runs/first/capsule",
+    "dtype": "float16",
+    "op": "aten.mul.Tensor",
+    "verdict": "Same verdict as in the run: float16-overflow, aten.mul.Tensor.",
+}
+
+
+def test_a_fix_that_works_on_the_call_of_a_capsule_is_fixed_here() -> None:
+    """Everywhere in the report; whether it fixes the run is another question, and what answers it is named."""
+    report = replace(overflow(), replay=REPLAY)
+    text = render_markdown(run_document(report))
+    assert {line.outcome for line in remedy_lines(report)} == {"fixed here", "not tried"}
+    assert "dtypedoctor exec --try FIX SCRIPT" in text
+    assert "replay of the call of layers.0.mlp (Gemma4TextMLP) from capsule runs/first/capsule, float16" in text
+    assert REPLAY["verdict"] in text
+    assert "fixed here by" in dict(summary_facts(report))
+    assert "fixed here" not in render_markdown(run_document(overflow()))
+    assert cured_sentence([report.trials[1]], here=True) == " Fixed here by bfloat16."
+
+
+def test_a_replay_in_another_dtype_says_what_failed_in_the_run() -> None:
+    """There is no verdict to compare."""
+    about = run_document(replace(overflow(), replay={**REPLAY, "module": "", "dtype": "float32", "verdict": ""})).about
+    assert "the whole model (Gemma4TextMLP) from capsule runs/first/capsule, float32" in about
+    assert "; in the run aten.mul.Tensor failed." in about
+
+
+def test_a_run_that_left_a_capsule_says_how_to_try_fixes_on_it() -> None:
+    """Where none was tried on the run."""
+    capsule = {
+        "directory": "capsule",
+        "module": "mlp",
+        "class": "MLP",
+        "bytes": 2048,
+        "holds": "weights",
+        "allow_code": True,
+    }
+    untried = tuple(replace(trial, outcome=Outcome.NOT_TRIED, run=None) for trial in overflow().trials)
+    command = "Try them on the failing call, without running the script: dtypedoctor replay RUN/capsule --allow-code"
+    assert command in render_markdown(run_document(replace(overflow(), trials=untried, capsule=capsule)))
+    assert command not in render_markdown(run_document(replace(overflow(), capsule=capsule)))
+
+
 def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
     """None of those tried cures, or none was tried at all and one could be, or there is none."""
     report = overflow()
