@@ -15,6 +15,7 @@ from dtypedoctor.interruptions import contained, say
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write_report
 from dtypedoctor.report.model import Report
+from dtypedoctor.report.run_facts import replay_command
 from dtypedoctor.report.text import one_line
 from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
 from dtypedoctor.runner.run import BEFORE, WorkerExit, collect
@@ -37,7 +38,8 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         every: every module is measured in each ``every``-th training step, the first included; in the others, and always
             with 0, only the residual stream and the loss.
         replay: fork the process now and then, and replay what fails from such a fork when the block ends, with each operator on
-            record (Linux on x86-64, code that computes on the CPU). The block's end waits for that, a minute at most.
+            record (Linux on x86-64); the failing call is left in ``capsule`` of the run directory. The block's end waits for that, two
+            minutes at most. A process that uses CUDA makes the call again at once, without a fork.
 
     Attributes:
         directory: the run directory, which is created on entering.
@@ -159,6 +161,8 @@ class Watched:
             say(f"dtypedoctor: no report: {type(ours.error).__name__}: {ours.error}")
         if self.report is not None:
             say(f"dtypedoctor: {one_line(self.report.headline, 600)}\ndtypedoctor: report in {self.directory}")
+            if "directory" in (self.report.capsule or {}):
+                say(f"dtypedoctor: failing call: {replay_command(self.report, shlex.quote(str(self.directory)))}")
 
     def _written(self, ended: WorkerExit) -> Report:
         run = collect(self.directory / BEFORE, ended, foreign=True)

@@ -109,11 +109,11 @@ def fixes_part(report: Report) -> Section:
     return Section(title, tuple(blocks), "remedies", "Fixes")
 
 
-def replay_command(report: Report) -> str:
-    """What makes the failing call again that was kept beside the run."""
+def replay_command(report: Report, directory: str = "RUN") -> str:
+    """What makes the failing call again that was kept in the run's ``directory``."""
     kept = report.capsule or {}
     option = " --allow-code" if kept.get("allow_code") else ""
-    return f"dtypedoctor replay RUN/{kept['directory']}{option}"
+    return f"dtypedoctor replay {directory}/{kept['directory']}{option}"
 
 
 def replay_title(report: Report) -> str:

@@ -36,13 +36,16 @@ _CALLS = ("forward", "generate", "recompute", "backward")
 """Phases in which a module call can fail."""
 
 
-def caught_in(run: Run, findings: Sequence[Finding], limit: int = LIMIT) -> Capsule | NoCapsule | None:
+def caught_in(
+    run: Run, findings: Sequence[Finding], limit: int = LIMIT, seconds: float = SECONDS
+) -> Capsule | NoCapsule | None:
     """The capsule of what failed in ``run``, or why there is none; None where nothing failed in it.
 
     Args:
         run: has left processes that stand by.
         findings: of the run, the root cause first.
         limit: bytes that the capsule may take.
+        seconds: that catching and reducing the call may take.
     """
     failures = [finding for finding in findings if finding.severity is not Severity.INFO]
     made = sorted(run.directory.glob("capsule-*-*.json"), key=lambda path: int(path.name.split("-")[1]))
@@ -52,7 +55,7 @@ def caught_in(run: Run, findings: Sequence[Finding], limit: int = LIMIT) -> Caps
         wanted, window = _wanted(run, failures[0], limit, in_place=bool(made))
         if made:
             return _made_in_place(made, wanted, run.directory.parent / DIRECTORY)
-        return _caught(run, wanted, window)
+        return _caught(run, wanted, window, seconds)
     except UsageError as error:
         return NoCapsule(why=error.message)
     except (OSError, ValueError) as error:
@@ -106,7 +109,7 @@ def _around(raised: Raised, finding: Finding) -> str:
     return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
-def _caught(run: Run, wanted: dict[str, Any], window: Window) -> Capsule | NoCapsule:
+def _caught(run: Run, wanted: dict[str, Any], window: Window, seconds: float) -> Capsule | NoCapsule:
     waiting = before(waiting_in(run.directory), [window])
     if waiting is None:
         return NoCapsule(why="no process stood by before the call that fails")
@@ -116,12 +119,12 @@ def _caught(run: Run, wanted: dict[str, Any], window: Window) -> Capsule | NoCap
         raised = analysis_of(run.trace).uncaught
         told = {
             "windows": [],
-            "seconds": int(SECONDS),
+            "seconds": int(seconds),
             "raised": [raised.type, raised.call] if raised is not None else [],
             "capsule": wanted,
         }
-        if not go_on(waiting, scratch, told, SECONDS):
-            return NoCapsule(why=f"catching the call took more than {SECONDS:.0f} s")
+        if not go_on(waiting, scratch, told, seconds):
+            return NoCapsule(why=f"catching the call took more than {seconds:.0f} s")
         return _kept(scratch, run.directory.parent / DIRECTORY)
     finally:
         with suppress(OSError):
@@ -199,4 +202,10 @@ def same_verdict(capsule: Capsule, findings: Sequence[Finding]) -> str:
         return f"The replay does not fail; the run failed with {wanted[0]}."
     if found[0] == wanted:
         return f"Same verdict as in the run: {wanted[0]}" + (f", {wanted[1]}." if wanted[1] else ".")
-    return f"Another verdict than in the run: {found[0][0]}, {found[0][1]}; in the run {wanted[0]}, {wanted[1]}."
+    return (
+        f"Another verdict than in the run: {found[0][0]}, {_op(found[0][1])}; in the run {wanted[0]}, {_op(wanted[1])}."
+    )
+
+
+def _op(name: str | None) -> str:
+    return name or "no operator known"

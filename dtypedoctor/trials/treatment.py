@@ -44,7 +44,7 @@ from dtypedoctor.trials.summary import compare_unwatched, summarise
 
 WATCHED_LIVE = "the program was instrumented while it ran and is not run again from here (`dtypedoctor exec` does that)"
 LIVE_SECONDS = 60.0
-"""How long a program that watches itself waits for a replay."""
+"""How long a program that watches itself waits for a replay, and for the capsule of the call that failed."""
 NOT_REQUESTED = "not requested"
 NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run without instrumentation; --rerun does that")
 
@@ -184,12 +184,20 @@ def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
     Args:
         scenario: stands for the program that was watched.
         run: what was watched of it.
-        replay: replay what failed from the forks that the run has left.
+        replay: replay what failed from the forks that the run has left, and keep the failing call as a capsule.
     """
     run = with_caught(run)
-    look = _replay_live(scenario, run) if replay else CloserLook(before=run, no_closer=WATCHED_LIVE)
-    seen = look.seen.trace
-    found = across_ranks(said_of_caught(analysis_of(seen).findings, seen), ranks_of(run), rank_of(run))
+    look, capsule = CloserLook(before=run, no_closer=WATCHED_LIVE), None
+    try:
+        if replay:
+            look = replayed(scenario, run, LIVE_SECONDS)
+        seen = look.seen.trace
+        found = across_ranks(said_of_caught(analysis_of(seen).findings, seen), ranks_of(run), rank_of(run))
+        if replay:
+            capsule = caught_in(run, found, seconds=LIVE_SECONDS)
+    finally:
+        if replay:
+            dismiss(run.directory)
     findings = look.cap_confidence(found)
     return Treatment(
         scenario=scenario,
@@ -198,6 +206,7 @@ def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
         closer=look.closer,
         no_closer=look.no_closer,
         replayed=look.certificate,
+        capsule=capsule,
         diagnosed=seen,
         findings=findings,
         observer=Observer(bitwise_equal=None, reason=WATCHED_LIVE),
@@ -206,13 +215,6 @@ def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
         trials=tuple(not_tried(remedy, WATCHED_LIVE) for remedy in _proposed(scenario, findings, failed=True)),
         complete=False,
     )
-
-
-def _replay_live(scenario: Scenario, run: Run) -> CloserLook:
-    try:
-        return replayed(scenario, run, LIVE_SECONDS)
-    finally:
-        dismiss(run.directory)
 
 
 def _found_in(run: Run, before: Run, static: tuple[Finding, ...]) -> tuple[Finding, ...]:

@@ -214,6 +214,7 @@ for size in (1.0, 30000.0):
 
 WATCHED = """
 import dtypedoctor
+from dtypedoctor.replay.capsule import read_capsule
 from dtypedoctor.worker import standbys
 standbys.FREE_SECONDS = 1e9
 with dtypedoctor.watch(model, out="run", replay=True) as watched:
@@ -221,6 +222,21 @@ with dtypedoctor.watch(model, out="run", replay=True) as watched:
         print(size, model(torch.full((2, 4), size).half()).isfinite().all().item())
 found = watched.report.findings[0]
 print(found.op, found.fqn, found.confidence, found.call)
+kept = read_capsule(watched.directory)
+print(kept.fqn, kept.cls, kept.description["kind"])
+"""
+
+WATCHED_RAISING = """
+import contextlib
+import dtypedoctor
+from dtypedoctor.replay.capsule import read_capsule
+from dtypedoctor.worker import standbys
+standbys.FREE_SECONDS = 1e9
+with contextlib.suppress(RuntimeError), dtypedoctor.watch(model, out="run", replay=True) as watched:
+    for dtype in (torch.float16, torch.float32):
+        model(torch.ones(2, 4, dtype=dtype))
+kept = read_capsule(watched.directory)
+print(kept.fqn, kept.cls, kept.description["kind"])
 """
 
 
@@ -320,12 +336,28 @@ def test_healthy_scripts_are_unchanged_by_standbys_and_replayed_exactly(case: Ca
 
 
 def test_a_block_that_is_watched_names_the_operator(tmp_path: Path) -> None:
-    """With ``replay=True`` the report of `watch()` has what a second run would have shown; the block's own output is there once."""
+    """With ``replay=True`` the report of `watch()` has what a second run would have shown, and the failing call is kept; the block's own output is
+    there once."""
+    assert said_by(OVERFLOW + WATCHED, tmp_path) == [
+        "1.0 True",
+        "30000.0 False",
+        "2.0 True",
+        "aten.mul.Tensor 1 proven 2",
+        "1 Scores nonfinite",
+    ]
+
+
+def test_a_block_that_is_watched_and_raises_leaves_the_call_that_raised(tmp_path: Path) -> None:
+    """The exception leaves the block as it was raised, and the capsule is there when it does."""
+    assert said_by(OVERFLOW + WATCHED_RAISING, tmp_path) == ["0 Linear raised"]
+
+
+def said_by(text: str, tmp_path: Path) -> list[str]:
+    """What a script that watches itself prints, without what dtypedoctor says."""
     folder = tmp_path / "once"
-    run_standing_by(script(tmp_path, OVERFLOW + WATCHED), folder, watch=False)
+    run_standing_by(script(tmp_path, text), folder, watch=False)
     lines = (folder / "before" / STDOUT).read_text().splitlines()
-    said = [line for line in lines if not line.startswith("dtypedoctor: ")]
-    assert said == ["1.0 True", "30000.0 False", "2.0 True", "aten.mul.Tensor 1 proven 2"]
+    return [line for line in lines if not line.startswith("dtypedoctor: ")]
 
 
 @pytest.mark.parametrize("kind", CALLS)
