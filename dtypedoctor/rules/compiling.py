@@ -91,7 +91,7 @@ def _broken(trace: Trace, breaks: Sequence[Observed[GraphBreak]]) -> Finding:
         summary=f"torch.compile breaks the graph {_times(total)} at {places}, first of all at {_short(first.frames[-1])}{via}.",
         cause=(
             f"Dynamo stops at what it cannot trace ({first.explanation or first.kind}), compiles the pieces by themselves "
-            "and runs what lies between them in plain Python. The results are right; what compiling is for is lost."
+            "and runs what lies between them in plain Python: the speed-up of compiling is lost."
         ),
         evidence=(
             *(_evidence_of_break(one) for one in breaks[:SHOWN]),

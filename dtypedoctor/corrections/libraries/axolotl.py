@@ -13,7 +13,7 @@ CORRECTIONS = (
         proves=("compile-graph-break", "recompile-limit"),
         prefer="the model is compiled and axolotl cannot be updated to 0.18.0; eager calls keep their fast path",
         library="axolotl",
-        seen=("0.16.1", "0.17.0"),
+        seen=("0.17.0",),
         test="axolotl_compiled_dequantize.txt",
         edits=(
             Edit(
@@ -36,7 +36,7 @@ CORRECTIONS = (
         proves=("stale-cuda-stream",),
         prefer="weights are dequantized on several streams or devices and axolotl cannot be updated to 0.19.0",
         library="axolotl",
-        seen=("0.16.1", "0.17.0"),
+        seen=("0.17.0",),
         edits=(
             Edit(
                 module=_QUANTIZE,
@@ -48,30 +48,6 @@ CORRECTIONS = (
                     "    CUDA_STREAM = torch.cuda.current_stream(target_device)"
                 ),
                 new="CUDA_STREAM = torch.cuda.current_stream(target_device)  # the caller's, not the first",
-            ),
-        ),
-    ),
-    Correction(
-        id="axolotl-stream-per-call-0-18",
-        summary="the same for axolotl 0.18, which keeps the first stream of each device",
-        fixes=(("stale-cuda-stream", ""),),
-        proves=("stale-cuda-stream",),
-        prefer="weights are dequantized on several streams of a device with axolotl 0.18.0",
-        library="axolotl",
-        seen=("0.18.0",),
-        edits=(
-            Edit(
-                module=_QUANTIZE,
-                function="_ctypes_nf4_dequant",
-                parameters=("W", "absmax", "code2", "absmax2", "offset", "blocksize", "blocksize2", "shape", "dtype"),
-                old=(
-                    "stream = CUDA_STREAM.get(target_device)\n"
-                    "if stream is None:\n"
-                    "    stream = CUDA_STREAM.setdefault(\n"
-                    "        target_device, torch.cuda.current_stream(target_device)\n"
-                    "    )"
-                ),
-                new="stream = torch.cuda.current_stream(target_device)  # the caller's, not the first",
             ),
         ),
     ),

@@ -11,7 +11,7 @@ CORRECTIONS = (
         safe=False,
         fixes=(("norm-promotes-to-float32", ""), ("adapter-dtype-mismatch", ""), ("operand-dtype-mismatch", "")),
         library="nemo_automodel",
-        seen=("0.3.0", "0.4.0", "0.5.0"),
+        seen=("0.4.0",),
         edits=(
             Edit(
                 module="nemo_automodel.components._peft.lora",
