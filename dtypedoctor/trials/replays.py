@@ -93,7 +93,9 @@ class Replays:
         by_call = self._run.trace.by_call  # a replay that is over early may have come to no optimizer step
         made = collect(directory, exit_, foreign=by_call)
         trace = _with_compilation(made.trace, self._run.trace)
-        return with_caught(replace(made, trace=trace, foreign=True))
+        status = replace(exit_, code=self._run.exit.code)  # whether a program has failed that caught its exceptions
+        judged = with_caught(replace(made, trace=trace, exit=status, foreign=True))
+        return replace(judged, exit=exit_)
 
     def certificate(self, replay: Run) -> "Certificate":
         """Compares what was measured in ``replay``, made last, with what was measured in the run itself."""

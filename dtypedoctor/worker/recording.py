@@ -133,8 +133,8 @@ class Recording:
         """
         if not self.active:
             return
-        unexpected = self._is_expected is not None and error is not None and not self._is_expected(error)
-        if unexpected and not isinstance(error, SystemExit):
+        failure = None if isinstance(error, SystemExit) else error  # a program leaves so that has caught its failure
+        if failure is not None and self._is_expected is not None and not self._is_expected(failure):
             os._exit(0)  # it wanted to change something that a replay must not change: what comes now says nothing
         self._over = True
         is_program = self._elsewhere is not None
