@@ -1,5 +1,6 @@
 """Replays a part of a script's run from a standby that the run has left, where else the whole script would be run again."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -71,14 +72,14 @@ class Replays:
         except UsageError as error:
             self.why_not = error.message
             return None
-        self.why_not = NOT_ENDED if self.last.exit.timed_out else _ended_early(self.last.trace)
+        self.why_not = NOT_ENDED if self.last.exit.timed_out else _cut_short(self.last.trace)
         if self.why_not and shows_failure(self.last.trace):  # what it was made for has happened by then
             self.why_not = ""
             self.last = replace(self.last, exit=replace(self.last.exit, timed_out=False))
         return self.last
 
     def _made(self, waiting: Waiting, directory: Path, windows: Sequence[Window]) -> Run:
-        directory.mkdir()
+        _make(directory)
         self._from = waiting.call
         began = monotonic()
         seconds = min(self._longest, max(SHORTEST, SLOWER * self._run.exit.seconds))
@@ -145,8 +146,21 @@ def _compare(first: Trace, again: Trace, call: int) -> Certificate:
     return Certificate(words=f"{begun}{exact}{same}.")
 
 
-def _ended_early(again: Trace) -> str:
-    """Why a replay was over before the program was; empty where it was not."""
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir()
+    except OSError as error:
+        raise UsageError(
+            f"the directory {directory.name!r} cannot be made in the run directory ({error.strerror})"
+        ) from error
+
+
+def _cut_short(again: Trace) -> str:
+    """Why a replay, or its recording, was over before the program was; empty where it was not."""
+    if not again.records:
+        return "nothing of the replay could be recorded"
+    if again.stopped is not None:
+        return f"the replay cannot be recorded ({os.strerror(again.stopped.errno)})"
     return next(
         (f"the replay ended early: {note.what.why}" for note in again.observed(ReplayNote) if note.what.ended), ""
     )

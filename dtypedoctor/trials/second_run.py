@@ -143,7 +143,7 @@ def _without_replay(look: CloserLook, why_not: str) -> CloserLook:
     if why_not:
         return _untold(look, NOT_REPLAYED.format(why_not))
     if look.other is not None:
-        return _untold(look, NOT_IN_REPLAY)
+        return _untold(replace(look, doubt=NOT_IN_REPLAY), NOT_IN_REPLAY)
     return look
 
 
@@ -262,7 +262,7 @@ def unconfirmed(findings: tuple[Finding, ...], second: Trace, why: str) -> tuple
         why: what the second run did instead, in words.
     """
     again = set(map(_where, analysis_of(second).findings))
-    said = f"This is what the first run showed; no second run confirms it: {why}."
+    said = f"Only the first run shows this: {why}."
     return tuple(finding if _where(finding) in again else _capped(finding, said) for finding in findings)
 
 

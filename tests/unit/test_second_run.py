@@ -78,7 +78,7 @@ def test_a_second_run_that_goes_another_way_proves_nothing(first: Trace, second:
     assert said in found.no_closer
     assert finding.confidence is not Confidence.PROVEN
     assert finding.step == 1
-    assert any("no second run confirms it" in line for line in finding.evidence)
+    assert any("Only the first run shows this" in line for line in finding.evidence)
 
 
 def training(bad_since: int) -> Trace:
