@@ -77,7 +77,16 @@ def values_of(folder: Path, program: Path = VALUES) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_the_patch_applies_to_the_release_and_makes_its_test_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("correction", "test", "count"),
+    [
+        (CORRECTION, "tests/test_unsloth_buffer_of_its_dtype.py", 6),
+        (STATE_CORRECTION, "tests/test_unsloth_state_of_input_dtype.py", 1),
+    ],
+)
+def test_the_patch_applies_to_the_release_and_makes_its_test_pass(
+    correction: str, test: str, count: int, tmp_path: Path
+) -> None:
     """`git apply` takes it as it is printed. Before, the test fails."""
     wheel = released("unsloth", LAST_WITH_THE_DEFECT)
     kernels = tmp_path / "unsloth" / "kernels"
@@ -87,13 +96,12 @@ def test_the_patch_applies_to_the_release_and_makes_its_test_pass(tmp_path: Path
         *(f"unsloth/kernels/{one.name}" for one in (wheel / "unsloth/kernels").glob("*.py")),
     ):
         (tmp_path / file).write_bytes((wheel / file).read_bytes())
-    patch = dtypedoctor("explain", CORRECTION, "--patch", "--source", tmp_path)
-    test = "tests/test_unsloth_buffer_of_its_dtype.py"
+    patch = dtypedoctor("explain", correction, "--patch", "--source", tmp_path)
     subprocess.run(["git", "apply", f"--include={test}", "-"], input=patch.out, text=True, cwd=tmp_path, check=True)
-    assert "6 failed" in last_line_of_pytest(tmp_path, test)
+    assert f"{count} failed" in last_line_of_pytest(tmp_path, test)
     (tmp_path / test).unlink()
     subprocess.run(["git", "apply", "-"], input=patch.out, text=True, cwd=tmp_path, check=True)
-    assert "6 passed" in last_line_of_pytest(tmp_path, test)
+    assert f"{count} passed" in last_line_of_pytest(tmp_path, test)
 
 
 def last_line_of_pytest(folder: Path, test: str) -> str:
