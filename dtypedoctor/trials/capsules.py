@@ -15,7 +15,7 @@ from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.redaction.redact import redact, short_paths, without_process_secrets
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.wake import go_on, waiting_in
-from dtypedoctor.runner.run import Run
+from dtypedoctor.runner.run import BEFORE, Run
 from dtypedoctor.scenario.model import Autocast, Model, Plugin, Scenario, ScenarioStep, Window
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trials.replays import before
@@ -54,12 +54,18 @@ def caught_in(
     try:
         wanted, window = _wanted(run, failures[0], limit, in_place=bool(made))
         if made:
-            return _made_in_place(made, wanted, run.directory.parent / DIRECTORY)
+            return _made_in_place(made, wanted, _place(run))
         return _caught(run, wanted, window, seconds)
     except UsageError as error:
         return NoCapsule(why=error.message)
     except (OSError, ValueError) as error:
         return NoCapsule(why=f"the process that stood by did not leave one ({error})")
+
+
+def _place(run: Run) -> Path:
+    """Where the capsule of ``run`` belongs: beside the report, also where one of several processes failed, which records further inside."""
+    inside = (run.directory, *run.directory.parents)
+    return next((path for path in inside if path.name == BEFORE), run.directory).with_name(DIRECTORY)
 
 
 def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -> tuple[dict[str, Any], Window]:
@@ -113,7 +119,8 @@ def _caught(run: Run, wanted: dict[str, Any], window: Window, seconds: float) ->
     waiting = before(waiting_in(run.directory), [window])
     if waiting is None:
         return NoCapsule(why="no process stood by before the call that fails")
-    scratch = run.directory.parent / f".{DIRECTORY}"
+    place = _place(run)
+    scratch = place.with_name(f".{DIRECTORY}")
     scratch.mkdir()
     try:
         raised = analysis_of(run.trace).uncaught
@@ -125,7 +132,7 @@ def _caught(run: Run, wanted: dict[str, Any], window: Window, seconds: float) ->
         }
         if not go_on(waiting, scratch, told, seconds):
             return NoCapsule(why=f"catching the call took more than {seconds:.0f} s")
-        return _kept(scratch, run.directory.parent / DIRECTORY)
+        return _kept(scratch, place)
     finally:
         with suppress(OSError):
             shutil.rmtree(scratch)

@@ -120,6 +120,25 @@ def test_a_capsule_replays_without_its_script(tmp_path: Path) -> None:
     assert "dtypedoctor" not in script.out
 
 
+RANKS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = Block().half()
+for size in (1.0, 2000.0 if dist.get_rank() == 1 else 1.0):
+    model(torch.full((16, 4), size).half(), shift=torch.zeros(4).half())
+dist.barrier()
+"""
+
+
+def test_the_rank_that_fails_leaves_its_call_beside_the_report(tmp_path: Path) -> None:
+    """Where `dtypedoctor replay RUN` looks for it, and what the report names next."""
+    (tmp_path / "script.py").write_text(CLASSES + RANKS, encoding="utf-8")
+    done = dtypedoctor("exec", "--out", "run", "--nproc-per-node", "2", "script.py", cwd=tmp_path)
+    assert done.code == 10, done.err
+    assert read_capsule(tmp_path / "run").cls == "Scores"
+    assert done.err.split("Next")[-1].split("\n")[1].strip() == "dtypedoctor replay run/capsule --allow-code"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"capsule": 99}', '{"capsule": 1, "fqn": []}'])
 def test_a_capsule_that_cannot_be_read_is_refused(text: str, tmp_path: Path) -> None:
     """With the file's name and what to do."""
