@@ -55,6 +55,14 @@ Rerun = Annotated[
         help="Run the script again for what one run cannot tell: uninstrumented, with ablations, with an op trace if no replay has one.",
     ),
 ]
+RerunInPlace = Annotated[
+    bool,
+    typer.Option(
+        "--rerun-in-place",
+        envvar="DTYPEDOCTOR_RERUN_IN_PLACE",
+        help="Rerun in the working directory itself, not in a copy-on-write view of it: the rerun may change files there.",
+    ),
+]
 Once = Annotated[
     bool, typer.Option("--once", hidden=True, help="Run the script one time only, as without this option.")
 ]
@@ -79,6 +87,7 @@ def execute(
     ablate: Ablate = None,
     attempt: Try = None,
     rerun: Rerun = False,
+    rerun_in_place: RerunInPlace = False,
     once: Once = False,
     verify_uninstrumented: Verify = False,
     nproc_per_node: NprocPerNode = None,
@@ -137,7 +146,7 @@ def execute(
         rerun_option="--rerun" if here is None else "--nproc-per-node N --rerun",
         capsule_limit=capsule_limit << 20,
     )
-    report, status = treat_script(scenario, new_directory(out, scenario.name), plan)
+    report, status = treat_script(scenario, new_directory(out, scenario.name), plan, in_place=rerun_in_place)
     print_document(run_document(report), console_for(sys.stderr))
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)

@@ -9,14 +9,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
-from dtypedoctor.cli.live import LiveView, label_in_words
+from dtypedoctor.cli.live import LiveView
 from dtypedoctor.cli.output import kept
+from dtypedoctor.cli.rerunning import Reruns
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import DoctorError, ExitCode, UsageError
@@ -90,27 +91,35 @@ def treat_scenario(
         return _reported(treat(scenario, launch, plan), directory)
 
 
-def treat_script(scenario: Scenario, directory: Path, plan: Plan) -> tuple[Report, int]:
+def treat_script(scenario: Scenario, directory: Path, plan: Plan, *, in_place: bool = False) -> tuple[Report, int]:
     """Treats a user's script in ``directory``, which is new; the script has this process's streams the first time it runs.
+
+    Args:
+        scenario: what to run.
+        directory: where everything that is found out is kept.
+        plan: how far to go.
+        in_place: whether another run may change files of the working directory; else it gets a copy-on-write view of it.
 
     Returns:
         The report, and the script's own exit status as a shell would give it.
 
     Raises:
-        UsageError: there is no such script, or the directory cannot be used. It is gone then, unless something else lies in it.
+        UsageError: there is no such script, the directory cannot be used, or another run cannot have a view of the working
+            directory. The directory is gone then, unless something else lies in it.
     """
-    with _removed_if_refused(directory), outliving():
+    run = run_script if scenario.distributed is None else run_ranks
+    with _removed_if_refused(directory), outliving(), ExitStack() as resources:
+        reruns = resources.enter_context(Reruns(directory, in_place=in_place)) if plan.runs_again else None
 
         def launch(label: str, request: Request) -> Run:
-            first = label == "before"
-            if not first:
-                print(
-                    f"dtypedoctor: running the script again ({label_in_words(label)}); it may change files …",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            start = run_script if scenario.distributed is None else run_ranks
-            return start(request, directory / label, live=first)
+            if reruns is None:
+                return run(request, directory / label, live=label == "before")
+            if label == "before":
+                first = run(request, directory / label, live=True)
+                reruns.first_is_over()
+                return first
+            with reruns.begin(label) as through:
+                return run(request, directory / label, live=False, through=through)
 
         treatment = treat(scenario, launch, plan)
         code = treatment.before.exit.code

@@ -237,11 +237,20 @@ def verdict(treatment: Treatment, measured: Measured) -> tuple[Status, str]:
     found = primary is not None and primary.severity is not Severity.INFO
     if primary is not None and found:
         status = Status.WORKER_DIED if treatment.before.died else Status.FINDINGS
-        return status, f"{primary.summary}{cured_sentence(treatment.trials, here=is_replay(treatment.scenario))}"
+        fixed = cured_sentence(treatment.trials, here=is_replay(treatment.scenario))
+        return status, f"{primary.summary}{fixed}{_rerun_differs(treatment)}"
     if treatment.before.died:
         where = last_module(treatment.before.trace)
-        return Status.WORKER_DIED, f"{_who(treatment.before)} {treatment.before.last_words()}{where}."
+        return (
+            Status.WORKER_DIED,
+            f"{_who(treatment.before)} {treatment.before.last_words()}{where}.{_rerun_differs(treatment)}",
+        )
     return _without_findings(treatment, measured, primary)
+
+
+def _rerun_differs(treatment: Treatment) -> str:
+    """A sentence for the headline where another run of the script went another way."""
+    return f" The rerun went another way: {one_line(treatment.rerun_differs, 200)}." if treatment.rerun_differs else ""
 
 
 def _without_findings(treatment: Treatment, measured: Measured, noted: Finding | None) -> tuple[Status, str]:

@@ -325,19 +325,22 @@ def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:
 BOOT = Path(__file__).resolve().parents[1] / "worker" / "boot.py"
 
 
-def run_script(request: Request, directory: Path, *, live: bool) -> Run:
+def run_script(request: Request, directory: Path, *, live: bool, through: Sequence[str] = ()) -> Run:
     """Runs the script of ``request``; everything it leaves lies in ``directory``, which must not exist yet.
 
     Args:
+        request: what the script's process is to do.
+        directory: for its trace and its output.
         live: give the script this process's standard input, and show what it writes. Otherwise what it writes is only
             kept, and it reads standard input again from the beginning if that is a file; else it reads nothing.
+        through: program and arguments that stand before the command, and become it (:mod:`dtypedoctor.runner.view`).
 
     Raises:
         UsageError: the directory cannot be written, or there is no such script.
     """
     make_directory(directory)
     write_request(directory, request)
-    command = [sys.executable, str(BOOT), str(directory.resolve())]
+    command = [*through, sys.executable, str(BOOT), str(directory.resolve())]
     workload = request.scenario.steps[0].workload
     read_up = isinstance(workload, Script) and workload.path == "-"  # the program itself has come from there
     ended = run_process(command, directory, live=live, time_limit=request.scenario.time_limit, stdin_is_read=read_up)
@@ -353,7 +356,12 @@ LOGS = "torchrun"
 
 
 def run_ranks(
-    request: Request, directory: Path, *, live: bool, progress: Callable[[Path], None] = lambda _: None
+    request: Request,
+    directory: Path,
+    *,
+    live: bool,
+    progress: Callable[[Path], None] = lambda _: None,
+    through: Sequence[str] = (),
 ) -> Run:
     """Runs ``request`` in as many processes as its scenario says, on this machine.
 
@@ -362,6 +370,7 @@ def run_ranks(
         directory: holds afterwards a directory for each rank, and what torchrun itself printed; must not exist yet.
         live: show what the processes write, as it comes.
         progress: called now and then, while they run, with the directory of rank 0.
+        through: see :func:`run_script`.
 
     Returns:
         The run of the rank that failed first, or of rank 0; its ``ranks`` are those of all.
@@ -376,7 +385,7 @@ def run_ranks(
         place = rank_directory(directory, rank)
         place.mkdir()
         write_request_file(place, _for_rank(request, rank).model_dump_json())
-    command = [sys.executable, "-P", *_torchrun(directory.resolve(), count)]
+    command = [*through, sys.executable, "-P", *_torchrun(directory.resolve(), count)]
     places = [rank_directory(directory, rank) for rank in range(count)]
     ended = run_process(
         command,

@@ -133,6 +133,7 @@ class Treatment:
         replayed: of a second look that is a replay of a part of the run, how it was compared with it.
         capsule: the failing call, kept beside the run, or why it is not; None where nothing failed or no process stood by.
         refusals: the runs after the first that could not be made, and why.
+        rerun_differs: of a script that was run again, what it did otherwise than in its first run, as a clause; else empty.
         rerun: options with which `exec` would tell more, and what it would tell; empty where it would tell nothing.
     """
 
@@ -150,5 +151,6 @@ class Treatment:
     complete: bool
     refusals: tuple[str, ...] = ()
     rerun: str = ""
+    rerun_differs: str = ""
     replayed: str = ""
     capsule: "Capsule | NoCapsule | None" = None

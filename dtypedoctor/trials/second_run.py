@@ -28,6 +28,7 @@ NOTHING_POINTED = "not needed"
 STOPPED = "the second run was stopped before its end"
 NOT_MADE = "the second run could not be made"
 NOT_SEEN_AGAIN = "the failure did not come back in a second run, so no op trace shows it"
+NOT_RECURRED = "the failure did not recur"
 NOT_REPLAYED = "nothing could be replayed: {}"
 NOT_IN_REPLAY = "the failure did not come back in the replay"
 MAY_PROVE = "{}; another run may prove the finding"
@@ -49,6 +50,7 @@ class CloserLook:
         doubt: what that run did instead, in words.
         certificate: of a replay, how it was compared with the run, as a sentence.
         differs: how the bits of a replay differ from those of the run, as a clause.
+        rerun_differs: of a script that was run again, what it did otherwise, as a clause; empty where it did the same.
         rerun_tells: what another run would tell that is not known now, as a clause; empty where it would tell nothing.
     """
 
@@ -59,6 +61,7 @@ class CloserLook:
     doubt: str = ""
     certificate: str = ""
     differs: str = ""
+    rerun_differs: str = ""
     rerun_tells: str = ""
 
     @property
@@ -93,7 +96,8 @@ def look_closer(scenario: Scenario, before: Run, later: LaterRuns, *, may_rerun:
     if not look.rerun_tells or not may_rerun or _was_stopped(before):
         return look
     again = _run_again(scenario, before, later, "rerun")
-    return look if again.closer is None and look.closer is not None else again
+    differs = NOT_RECURRED if again.no_closer == NOT_SEEN_AGAIN else again.doubt
+    return replace(look if again.closer is None and look.closer is not None else again, rerun_differs=differs)
 
 
 def _replayed_unless_interrupted(scenario: Scenario, before: Run, later: LaterRuns) -> CloserLook:

@@ -76,6 +76,11 @@ class Plan:
     ablations: bool = False
     rerun_option: str = "--rerun"
 
+    @property
+    def runs_again(self) -> bool:
+        """Whether a script may be run more than once."""
+        return self.closer or self.certify or self.ablations or (self.remedies and self.only != frozenset())
+
     def allows(self, remedy: str) -> bool:
         """Whether the remedy of this id may be tried."""
         return self.only is None or remedy in self.only or (self.ablations and remedy in ABLATIONS.values())
@@ -128,8 +133,14 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         trials=trials,
         complete=plan.remedies and plan.only is None,
         refusals=tuple(later.refusals),
+        rerun_differs=look.rerun_differs or _differs_uninstrumented(scenario, observer),
         rerun="" if plan.closer else _rerun_advice(look, explained, trials, plan.rerun_option),
     )
+
+
+def _differs_uninstrumented(scenario: Scenario, observer: Observer) -> str:
+    """What a script did otherwise when it was run again without instrumentation; empty where it did the same, or is no script."""
+    return observer.reason if is_script(scenario) and observer.bitwise_equal is False else ""
 
 
 def _rerun_advice(look: CloserLook, findings: tuple[Finding, ...], trials: tuple[Trial, ...], option: str) -> str:

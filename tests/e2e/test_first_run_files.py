@@ -1,4 +1,4 @@
-"""A second run of a script leaves alone what the first one wrote: it neither resumes from it nor appends to it."""
+"""A second run of a script in the same directory leaves alone what the first one wrote: it neither resumes from it nor appends to it."""
 
 import textwrap
 from pathlib import Path
@@ -77,7 +77,9 @@ def test_a_script_that_continues_is_not_continued(begin: str, end: str, tmp_path
     script = written(tmp_path / "program", begin, end)
     once = written(tmp_path / "once", begin, end)
     dtypedoctor("exec", "--out", tmp_path / "once-report", once, cwd=once.parent)
-    finished = dtypedoctor("exec", "--rerun", "--out", tmp_path / "report", script, cwd=script.parent)
+    finished = dtypedoctor(
+        "exec", "--rerun", "--rerun-in-place", "--out", tmp_path / "report", script, cwd=script.parent
+    )
     report = report_of(tmp_path / "report")
     assert finished.code == 10
     assert files(script.parent) == files(once.parent)
@@ -89,7 +91,7 @@ def test_a_script_that_continues_is_not_continued(begin: str, end: str, tmp_path
 def test_a_script_that_begins_anew_is_run_again(begin: str, end: str, tmp_path: Path) -> None:
     """The run without instrumentation is not kept from the files that it begins anew."""
     script = written(tmp_path / "program", begin, end)
-    dtypedoctor("exec", "--rerun", "--out", tmp_path / "report", script, cwd=script.parent)
+    dtypedoctor("exec", "--rerun", "--rerun-in-place", "--out", tmp_path / "report", script, cwd=script.parent)
     report = report_of(tmp_path / "report")
     assert [(one["id"], one["op"], one["confidence"]) for one in report["findings"]] == [
         ("float16-overflow", "aten.mul.Tensor", "proven")

@@ -1,0 +1,163 @@
+"""`exec --rerun` leaves the working directory as one run leaves it, and repeats scripts that a second run in it would change."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from command import dtypedoctor, report_of
+
+from dtypedoctor.runner.view import NoViewError, require_view
+
+OVERFLOW = """
+    import os, torch
+    from pathlib import Path
+
+    class Square(torch.nn.Module):
+        def forward(self, x):
+            return x * x
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), Square()).half()
+    {begin}
+    for step in range(start, start + 3):
+        loss = net(torch.full((2, 4), 10.0 ** step, dtype=torch.float16)).mean()
+        {end}
+"""
+"""Inf in its third step, where 1,000 times a weight is squared."""
+
+SCRIPTS = {
+    "creates its output folder": ("os.mkdir('out'); start = 1", "Path('out', f'{step}.txt').write_text(str(step))"),
+    "removes its input": ("start = int(Path('given/start.txt').read_text()); os.unlink('given/start.txt')", "pass"),
+    "resumes from its checkpoint": (
+        "start = torch.load('state.pt') if os.path.exists('state.pt') else 1",
+        "torch.save(step + 1, 'state.pt')",
+    ),
+    "appends to a log": (
+        "start = 1 if len(Path('log.txt').read_text()) == 6 else 2",
+        "print('step', step, file=open('log.txt', 'a'))",
+    ),
+    "removes a folder and creates it again": (
+        "import shutil; shutil.rmtree('given'); os.mkdir('given'); start = 1",
+        "Path('given', 'new.txt').write_text('new')",
+    ),
+}
+"""How a script begins, and what it does in each step. Without a fresh folder the first three fail or begin elsewhere."""
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def written(folder: Path, begin: str, end: str) -> Path:
+    """The script in a new folder."""
+    (folder / "given").mkdir(parents=True)
+    (folder / "given" / "start.txt").write_text("1")
+    (folder / "log.txt").write_text("begun\n")
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(OVERFLOW.format(begin=begin, end=end)))
+    return script
+
+
+def files(folder: Path) -> dict[str, bytes | None]:
+    """What lies below a folder, but for what this package leaves there: None for a directory."""
+    paths = [path for path in folder.rglob("*") if "runs" not in path.relative_to(folder).parts]
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in sorted(paths)}
+
+
+def view_or_skip(folder: Path) -> None:
+    """Skips where the system allows no view."""
+    try:
+        require_view(folder)
+    except NoViewError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(("begin", "end"), SCRIPTS.values(), ids=SCRIPTS)
+def test_a_rerun_repeats_the_first_run_and_leaves_its_files(begin: str, end: str, tmp_path: Path) -> None:
+    """The folder is bitwise what one run leaves, and the rerun confirms the finding; the run directory lies in the folder."""
+    view_or_skip(tmp_path)
+    script, alone = written(tmp_path / "program", begin, end), written(tmp_path / "alone", begin, end)
+    subprocess.run([sys.executable, alone], cwd=alone.parent, check=True)
+    finished = dtypedoctor("exec", "--rerun", "--out", "runs/report", script, cwd=script.parent)
+    report = report_of(script.parent / "runs" / "report")
+    assert files(script.parent) == files(alone.parent)
+    assert "in a copy-on-write view of the working directory" in finished.err
+    assert [(one["id"], one["step"], one["confidence"]) for one in report["findings"]] == [
+        ("float16-overflow", 3, "proven")
+    ]
+    assert "in the same way and printed the same" in report["observer"]["reason"]
+    assert "another way" not in report["headline"]
+    assert "could not be made" not in str(report["coverage"])
+
+
+def test_a_rerun_that_goes_another_way_is_in_the_headline(tmp_path: Path) -> None:
+    """What lies outside of the working directory is not put back, so the script ends otherwise."""
+    (tmp_path / "start.txt").write_text("1")
+    begin = "start = int(Path('../start.txt').read_text()); os.unlink('../start.txt')"
+    script = written(tmp_path / "program", begin, "pass")
+    dtypedoctor("exec", "--rerun", "--out", tmp_path / "report", script, cwd=script.parent)
+    headline = report_of(tmp_path / "report")["headline"]
+    assert headline.startswith("float16 overflow in model[1]")
+    assert "The rerun went another way: " in headline
+    assert "FileNotFoundError" in headline
+
+
+def without_view(folder: Path, *arguments: str | Path) -> list[str]:
+    """The command in a mount namespace where a file system is mounted below ``folder``, over which no overlay is laid."""
+    (folder / "mounted").mkdir()
+    command = [sys.executable, "-m", "dtypedoctor", "exec", *map(str, arguments)]
+    return ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs none mounted && exec "$@"', "sh", *command]
+
+
+def ended(command: list[str], folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """The command in a folder, without a terminal, when it is over."""
+    return subprocess.run(
+        command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        env=ENVIRONMENT | environment,
+    )  # fmt: skip
+
+
+def test_without_a_view_and_a_terminal_no_other_run_is_made(tmp_path: Path) -> None:
+    """The command is refused before the script runs; with the option the script runs again in its directory."""
+    view_or_skip(tmp_path)
+    script = written(tmp_path / "program", "start = 1", "print(step, file=open('steps.txt', 'a'))")
+    command = without_view(script.parent, "--verify-uninstrumented", "--out", tmp_path / "report", script)
+    refused = ended(command, script.parent)
+    assert refused.returncode == 2
+    assert "another file system is mounted at" in refused.stderr
+    assert "--rerun-in-place" in refused.stderr
+    assert not (script.parent / "steps.txt").exists()
+    assert not (tmp_path / "report").exists()
+    done = ended(command, script.parent, DTYPEDOCTOR_RERUN_IN_PLACE="1")
+    assert done.returncode == 10
+    assert "it may change files" in done.stderr
+
+
+@pytest.mark.parametrize(("answer", "made"), [(b"n\n", False), (b"y\n", True)])
+def test_without_a_view_a_terminal_is_asked(answer: bytes, made: bool, tmp_path: Path) -> None:
+    """It names what the first run has written below the working directory."""
+    view_or_skip(tmp_path)
+    script = written(tmp_path / "program", "start = 1", "Path(f'{step}.txt').write_text('x')")
+    command = without_view(script.parent, "--verify-uninstrumented", "--out", tmp_path / "report", script)
+    child, terminal = os.forkpty()
+    if child == 0:
+        os.chdir(script.parent)
+        os.execvpe(command[0], command, ENVIRONMENT)
+    seen = b""
+    while b"[y/N]" not in seen:
+        seen += os.read(terminal, 4096)
+    os.write(terminal, answer)
+    while chunk := _read(terminal):
+        seen += chunk
+    os.waitpid(child, 0)
+    assert b"Written by the first run below it: 1.txt, 2.txt, 3.txt." in seen
+    assert ("could not start" not in report_of(tmp_path / "report")["observer"]["reason"]) == made
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed
+        return b""
