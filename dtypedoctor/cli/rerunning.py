@@ -24,7 +24,7 @@ class Reruns:
         in_place: whether the user has agreed that they change the files of the working directory.
 
     Raises:
-        UsageError: there can be no view of the working directory, the user has not agreed, and there is no terminal to ask on.
+        UsageError: there is no working directory, or no view of it can be made, the user has not agreed, and there is no terminal to ask on.
     """
 
     def __init__(self, directory: Path, *, in_place: bool) -> None:
@@ -36,7 +36,13 @@ class Reruns:
         self._resources = ExitStack()
         if in_place:
             return
-        folder = Path.cwd()
+        try:
+            folder = Path.cwd()
+        except OSError as error:
+            raise UsageError(
+                f"the working directory cannot be read ({error.strerror}), so no other run can start in it",
+                "Change to a directory that exists.",
+            ) from error
         try:
             self._before = self._resources.enter_context(Before(folder, self._directory / "before"))
             require_view(folder)

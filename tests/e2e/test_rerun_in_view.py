@@ -48,6 +48,7 @@ SCRIPTS = {
 
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+ENVIRONMENT.pop("DTYPEDOCTOR_RERUN_IN_PLACE", None)
 
 
 def written(folder: Path, begin: str, end: str) -> Path:
