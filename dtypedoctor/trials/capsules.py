@@ -139,19 +139,29 @@ def _caught(run: Run, wanted: dict[str, Any], window: Window, seconds: float) ->
 
 
 def _made_in_place(made: Sequence[Path], wanted: dict[str, Any], directory: Path) -> Capsule | NoCapsule:
-    """The first capsule of the wanted kind that the process has left beside its trace, moved to where it belongs."""
-    for path in made:
-        description = parse_json(read_file(path))
-        tensors = path.with_suffix(".safetensors")
-        inside = f"{wanted['finding']['fqn'] or ''}.".startswith(f"{description['fqn']}." if description["fqn"] else "")
-        if description["kind"] != wanted["kind"] or not inside or not tensors.is_file():
-            continue
-        directory.mkdir()
-        tensors.rename(directory / CAPSULE_TENSORS)
-        (directory / CAPSULE).write_text(to_json({**description, "finding": wanted["finding"]}), encoding="utf-8")
-        path.unlink()
-        return read_capsule(directory)
+    """The first capsule of the wanted kind that the process has left beside its trace; none of them stays there."""
+    try:
+        for path in made:
+            description = parse_json(read_file(path))
+            tensors = _tensors_of(path)
+            inside = f"{wanted['finding']['fqn'] or ''}.".startswith(
+                f"{description['fqn']}." if description["fqn"] else ""
+            )
+            if description["kind"] != wanted["kind"] or not inside or not tensors.is_file():
+                continue
+            size = tensors.stat().st_size
+            if size > wanted["limit"]:
+                return NoCapsule(why=f"it takes {size:,} bytes, and --capsule-limit is {wanted['limit']:,}")
+            return _placed({**description, "finding": wanted["finding"]}, tensors, directory)
+    finally:
+        for path in made:
+            path.unlink(missing_ok=True)
+            _tensors_of(path).unlink(missing_ok=True)
     return NoCapsule(why="by itself no module around the failing operator fails")
+
+
+def _tensors_of(path: Path) -> Path:
+    return path.with_suffix(".safetensors")
 
 
 def _kept(scratch: Path, directory: Path) -> Capsule | NoCapsule:
@@ -162,10 +172,15 @@ def _kept(scratch: Path, directory: Path) -> Capsule | NoCapsule:
     description = parse_json(data)
     if "why" in description:
         return NoCapsule(why=str(description["why"]))
+    return _placed(description, scratch / CAPSULE_TENSORS, directory)
+
+
+def _placed(description: dict[str, Any], tensors: Path, directory: Path) -> Capsule:
+    """The capsule, moved to where it belongs, without secrets and paths of this machine."""
     directory.mkdir()
     source = without_process_secrets(description.pop("source"))
     public = {**redact(description), "source": short_paths(source)}
-    (scratch / CAPSULE_TENSORS).rename(directory / CAPSULE_TENSORS)
+    tensors.rename(directory / CAPSULE_TENSORS)
     (directory / CAPSULE).write_text(to_json(public), encoding="utf-8")
     return read_capsule(directory)
 

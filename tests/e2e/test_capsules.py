@@ -146,3 +146,34 @@ def test_a_capsule_that_cannot_be_read_is_refused(text: str, tmp_path: Path) -> 
     (tmp_path / CAPSULE_TENSORS).write_bytes(b"")
     with pytest.raises(UsageError, match="capsule"):
         read_capsule(tmp_path)
+
+
+TOKEN = "hf_" + "aBcDeFgHiJ" * 3 + "kLmN"
+
+
+@pytest.mark.parametrize("in_place", ["", "fails"], ids=["fork", "in-place"])
+def test_a_capsule_holds_no_secret_of_the_script(in_place: str, tmp_path: Path) -> None:
+    """The class that fails names a token; the capsule has the class, and nothing else of the call lies about."""
+    text = OVERFLOW.replace("    def forward(self, x):", f"    token = {TOKEN!r}\n    def forward(self, x):")
+    (tmp_path / "script.py").write_text(text, encoding="utf-8")
+    done = dtypedoctor(
+        "exec", "--out", "run", "script.py", cwd=tmp_path, DTYPEDOCTOR_REPLAY_IN_PLACE=in_place, OMP_NUM_THREADS="1"
+    )
+    capsule = (tmp_path / "run" / "capsule" / CAPSULE).read_text(encoding="utf-8")
+    assert "class Scores" in capsule, done.err
+    assert TOKEN not in capsule
+    assert list((tmp_path / "run" / "before").glob("capsule-*")) == []
+
+
+def test_a_capsule_of_the_process_itself_keeps_the_limit(tmp_path: Path) -> None:
+    """It is made before anybody knows what it is for; one that is too large is not kept, and the report says so."""
+    text = OVERFLOW.replace("4,), GAIN", "300000,), GAIN").replace("Linear(4, 4)", "Linear(4, 300000)")
+    text = text.replace("zeros(4)", "zeros(300000)")
+    (tmp_path / "script.py").write_text(text, encoding="utf-8")
+    done = dtypedoctor(
+        "exec", "--out", "run", "--capsule-limit", "1", "script.py",
+        cwd=tmp_path, DTYPEDOCTOR_REPLAY_IN_PLACE="fails", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert "--capsule-limit is 1,048,576" in " ".join(done.err.split())
+    assert not (tmp_path / "run" / "capsule").exists()
+    assert list((tmp_path / "run" / "before").glob("capsule-*")) == []
