@@ -2,7 +2,7 @@
 
 An :class:`~dtypedoctor.plugins.Edit` says which lines of a function become which others. The same edit makes the patch for the
 library (:func:`patched`) and the code that runs (:func:`install`), so what was proven is what is proposed. The function object
-stays and only its code changes: whoever has imported it, before or after, calls the corrected code. Lines that an edit was not
+stays and only its code changes: modules that imported it, before or after, call the corrected code. Lines that an edit was not
 written for are never changed; :class:`TargetMismatchError` says how they differ.
 
 Nothing here imports torch or a library.

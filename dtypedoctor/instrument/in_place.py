@@ -25,7 +25,7 @@ from torch.cuda import is_current_stream_capturing
 from dtypedoctor._torch_private import hook_gradient, transformation, version_of
 from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.float32_program import Originals
-from dtypedoctor.instrument.live_call import LiveCall, from_outside, mapped, tensors_of
+from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.phases import Phases
@@ -443,7 +443,7 @@ class _Replay:
         """Type and message of what the call has raised, or the backward pass through it."""
         live = self._kept.live
         memo: dict[int, Any] = {}
-        args, kwargs = mapped(live.args, _leaf, memo), mapped(live.kwargs, _leaf, memo)
+        args, kwargs = mapped(live.args, as_leaf, memo), mapped(live.kwargs, as_leaf, memo)
         self.ops.open()
         try:
             self.ops.enter_root(args, kwargs)
@@ -665,12 +665,6 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.detach().isfinite().all())
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """The same values as the beginning of an autograd graph."""
-    with torch.no_grad():
-        return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> None:

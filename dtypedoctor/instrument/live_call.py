@@ -2,7 +2,7 @@
 
 A :class:`LiveCall` holds references and costs nothing but the state of a random generator, so one can be kept for each open call. Making the
 call again runs the program's code: it draws from the program's generators (which are put back), and it may write to buffers, caches and
-arguments. Whoever does it in a process that goes on passes copies (:func:`copied`) and puts the module's buffers back.
+arguments. In a process that goes on, pass copies (:func:`copied`) and put the module's buffers back.
 """
 
 from collections import OrderedDict
@@ -24,6 +24,7 @@ __all__ = [
     "LiveCall",
     "RandomState",
     "Repeat",
+    "as_leaf",
     "copied",
     "from_outside",
     "has_state",
@@ -219,8 +220,8 @@ class LiveCall:
             args, kwargs: passed instead, e.g. copies; default the arguments themselves.
         """
         memo: dict[int, Any] = {}
-        passed = mapped(tuple(self.args if args is None else args), _leaf, memo)
-        named = mapped(dict(self.kwargs if kwargs is None else kwargs), _leaf, memo)
+        passed = mapped(tuple(self.args if args is None else args), as_leaf, memo)
+        named = mapped(dict(self.kwargs if kwargs is None else kwargs), as_leaf, memo)
         made = LiveCall(module=module or self.module, fqn=self.fqn, args=passed, kwargs=named, grad=self.grad,
                         inference=self.inference, autocast=self.autocast, random=self.random)  # fmt: skip
         repeat = Repeat()
@@ -289,7 +290,7 @@ def _edges_behind(node: Node) -> Iterator[tuple[Node, int]]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists, mappings and simple namespaces, in order; whoever repeats a call counts its outputs alike."""
+    """The tensors of nested tuples, lists, mappings and simple namespaces, in an order that a repeated call keeps."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -382,6 +383,6 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def as_leaf(tensor: Tensor) -> Tensor:
     """The same values as the beginning of an autograd graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

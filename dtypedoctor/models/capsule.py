@@ -90,7 +90,7 @@ def load_capsule(directory: Path, dtype: torch.dtype, device: torch.device) -> n
         text = capsule_script(capsule, tensors=CAPSULE_TENSORS)
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
         script.__dict__["__file__"] = path
-        exec(compile(text, path, "exec"), script.__dict__)  # noqa: S102  (whoever started this run has allowed it)
+        exec(compile(text, path, "exec"), script.__dict__)  # noqa: S102  (the user has allowed it)
         script.__dict__["DEVICE"] = str(device)
         kept = _converted(script, getattr(torch, capsule.dtype), dtype, device)
         for name in capsule.description["requires_grad"]:

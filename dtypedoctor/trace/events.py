@@ -402,7 +402,7 @@ class NotWatched:
 class Coverage:
     """How many things ran, and how many of them were measured; the one record that is not frozen.
 
-    Instruments count it up, whoever sees something the first number and whoever measures it the second; it is written once when they stop.
+    Instruments count it up, the first number when they see something and the second when they measure it; it is written once when they stop.
 
     Attributes:
         module_calls: module calls that ended with a result in steps that are measured; those whose result holds no float are left out.
