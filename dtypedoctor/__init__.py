@@ -22,3 +22,17 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext dtypedoctor``: gives the notebook ``%%doctor``."""
+    import_module("dtypedoctor.inprocess.notebook").load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """``%unload_ext dtypedoctor``."""
+    import_module("dtypedoctor.inprocess.notebook").unload(shell)

@@ -1,22 +1,30 @@
 """``with dtypedoctor.watch(model): …``, and what it shares with the callback: a part of a running program, watched and written up."""
 
+import functools
+import html
+import itertools
 import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
+from rich.console import Console
 from torch import nn
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import contained, say
-from dtypedoctor.redaction.redact import without_process_secrets
+from dtypedoctor.redaction.redact import redact, without_process_secrets
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write_report
 from dtypedoctor.report.model import Report
+from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.run_facts import replay_command
 from dtypedoctor.report.text import one_line
+from dtypedoctor.report.to_html import render_html
+from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
 from dtypedoctor.runner.run import BEFORE, WorkerExit, collect
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
@@ -26,9 +34,14 @@ from dtypedoctor.worker.process_watch import ProcessWatch
 from dtypedoctor.worker.recording import Recording, hide_in_excepthook
 from dtypedoctor.worker.standbys import Standbys
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 
 class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(model)`)
     """Watches everything that runs inside of the ``with`` block and leaves a run directory with ``report.json``.
+
+    As a decorator, ``@dtypedoctor.watch()``, it watches each call of the function; the second goes to ``OUT-2``, and so on.
 
     Every module that is called is watched, also others than ``model``. An exception leaves the block as it was raised.
 
@@ -59,7 +72,25 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         replay: bool = False,
     ) -> None:
         self._model = model
-        self._watched = Watched(Path(out) if out is not None else None, every=every, replay=replay)
+        self._out = Path(out) if out is not None else None
+        self._again = functools.partial(Watched, every=every, replay=replay)
+        self._watched = self._again(self._out)
+
+    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        """The function, watched in each of its calls; :attr:`report` and :attr:`directory` are those of the last one."""
+        calls = itertools.count(1)
+        model = self._model
+
+        @functools.wraps(function)
+        def watched(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            call = next(calls)
+            if call > 1:
+                self._watched = self._again(numbered(self._out, call))
+            self._model = model
+            with self:
+                return function(*args, **kwargs)
+
+        return watched
 
     @property
     def directory(self) -> Path:
@@ -67,7 +98,7 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         return self._watched.directory
 
     @property
-    def report(self) -> Report | None:
+    def report(self) -> "WatchReport | None":
         """The finished report; None inside of the block."""
         return self._watched.report
 
@@ -78,6 +109,37 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._watched.end(error)
+
+
+class WatchReport(Report):
+    """The report of a watched part, as a notebook shows it: redacted, because notebooks are saved and passed on."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """The headline, and a line for each finding."""
+        public = redact(self)
+        lines = [f"{public.status}: {one_line(public.headline, 600)}"]
+        for finding in public.findings:
+            more = f": {one_line(finding.summary, 300)}" if finding.summary != public.headline else ""
+            lines.append(f"  {finding.id}{more}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The whole report in a frame of its own, so that its style and the notebook's do not meet."""
+        page = html.escape(render_html(public_run(self)))
+        return f'<iframe srcdoc="{page}" sandbox="allow-scripts" style="width:100%;height:36em;border:0"></iframe>'
+
+    def show(self) -> None:
+        """Prints the report as ``dtypedoctor report`` does."""
+        print_document(public_run(self), Console())
+
+
+def numbered(out: Path | None, call: int) -> Path | None:
+    """The run directory of another part: ``OUT-2``, ``OUT-3``, …; None where none is named."""
+    return out.with_name(f"{out.name}-{call}") if out is not None else None
 
 
 _current: "Watched | None" = None
@@ -104,10 +166,10 @@ class Watched:
     def __init__(self, out: Path | None, *, every: int = 1, replay: bool = False) -> None:
         self._every = every
         self._replay = replay
-        self._name = scenario_name(sys.argv[0])
+        self._name = "notebook" if "ipykernel" in sys.modules else scenario_name(sys.argv[0])
         self._out = out
         self.directory: Path
-        self.report: Report | None = None
+        self.report: WatchReport | None = None
         self._recording: Recording | None = None
         self._show_frames: Callable[[], None] = lambda: None
 
@@ -164,16 +226,16 @@ class Watched:
             if "directory" in (self.report.capsule or {}):
                 say(f"dtypedoctor: failing call: {replay_command(self.report, shlex.quote(str(self.directory)))}")
 
-    def _written(self, ended: WorkerExit) -> Report:
+    def _written(self, ended: WorkerExit) -> WatchReport:
         run = collect(self.directory / BEFORE, ended, foreign=True)
-        report = build_report(
+        built = build_report(
             examine(self._scenario(), run, replay=self._replay),
             command=shlex.join(without_process_secrets(["python", *sys.argv])),
             files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": BEFORE},
             next_command=f"dtypedoctor report {shlex.quote(str(self.directory))}",
         )
-        write_report(self.directory, report)
-        return report
+        write_report(self.directory, built)
+        return WatchReport(**{each.name: getattr(built, each.name) for each in fields(built)})
 
     def _scenario(self) -> Scenario:
         return Scenario(

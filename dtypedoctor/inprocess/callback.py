@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from dtypedoctor.inprocess import Watched, watched_for
+from dtypedoctor.inprocess import Watched, WatchReport, numbered, watched_for
 from dtypedoctor.interruptions import say
-from dtypedoctor.report.model import Report
 
 NO_END = "training did not complete, and the program continued"
 
@@ -39,7 +38,7 @@ class DtypeDoctorCallback(TrainerCallback):
         self._replay = replay
         self._trainings = 0
         self._watched: Watched | None = None
-        self.report: Report | None = None
+        self.report: WatchReport | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins to watch.
@@ -56,9 +55,7 @@ class DtypeDoctorCallback(TrainerCallback):
         self._trainings += 1
         if self._trainings == 1:
             atexit.register(self._at_exit)
-        out = self._out
-        if out is not None and self._trainings > 1:
-            out = out.with_name(f"{out.name}-{self._trainings}")
+        out = self._out if self._trainings == 1 else numbered(self._out, self._trainings)
         self._watched = Watched(out, every=self._every, replay=self._replay)
         self._watched.begin(kwargs.get("model"))
 

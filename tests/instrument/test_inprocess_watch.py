@@ -63,6 +63,23 @@ def test_without_a_directory_the_report_lies_under_runs(tmp_path: Path, monkeypa
     assert [report_in(directory)["status"] for directory in directories] == ["healthy", "healthy"]
 
 
+def test_a_decorated_function_is_watched_in_each_call(tmp_path: Path) -> None:
+    """It returns what it returned, and each call leaves a report of its own."""
+    block = dtypedoctor.watch(out=tmp_path / "run")
+
+    @block
+    def double(x: Tensor, *, scale: float = 2.0) -> Tensor:
+        """Doubles."""
+        return nn.Identity()(x * scale)
+
+    assert double.__doc__ == "Doubles."
+    assert double(torch.ones(1)).item() == 2
+    assert double(torch.full((1,), 6e4).half(), scale=2).isinf().all()
+    assert [report_in(tmp_path / name)["status"] for name in ("run", "run-2")] == ["healthy", "findings"]
+    assert block.directory == tmp_path / "run-2"
+    assert str(block.report).startswith("findings: ")
+
+
 def test_an_exception_leaves_the_block_as_it_was_raised(tmp_path: Path) -> None:
     """The same object, arguments and lines of the program; neither its traceback nor the report shows the doctor's frames."""
     error = None

@@ -1,0 +1,97 @@
+"""``%load_ext dtypedoctor`` in a notebook: ``%%doctor`` watches one cell and shows what it finds under the cell's output.
+
+IPython is there where this module is imported: nobody else imports it.
+"""
+
+import ast
+import shlex
+from argparse import ArgumentParser
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from dtypedoctor.errors import UsageError as RefusedError
+from dtypedoctor.inprocess import watch
+
+
+def load(shell: InteractiveShell) -> None:
+    """Registers ``%%doctor`` in this shell; a second time replaces it."""
+    shell.register_magic_function(_Doctor(shell), magic_kind="cell", magic_name="doctor")
+
+
+def unload(shell: InteractiveShell) -> None:
+    """Takes ``%%doctor`` out of this shell again."""
+    shell.magics_manager.magics["cell"].pop("doctor", None)
+
+
+class _Options(ArgumentParser):
+    """The options behind ``%%doctor``; a wrong one is the user's error and does not end the kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(prog="%%doctor", add_help=False)
+        self.add_argument("--out", help="run directory to create")
+        self.add_argument("--every", type=int, default=1, help="measure every module in each Nth training step")
+        self.add_argument("--no-replay", dest="replay", action="store_false", help="do not replay what fails")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"%%doctor: {message}. Known: --out DIR, --every N, --no-replay")
+
+
+class _Doctor:
+    """The magic of one shell."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self.__doc__ = (
+            "Watches this cell and shows the findings under its output.\n\n"
+            "%%doctor [--out DIR] [--every N] [--no-replay]: what dtypedoctor.watch() takes. The report is\n"
+            "also in DIR, or in runs/ of the working directory."
+        )
+
+    def __call__(self, line: str, cell: str) -> object:
+        """Runs the cell in the user's namespace, and shows the report when all of the cell's own output is out.
+
+        Returns:
+            The value of the cell's last expression, as the cell alone has it.
+
+        Raises:
+            UsageError: an unknown option, or the run directory cannot be used; IPython shows no traceback of it.
+            BaseException: what the cell raises, as it was raised.
+        """
+        options = _Options().parse_args(shlex.split(line))
+        block = watch(out=options.out, every=options.every, replay=options.replay)
+        try:
+            block.__enter__()
+        except RefusedError as error:
+            raise UsageError(f"%%doctor: {error}") from error
+        self._show_when_over(block)
+        with ExitStack() as stack:
+            stack.push(block.__exit__)
+            return self._run(cell)
+
+    def _run(self, cell: str) -> object:
+        shell = self._shell
+        source = shell.transform_cell(cell)
+        name = shell.compile.cache(source, shell.execution_count, raw_code=cell)
+        tree = ast.parse(source, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(shell.compile(tree, name, "exec"), shell.user_ns)  # noqa: S102  (the user's own cell)
+        if last is None:
+            return None
+        value = eval(shell.compile(ast.Expression(last.value), name, "eval"), shell.user_ns)
+        return None if source.rstrip().endswith(";") else value
+
+    def _show_when_over(self, block: watch) -> None:
+        """Shows the report once the cell has ended: under the traceback where it has raised."""
+        events = self._shell.events
+
+        def show(*_: Any) -> None:
+            events.unregister("post_run_cell", show)
+            if block.report is not None:
+                from IPython.display import display
+
+                display(block.report)
+
+        events.register("post_run_cell", show)

@@ -1,0 +1,98 @@
+"""``%load_ext dtypedoctor`` in a real kernel: what ``%%doctor`` leaves under a cell, and what of the cell stays as it is."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("ipykernel")
+
+pytestmark = pytest.mark.slow
+
+LOADS = "%load_ext dtypedoctor\nimport torch\nfrom torch import nn"
+MISMATCH = """%%doctor
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half())
+model(torch.ones(2, 4))"""
+HEALTHY = """%%doctor --out kept
+x = 20
+nn.Linear(4, 4)(torch.ones(2, 4))
+x + 1"""
+CELLS = (
+    LOADS, HEALTHY, MISMATCH, "%%doctor\nx;", "%%doctor --step 2\n1", "%%doctor --out kept\n1", "%reload_ext dtypedoctor",
+    "%%doctor --no-replay\nx",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel's working directory."""
+    return tmp_path_factory.mktemp("notebook")
+
+
+@pytest.fixture(scope="module")
+def cells(folder: Path) -> Sequence[Any]:
+    """The cells after their kernel has run them one after the other."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
+    client = nbclient.NotebookClient(
+        notebook, allow_errors=True, timeout=250, resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute()
+    return notebook.cells
+
+
+def outputs(cell: Any, kind: str) -> list[Any]:
+    """The outputs of a cell that are of one kind."""
+    return [output for output in cell.outputs if output.output_type == kind]
+
+
+def test_a_healthy_cell_keeps_its_value_and_its_names(cells: Sequence[Any], folder: Path) -> None:
+    """The last expression is its result; a name that it sets is there in later cells; the report is where it was wanted."""
+    (result,) = outputs(cells[1], "execute_result")
+    assert result["data"]["text/plain"] == "21"
+    (shown,) = outputs(cells[1], "display_data")
+    assert shown["data"]["text/plain"].startswith("healthy: Nothing found")
+    assert (folder / "kept" / "report.json").is_file()
+    assert not outputs(cells[3], "execute_result"), "a semicolon hides the value"
+    (again,) = outputs(cells[7], "execute_result")
+    assert again["data"]["text/plain"] == "20"
+
+
+def test_a_cell_that_raises_shows_the_finding_under_its_traceback(cells: Sequence[Any], folder: Path) -> None:
+    """The error is the cell's own, without frames of the doctor; then the finding, with its operator; the kernel goes on."""
+    kinds = [output.output_type for output in cells[2].outputs]
+    assert kinds.index("error") < kinds.index("display_data")
+    (error,) = outputs(cells[2], "error")
+    assert error["ename"] == "RuntimeError"
+    frames = "\n".join(error["traceback"])
+    assert "doctor/inprocess" not in frames
+    assert "model(torch.ones(" in plain(frames)
+    (shown,) = outputs(cells[2], "display_data")
+    assert shown["data"]["text/plain"].splitlines() == [
+        "findings: aten.addmm.default in model[1] gets float16 and float32.",
+        "  operand-dtype-mismatch",
+    ]
+    page = shown["data"]["text/html"]
+    assert page.startswith("<iframe srcdoc=")
+    assert "operand-dtype-mismatch" in page
+    assert str(Path.home()) not in page, "a notebook is passed on"
+    assert list(folder.glob("runs/notebook-*/capsule"))
+
+
+def test_wrong_options_are_refused_without_a_traceback(cells: Sequence[Any]) -> None:
+    """An unknown option names the known ones; a directory that exists is not written into."""
+    (unknown,) = outputs(cells[4], "stream")
+    assert unknown["text"] == (
+        "UsageError: %%doctor: unrecognized arguments: --step 2. Known: --out DIR, --every N, --no-replay\n"
+    )
+    (taken,) = outputs(cells[5], "stream")
+    assert taken["text"].startswith("UsageError: %%doctor: ")
+    assert "kept" in taken["text"]
+
+
+def plain(text: str) -> str:
+    """A traceback without its colors."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
