@@ -9,12 +9,8 @@ The operators of a replay are recorded in the trace of the run itself, with numb
 so they stand where they would stand if the op trace had been on.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save
@@ -22,20 +18,27 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.cuda import is_current_stream_capturing
 
-from dtypedoctor._torch_private import hook_gradient, transformation, version_of
+from dtypedoctor._torch_private import hook_gradient, transformation
 from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.float32_program import Originals
-from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
+from dtypedoctor.instrument.live_call import LiveCall, mapped, tensors_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.phases import Phases
 from dtypedoctor.instrument.recorders import Nonfinite
+from dtypedoctor.instrument.repeated_call import (
+    InnerCalls,
+    KeptCall,
+    Made,
+    RepeatedCall,
+    bytes_of,
+    itself,
+    type_and_message,
+)
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import out_of_their_sight
-from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
+from dtypedoctor.instrument.untouched import CannotReplayError
 from dtypedoctor.instrument.whereabouts import call_arguments
-from dtypedoctor.interruptions import contained
-from dtypedoctor.redaction.messages import elided
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.records.execution import HeldInput, ReplayedCall
 from dtypedoctor.unpatched import perf_counter, to_json
@@ -51,21 +54,13 @@ MAX_KEPT = 8
 """Outermost calls that are kept at a time."""
 MAX_HELD = 256 << 20
 """Bytes of inputs and upstream gradients that one call may keep alive."""
-CAPSULE_LIMIT = 64 << 20
-"""Bytes of a capsule."""
-REPEATS = 60
-"""How often an inner call may be made again to reduce it."""
 IN_PLACE = "capsule-{call}-{kind}"
 """Name of the files of a capsule, beside the trace, until it is known whether it is of what is found."""
 _KINDS = {"raised": "raised", "value": "nonfinite", "gradient": "backward", "backward raised": "backward"}
 """How the call fails, by why it is replayed."""
-MAX_RESULT = 16 << 20
-"""Bytes of a result that is kept alive, to compare that of the replay with it."""
 MAX_REPLAYS = 12
 MAX_SECONDS = 60.0
 """Replays in one process, and the time after which no further one begins."""
-SHARE_OF_FREE = 0.5
-"""Share of the free memory of the device that a replay may take."""
 GRADIENTS = frozenset({"grad_output", "grad", "accumulated"})
 """Kinds of sites that a backward pass makes."""
 RESULTS = frozenset({"output", "input"})
@@ -82,50 +77,6 @@ OF_SEVERAL = (
     "a process of several cannot repeat a call alone: the others would wait for it; --rerun runs all of them again"
 )
 _NOT_FAILURES = (torch.OutOfMemoryError, StopIteration, StopAsyncIteration, MemoryError)
-
-
-class _Made(NamedTuple):
-    """A tensor that a call has returned: without its autograd graph where it is small, else as long as the program holds it."""
-
-    tensor: Callable[[], Tensor | None]
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Made":
-        """Keeps ``tensor``."""
-        version = version_of(tensor)
-        if _bytes([tensor]) > MAX_RESULT:
-            return cls(ref(tensor), version)
-        held = tensor.detach()  # shares its memory, and its version
-        return cls(lambda: held, version)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Kept:
-    """An outermost call that may be replayed.
-
-    Attributes:
-        live: the call.
-        number: the first of the numbers that are reserved for it.
-        backward: the first of those that are reserved for it in the backward pass that began last.
-        step, call, overrides, regions: the position and the autocast regions at entry.
-        made: what it has returned.
-        error: type and message of what it has raised.
-        replayed: what of it has been replayed, ``forward`` or ``backward``.
-        moved: an optimizer has stepped since.
-    """
-
-    live: LiveCall
-    number: int
-    backward: int = 0
-    step: int
-    call: int
-    overrides: tuple[str, ...]
-    regions: tuple[Any, ...]
-    made: list[_Made] = field(default_factory=list)
-    error: tuple[str, str] | None = None
-    replayed: set[str] = field(default_factory=set)
-    moved: bool = False
 
 
 class InPlaceReplays:
@@ -148,8 +99,8 @@ class InPlaceReplays:
         self._session, self._modules, self._phases = session, modules, phases
         self._originals = originals
         self._aside = aside
-        self._calls: list[_Kept] = []
-        self._current: _Kept | None = None
+        self._calls: list[KeptCall] = []
+        self._current: KeptCall | None = None
         self._failed: tuple[str, str] | None = None
         self._places: set[tuple[object, ...]] = set()
         self._spent = 0.0
@@ -160,7 +111,7 @@ class InPlaceReplays:
         self.begun = False
         self._every = 0
 
-    def _is_forced(self, kept: _Kept) -> bool:
+    def _is_forced(self, kept: KeptCall) -> bool:
         return bool(self._every) and kept.call % self._every == 0 and not kept.moved
 
     def begin(self, *, force: int = 0) -> None:
@@ -199,12 +150,12 @@ class InPlaceReplays:
         live = LiveCall.entered(
             module,
             found[1] if found is not None else "",
-            mapped(tuple(args), _itself, memo),
-            mapped(dict(kwargs), _itself, memo),
+            mapped(tuple(args), itself, memo),
+            mapped(dict(kwargs), itself, memo),
         )
-        if _bytes(tensor for _, tensor in live.inputs()) > MAX_HELD:
+        if bytes_of(tensor for _, tensor in live.inputs()) > MAX_HELD:
             return
-        self._current = _Kept(
+        self._current = KeptCall(
             live=live,
             number=self._session.writer.next_n(RESERVED),
             step=position.step,
@@ -223,7 +174,7 @@ class InPlaceReplays:
         """The innermost module call has raised, and the exception is on its way out."""
         self.noticed(error)
         if self._current is not None:
-            self._current.error = _said(error) if _is_failure(error) else None
+            self._current.error = type_and_message(error) if _is_failure(error) else None
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The outermost call has returned."""
@@ -233,9 +184,9 @@ class InPlaceReplays:
         kept.error = None  # the program has caught what was raised inside
         tensors = list(tensors_of(output))
         with torch.no_grad(), out_of_their_sight():
-            kept.made = [_Made.of(tensor) for tensor in tensors]
+            kept.made = [Made.of(tensor) for tensor in tensors]
         for index, tensor in enumerate(tensors):
-            if tensor.requires_grad and not tensor.is_leaf and _bytes([tensor]) <= MAX_HELD:
+            if tensor.requires_grad and not tensor.is_leaf and bytes_of([tensor]) <= MAX_HELD:
                 hook_gradient(tensor, _KeepGradient(kept.live.gradients, index))
 
     def _left(self, module: nn.Module) -> None:
@@ -264,7 +215,7 @@ class InPlaceReplays:
     def _backward_raised(self, error: BaseException) -> None:
         self.noticed(error)
         if self._session.position.backward_depth and _is_failure(error):
-            self._failed = _said(error)
+            self._failed = type_and_message(error)
 
     def _after_backward(self) -> None:
         failed, self._failed = self._failed, None
@@ -317,19 +268,21 @@ class InPlaceReplays:
         if backward is not None:
             self._through(self._calls_behind(backward), "gradient", None)
 
-    def _calls_behind(self, gradient: Nonfinite) -> list[_Kept]:
+    def _calls_behind(self, gradient: Nonfinite) -> list[KeptCall]:
         """The calls through which a gradient may have come back, the likeliest first."""
         calls = [kept for kept in reversed(self._calls) if kept.step == gradient.step]
         own = [kept for kept in calls if kept.call == gradient.call] if gradient.kind == "grad_output" else []
         return own or calls
 
-    def _through(self, calls: list[_Kept], why: str, error: tuple[str, str] | None) -> None:
+    def _through(self, calls: list[KeptCall], why: str, error: tuple[str, str] | None) -> None:
         """Replays the backward pass through ``calls``, until one of them shows what is looked for."""
         for kept in calls:
             if kept.live.gradients and self._replay(kept, why, backward=True, error=error) and why != "forced":
                 return
 
-    def _replay(self, kept: _Kept, why: str, *, backward: bool = False, error: tuple[str, str] | None = None) -> bool:
+    def _replay(
+        self, kept: KeptCall, why: str, *, backward: bool = False, error: tuple[str, str] | None = None
+    ) -> bool:
         """Makes the call again; whether it has done what it did before.
 
         Args:
@@ -347,7 +300,7 @@ class InPlaceReplays:
         began = perf_counter()
         ops = OpTrace(self._session, self._originals, first_id=self._next_id)
         inner = InnerCalls(self._session, _KINDS[why]) if why in _KINDS else None
-        replay = _Replay(self._session, kept, ops, inner)
+        replay = RepeatedCall(self._session, kept, ops, inner)
         with self._aside(), self._modules.following(replay), self._phases.standing_aside():
             doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)
         self._next_id = replay.ops.next_id
@@ -366,223 +319,6 @@ class InPlaceReplays:
         return not doubt
 
 
-class _Replay:
-    """One replay of one call.
-
-    Args:
-        session: of the process.
-        kept: the call.
-        ops: the op trace.
-        inner: keeps the module calls inside, to leave a capsule; None where none is wanted.
-
-    Attributes:
-        ops: the op trace.
-        why_not: why the call could not be made again; empty where it was.
-        compared: whether its result could be compared with what the call itself had returned or raised.
-        capsule: description and tensors of the smallest module call in it that fails; None where there is none.
-    """
-
-    def __init__(self, session: Session, kept: _Kept, ops: OpTrace, inner: "InnerCalls | None") -> None:
-        self._session = session
-        self._kept = kept
-        self._inner = inner
-        self._reducing = False
-        self._error: BaseException | None = None
-        self.capsule: tuple[dict[str, Any], bytes] | None = None
-        self.ops = ops
-        self._result: list[Tensor] = []
-        self.why_not = ""
-        self.compared = False
-
-    def entered(self, module: nn.Module) -> None:
-        """A module is called in the replay."""
-        if self._inner is not None:
-            self._inner.entered(module)
-
-    def raised(self, module: nn.Module, args: Any, error: BaseException) -> None:
-        """The innermost module call of the replay has raised."""
-        self.ops.refused_by_module(module, args, error)
-        if self._inner is not None:
-            self._inner.raised(module)
-
-    def left(self, module: nn.Module, output: Any, *, outermost: bool) -> None:
-        """A module has returned, before hooks of the program's see it."""
-        if self._inner is not None:
-            self._inner.left(module, output)
-        if outermost:
-            self._result = list(tensors_of(output))
-
-    def run(self, first: int, *, backward: bool, error: tuple[str, str] | None) -> str:
-        """Makes the call, with records numbered from ``first`` on; how it went differently, empty where it did not."""
-        live = self._kept.live
-        memory = KeptMemory(*_allowed(live))
-        roots = (live.module, live.args, live.kwargs)
-        said: tuple[str, str] | None = None
-        position = self._session.position
-        try:
-            with ExitStack() as stack:
-                stack.callback(memory.restore)
-                stack.enter_context(as_before(roots, get_ident(), lambda: position.muted and not self._reducing))
-                stack.enter_context(self._position(first))
-                stack.enter_context(self._session.autocast.unheard())
-                memory.keep_buffers(live.module)
-                stack.enter_context(memory)
-                said = self._attempt(backward=backward)
-                self.why_not = memory.why_not
-                if self._inner is not None and not self.why_not:
-                    self._reducing = True
-                    self.capsule = self._inner.smallest(self._error, self._kept.call)
-        except CannotReplayError as why_not:
-            self.why_not = str(why_not)
-            return ""
-        if said is not None and said[0] == CannotReplayError.__name__:
-            self.why_not = said[1]
-        return "" if self.why_not else self._difference(said, error if error is not None else self._kept.error)
-
-    def _attempt(self, *, backward: bool) -> tuple[str, str] | None:
-        """Type and message of what the call has raised, or the backward pass through it."""
-        live = self._kept.live
-        memo: dict[int, Any] = {}
-        args, kwargs = mapped(live.args, as_leaf, memo), mapped(live.kwargs, as_leaf, memo)
-        self.ops.open()
-        try:
-            self.ops.enter_root(args, kwargs)
-            with live.modes(), contained() as forward:
-                self._session.autocast.open_again(self._kept.regions)
-                output = live.module(*args, **kwargs)
-            self.ops.leave_root()
-            self._error = forward.error
-            if self._error is None and backward:
-                with contained() as pulled, self._differentiating():
-                    self._pull(output, args, kwargs)
-                self._error = pulled.error
-            return _said(self._error) if self._error is not None else None
-        finally:
-            self.ops.close()
-
-    def _pull(self, output: Any, args: Any, kwargs: Any) -> None:
-        """Pulls the upstream gradient through what was made again."""
-        outputs = list(tensors_of(output))
-        upstream = from_outside(self._kept.live.gradients, outputs)
-        given = [*tensors_of((args, kwargs)), *(parameter for _, parameter in self._kept.live.parameters())]
-        ends = [tensor for tensor in given if tensor.requires_grad]
-        if not upstream or not ends:
-            return
-        results, gradients = [outputs[i] for i in upstream], list(upstream.values())
-        try:
-            torch.autograd.grad(results, ends, gradients, allow_unused=True, retain_graph=True)
-        except RuntimeError as error:
-            if "use_reentrant=True" not in str(error):
-                raise
-            _accumulate(results, gradients, ends)
-
-    def _difference(self, said: tuple[str, str] | None, before: tuple[str, str] | None) -> str:
-        if said != before:
-            self.compared = True
-            return f"the call {_raised(before)}, its replay {_raised(said)}"
-        if before is not None:
-            self.compared = True
-            return ""
-        made = [(one.tensor(), one.version) for one in self._kept.made]
-        if len(made) != len(self._result):
-            return "the call and its replay return different numbers of tensors"
-        for (tensor, version), again in zip(made, self._result, strict=True):
-            if tensor is None or version_of(tensor) != version:
-                continue  # freed, or written to since
-            self.compared = True
-            if not _is_same(tensor, again):
-                return "the result of the replay differs from that of the call"
-        return ""
-
-    @contextmanager
-    def _position(self, first: int) -> Iterator[None]:
-        """Inside, the position is that of the call, and records take the numbers that were reserved for it."""
-        position, writer, kept = self._session.position, self._session.writer, self._kept
-        here = position.here
-        before = (here.call, here.stack, here.overrides, here.backward_depth, position.step)
-        try:
-            here.call, here.stack, here.overrides, here.backward_depth = kept.call, [], list(kept.overrides), 0
-            position.step = kept.step
-            with writer.numbering_from(first):
-                yield
-        finally:
-            here.call, here.stack, here.overrides, here.backward_depth, position.step = before
-
-    @contextmanager
-    def _differentiating(self) -> Iterator[None]:
-        position = self._session.position
-        position.backward_depth += 1
-        try:
-            yield
-        finally:
-            position.backward_depth -= 1
-
-
-class InnerCalls:
-    """Keeps the module calls inside of a replay by reference, and makes a capsule of the smallest of them that fails by itself.
-
-    Args:
-        session: of the process.
-        kind: how the call fails: ``raised``, ``nonfinite`` or ``backward``.
-    """
-
-    def __init__(self, session: Session, kind: str) -> None:
-        self._session = session
-        self._kind = kind
-        self._open: list[LiveCall] = []
-        self._returned: list[LiveCall] = []
-        self._found: list[LiveCall] = []
-
-    def entered(self, module: nn.Module) -> None:
-        """A module is called."""
-        place = self._session.names.find(module)
-        if place is None or self._session.position.backward_depth:
-            return
-        args, kwargs = call_arguments(module)
-        memo: dict[int, Any] = {}
-        with self._session.position.mute():
-            given, named = mapped(tuple(args), _itself, memo), mapped(dict(kwargs), _itself, memo)
-            self._open.append(LiveCall.entered(module, place[1], given, named))
-
-    def raised(self, module: nn.Module) -> None:
-        """The innermost call has raised."""
-        self._found = self._found or self._open[::-1]
-
-    def left(self, module: nn.Module, output: Any) -> None:
-        """A module has returned."""
-        if not any(call.module is module for call in self._open):
-            return
-        while self._open[-1].module is not module:
-            self._open.pop()
-        with self._session.position.mute():
-            if self._kind == "nonfinite" and not self._found and not all(map(_is_finite, tensors_of(output))):
-                self._found = self._open[::-1]
-            call = self._open.pop()
-            if self._kind == "backward":
-                call.keep_gradients(output)
-                self._returned.append(call)
-
-    def smallest(self, error: BaseException | None, number: int) -> tuple[dict[str, Any], bytes] | None:
-        """The capsule of the innermost call that fails by itself; None where none does.
-
-        Args:
-            error: what the replay has raised.
-            number: of the outermost call.
-        """
-        from dtypedoctor.instrument.capsule import Failing, Kind, Wanted, capsule_of, signature
-
-        kind = Kind.RAISED if error is not None else Kind(self._kind)
-        through = sorted((call for call in self._returned if call.gradients), key=lambda call: -len(call.fqn))
-        wanted = Wanted(module="", call=number, kind=kind, limit=CAPSULE_LIMIT, finding={})
-        with self._session.position.mute(), contained():
-            for call in self._found or through:
-                failing = Failing(kind=kind, error=signature(error), left=REPEATS)
-                if failing.shows(call):
-                    description, tensors = capsule_of(call, failing, wanted)
-                    return (description, tensors) if tensors else None
-        return None
-
-
 class HeldInputs:
     """Copies small integer inputs (token ids) of the last outermost calls to the host, behind the stream: a device-side assert ends every access to
     the device.
@@ -599,7 +335,7 @@ class HeldInputs:
     def keep(self, call: int, live: LiveCall) -> None:
         """Queues the copies for a call; does not wait."""
         found = [(n, t) for n, t in live.inputs() if t.is_cuda and t.dtype in (torch.int64, torch.int32)]
-        if not found or _bytes(tensor for _, tensor in found) > HELD_BYTES:
+        if not found or bytes_of(tensor for _, tensor in found) > HELD_BYTES:
             return
         if len(self._rooms) < HELD_CALLS:
             self._rooms.append(torch.empty(HELD_BYTES, dtype=torch.uint8, pin_memory=True))
@@ -610,7 +346,7 @@ class HeldInputs:
         begin = 0
         with self._session.position.mute(), out_of_their_sight(), torch.no_grad():
             for name, tensor in found:
-                end = begin + _bytes([tensor])
+                end = begin + bytes_of([tensor])
                 copies[name] = room[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
                 begin = end
         self._calls = [*self._calls[1 - HELD_CALLS :], (call, live.module, copies)]
@@ -659,55 +395,8 @@ class _KeepGradient:
         self._gradients.setdefault(self._index, gradient)
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.detach().isfinite().all())
-
-
-def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> None:
-    """Runs a backward pass that ``autograd.grad`` cannot; the gradients of leaves are afterwards what they were."""
-    before = [(leaf, leaf.grad) for leaf in ends if leaf.is_leaf]
-    try:
-        for leaf, _ in before:
-            leaf.grad = None
-        torch.autograd.backward(results, gradients)
-    finally:
-        for leaf, gradient in before:
-            leaf.grad = gradient
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and is_current_stream_capturing()
-
-
-def _allowed(live: LiveCall) -> tuple[torch.device | None, int]:
-    """The CUDA device that the call runs on, and the bytes that its replay may take there."""
-    tensors = [*(tensor for _, tensor in live.parameters()), *(tensor for _, tensor in live.inputs())]
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    if device is None:
-        return None, 0
-    free, _ = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return device, int((free + reserved) * SHARE_OF_FREE)
-
-
-def _said(error: BaseException) -> tuple[str, str]:
-    return type(error).__name__, str(error)
-
-
-def _raised(said: tuple[str, str] | None) -> str:
-    return (
-        f"raised {said[0]}: {elided(said[1].splitlines()[0] if said[1] else '')}"
-        if said is not None
-        else "raised nothing"
-    )
 
 
 def _is_failure(error: BaseException) -> bool:
@@ -720,12 +409,3 @@ def _is_failure(error: BaseException) -> bool:
 def _is_dead(error: BaseException) -> bool:
     """Whether an exception says that the device answers no more."""
     return isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "device-side assert" in str(error))
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bits; NaN equals NaN."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    with torch.no_grad():
-        first, second = one.detach().contiguous().reshape(-1), other.detach().contiguous().reshape(-1)
-        return torch.equal(first.view(torch.uint8), second.view(torch.uint8))

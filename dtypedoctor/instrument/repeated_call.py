@@ -1,0 +1,354 @@
+"""One module call, made again inside of the running program under the op trace, and the smallest call inside of it that fails by itself.
+
+Which calls are kept, and when one is made again, is decided in :mod:`dtypedoctor.instrument.in_place`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from dtypedoctor._torch_private import version_of
+from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
+from dtypedoctor.instrument.optrace import OpTrace
+from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
+from dtypedoctor.instrument.whereabouts import call_arguments
+from dtypedoctor.interruptions import contained
+from dtypedoctor.redaction.messages import elided
+
+__all__ = ["InnerCalls", "KeptCall", "Made", "RepeatedCall", "bytes_of", "itself", "type_and_message"]
+
+MAX_RESULT = 16 << 20
+"""Bytes of a result that is kept alive, to compare that of the replay with it."""
+SHARE_OF_FREE = 0.5
+"""Share of the free memory of the device that a replay may take."""
+CAPSULE_LIMIT = 64 << 20
+"""Bytes of a capsule."""
+REPEATS = 60
+"""How often an inner call may be made again to reduce it."""
+
+
+class Made(NamedTuple):
+    """A tensor that a call has returned: without its autograd graph where it is small, else as long as the program holds it."""
+
+    tensor: Callable[[], Tensor | None]
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Made":
+        """Keeps ``tensor``."""
+        version = version_of(tensor)
+        if bytes_of([tensor]) > MAX_RESULT:
+            return cls(ref(tensor), version)
+        held = tensor.detach()  # shares its memory, and its version
+        return cls(lambda: held, version)
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptCall:
+    """An outermost call that may be replayed.
+
+    Attributes:
+        live: the call.
+        number: the first of the numbers that are reserved for it.
+        backward: the first of those that are reserved for it in the backward pass that began last.
+        step, call, overrides, regions: the position and the autocast regions at entry.
+        made: what it has returned.
+        error: type and message of what it has raised.
+        replayed: what of it has been replayed, ``forward`` or ``backward``.
+        moved: an optimizer has stepped since.
+    """
+
+    live: LiveCall
+    number: int
+    backward: int = 0
+    step: int
+    call: int
+    overrides: tuple[str, ...]
+    regions: tuple[Any, ...]
+    made: list[Made] = field(default_factory=list)
+    error: tuple[str, str] | None = None
+    replayed: set[str] = field(default_factory=set)
+    moved: bool = False
+
+
+class RepeatedCall:
+    """One replay of one call.
+
+    Args:
+        session: of the process.
+        kept: the call.
+        ops: the op trace.
+        inner: keeps the module calls inside, to leave a capsule; None where none is wanted.
+
+    Attributes:
+        ops: the op trace.
+        why_not: why the call could not be made again; empty where it was.
+        compared: whether its result could be compared with what the call itself had returned or raised.
+        capsule: description and tensors of the smallest module call in it that fails; None where there is none.
+    """
+
+    def __init__(self, session: Session, kept: KeptCall, ops: OpTrace, inner: "InnerCalls | None") -> None:
+        self._session = session
+        self._kept = kept
+        self._inner = inner
+        self._reducing = False
+        self._error: BaseException | None = None
+        self.capsule: tuple[dict[str, Any], bytes] | None = None
+        self.ops = ops
+        self._result: list[Tensor] = []
+        self.why_not = ""
+        self.compared = False
+
+    def entered(self, module: nn.Module) -> None:
+        """A module is called in the replay."""
+        if self._inner is not None:
+            self._inner.entered(module)
+
+    def raised(self, module: nn.Module, args: Any, error: BaseException) -> None:
+        """The innermost module call of the replay has raised."""
+        self.ops.refused_by_module(module, args, error)
+        if self._inner is not None:
+            self._inner.raised(module)
+
+    def left(self, module: nn.Module, output: Any, *, outermost: bool) -> None:
+        """A module has returned, before hooks of the program's see it."""
+        if self._inner is not None:
+            self._inner.left(module, output)
+        if outermost:
+            self._result = list(tensors_of(output))
+
+    def run(self, first: int, *, backward: bool, error: tuple[str, str] | None) -> str:
+        """Makes the call, with records numbered from ``first`` on; how it went differently, empty where it did not."""
+        live = self._kept.live
+        memory = KeptMemory(*_allowed(live))
+        roots = (live.module, live.args, live.kwargs)
+        said: tuple[str, str] | None = None
+        position = self._session.position
+        try:
+            with ExitStack() as stack:
+                stack.callback(memory.restore)
+                stack.enter_context(as_before(roots, get_ident(), lambda: position.muted and not self._reducing))
+                stack.enter_context(self._position(first))
+                stack.enter_context(self._session.autocast.unheard())
+                memory.keep_buffers(live.module)
+                stack.enter_context(memory)
+                said = self._attempt(backward=backward)
+                self.why_not = memory.why_not
+                if self._inner is not None and not self.why_not:
+                    self._reducing = True
+                    self.capsule = self._inner.smallest(self._error, self._kept.call)
+        except CannotReplayError as why_not:
+            self.why_not = str(why_not)
+            return ""
+        if said is not None and said[0] == CannotReplayError.__name__:
+            self.why_not = said[1]
+        return "" if self.why_not else self._difference(said, error if error is not None else self._kept.error)
+
+    def _attempt(self, *, backward: bool) -> tuple[str, str] | None:
+        """Type and message of what the call has raised, or the backward pass through it."""
+        live = self._kept.live
+        memo: dict[int, Any] = {}
+        args, kwargs = mapped(live.args, as_leaf, memo), mapped(live.kwargs, as_leaf, memo)
+        self.ops.open()
+        try:
+            self.ops.enter_root(args, kwargs)
+            with live.modes(), contained() as forward:
+                self._session.autocast.open_again(self._kept.regions)
+                output = live.module(*args, **kwargs)
+            self.ops.leave_root()
+            self._error = forward.error
+            if self._error is None and backward:
+                with contained() as pulled, self._differentiating():
+                    self._pull(output, args, kwargs)
+                self._error = pulled.error
+            return type_and_message(self._error) if self._error is not None else None
+        finally:
+            self.ops.close()
+
+    def _pull(self, output: Any, args: Any, kwargs: Any) -> None:
+        """Pulls the upstream gradient through what was made again."""
+        outputs = list(tensors_of(output))
+        upstream = from_outside(self._kept.live.gradients, outputs)
+        given = [*tensors_of((args, kwargs)), *(parameter for _, parameter in self._kept.live.parameters())]
+        ends = [tensor for tensor in given if tensor.requires_grad]
+        if not upstream or not ends:
+            return
+        results, gradients = [outputs[i] for i in upstream], list(upstream.values())
+        try:
+            torch.autograd.grad(results, ends, gradients, allow_unused=True, retain_graph=True)
+        except RuntimeError as error:
+            if "use_reentrant=True" not in str(error):
+                raise
+            _accumulate(results, gradients, ends)
+
+    def _difference(self, said: tuple[str, str] | None, before: tuple[str, str] | None) -> str:
+        if said != before:
+            self.compared = True
+            return f"the call {_raised(before)}, its replay {_raised(said)}"
+        if before is not None:
+            self.compared = True
+            return ""
+        made = [(one.tensor(), one.version) for one in self._kept.made]
+        if len(made) != len(self._result):
+            return "the call and its replay return different numbers of tensors"
+        for (tensor, version), again in zip(made, self._result, strict=True):
+            if tensor is None or version_of(tensor) != version:
+                continue  # freed, or written to since
+            self.compared = True
+            if not _is_same(tensor, again):
+                return "the result of the replay differs from that of the call"
+        return ""
+
+    @contextmanager
+    def _position(self, first: int) -> Iterator[None]:
+        """Inside, the position is that of the call, and records take the numbers that were reserved for it."""
+        position, writer, kept = self._session.position, self._session.writer, self._kept
+        here = position.here
+        before = (here.call, here.stack, here.overrides, here.backward_depth, position.step)
+        try:
+            here.call, here.stack, here.overrides, here.backward_depth = kept.call, [], list(kept.overrides), 0
+            position.step = kept.step
+            with writer.numbering_from(first):
+                yield
+        finally:
+            here.call, here.stack, here.overrides, here.backward_depth, position.step = before
+
+    @contextmanager
+    def _differentiating(self) -> Iterator[None]:
+        position = self._session.position
+        position.backward_depth += 1
+        try:
+            yield
+        finally:
+            position.backward_depth -= 1
+
+
+class InnerCalls:
+    """Keeps the module calls inside of a replay by reference, and makes a capsule of the smallest of them that fails by itself.
+
+    Args:
+        session: of the process.
+        kind: how the call fails: ``raised``, ``nonfinite`` or ``backward``.
+    """
+
+    def __init__(self, session: Session, kind: str) -> None:
+        self._session = session
+        self._kind = kind
+        self._open: list[LiveCall] = []
+        self._returned: list[LiveCall] = []
+        self._found: list[LiveCall] = []
+
+    def entered(self, module: nn.Module) -> None:
+        """A module is called."""
+        place = self._session.names.find(module)
+        if place is None or self._session.position.backward_depth:
+            return
+        args, kwargs = call_arguments(module)
+        memo: dict[int, Any] = {}
+        with self._session.position.mute():
+            given, named = mapped(tuple(args), itself, memo), mapped(dict(kwargs), itself, memo)
+            self._open.append(LiveCall.entered(module, place[1], given, named))
+
+    def raised(self, module: nn.Module) -> None:
+        """The innermost call has raised."""
+        self._found = self._found or self._open[::-1]
+
+    def left(self, module: nn.Module, output: Any) -> None:
+        """A module has returned."""
+        if not any(call.module is module for call in self._open):
+            return
+        while self._open[-1].module is not module:
+            self._open.pop()
+        with self._session.position.mute():
+            if self._kind == "nonfinite" and not self._found and not all(map(_is_finite, tensors_of(output))):
+                self._found = self._open[::-1]
+            call = self._open.pop()
+            if self._kind == "backward":
+                call.keep_gradients(output)
+                self._returned.append(call)
+
+    def smallest(self, error: BaseException | None, number: int) -> tuple[dict[str, Any], bytes] | None:
+        """The capsule of the innermost call that fails by itself; None where none does.
+
+        Args:
+            error: what the replay has raised.
+            number: of the outermost call.
+        """
+        from dtypedoctor.instrument.capsule import Failing, Kind, Wanted, capsule_of, signature
+
+        kind = Kind.RAISED if error is not None else Kind(self._kind)
+        through = sorted((call for call in self._returned if call.gradients), key=lambda call: -len(call.fqn))
+        wanted = Wanted(module="", call=number, kind=kind, limit=CAPSULE_LIMIT, finding={})
+        with self._session.position.mute(), contained():
+            for call in self._found or through:
+                failing = Failing(kind=kind, error=signature(error), left=REPEATS)
+                if failing.shows(call):
+                    description, tensors = capsule_of(call, failing, wanted)
+                    return (description, tensors) if tensors else None
+        return None
+
+
+def itself(tensor: Tensor) -> Tensor:
+    """Keeps a tensor itself where :func:`mapped` copies the containers around it."""
+    return tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.detach().isfinite().all())
+
+
+def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> None:
+    """Runs a backward pass that ``autograd.grad`` cannot; the gradients of leaves are afterwards what they were."""
+    before = [(leaf, leaf.grad) for leaf in ends if leaf.is_leaf]
+    try:
+        for leaf, _ in before:
+            leaf.grad = None
+        torch.autograd.backward(results, gradients)
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
+
+
+def bytes_of(tensors: Any) -> int:
+    """Bytes of the elements of some tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _allowed(live: LiveCall) -> tuple[torch.device | None, int]:
+    """The CUDA device that the call runs on, and the bytes that its replay may take there."""
+    tensors = [*(tensor for _, tensor in live.parameters()), *(tensor for _, tensor in live.inputs())]
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
+        return None, 0
+    free, _ = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return device, int((free + reserved) * SHARE_OF_FREE)
+
+
+def type_and_message(error: BaseException) -> tuple[str, str]:
+    """By what an exception of the call is compared with that of its replay."""
+    return type(error).__name__, str(error)
+
+
+def _raised(said: tuple[str, str] | None) -> str:
+    return (
+        f"raised {said[0]}: {elided(said[1].splitlines()[0] if said[1] else '')}"
+        if said is not None
+        else "raised nothing"
+    )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bits; NaN equals NaN."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    with torch.no_grad():
+        first, second = one.detach().contiguous().reshape(-1), other.detach().contiguous().reshape(-1)
+        return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
