@@ -184,7 +184,11 @@ def raising_line(raised: Raised) -> str | None:
 
 def _line(frame: str) -> str:
     """The place of a frame, its path from the top of an installed package on; of other code the file's name."""
-    at, _, _ = frame.rpartition(" ")
+    return shown_line(frame.rpartition(" ")[0])
+
+
+def shown_line(at: str) -> str:
+    """``/path/of/file.py:line`` with its path from the top of an installed package on; of other code the file's name."""
     _, found, rest = at.rpartition("/dtypedoctor/")
     if found:
         return f"dtypedoctor/{rest}"

@@ -3,6 +3,7 @@
 import ast
 import linecache
 import sys
+import sysconfig
 from functools import lru_cache
 from inspect import CO_OPTIMIZED
 from itertools import islice
@@ -62,6 +63,78 @@ def _users(frame: FrameType | None) -> FrameType | None:
         whose = module != "torch" and not module.startswith(_NOT_THE_USERS)
         if whose and frame.f_code.co_name not in _PASSING_ON:
             return frame
+        frame = frame.f_back
+    return None
+
+
+_DOCTOR = __file__.rpartition("/instrument/")[0] + "/"
+_LIBRARIES = (
+    *(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    _DOCTOR,
+    "<",
+)
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+@lru_cache(maxsize=4096)
+def is_own_file(file: str) -> bool:
+    """Whether a file is the program's, and neither an installed library's nor Python's nor the doctor's."""
+    return not file.startswith(_LIBRARIES) and not any(part in file for part in _INSTALLED)
+
+
+class Call(NamedTuple):
+    """A call, or another expression, in the program's own code.
+
+    Attributes:
+        at: ``/path/of/file.py:line``.
+        called: what is called, without its arguments (``model.head.float()``); empty where it is no call, or the source cannot be read.
+        span: its first and last line (from 1), first and last column (bytes, from 0); empty where they are not known.
+    """
+
+    at: str
+    called: str
+    span: list[int]
+
+
+class Statement(NamedTuple):
+    """What the program's own code was doing, kept as its code and an instruction of it: cheap to make, read where it is asked for."""
+
+    code: CodeType
+    instruction: int
+    line: int
+
+    def call(self) -> Call:
+        """The call that the instruction is part of."""
+        expression = _expression(self.code, self.instruction)
+        called = callee(expression) if isinstance(expression, ast.Call) else ""
+        return Call(f"{self.code.co_filename}:{self.line}", called, span_of(self.code, self.instruction))
+
+
+def callee(node: ast.expr) -> str:
+    """What an expression names or calls, without arguments and literals: these may be secrets."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{callee(node.value)}.{node.attr}"
+    if isinstance(node, ast.Call):
+        return f"{callee(node.func)}()"
+    if isinstance(node, ast.Subscript):
+        index = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        return f"{callee(node.value)}[{index if isinstance(index, int) else '…'}]"
+    return "…"
+
+
+def span_of(code: CodeType, instruction: int) -> list[int]:
+    """First and last line (from 1), first and last column (bytes, from 0) of an instruction's expression; empty where they are not known."""
+    found = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    return [number for number in found if number is not None] if None not in found else []
+
+
+def own_statement(frame: FrameType | None) -> Statement | None:
+    """What the program's own code is doing in ``frame`` or the nearest one around it; None where only libraries are at work."""
+    while frame is not None:
+        if is_own_file(frame.f_code.co_filename):
+            return Statement(frame.f_code, frame.f_lasti, frame.f_lineno)
         frame = frame.f_back
     return None
 

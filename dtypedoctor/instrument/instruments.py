@@ -15,6 +15,7 @@ from dtypedoctor._torch_private import LOST
 from dtypedoctor.instrument.bad_values import BadValues, ends_of
 from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given
+from dtypedoctor.instrument.dtype_lines import DtypeLines
 from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
@@ -78,6 +79,8 @@ class Instruments:
         self._gradients = 0
         self.collectives = Collectives(session, self._sample_collective)
         self.sharding = ShardCalls(session)
+        self._dtype_lines = DtypeLines(session.guard)
+        session.names.set_by = self._dtype_lines.set_by
         originals = Originals()
         self.silent = SilentChecks(session, originals)
         self.silent.make_again(window.call for window in windows if window.eager)
@@ -149,6 +152,7 @@ class Instruments:
             self.modules.start()
             self.collectives.start()
             self.sharding.start()
+            self._dtype_lines.start()
             self.silent.start()
         self._windows.start()
         if self.watching:
@@ -166,6 +170,7 @@ class Instruments:
             self.sentinel.stop()
             self._measure_gradients(self._samples.gradients_left() if self.modules.whole else [])
             self.silent.stop()
+            self._dtype_lines.stop()
             self.collectives.stop()
             self.sharding.stop()
         self._ops.close()

@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dtypedoctor._torch_private import COMPILED_MODULE, buffers_of, parameters_of
+from dtypedoctor.instrument.frames import Call
 from dtypedoctor.trace.events import ParameterNote, Root
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Names:
 
     Attributes:
         version: grows whenever a module gets a name or loses it.
+        set_by: tells which line of the program gave a module's own parameter or buffer its dtype.
     """
 
     def __init__(self, writer: "TraceWriter") -> None:
@@ -49,6 +51,7 @@ class Names:
         self._held: list[tuple[ref[nn.Module], bool, str, torch.dtype, bool]] = []
         self._glances = 0
         self.version = 0
+        self.set_by: Callable[[nn.Module, str, Tensor], Call | None] = lambda owner, name, tensor: None
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:
@@ -147,6 +150,7 @@ class Names:
             state = (dtype_name(tensor), tensor.requires_grad)
             if self._noted.get((root, name)) == state:
                 continue
+            made = self.set_by(owner, name.rpartition(".")[2], tensor)
             self._writer.write(
                 ParameterNote(
                     n=self._writer.next_n(),
@@ -158,6 +162,9 @@ class Names:
                     buffer=is_buffer,
                     owner=type(owner).__name__,
                     quant=quantization_of(tensor, owner),
+                    set_at=made.at if made is not None else None,
+                    set_by=made.called if made is not None else "",
+                    set_span=made.span if made is not None else [],
                 )
             )
             self._noted[root, name] = state

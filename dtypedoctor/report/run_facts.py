@@ -357,7 +357,7 @@ def _joined(links: tuple[Link, ...]) -> tuple[Link, ...]:
 
 def _worded(link: Link) -> Link:
     """Names of parameters without that of the module, which the link has already."""
-    return replace(link, op=link.op.replace(f"{link.fqn}.", "")) if link.fqn else link
+    return replace(link, op=link.op.replace(f": {link.fqn}.", ": ")) if link.fqn else link
 
 
 def watched_and_not(observer: Observer) -> str:

@@ -72,7 +72,9 @@ class ParameterNote:
     """A parameter or buffer, noted once and again whenever its dtype changes.
 
     ``quant`` describes packed storage: ``{"kind": "nf4", "dtype": quant_state.dtype, "compute_dtype", "storage_dtype",
-    "nested": bool, "offset_dtype", "absmax_dtype", "blocksize"}``.
+    "nested": bool, "offset_dtype", "absmax_dtype", "blocksize"}``. ``set_at`` is ``/path/file.py:line`` of the program's own line that
+    gave it this dtype, ``set_by`` what that line calls (``model.head.float()``), ``set_span`` the call's first and last line and
+    first and last column (bytes).
     """
 
     n: int
@@ -85,6 +87,9 @@ class ParameterNote:
     owner: str = ""
     """Class of the module that holds it."""
     quant: Mapping[str, Json] | None = None
+    set_at: str | None = None
+    set_by: str = ""
+    set_span: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

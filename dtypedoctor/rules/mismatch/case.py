@@ -267,7 +267,18 @@ def described(origin: DtypeOrigin) -> str:
         Reason.FACTORY: f"a tensor made in {origin.dtype} in {where}{at}",
         Reason.ELSEWHERE: f"a {origin.dtype} tensor from outside of the call",
     }
-    return words[origin.reason]
+    return words[origin.reason] + set_in_words(origin)
+
+
+def set_in_words(origin: DtypeOrigin) -> str:
+    """Which line of the program gave the tensor its dtype, in parentheses and with a space in front; empty where that is not known."""
+    if origin.set_at is None:
+        return ""
+    return (
+        f" (made {origin.dtype} by {origin.set_by} at {origin.set_at})"
+        if origin.set_by
+        else f" (made {origin.dtype} at {origin.set_at})"
+    )
 
 
 def is_settled(case: Case, operand: Operand | None) -> bool:

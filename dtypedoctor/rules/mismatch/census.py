@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from dtypedoctor.diagnosis.wording import shown_line
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import ParameterNote, Site
 from dtypedoctor.trace.model import Trace
@@ -41,6 +42,13 @@ class Census:
     def note(self, root: int, name: str) -> ParameterNote | None:
         """The last note about a parameter or buffer."""
         return self._notes.get((root, name))
+
+    def set_in(self, root: int, name: str, dtype: str) -> tuple[str | None, str]:
+        """The program's own line that gave a parameter or buffer ``dtype`` (``train.py:31``), and what it calls; None where it is not known."""
+        note = self.note(root, name)
+        if note is None or note.dtype != dtype or note.set_at is None:
+            return None, ""
+        return shown_line(note.set_at), note.set_by
 
     def notes(self, root: int) -> Iterator[ParameterNote]:
         """All parameters and buffers of an outermost module, in the order in which its modules hold them."""

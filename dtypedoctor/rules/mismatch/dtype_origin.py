@@ -68,6 +68,7 @@ class DtypeOrigin:
         op: the op at which the tensor got this dtype; None where no op of the window did.
         promoted: the op of mixed dtypes, nearest to the origin, whose result took over the wider one.
         quant_dtype: the dtype that was dequantized to, where the tensor goes back to a packed weight.
+        set_at, set_by: the program's own line that gave the tensor ``name`` this dtype (``train.py:31``), and what it calls there.
         chain: from the operand back, views left out; the last link names the reason.
     """
 
@@ -79,6 +80,8 @@ class DtypeOrigin:
     op: Op | None = None
     promoted: Op | None = None
     quant_dtype: str | None = None
+    set_at: str | None = None
+    set_by: str = ""
     chain: tuple[Link, ...] = ()
 
 
@@ -418,10 +421,14 @@ class _Walk:
     def _end(self, origin: DtypeOrigin) -> DtypeOrigin:
         what = f"{origin.reason}: {origin.name}" if origin.name else str(origin.reason)
         source = origin.op.source if origin.op is not None else None
+        set_at, set_by = self._known.census.set_in(origin.root, origin.name or "", origin.dtype)
+        if set_at is not None:
+            source = set_at
+            what += f" ({set_by})" if set_by else ""
         last = Link(fqn=origin.fqn, op=what, dtype_in=None, dtype_out=origin.quant_dtype or origin.dtype, source=source)
         links = self._links
         kept = links if len(links) < MAX_LINKS else [*links[: MAX_LINKS // 2], *links[-MAX_LINKS // 2 :]]
-        return replace(origin, promoted=self._promoted, chain=(*kept, last))
+        return replace(origin, promoted=self._promoted, chain=(*kept, last), set_at=set_at, set_by=set_by)
 
 
 def floating(tensors: Iterable[TensorNote]) -> list[TensorNote]:

@@ -4,7 +4,7 @@ A norm, a buffer, the input, an adapter, the head; then KV caches, features merg
 """
 
 from dtypedoctor.diagnosis.wording import place, short
-from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, settled_by
+from dtypedoctor.rules.mismatch.case import Case, Operand, Verdict, described, op_name, set_in_words, settled_by
 from dtypedoctor.rules.mismatch.census import owner_of
 from dtypedoctor.rules.mismatch.dtype_origin import ATTENTION, MERGES, DtypeOrigin, Reason
 
@@ -40,7 +40,7 @@ def _norm(case: Case, odd: Operand) -> Verdict:
         fqn=origin.fqn,
         summary=f"{short(origin.fqn)} outputs {odd.dtype} for {case.rule} activations; {_rejecting(case)} then raises.",
         cause=(
-            f"The norm's weight is {odd.dtype}. It is multiplied with activations that were cast back to {case.rule}, and the "
+            f"The norm's weight is {odd.dtype}{set_in_words(origin)}. It is multiplied with activations that were cast back to {case.rule}, and the "
             f"product of the two is {odd.dtype}: the norm's output follows its weight.{kept}"
         ),
         evidence=(f"The keep list's entry {entry!r} is contained in the name {origin.fqn}.",) if entry else (),
@@ -61,7 +61,7 @@ def _buffer(case: Case, odd: Operand) -> Verdict:
         fqn=origin.fqn,
         summary=f"{what.split()[0].capitalize()} {origin.name} ({odd.dtype}) promotes the activations to {odd.dtype}; {_rejecting(case)} then raises.",
         cause=(
-            f"{origin.name} is a {odd.dtype} {what}. Arithmetic of two floating dtypes returns the wider one, so everything "
+            f"{origin.name} is a {odd.dtype} {what}{set_in_words(origin)}. Arithmetic of two floating dtypes returns the wider one, so everything "
             f"after it is {odd.dtype}. Casting parameters only, and mixed-precision policies of shard units, leave buffers alone."
         ),
     )
@@ -91,7 +91,7 @@ def _adapter(case: Case, odd: Operand) -> Verdict:
         fqn=wrapper or origin.fqn,
         summary=f"The adapter {short(origin.fqn)} is {odd.dtype}, the base model and its activations are {case.rule}.",
         cause=(
-            f"{origin.name} is a trainable {odd.dtype} weight beside a frozen {case.rule} one. Neither autocast nor a cast at "
+            f"{origin.name} is a trainable {odd.dtype} weight{set_in_words(origin)} beside a frozen {case.rule} one. Neither autocast nor a cast at "
             "the adapter's input brings the two together here."
         ),
     )
@@ -113,9 +113,14 @@ def _head(case: Case, odd: Operand) -> Verdict:
         proven_by=settled_by(case, odd),
         blamed=odd,
         fqn=place(case.op) if origin.reason is Reason.COMPUTE_DTYPE else wrapper or origin.fqn,
-        summary=f"The last layer, {head}, has {_own_dtype(case)} weights but gets a {_given_dtype(case)} input.",
+        summary=f"The last layer, {head}, has {_own_dtype(case)} weights{_made(case)} but gets a {_given_dtype(case)} input.",
         cause=cause,
     )
+
+
+def _made(case: Case) -> str:
+    """Which line made the layer's own weight what it is; empty where that is not known."""
+    return next((set_in_words(operand.origin) for operand in case.operands if operand.tensor.origin == "parameter"), "")
 
 
 def _own_dtype(case: Case) -> str | None:

@@ -1,0 +1,145 @@
+"""Which line of the program gave a parameter or buffer its dtype: ``model.head.float()``, ``from_pretrained(...)``, ``p.data = p.data.float()``.
+
+Followed are what registers parameters and buffers (their construction, loading, adapters) and ``Module._apply``, which every cast of a module
+goes through. Nothing is done when a module is called.
+"""
+
+import ast
+import functools
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from dtypedoctor._torch_private import CAST, buffers_of, parameters_of
+from dtypedoctor.instrument.frames import Call, Statement, callee, own_statement
+from dtypedoctor.instrument.session import Guard
+
+_WHAT = "which line has set the dtype of some parameters"
+_LOADERS = ("from_pretrained()", "from_config()")
+_IN_PLACE = "prepare_model_for_kbit_training"
+"""peft's function that casts by assigning to ``.data``."""
+
+
+class DtypeLines:
+    """Remembers, for each module that is alive, the statement that gave each of its own tensors the dtype that it had then."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._of: dict[int, tuple[ref[nn.Module], dict[str, tuple[torch.dtype, Statement]]]] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._is_applying = False
+
+    def start(self) -> None:
+        """Begins to follow."""
+        hook = self._guard.shield(self._registered, _WHAT)
+        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
+            self._undo.append(register(hook).remove)
+        self._follow_casts()
+
+    def stop(self) -> None:
+        """Puts everything back as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def set_by(self, module: nn.Module, name: str, tensor: Tensor) -> Call | None:
+        """The statement that gave ``tensor``, which ``module`` holds as ``name``, its dtype; None where none is known."""
+        held = self._of.get(id(module))
+        known = held[1].get(name) if held is not None and held[0]() is module else None
+        if known is None:
+            return None
+        dtype, statement = known
+        call = statement.call()
+        if dtype is tensor.dtype or call.called.endswith(_LOADERS):
+            return call
+        return _assignment_to_data(statement.code.co_filename)
+
+    def _registered(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        statement = own_statement(sys._getframe()) if tensor is not None else None
+        if tensor is not None and statement is not None:
+            self._remember(module, name, tensor.dtype, statement)
+
+    def _remember(self, module: nn.Module, name: str, dtype: torch.dtype, statement: Statement) -> None:
+        identity = id(module)
+        held = self._of.get(identity)
+        if held is None or held[0]() is not module:
+            held = self._of[identity] = (ref(module, lambda gone: self._forget(identity, gone)), {})
+        held[1][name] = (dtype, statement)
+
+    def _forget(self, identity: int, gone: ref[nn.Module]) -> None:
+        held = self._of.get(identity)
+        if held is not None and held[0] is gone:
+            del self._of[identity]
+
+    def _follow_casts(self) -> None:
+        original = getattr(nn.Module, CAST, None)
+        if original is None:
+            return
+        before: list[dict[tuple[int, str], torch.dtype]] = []
+        begin = self._guard.shield(lambda module: before.append(_dtypes(module)), _WHAT)
+        end = self._guard.shield(lambda module: self._cast(module, before.pop()) if before else None, _WHAT)
+
+        @functools.wraps(original)
+        def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._is_applying:  # the modules inside of it
+                return original(module, *args, **kwargs)
+            self._is_applying = True
+            try:
+                begin(module)
+                result = original(module, *args, **kwargs)
+                end(module)
+                return result
+            finally:
+                self._is_applying = False
+                before.clear()
+
+        setattr(nn.Module, CAST, apply)
+        self._undo.append(lambda: setattr(nn.Module, CAST, original))
+
+    def _cast(self, module: nn.Module, before: dict[tuple[int, str], torch.dtype]) -> None:
+        statement = own_statement(sys._getframe())
+        for child, name, tensor in _tensors(module) if statement is not None else ():
+            if before.get((id(child), name), tensor.dtype) is not tensor.dtype:
+                assert statement is not None
+                self._remember(child, name, tensor.dtype, statement)
+
+
+def _dtypes(module: nn.Module) -> dict[tuple[int, str], torch.dtype]:
+    return {(id(child), name): tensor.dtype for child, name, tensor in _tensors(module)}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for child in module.modules():
+        for held in (parameters_of(child), buffers_of(child)):
+            yield from ((child, name, tensor) for name, tensor in held.items() if tensor is not None)
+
+
+@lru_cache(maxsize=64)
+def _assignment_to_data(file: str) -> Call | None:
+    """The only line of a file that changes parameters in place, by assigning to ``.data`` or by calling peft; None for none or several."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.Call) and _changes_data(node)]
+    if len(found) != 1:
+        return None
+    node = found[0]
+    span = [node.lineno, node.end_lineno or node.lineno, node.col_offset, node.end_col_offset or node.col_offset]
+    called = callee(node) if isinstance(node, ast.Call) else f"{callee(node.targets[0])} = …"
+    return Call(f"{file}:{node.lineno}", called, span)
+
+
+def _changes_data(node: ast.Assign | ast.Call) -> bool:
+    if isinstance(node, ast.Assign):
+        return any(isinstance(target, ast.Attribute) and target.attr == "data" for target in node.targets)
+    return callee(node.func).endswith(_IN_PLACE)
