@@ -9,18 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
-from dtypedoctor.cli.live import Narrowing
+from dtypedoctor.cli.at_hand import require_at_hand
+from dtypedoctor.cli.live import IMPORTS, Narrowing, label_in_words
 from dtypedoctor.cli.output import kept
+from dtypedoctor.cli.pace import Pace
 from dtypedoctor.cli.scenario_files import allow_directory, load_checked, resume_command
 from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
+from dtypedoctor.plugins import Model, registered
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, bisection_report
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
 from dtypedoctor.runner.launch import Launcher, WarmServer
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.loading import case_of, override, resolve
+from dtypedoctor.scenario.loading import BUILTIN, case_of, override, resolve
 from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trials.bisection.bisect import Progress, bisect
 from dtypedoctor.trials.bisection.probe_runner import JOURNAL, Asked, Journal, ProbeRunner
@@ -71,6 +74,7 @@ def new_case(options: Options) -> Case:
         scenario = scenario.with_changes(time_limit=options.time_limit)
     if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
         raise UsageError("--tolerance must be a number above 0", "It is a difference of log-probabilities, e.g. 0.05.")
+    require_at_hand(scenario)
     asked = Asked(scenario=scenario, tolerance=options.tolerance)
     directory = new_directory(options.out, f"bisect-{scenario.name}")
     Journal(directory).begin(asked)
@@ -114,8 +118,9 @@ def _require_weights(model: str) -> None:
         UsageError: it is not.
     """
     if ":" not in model and not Path(model).exists() and cached(model) is None:
+        meant = f"; did you mean '{BUILTIN}{model}'?" if model in registered(Model) else ""
         raise UsageError(
-            f"--model: {model} is neither a directory nor a model in the Hugging Face cache",
+            f"--model: {model} is neither a directory nor a model in the Hugging Face cache{meant}",
             "Use builtin:NAME, a directory, a downloaded hub id, or package.module:factory.",
         )
 
@@ -131,7 +136,8 @@ def bisect_case(case: Case, jobs: int | None) -> Report:
         UsageError: it cannot be run at all; a new directory is not left behind.
         WorkerDiedError: the worker died before there was a model.
     """
-    with _kept_only_if_used(case), Narrowing(sys.stderr) as view, _probe_runner(case, jobs, view) as runner:
+    pace = Pace(case.directory, "bisect", case.asked.scenario)
+    with _kept_only_if_used(case), _narrowing(pace) as view, _probe_runner(case, jobs, view) as runner:
         journal = Journal(case.directory)
 
         def probe(measured: Measured) -> None:
@@ -150,7 +156,16 @@ def bisect_case(case: Case, jobs: int | None) -> Report:
 
         progress = Progress(stage=view.stage, forest=view.forest, probe=probe)
         found = bisect(case.asked.scenario, runner, progress, case.asked.tolerance)
+        if not case.resumed:  # a part of what was asked for says nothing about all of it
+            pace.keep()
     return _reported(found, case.directory)
+
+
+@contextmanager
+def _narrowing(pace: Pace) -> Iterator[Narrowing]:
+    with Narrowing(sys.stderr) as view:
+        view.keep_pace(pace)
+        yield view
 
 
 @contextmanager
@@ -173,9 +188,10 @@ def _probe_runner(case: Case, jobs: int | None, view: Narrowing) -> Iterator[Pro
     journal = Journal(directory)
     server = directory / "server"
     clear(server)  # that of an interrupted bisection
-    view.stage("building the model")
+    view.stage(label_in_words(IMPORTS))
     with (
         Launcher(directory / "server.log") as launcher,
+        _ready(launcher, view),
         WarmServer(launcher, Request(scenario=case.asked.scenario), server) as warm,
     ):
         on_gpu = warm.device == "cuda"
@@ -187,9 +203,15 @@ def _probe_runner(case: Case, jobs: int | None, view: Narrowing) -> Iterator[Pro
             directory,
             lambda request, place, slot: warm.start(request, place, _gpu_environment(slot, gpus) if on_gpu else {}),
             jobs or (max(1, len(gpus)) if on_gpu else min(len(os.sched_getaffinity(0)), MOST_JOBS)),
-            tick=view.tick,
             note=note,
         )
+
+
+@contextmanager
+def _ready(launcher: Launcher, view: Narrowing) -> Iterator[None]:
+    launcher.wait_for_imports()
+    view.stage("building the model")
+    yield
 
 
 def _reported(found: Bisection, directory: Path) -> Report:

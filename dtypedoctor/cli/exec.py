@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import sys
 from dataclasses import asdict
 from importlib.util import decode_source
@@ -10,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, Out
+from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, Out, announce
 from dtypedoctor.errors import UsageError
 
 WEEK = 604_800
@@ -105,6 +107,7 @@ def execute(
     goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
     """
     target = script_target(script, module=module, text=text)
+    announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
     from dtypedoctor.cli.output import console_for
     from dtypedoctor.cli.running import exit_code, treat_script
     from dtypedoctor.report.run_document import run_document
@@ -162,9 +165,29 @@ def script_target(script: str, *, module: bool, text: bool) -> dict[str, str]:
         return {"code": script}
     if script == "-":
         return {"path": script, "code": _standard_input()}
+    if _INTERPRETER.fullmatch(Path(script).name) and shutil.which(script):
+        raise UsageError(
+            f"{script}: give the script without the interpreter",
+            "dtypedoctor exec train.py, or -m and a module's name.",
+        )
     if not Path(script).exists():
-        raise UsageError(f"{script}: no such script", "Give a file, or -m and the name of a module.")
+        raise UsageError(
+            f"{script}: no such script{_meant_beside(script)}", "Give a file, or -m and the name of a module."
+        )
     return {"path": script}
+
+
+_INTERPRETER = re.compile(r"python[0-9.]*")
+
+
+def _meant_beside(script: str) -> str:
+    """The end of a sentence that names the script of that folder which may be meant; empty where none is near."""
+    from dtypedoctor.scenario.problems import did_you_mean
+
+    try:
+        return did_you_mean(script, [str(path) for path in Path(script).parent.glob("*.py")])
+    except OSError:
+        return ""
 
 
 def _standard_input() -> str:
@@ -199,7 +222,10 @@ def treat(
     for name in corrections:
         found = registered(Correction).get(name)
         if found is None:
-            raise UsageError(f"--with: there is no correction {name!r}", known(Correction))
+            from dtypedoctor.scenario.problems import did_you_mean
+
+            meant = did_you_mean(name, registered(Correction))
+            raise UsageError(f"--with: there is no correction {name!r}{meant}", known(Correction))
         if found.needs_modules or not found.in_scripts:
             raise UsageError(f"--with: {name} is for scenarios only", f"What it does: {found.summary}.")
         wanted.append(found)

@@ -14,6 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from dtypedoctor.cli.pace import Pace
 from dtypedoctor.report.text import counted, duration, number, one_line
 from dtypedoctor.trace.reader import Follower
 from dtypedoctor.trials.bisection.questions import Forest, Measured
@@ -21,7 +22,11 @@ from dtypedoctor.trials.bisection.symptoms import part_in_words
 from dtypedoctor.trials.reduction import Outcome
 from dtypedoctor.trials.search import Node, leaves_of
 
+IMPORTS = "imports"
+"""The part of a run before its first one, in which torch is imported; it has no directory."""
+
 _LABELS = {
+    IMPORTS: "importing torch and the trainers",
     "before": "baseline",
     "closer": "op trace",
     "rerun": "op trace",
@@ -98,6 +103,8 @@ class LiveView:
         self._label = ""
         self._began = time.monotonic()
         self._follower: Follower | None = None
+        self._where = ""
+        self._pace: Pace | None = None
 
     def __enter__(self) -> Self:
         self._region.__enter__()
@@ -106,11 +113,20 @@ class LiveView:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._region.__exit__(kind, error, tb)
 
+    def keep_pace(self, pace: Pace) -> None:
+        """From here on ``pace`` is told of each run, and its estimate is shown."""
+        self._pace = pace
+        if pace.total is not None and self._every_run:
+            self._region.leave(f"The last run took {_roughly(pace.total)}.")
+
     def begin(self, label: str) -> None:
-        """A run starts."""
-        self._label, self._began, self._follower = label_in_words(label), time.monotonic(), None
+        """A run starts, or another part."""
+        self._label, self._began, self._follower, self._where = label_in_words(label), time.monotonic(), None, ""
+        if self._pace is not None:
+            self._pace.begin(label)
         if not self._region.changes and self._every_run:
             self._region.leave(f"{self._label} …")
+        self._region.show(self)
 
     def say(self, line: str) -> None:
         """Leaves a line that is not about a single run."""
@@ -118,6 +134,8 @@ class LiveView:
 
     def end(self, outcome: str) -> None:
         """The run has ended as ``outcome`` says."""
+        if self._pace is not None:
+            self._pace.end()
         if self._every_run:
             seconds = time.monotonic() - self._began
             self._region.leave(f"{self._label:<36} {seconds:5.1f} s  {outcome}", cut=True)
@@ -129,13 +147,34 @@ class LiveView:
         if self._follower is None:
             self._follower = Follower(directory)
         where = self._follower.where()
-        text = Text.assemble((f"{self._label}", "bold"), f"  {time.monotonic() - self._began:5.1f} s")
-        if where is None:
-            text.append("  starting")
-        else:
-            text.append(f"  step {where.step}  {where.phase}  {one_line(where.module)}")
+        self._where = f"step {where.step}  {where.phase}  {one_line(where.module)}" if where is not None else "starting"
+
+    def __rich__(self) -> Text:
+        """The line as it is now: the terminal asks for it ten times a second, also while nothing calls :meth:`progress`."""
+        seconds = time.monotonic() - self._began
+        text = Text.assemble(_spinner(seconds), (self._label, "bold"), f"  {seconds:5.1f} s  {self._where}")
+        text.append(_left(self._pace), style="dim")
         text.truncate(self._region.width, overflow="ellipsis")
-        self._region.show(text)
+        return text
+
+
+_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+def _spinner(seconds: float) -> str:
+    return f"{_FRAMES[int(seconds * 10) % len(_FRAMES)]} "
+
+
+def _left(pace: Pace | None) -> str:
+    """How long the whole run has taken and may still take; empty where nobody keeps count."""
+    if pace is None:
+        return ""
+    left = pace.left()
+    return f"  {_roughly(pace.elapsed)} so far" + (f", about {_roughly(left)} left" if left is not None else "")
+
+
+def _roughly(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +255,7 @@ class Narrowing:
         self._began = time.monotonic()
         self._progress: SuspectTree | None = None
         self._last = Text()
+        self._pace: Pace | None = None
 
     def __enter__(self) -> Self:
         self._region.__enter__()
@@ -224,13 +264,22 @@ class Narrowing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._region.__exit__(kind, error, tb)
 
+    def keep_pace(self, pace: Pace) -> None:
+        """From here on ``pace`` is told of each part, and its estimate is shown."""
+        self._pace = pace
+        if pace.total is not None:
+            self._region.leave(f"The last bisection took {_roughly(pace.total)}.")
+
     def stage(self, words: str) -> None:
         """A new part begins; on a terminal the one before it leaves one line."""
+        if self._pace is not None:
+            self._pace.begin(words)
         if not self._region.changes:
             self._region.leave(f"{one_line(words, 500)} …")
         elif self._stage:
             self._region.leave(f"{self._stage:<48} {time.monotonic() - self._began:6.1f} s", cut=True)
         self._stage, self._began, self._last = words, time.monotonic(), Text()
+        self._region.show(self)
 
     def forest(self, forest: Forest) -> None:
         """The candidates are known."""
@@ -246,16 +295,15 @@ class Narrowing:
         if not self._region.changes:
             self._region.leave(line)
 
-    def tick(self) -> None:
-        """Called a few times a second while something runs."""
-        if not self._region.changes:
-            return
-        head = Text(f"{self._stage}  {time.monotonic() - self._began:.1f} s", style="bold")
+    def __rich__(self) -> Group:
+        """The tree as it is now: the terminal asks for it ten times a second."""
+        seconds = time.monotonic() - self._began
+        head = Text.assemble(_spinner(seconds), (f"{self._stage}  {seconds:.1f} s", "bold"), (_left(self._pace), "dim"))
         tree = self._progress.branches() if self._progress is not None else []
-        lines = [head, self._last, *map(_branch_line, tree[:_MOST_LINES])]
+        lines = [head, self._last.copy(), *map(_branch_line, tree[:_MOST_LINES])]
         for line in lines:
             line.truncate(self._region.width, overflow="ellipsis")
-        self._region.show(Group(*lines))
+        return Group(*lines)
 
 
 def _probe_line(measured: Measured) -> str:

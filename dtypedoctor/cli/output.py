@@ -146,6 +146,17 @@ def _never_raising(stream: TextIO | None, descriptor: int) -> TextIO:
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, "replace", line_buffering=descriptor == 2 or raw.isatty())
 
 
+def announce(words: str, *, terminal_only: bool = False) -> None:
+    """Prints on stderr what begins now. A verb calls it before it imports anything heavy: on a loaded machine that takes seconds.
+
+    Args:
+        words: what begins.
+        terminal_only: print nothing where stderr is not a terminal, because what is written there belongs to a script.
+    """
+    if not terminal_only or sys.stderr.isatty():
+        print(f"{words} …", file=sys.stderr, flush=True)
+
+
 PLAIN_WIDTH = 100
 """Columns when the output is not a terminal."""
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.output import TERMINAL, FormatOption, show, shows_runs
+from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, show, shows_runs
 from dtypedoctor.errors import ExitCode, UsageError
 
 
@@ -189,6 +189,7 @@ def env(
 
     It is the environment table of every report plus what `torch.utils.collect_env` adds, without anything private.
     """
+    announce("Reading versions and devices", terminal_only=True)  # torch is asked, in a process of its own
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.surveys import environment_document, survey
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dtypedoctor.cli.output import TERMINAL, Device, FormatOption, Out, show
+from dtypedoctor.cli.output import TERMINAL, Device, FormatOption, Out, announce, show
 from dtypedoctor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ def replay(
 
     Needs torch and the library of the module, not the script. Exits 10 if it still fails, 0 if it does not; with `--script`, 0.
     """
+    if not script:
+        announce(f"Replaying {capsule}")
     from dtypedoctor.cli.scenario_files import allow_capsule
     from dtypedoctor.replay.capsule import read_capsule
 

@@ -5,7 +5,20 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.output import TERMINAL, AllowCode, Device, EveryNSteps, FormatOption, NprocPerNode, Out, show
+from dtypedoctor.cli.output import (
+    TERMINAL,
+    AllowCode,
+    Device,
+    EveryNSteps,
+    FormatOption,
+    NprocPerNode,
+    Out,
+    announce,
+    show,
+)
+
+MANY = 4
+"""Scenarios that are counted and not named when they begin."""
 
 
 def register(app: typer.Typer) -> None:
@@ -48,6 +61,7 @@ def run(
     Exits 0 if nothing is wrong, or if each scenario fails and is fixed as it expects; 10 if findings remain; 3 if the worker
     left no usable trace. Several scenarios get a directory each, and one matrix of all of them is printed.
     """
+    announce(f"Running {' '.join(scenarios) if len(scenarios) < MANY else f'{len(scenarios)} scenarios'}")
     from dtypedoctor.cli.running import exit_code, load_all, matrix_exit, treat_all, treat_scenario
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.matrix import matrix_document
@@ -136,6 +150,7 @@ def bisect(
     remain that no bisection can explain; 2 if it cannot be run; 3 if the worker left no usable trace. Ctrl-C reports the best
     answer so far; --resume continues after any end and repeats no run.
     """
+    announce(f"Bisecting {scenario or model or resume or ''}".rstrip())
     from dtypedoctor.cli.bisecting import Options, bisect_case, new_case, resumed_case
     from dtypedoctor.cli.running import exit_code
     from dtypedoctor.report.run_document import bisection_document

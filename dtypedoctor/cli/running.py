@@ -15,8 +15,10 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
-from dtypedoctor.cli.live import LiveView
+from dtypedoctor.cli.at_hand import require_at_hand
+from dtypedoctor.cli.live import IMPORTS, LiveView
 from dtypedoctor.cli.output import kept
+from dtypedoctor.cli.pace import Pace
 from dtypedoctor.cli.rerunning import Reruns
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.diagnosis.rule import Severity
@@ -74,11 +76,16 @@ def treat_scenario(
     Raises:
         UsageError: the scenario cannot be run, or the directory cannot be used. It is gone then, unless something else lies in it.
     """
+    in_matrix = view is not None
     view = view or LiveView(sys.stderr)
+    with _removed_if_refused(directory):
+        require_at_hand(scenario)
+    pace = Pace(directory, "run" if plan.remedies else "diagnose", scenario, in_matrix=in_matrix)
     with (
         _removed_if_refused(directory),
         _with_releases(scenario, wheels),
         view,
+        _kept(pace, view),
         _starter(scenario, directory, view, preload) as start,
     ):
 
@@ -179,6 +186,14 @@ def _removed_if_refused(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
+def _kept(pace: Pace, view: LiveView) -> Iterator[None]:
+    """Inside, ``view`` keeps ``pace``; how long each part took is written down if the run comes to its end."""
+    view.keep_pace(pace)
+    yield
+    pace.keep()
+
+
+@contextmanager
 def _starter(scenario: Scenario, directory: Path, view: LiveView, preload: Sequence[str] | None) -> Iterator[Start]:
     """What runs a scenario: torchrun for several processes, a fresh interpreter for a script, else a warm server."""
     if scenario.distributed is not None:
@@ -188,6 +203,10 @@ def _starter(scenario: Scenario, directory: Path, view: LiveView, preload: Seque
     else:
         imported = (PRELOAD,) if preload is None else (WORKER, *preload)
         with Launcher(directory / "server.log", progress=view.progress, preload=imported) as launcher:
+            if launcher.is_importing:
+                view.begin(IMPORTS)
+                launcher.wait_for_imports()
+                view.end("")
             yield launcher.run
 
 

@@ -14,6 +14,7 @@ from dtypedoctor.report.text import one_line, paragraphs
 from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_json import render_data
 from dtypedoctor.report.to_markdown import render_job_summary, render_markdown
+from dtypedoctor.scenario.problems import did_you_mean
 
 _TAGS = {
     Outcome.PASSED: "system-out",
@@ -74,7 +75,8 @@ def format_named(name: str) -> Format:
     """
     found = registered(Format).get(name)
     if found is None:
-        raise UsageError(f"--format: there is no format {name!r}", f"At the prompt: terminal. {known(Format)}")
+        meant = did_you_mean(name, registered(Format))
+        raise UsageError(f"--format: there is no format {name!r}{meant}", f"At the prompt: terminal. {known(Format)}")
     return _shielded(found) if label_of(Format, name) else found
 
 

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import noticing
@@ -101,6 +101,10 @@ class StartedWorker:
         self._seconds = time.monotonic() - self._began
 
 
+def _leave() -> None:
+    """What a process does that is only started to see that processes can be started."""
+
+
 class Launcher:
     """Runs requests in worker processes. Use as a context manager.
 
@@ -109,6 +113,9 @@ class Launcher:
         log: file for what the warm server prints while it imports.
         preload: modules that it imports.
     """
+
+    has_imported: ClassVar[bool] = False
+    """Whether the server of this process, which all launchers share, has forked a process already."""
 
     def __init__(self, log: Path, progress: Progress | None = None, preload: Sequence[str] = (PRELOAD,)) -> None:
         self._preload = preload
@@ -128,6 +135,19 @@ class Launcher:
 
     def __exit__(self, *_: object) -> None:
         return None  # the server ends with this process, or serves the next launcher
+
+    @property
+    def is_importing(self) -> bool:
+        """Whether the server may still be importing what workers need: it imports when it is started, and serves later launchers, too."""
+        return not Launcher.has_imported
+
+    def wait_for_imports(self) -> None:
+        """Waits until the server can fork workers."""
+        process = self._context.Process(target=_leave)
+        with _safe_path():
+            process.start()
+        process.join()
+        Launcher.has_imported = True
 
     def run(self, request: Request, directory: Path) -> Run:
         """Runs ``request`` in a new process; everything it leaves lies in ``directory``, which must not exist yet.

@@ -215,7 +215,8 @@ def case_of(model: str, dtype: str, workload: str | None = None) -> Scenario:
         UsageError: the dtype or the workload is not one that a scenario could name.
     """
     if workload is not None and workload not in SETTINGS:
-        raise UsageError(f"--workload: there is no workload {workload!r}", f"Known: {', '.join(SETTINGS)}.")
+        meant = did_you_mean(workload, SETTINGS)
+        raise UsageError(f"--workload: there is no workload {workload!r}{meant}", f"Known: {', '.join(SETTINGS)}.")
     shown_by = _case(model)
     shipped = load_scenario(resolve(shown_by)) if shown_by is not None else None
     step: dict[str, Any] = {"model": {"name": model, "dtype": dtype}, "workload": _ONE_PASS}

@@ -103,7 +103,8 @@ def refusal(path: Path, problems: Iterable[Problem], hint: str) -> UsageError:
     return UsageError("\n".join(lines), hint)
 
 
-_DTYPE_WORDS = {
+_OTHER_WORDS = {
+    "gpu": "cuda", "nvidia": "cuda",
     "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16",
     "float": "float32", "fp32": "float32", "f32": "float32", "double": "float64", "fp64": "float64", "f64": "float64",
 }  # fmt: skip
@@ -164,7 +165,7 @@ def _must_be_text(given: Any, context: dict[str, Any]) -> str:
 
 def _must_be_one_of(given: Any, context: dict[str, Any]) -> str:
     allowed = _listed(context)
-    meant = _DTYPE_WORDS.get(given.lower()) if isinstance(given, str) else None
+    meant = _OTHER_WORDS.get(given.lower()) if isinstance(given, str) else None
     if meant in allowed:
         suggestion = f"; did you mean '{meant}'?"
     else:

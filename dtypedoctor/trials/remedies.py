@@ -289,11 +289,15 @@ def asked_for(ablated: Sequence[str], tried: Sequence[str]) -> list[str]:
         if name not in ABLATIONS and name not in ABLATIONS.values():
             hint = f"Known: {', '.join(ABLATIONS)}."
             raise UsageError(
-                f"--ablate: there is no ablation {name!r}", f"Use --try {name}." if name in known else hint
+                f"--ablate: there is no ablation {name!r}{did_you_mean(name, ABLATIONS)}",
+                f"Use --try {name}." if name in known else hint,
             )
     for name in tried:
         if name not in known:
-            raise UsageError(f"--try: there is no fix {name!r}", f"Known: {', '.join(known)}.{switched_off()}")
+            raise UsageError(
+                f"--try: there is no fix {name!r}{did_you_mean(name, known)}",
+                f"Known: {', '.join(known)}.{switched_off()}",
+            )
     return list(dict.fromkeys([*(ABLATIONS.get(name, name) for name in ablated), *tried]))
 
 

@@ -32,7 +32,7 @@ def test_unknown_ids_end_a_command_before_anything_runs(verb: str, tmp_path: Pat
     command = [sys.executable, "-m", "dtypedoctor", verb, str(path), "--out", str(tmp_path / "out")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 2
-    assert [line.removeprefix(f"{path}:") for line in ended.stderr.splitlines()[: len(PLACES)]] == PLACES
+    assert [line.removeprefix(f"{path}:") for line in ended.stderr.splitlines()[1 : 1 + len(PLACES)]] == PLACES
     assert not (tmp_path / "out").exists()
 
 

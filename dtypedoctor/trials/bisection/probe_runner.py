@@ -60,7 +60,6 @@ class ProbeRunner:
         directory: the run directory.
         start: starts a worker.
         width: most workers at a time.
-        tick: called a few times a second while workers run.
         note: called with each run that was really made, and its directory's name below the run directory.
     """
 
@@ -69,13 +68,11 @@ class ProbeRunner:
         directory: Path,
         start: Start,
         width: int,
-        tick: Callable[[], None] = lambda: None,
         note: Callable[[str, Run | UsageError], None] = lambda place, run: None,
     ) -> None:
         self.directory = directory
         self._start = start
         self.width = width
-        self._tick = tick
         self._note = note
         self.runs = 0
         """How many requests were answered, from disk or by a run."""
@@ -116,7 +113,6 @@ class ProbeRunner:
                     index = waiting.popleft()
                     slot = min(set(range(self.width)) - {taken for taken, _ in running.values()})
                     running[index] = slot, self._start(requests[index], places[index], slot)
-                self._tick()
                 for index in list(running):
                     if running[index][1].wait(POLL_SECONDS / len(running)):
                         run = _collected(running.pop(index)[1])

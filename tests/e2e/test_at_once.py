@@ -1,0 +1,136 @@
+"""Something is on the screen at once: the first line and every refusal come before anything heavy is imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from command import dtypedoctor
+
+HEAVY = ("torch", "transformers", "numpy", "rich", "yaml", "dtypedoctor.scenario", "dtypedoctor.trials")
+
+WATCHED = """
+import json, sys
+from pathlib import Path
+
+class Screen:
+    def __init__(self, stream): self.stream = stream
+    def write(self, text):
+        if text.strip() and not hasattr(self, "first"):
+            self.first = text.strip(), [name for name in {heavy!r} if name in sys.modules]
+        return self.stream.write(text)
+    def __getattr__(self, name): return getattr(self.stream, name)
+
+import dtypedoctor.cli.main as command_line
+import dtypedoctor.cli.output as output
+screen = output.sys.stderr = Screen(sys.stderr)
+make = output._never_raising
+def never_raising(stream, descriptor):
+    made = make(stream.stream if isinstance(stream, Screen) else stream, descriptor)
+    if descriptor == 2:
+        screen.stream = made
+        return screen
+    return made
+output._never_raising = never_raising
+sys.argv = ["dtypedoctor", *{arguments!r}]
+try:
+    command_line.main()
+finally:
+    Path({answer!r}).write_text(json.dumps({{"first": screen.first, "torch": "torch" in sys.modules}}))
+"""
+
+
+def seen(folder: Path, *arguments: str) -> tuple[str, list[str]]:
+    """The first that a command writes on stderr, and which heavy modules it has imported by then."""
+    answer = folder / "answer.json"
+    program = WATCHED.format(heavy=HEAVY, arguments=arguments, answer=str(answer))
+    subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, timeout=240, check=False)
+    found = json.loads(answer.read_text())
+    assert not found["torch"]
+    return found["first"][0], found["first"][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("run", "gemma4_grpo_fp16", "--model", "builtin:none"), "Running gemma4_grpo_fp16 …"),
+        (("bisect", "--model", "builtin:none"), "Bisecting builtin:none …"),
+        (("replay", "nowhere"), "Replaying nowhere …"),
+    ],
+)
+def test_the_first_line_comes_before_anything_heavy_is_imported(
+    arguments: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    """Neither torch nor what reads scenarios and draws reports."""
+    assert seen(tmp_path, *arguments) == (words, [])
+
+
+PLANTED = "import os, sys\nopen(os.environ['PLANTED'], 'a').write(__name__)\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("run", "gemma4_grpo_fp16", "--device", "cuda"), "needs a CUDA device"),
+        (("run", "gemma4_grpo_fp16", "--device", "gpu"), "did you mean 'cuda'?"),
+        (("run", "gemma4_grpo_fp16", "--dtype", "fp16"), "did you mean 'float16'?"),
+        (("run", "gemma4_grpo_fp16", "--model", "builtin:gemma4-tniy"), "did you mean 'gemma4-tiny'?"),
+        (("run", "gemma4_grpo_fp16", "--model", "gemma4-tiny"), "did you mean 'builtin:gemma4-tiny'?"),
+        (("run", "gemma4_grpo_fp16", "--model", "./chekpoint"), "did you mean 'checkpoint'?"),
+        (("run", "gemma4_grpo_fp16", "--model", "checkpoint"), "it has no config.json"),
+        (("run", "gemma4_grpo_fp16", "--model", "mdoels:make"), "did you mean 'models'?"),
+        (("run", "gemma4_grpo_fp16", "--model", "some/model"), "HF_HUB_OFFLINE is set"),
+        (("run", "gemma4_grpo_fp61"), "did you mean 'gemma4_grpo_fp16'?"),
+        (("bisect", "--model", "builtin:gemma4-tny"), "did you mean 'gemma4-tiny'?"),
+        (("bisect", "--model", "gemma4-tiny"), "did you mean 'builtin:gemma4-tiny'?"),
+        (("bisect", "--model", "builtin:gemma4-tiny", "--device", "cuda"), "needs a CUDA device"),
+        (("bisect", "--model", "builtin:gemma4-tiny", "--workload", "generat"), "did you mean 'generate'?"),
+        (("exec", "python", "train.py"), "give the script without the interpreter"),
+        (("exec", "trian.py"), "did you mean 'train.py'?"),
+        (("exec", "--try", "bflaot16", "train.py"), "did you mean 'bfloat16'?"),
+        (("exec", "--ablate", "autocats", "train.py"), "did you mean 'autocast'?"),
+        (("treat", "--with", "quant-state-dtpye", "train.py"), "did you mean 'quant-state-dtype'?"),
+        (("report", "x", "--format", "hmtl"), "did you mean 'html'?"),
+    ],
+)
+def test_a_slip_is_refused_before_a_process_imports_torch(
+    arguments: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    """A planted torch notes who imports it, in this process or in one that it starts; no run directory is left."""
+    libraries, note = tmp_path / "libraries", tmp_path / "note.txt"
+    (libraries / "torch").mkdir(parents=True)
+    (libraries / "torch" / "__init__.py").write_text(PLANTED)
+    (libraries / "torch" / "version.py").write_text("cuda: str | None = None\nhip = None\n")
+    folder = tmp_path / "here"
+    (folder / "checkpoint").mkdir(parents=True)
+    for name in ("train.py", "models.py"):
+        (folder / name).write_text("")
+    path = os.pathsep.join([str(libraries), *sys.path])
+    finished = dtypedoctor(*arguments, cwd=folder, HF_HUB_OFFLINE="1", PLANTED=str(note), PYTHONPATH=path)
+    assert finished.code == 2, finished.err
+    assert words in finished.err
+    assert not note.exists()
+    assert not list(folder.glob("runs/*"))
+
+
+def test_a_run_knows_how_long_the_last_one_of_its_kind_took(tmp_path: Path) -> None:
+    """From the run directory beside it. Another dtype is another kind, and elsewhere nothing is known."""
+    step = {"model": {"name": "builtin:gemma4-tiny", "dtype": "float32"}, "workload": {"kind": "forward"}}
+    scenario = tmp_path / "case.yaml"
+    scenario.write_text(yaml.safe_dump({"name": "case", "summary": "A case.", "steps": [step]}))
+
+    def said(*arguments: str) -> str:
+        finished = dtypedoctor("run", "case.yaml", *arguments, cwd=tmp_path)
+        assert finished.code == 0, finished.err
+        assert "importing torch and the trainers" in finished.err
+        return finished.err
+
+    assert "The last run took" not in said("--out", "runs/a")
+    kept = json.loads((tmp_path / "runs" / "a" / "timing.json").read_text())
+    assert list(kept["seconds"]) == ["imports", "before", "unwatched"]
+    assert "The last run took" in said("--out", "runs/b")
+    assert "The last run took" not in said("--out", "runs/c", "--seed", "7")
+    assert "The last run took" not in said("--out", "elsewhere/d")
