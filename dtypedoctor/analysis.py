@@ -4,7 +4,7 @@ It is worked out once for each trace: trials, bisections, comparisons and report
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from dtypedoctor.diagnosis.wording import complaint_of, failing_line, is_dtype_e
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised, Root, Sample, Site
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.values import dataclass
 
 Place = tuple[str | None, ...]
 """Where something fails, in terms that are the same for two runs that fail alike."""

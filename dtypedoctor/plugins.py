@@ -13,9 +13,10 @@ import importlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.report.document import Document

@@ -13,7 +13,6 @@ import __future__
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -21,6 +20,7 @@ from textwrap import dedent
 from types import CodeType, FunctionType, ModuleType
 
 from dtypedoctor.plugins import Edit
+from dtypedoctor.values import dataclass
 
 __all__ = ["AlreadyCorrectedError", "Hit", "TargetMismatchError", "files_of", "install", "patched", "release_of"]
 

@@ -5,7 +5,6 @@ Where there is no terminal, a line for each run or probe.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -21,6 +20,7 @@ from dtypedoctor.trials.bisection.questions import Forest, Measured
 from dtypedoctor.trials.bisection.symptoms import part_in_words
 from dtypedoctor.trials.reduction import Outcome
 from dtypedoctor.trials.search import Node, leaves_of
+from dtypedoctor.values import dataclass
 
 IMPORTS = "imports"
 """The part of a run before its first one, in which torch is imported; it has no directory."""

@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MethodType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction, known, registered, resolve
 from dtypedoctor.source_edits import TargetMismatchError, install
+from dtypedoctor.values import dataclass
 
 __all__ = ["Counters", "Forward", "Installed", "TargetMismatchError", "install_edits", "named_modules_of", "put_in",
            "replace_attribute", "require_signature", "runs_other_forward", "wrap_forwards"]  # fmt: skip

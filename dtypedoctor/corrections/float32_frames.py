@@ -10,7 +10,6 @@ too large for float32 does not become inf at the border.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtypedoctor._torch_private import graph_task, parameters_of, qualified_name
 from dtypedoctor.corrections.contract import Counters
+from dtypedoctor.values import dataclass
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 

@@ -12,7 +12,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from dtypedoctor.corrections.float32_frames import (
     widen,
     widen_storage,
 )
+from dtypedoctor.values import dataclass
 
 OWN = "::self"
 

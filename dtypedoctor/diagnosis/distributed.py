@@ -4,7 +4,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import inf
 
@@ -14,6 +14,7 @@ from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.trace.events import Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ProcessGroup
+from dtypedoctor.values import dataclass
 
 SENT, RECEIVED = "sent", "received"
 ONE_SIDED = frozenset({"broadcast", "scatter"})

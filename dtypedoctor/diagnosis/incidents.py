@@ -11,13 +11,13 @@ tests for and replaces.
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 
 from dtypedoctor.diagnosis.ops import OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
 from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
+from dtypedoctor.values import dataclass
 
 ENDS = {
     "item": "is read as a number",

@@ -5,7 +5,7 @@ incidents are failures.
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 
 from dtypedoctor.diagnosis.incidents import GRADIENTS, Incident, behind, incidents, links
@@ -25,6 +25,7 @@ from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Replay, Sample, ScalerState, TensorNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import AttentionReplayed, EagerCall
+from dtypedoctor.values import dataclass
 
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 

@@ -6,12 +6,12 @@ operator that made the first inf is the origin. Infinities that a program asks f
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import filterfalse
 
 from dtypedoctor.trace.events import Op, Replay, TensorNote
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """What is known of a failure before any run: a :class:`FindingSpec` for each finding id, and a :class:`Rule` that finds it."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.checkpoint import Subject

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.values import dataclass
 
 _DTYPE = r"(?:c10::|torch\.)?(\w+)"
 

@@ -7,7 +7,7 @@ open module calls is the smallest that fails by itself, which rows of its inputs
 import posix  # what os has, under names that programs do not replace
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from dtypedoctor.instrument.sources import Sources
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.unpatched import perf_counter
+from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.instrument.instruments import Instruments

@@ -14,7 +14,6 @@ point-to-point message the ``cls`` is ``send`` or ``recv`` and the ``index`` is 
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -38,6 +37,7 @@ from dtypedoctor.instrument.places import Looks, Place
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.models import ProcessGroup
+from dtypedoctor.values import dataclass
 
 
 class Followed(NamedTuple):

@@ -10,7 +10,7 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +19,7 @@ import torch
 from dtypedoctor._torch_private import FRAME_COMPILER, compiler_counters, load_compiler, log_state, repeat_break_reports
 from dtypedoctor.instrument.frames import imported_files
 from dtypedoctor.trace.records.execution import CompileCounts, GraphBreak, Recompiled, RecompileLimit
+from dtypedoctor.values import dataclass
 
 TORCH_DIRECTORY = torch.__path__[0]
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")

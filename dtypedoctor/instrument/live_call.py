@@ -8,7 +8,7 @@ arguments. In a process that goes on, pass copies (:func:`copied`) and put the m
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from dtypedoctor._torch_private import buffers_of, parameters_of
 from dtypedoctor.interruptions import contained
+from dtypedoctor.values import dataclass
 
 __all__ = [
     "AutocastState",

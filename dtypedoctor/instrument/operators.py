@@ -5,7 +5,6 @@ that an experiment with them may take, and how a mode stays out of the compiler'
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +28,7 @@ from dtypedoctor._torch_private import (
     uncompiled,
 )
 from dtypedoctor.interruptions import noticing
+from dtypedoctor.values import dataclass
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""

@@ -5,7 +5,7 @@ Which calls are kept, and when one is made again, is decided in :mod:`dtypedocto
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,6 +21,7 @@ from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_b
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
+from dtypedoctor.values import dataclass
 
 __all__ = ["InnerCalls", "KeptCall", "Made", "RepeatedCall", "bytes_of", "itself", "type_and_message"]
 

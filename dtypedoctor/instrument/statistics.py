@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_char
-from dataclasses import dataclass
 from hashlib import blake2b
 from math import isfinite
 from typing import Any
@@ -26,6 +25,7 @@ from dtypedoctor._torch_private import (
     without_autocast,
     without_modes,
 )
+from dtypedoctor.values import dataclass
 
 Named = tuple[str, Tensor]
 """A tensor and its path in the structure that it was found in."""

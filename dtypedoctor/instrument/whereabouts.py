@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -30,6 +30,7 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.trace.events import Caught, Raised
 from dtypedoctor.trace.records.execution import AutocastRegion, CustomFunction
+from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from dtypedoctor.plugins import Model as Registered
 from dtypedoctor.plugins import known, registered, resolve
 from dtypedoctor.replay.capsule import MODEL
 from dtypedoctor.scenario.model import Lora, Model, Outlier, Perturbation, Quantization
+from dtypedoctor.values import dataclass
 
 BUILTIN = "builtin:"
 

@@ -2,7 +2,6 @@
 
 import linecache
 import types
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +13,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import contained
 from dtypedoctor.replay.capsule import CAPSULE_TENSORS, read_capsule
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
+from dtypedoctor.values import dataclass
 
 __all__ = ["Call", "call_of", "load_capsule"]
 

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from dtypedoctor.redaction.secrets import (
     without_secrets,
 )
 from dtypedoctor.unpatched import from_json, to_json
+from dtypedoctor.values import dataclass
 
 HOMES = re.compile(r"(?:/home/|/Users/|/export/home/|[A-Za-z]:\\+Users\\+)([^\s/\\:'\"<>|,;)\]]+)")
 """A home directory; the group is its owner."""

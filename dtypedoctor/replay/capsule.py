@@ -7,13 +7,13 @@ is, but for ``source``: the text of classes that live in the user's own files.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file, read_head, reason
+from dtypedoctor.values import dataclass
 
 __all__ = ["CAPSULE", "CAPSULE_TENSORS", "FORMAT", "MODEL", "Capsule", "NoCapsule", "read_capsule"]
 

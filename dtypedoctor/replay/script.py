@@ -9,7 +9,7 @@ import contextlib
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import isfinite, prod
 from typing import Any
 
@@ -18,6 +18,7 @@ from dtypedoctor.redaction.redact import redact
 from dtypedoctor.redaction.secrets import SECRET, names_a_secret
 from dtypedoctor.replay.capsule import CAPSULE_TENSORS, Capsule
 from dtypedoctor.scenario.problems import printable
+from dtypedoctor.values import dataclass
 
 __all__ = ["TENSORS", "CannotBeWrittenError", "Carried", "Claim", "capsule_script", "inline_tensors", "script_text"]
 

@@ -11,7 +11,6 @@ import posix  # what os has, under names that programs do not replace
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from random import getstate, setstate
@@ -21,6 +20,7 @@ from typing import Any
 
 from dtypedoctor.replay.cage import isolate_descriptors, isolate_memory
 from dtypedoctor.unpatched import from_json, getpid, perf_counter
+from dtypedoctor.values import dataclass
 
 __all__ = ["PREFIX", "THREADS", "OrEnd", "Standby", "is_forking", "stand_by"]
 

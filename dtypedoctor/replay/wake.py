@@ -6,12 +6,12 @@ import select
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.replay.standby import PREFIX
 from dtypedoctor.unpatched import to_json
+from dtypedoctor.values import dataclass
 
 __all__ = ["DONE", "Waiting", "dismiss", "go_on", "waiting_in"]
 

@@ -1,12 +1,13 @@
 """The Report: everything that is said about a scenario, as one value, with the pictures of its runs. Renderers decide nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Any
 
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.trials.results import Observer, Outcome, Parity, RunSummary, Trial
+from dtypedoctor.values import dataclass
 
 LANES = ("forward", "generate", "backward", "gradients", "parameters")
 """Outputs in the forward pass (recomputation included), outputs while generating, gradients of outputs, gradients of

@@ -4,7 +4,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from dtypedoctor.dtypes import DTYPES, short_name
@@ -13,6 +13,7 @@ from dtypedoctor.report.model import LANES, FlowLine, ModulePicture, OpLine, Pic
 from dtypedoctor.report.text import number, one_line
 from dtypedoctor.trace.events import Correction, Flow, Op, Raised, Replay, Root, Sample, Site, TensorNote
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.values import dataclass
 
 
 def why_it_changes(flow: Flow) -> str:

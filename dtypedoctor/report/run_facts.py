@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -31,6 +31,7 @@ from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
 from dtypedoctor.trials.remedies import remedies
 from dtypedoctor.trials.results import Bearing
+from dtypedoctor.values import dataclass
 
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
 _BEARINGS = {

@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.loading import to_yaml
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.trials.remedies import exec_option
+from dtypedoctor.values import dataclass
 
 
 def environment_document(environment: Mapping[str, Any]) -> Document:

@@ -4,7 +4,7 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from dtypedoctor.analysis import How, analysis_of, ending_of
 from dtypedoctor.diagnosis.incidents import GRADIENTS
@@ -32,6 +32,7 @@ from dtypedoctor.trace.events import (
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.capsules import is_replay
 from dtypedoctor.trials.results import Treatment
+from dtypedoctor.values import dataclass
 
 ENOUGH = 0.9
 """Share of what ran that has to be measured before a run may be called healthy. Operators are sampled, so any number is enough."""

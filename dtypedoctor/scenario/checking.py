@@ -1,7 +1,6 @@
 """Checks a tree of YAML values against the scenario's model, and finds the place in the file of each of pydantic's errors."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
@@ -21,6 +20,7 @@ from dtypedoctor.scenario.problems import (
     quoted,
 )
 from dtypedoctor.scenario.yaml_nodes import Node
+from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
@@ -10,6 +9,7 @@ from typing import Any, Self
 from pydantic_core import ErrorDetails
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.values import dataclass
 
 # Nobody misspells an id into more than this, and comparing long texts takes quadratic time.
 _LONGEST = 100

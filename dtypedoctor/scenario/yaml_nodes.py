@@ -9,12 +9,12 @@ is true, ``010`` is eight and ``2026-04-01`` is a date.
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from dtypedoctor.scenario.problems import KeyPath, Place, Problem, dotted, lines_of, printable, quoted
+from dtypedoctor.values import dataclass
 
 _DEEPEST = 32  # a scenario needs 6; `options` may nest further
 _STANDARD = "tag:yaml.org,2002:"  # what PyYAML makes of `!!`

@@ -15,8 +15,10 @@ Magnitudes are taken over the finite elements only, so no record ever holds NaN 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Generic, TypeVar
+
+from dtypedoctor.values import dataclass
 
 SCHEMA = 1
 

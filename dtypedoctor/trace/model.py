@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
 from dtypedoctor.trace.cursor import Stopped
 from dtypedoctor.trace.events import Correction, End, Environment, Header, Metric, Observed, Sample, ScalerState, Site
+from dtypedoctor.values import dataclass
 
 Record = TypeVar("Record")
 Derived = TypeVar("Derived")

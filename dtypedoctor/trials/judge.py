@@ -1,7 +1,7 @@
 """Decides whether a remedy has fixed a run, whether a scenario showed what it says it shows, and what fixes and ablations prove."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dtypedoctor.analysis import analysis_of, ending_of
 from dtypedoctor.diagnosis.registry import canonical, spec_of
@@ -14,6 +14,7 @@ from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.remedies import Remedy
 from dtypedoctor.trials.results import WRONG_OUTPUT, Bearing, Diagnostic, Outcome, RunSummary, Trial
 from dtypedoctor.trials.summary import parity, summarise
+from dtypedoctor.values import dataclass
 
 MIN_STEPS_FOR_RATIO = 3
 """Fewer steps than this say nothing about step time: the first one warms up."""

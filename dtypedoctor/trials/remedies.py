@@ -4,7 +4,6 @@ A change gives an equal scenario where it has nothing to change.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dtypedoctor.diagnosis.rule import Rule
@@ -13,6 +12,7 @@ from dtypedoctor.plugins import Correction, label_of, registered, remark, switch
 from dtypedoctor.replay.capsule import MODEL
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.problems import did_you_mean, quoted
+from dtypedoctor.values import dataclass
 
 _ONE_PASS = {"kind": "forward", "steps": 1, "batch_size": 1, "sequence_length": 2}
 

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from dtypedoctor.trace.records.execution import (
     ReplayNote,
 )
 from dtypedoctor.unpatched import monotonic
+from dtypedoctor.values import dataclass
 
 __all__ = ["LONGEST", "Certificate", "Replays", "before"]
 

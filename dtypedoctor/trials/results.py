@@ -1,8 +1,9 @@
 """What trials find out, as values."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.rule import Finding

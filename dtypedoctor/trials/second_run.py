@@ -1,7 +1,7 @@
 """Looks at a failure with the op trace on: in a replay of the part of the run that failed, or in another run of the scenario."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.incidents import Incident
@@ -17,6 +17,7 @@ from dtypedoctor.trace.records.execution import CompileCounts, ReplayedCall
 from dtypedoctor.trials.remedies import is_script
 from dtypedoctor.trials.replays import LONGEST, Replays
 from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
+from dtypedoctor.values import dataclass
 
 __all__ = ["CloserLook", "another_way", "look_closer", "replayed", "unconfirmed"]
 

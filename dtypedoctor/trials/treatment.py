@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from dtypedoctor.analysis import analysis_of, ending_of, said_of_caught, with_caught
@@ -41,6 +40,7 @@ from dtypedoctor.trials.runs import (
 )
 from dtypedoctor.trials.second_run import CloserLook, look_closer, replayed
 from dtypedoctor.trials.summary import compare_unwatched, summarise
+from dtypedoctor.values import dataclass
 
 WATCHED_LIVE = "the program was instrumented while it ran and is not run again from here (`dtypedoctor exec` does that)"
 LIVE_SECONDS = 60.0

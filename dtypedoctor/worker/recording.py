@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -20,6 +19,7 @@ from dtypedoctor.trace.events import NO_TORCH, End, NotWatched, Raised, Refused,
 from dtypedoctor.trace.ranks import header
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import getpid, perf_counter
+from dtypedoctor.values import dataclass
 from dtypedoctor.worker.elsewhere import Elsewhere
 from dtypedoctor.worker.on_import import keep_out_of_compiler
 

@@ -4,7 +4,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from dtypedoctor.scenario.model import Distributed, Grpo, Sft
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.ranks import member
 from dtypedoctor.trace.records.execution import StreamLaunches
+from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.workloads.context import Context

@@ -6,7 +6,7 @@ An overflow may leave nothing non-finite behind, and a router may choose other e
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from dtypedoctor.instrument.statistics import Extent, measurable, measure
 from dtypedoctor.instrument.whereabouts import OUTSIDE, OpPlace, Whereabouts
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import Absorbed, Overflowed, RouterChoice
+from dtypedoctor.values import dataclass
 
 MAX_SHADOWED = 64
 """Ops of one call that are run in float32 beside the real ones; an inf that lives longer is the module watch's business."""

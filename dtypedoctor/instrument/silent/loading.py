@@ -7,7 +7,6 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -25,6 +24,7 @@ from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
 from dtypedoctor.trace.records.silent import Unpatched
 from dtypedoctor.unpatched import from_json
+from dtypedoctor.values import dataclass
 
 LONGEST_HEADER = 100_000_000
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",

@@ -8,7 +8,6 @@ of each outermost module at its calls 1, 2, 16, 128, 1024 …, apart for each ph
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -40,6 +39,7 @@ from dtypedoctor.instrument.operators import (
 )
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_spread
+from dtypedoctor.values import dataclass
 
 FIRST_LOOKS = 2
 EACH_LATER = 8

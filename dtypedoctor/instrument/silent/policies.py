@@ -6,7 +6,6 @@ their probabilities is meant to be 1 while the weights are the same.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -20,6 +19,7 @@ from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.silent import FirstRatio, Twins
+from dtypedoctor.values import dataclass
 
 ROWS = 64
 """Distributions of a call that are kept for comparison."""

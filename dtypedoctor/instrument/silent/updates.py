@@ -4,7 +4,6 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from dtypedoctor.trace.records.silent import (
     Updates,
     Zeros,
 )
+from dtypedoctor.values import dataclass
 
 SCALE = 32768.0
 """The largest power of two that float16 holds; half of what a gradient scaler begins with."""

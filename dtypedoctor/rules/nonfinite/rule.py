@@ -4,7 +4,7 @@ The judge that looks at what happened before the origin stands here too: magnitu
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dtypedoctor.diagnosis.nonfinite_origin import Origin, that_matter
 from dtypedoctor.diagnosis.ops import graph_of
@@ -22,6 +22,7 @@ from dtypedoctor.rules.nonfinite.overflow import (
 from dtypedoctor.rules.nonfinite.undefined import judge_domain, judge_optimizer_step, judge_rounded, judge_unexamined
 from dtypedoctor.rules.nonfinite.unrecorded import judge_by_module, judge_compiled, judge_constant, judge_given
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.values import dataclass
 
 ENDS = frozenset(
     {"float16-overflow", "attention-score-overflow", "norm-square-overflow", "backward-overflow", "domain-error",

@@ -1,8 +1,10 @@
 """What the silent checks see where nothing raises and everything is finite. An observation's ``fqn`` is the module that it is about."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
+
+from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.errors import UsageError, WorkerDiedError
@@ -32,6 +32,7 @@ from dtypedoctor.trials.remedies import Remedy, remedies
 from dtypedoctor.trials.results import Treatment, Trial
 from dtypedoctor.trials.search import Node
 from dtypedoctor.trials.treatment import Plan, treat
+from dtypedoctor.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

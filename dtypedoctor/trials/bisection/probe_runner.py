@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from dtypedoctor.redaction.redact import public_text
 from dtypedoctor.runner.directories import clear
 from dtypedoctor.runner.run import EXIT, Run, WorkerExit, collect
 from dtypedoctor.scenario.model import REQUEST, Request, Scenario
+from dtypedoctor.values import dataclass
 
 POLL_SECONDS = 0.05
 

@@ -5,7 +5,6 @@ The candidates are the modules of a model (blocks, their submodules, and each mo
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import log2
 
 from dtypedoctor.diagnosis.rule import Finding, Severity
@@ -19,6 +18,7 @@ from dtypedoctor.trials.bisection.results import OWN, Answer, Symptom
 from dtypedoctor.trials.reduction import BaselineError, Options, Probe, Reduction
 from dtypedoctor.trials.remedies import remedies, with_corrections
 from dtypedoctor.trials.search import Node, cover
+from dtypedoctor.values import dataclass
 
 ORIGIN_WEIGHT = 32.0
 """Weight of the module that a trace blames, where 1 is a module that uses its dtype's whole range."""
