@@ -18,7 +18,8 @@ from dtypedoctor.diagnosis.checkpoint import cached
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Model, registered
 from dtypedoctor.redaction.redact import without_process_secrets
-from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, bisection_report
+from dtypedoctor.report.bisection import bisection_report
+from dtypedoctor.report.build import REPORT_JSON, REPORT_MD
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
 from dtypedoctor.runner.launch import Launcher, WarmServer

@@ -108,17 +108,13 @@ def execute(
     """
     target = script_target(script, module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
-    from dtypedoctor.cli.output import console_for
-    from dtypedoctor.cli.running import exit_code, treat_script
-    from dtypedoctor.report.run_document import run_document
-    from dtypedoctor.report.to_terminal import print_document
+    from dtypedoctor.cli.scripts import treat_script
     from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
     from dtypedoctor.scenario.model import Distributed, Scenario, ScenarioStep, Script
     from dtypedoctor.trace.ranks import member, rank_directory
-    from dtypedoctor.trials.remedies import asked_for
-    from dtypedoctor.trials.treatment import Plan
+    from dtypedoctor.trials.plan import Plan
 
-    remedies = asked_for(ablate or [], attempt or [])
+    remedies = _remedies(ablate or [], attempt or [])
     scenario = Scenario(
         name=scenario_name("command" if text else "stdin" if script == "-" else script),
         summary="A script, run unchanged.",
@@ -150,9 +146,23 @@ def execute(
         capsule_limit=capsule_limit << 20,
     )
     report, status = treat_script(scenario, new_directory(out, scenario.name), plan, in_place=rerun_in_place)
+    from dtypedoctor.cli.output import console_for
+    from dtypedoctor.cli.reported import exit_code
+    from dtypedoctor.report.run_document import run_document
+    from dtypedoctor.report.to_terminal import print_document
+
     print_document(run_document(report), console_for(sys.stderr))
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)
+
+
+def _remedies(ablate: list[str], attempt: list[str]) -> list[str]:
+    """Ids of what the script is to be run again with or without."""
+    if not ablate and not attempt:
+        return []
+    from dtypedoctor.trials.remedies import asked_for
+
+    return asked_for(ablate, attempt)
 
 
 def script_target(script: str, *, module: bool, text: bool) -> dict[str, str]:

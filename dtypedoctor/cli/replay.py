@@ -48,14 +48,15 @@ def replay(
         _print_script(found)
         return 0
     allow_capsule(found, allowed=allow_code)
-    from dtypedoctor.cli.running import exit_code, treat_scenario
+    from dtypedoctor.cli.reported import exit_code
+    from dtypedoctor.cli.running import treat_scenario
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.run_document import run_document
     from dtypedoctor.runner.directories import new_directory
     from dtypedoctor.scenario.loading import override
     from dtypedoctor.trials.capsules import scenario_of
+    from dtypedoctor.trials.plan import Plan
     from dtypedoctor.trials.remedies import asked_for
-    from dtypedoctor.trials.treatment import Plan
 
     scenario = override(scenario_of(found, asked_for([], attempt or [])), dtype=dtype, device=device)
     plan = Plan(certify=False)

@@ -62,13 +62,14 @@ def run(
     left no usable trace. Several scenarios get a directory each, and one matrix of all of them is printed.
     """
     announce(f"Running {' '.join(scenarios) if len(scenarios) < MANY else f'{len(scenarios)} scenarios'}")
-    from dtypedoctor.cli.running import exit_code, load_all, matrix_exit, treat_all, treat_scenario
+    from dtypedoctor.cli.reported import exit_code
+    from dtypedoctor.cli.running import load_all, matrix_exit, treat_all, treat_scenario
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.matrix import matrix_document
     from dtypedoctor.report.run_document import run_document
     from dtypedoctor.runner.directories import new_directory
     from dtypedoctor.scenario.loading import override
-    from dtypedoctor.trials.treatment import Plan
+    from dtypedoctor.trials.plan import Plan
 
     plan = Plan(remedies=not no_remedies)
     loaded = [
@@ -152,7 +153,7 @@ def bisect(
     """
     announce(f"Bisecting {scenario or model or resume or ''}".rstrip())
     from dtypedoctor.cli.bisecting import Options, bisect_case, new_case, resumed_case
-    from dtypedoctor.cli.running import exit_code
+    from dtypedoctor.cli.reported import exit_code
     from dtypedoctor.report.run_document import bisection_document
 
     options = Options(

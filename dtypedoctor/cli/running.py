@@ -1,15 +1,14 @@
-"""What ``run`` and ``exec`` do once their arguments are read. It is imported only then: ``--help`` must not wait for it.
+"""What ``run`` does once its arguments are read. It is imported only then: ``--help`` must not wait for it.
 
 Of several scenarios each gets a directory of its own, and all of them one matrix.
 """
 
 import os
-import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -17,44 +16,24 @@ from pathlib import Path
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.at_hand import require_at_hand
 from dtypedoctor.cli.live import IMPORTS, LiveView
-from dtypedoctor.cli.output import kept
 from dtypedoctor.cli.pace import Pace
-from dtypedoctor.cli.rerunning import Reruns
+from dtypedoctor.cli.reported import exit_code, reported
 from dtypedoctor.cli.scenario_files import load_checked
-from dtypedoctor.diagnosis.rule import Severity
+from dtypedoctor.cli.scripts import removed_if_refused
 from dtypedoctor.errors import DoctorError, ExitCode, UsageError
-from dtypedoctor.redaction.redact import redact, without_process_secrets
-from dtypedoctor.replay.capsule import Capsule
-from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
+from dtypedoctor.redaction.redact import redact
+from dtypedoctor.report.build import REPORT_JSON
 from dtypedoctor.report.files import MATRIX_JSON
 from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_report, refused_row, render_matrix_json, row_of
-from dtypedoctor.report.model import Report, Status
-from dtypedoctor.runner.directories import new_directory, remove_unused
+from dtypedoctor.report.model import Report
+from dtypedoctor.runner.directories import new_directory
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher
-from dtypedoctor.runner.process import outliving, run_ranks, run_script
-from dtypedoctor.runner.run import STDERR, Run
+from dtypedoctor.runner.process import run_ranks, run_script
+from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.loading import resolve
 from dtypedoctor.scenario.model import Request, Scenario, Script
-from dtypedoctor.trials.results import Outcome, Treatment
-from dtypedoctor.trials.treatment import Plan, treat
-
-ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
-    ("no usable trace, and no finding without one", lambda r: not (r.trace_usable or r.findings), ExitCode.NO_TRACE),
-    ("fails and is fixed as the scenario says", lambda r: r.expectation_met is True, ExitCode.OK),
-    ("not what the scenario says", lambda r: r.expectation_met is False, ExitCode.FINDINGS),
-    ("a bisection of what fails", lambda r: r.bisection is not None and r.bisection["end"] != "healthy", ExitCode.FINDINGS),
-    ("a finding that is more than a note", lambda r: any(f.severity is not Severity.INFO for f in r.findings), ExitCode.FINDINGS),
-    ("killed, stopped, raised, status not 0, not measured", lambda r: r.status is not Status.HEALTHY, ExitCode.FINDINGS),
-    ("differs without instrumentation", lambda r: r.observer.bitwise_equal is False, ExitCode.FINDINGS),
-    ("nothing wrong", lambda r: True, ExitCode.OK),
-)  # fmt: skip
-"""How a run ends, in the order in which it is decided, and the exit code of the command."""
-
-
-def exit_code(report: Report) -> int:
-    """The exit code that a finished report stands for: that of the first line of :data:`ENDINGS` that holds."""
-    return int(next(code for _, holds, code in ENDINGS if holds(report)))
-
+from dtypedoctor.trials.plan import Plan
+from dtypedoctor.trials.treatment import treat
 
 Start = Callable[[Request, Path], Run]
 """Runs a request in a directory that does not exist yet."""
@@ -78,11 +57,11 @@ def treat_scenario(
     """
     in_matrix = view is not None
     view = view or LiveView(sys.stderr)
-    with _removed_if_refused(directory):
+    with removed_if_refused(directory):
         require_at_hand(scenario)
     pace = Pace(directory, "run" if plan.remedies else "diagnose", scenario, in_matrix=in_matrix)
     with (
-        _removed_if_refused(directory),
+        removed_if_refused(directory),
         _with_releases(scenario, wheels),
         view,
         _kept(pace, view),
@@ -95,42 +74,7 @@ def treat_scenario(
             view.end(ending_of(finished).words)
             return finished
 
-        return _reported(treat(scenario, launch, plan), directory)
-
-
-def treat_script(scenario: Scenario, directory: Path, plan: Plan, *, in_place: bool = False) -> tuple[Report, int]:
-    """Treats a user's script in ``directory``, which is new; the script has this process's streams the first time it runs.
-
-    Args:
-        scenario: what to run.
-        directory: where everything that is found out is kept.
-        plan: how far to go.
-        in_place: whether another run may change files of the working directory; else it gets a copy-on-write view of it.
-
-    Returns:
-        The report, and the script's own exit status as a shell would give it.
-
-    Raises:
-        UsageError: there is no such script, the directory cannot be used, or another run cannot have a view of the working
-            directory. The directory is gone then, unless something else lies in it.
-    """
-    run = run_script if scenario.distributed is None else run_ranks
-    with _removed_if_refused(directory), outliving(), ExitStack() as resources:
-        reruns = resources.enter_context(Reruns(directory, in_place=in_place)) if plan.runs_again else None
-
-        def launch(label: str, request: Request) -> Run:
-            if reruns is None:
-                return run(request, directory / label, live=label == "before")
-            if label == "before":
-                first = run(request, directory / label, live=True)
-                reruns.first_is_over()
-                return first
-            with reruns.begin(label) as through:
-                return run(request, directory / label, live=False, through=through)
-
-        treatment = treat(scenario, launch, plan)
-        code = treatment.before.exit.code
-        return _reported(treatment, directory), code if code >= 0 else 128 - code
+        return reported(treat(scenario, launch, plan), directory)
 
 
 @contextmanager
@@ -176,16 +120,6 @@ def _installed(name: str) -> str | None:
 
 
 @contextmanager
-def _removed_if_refused(directory: Path) -> Iterator[None]:
-    """Takes the run directory away again where nothing could be run in it."""
-    try:
-        yield
-    except UsageError:
-        remove_unused(directory)
-        raise
-
-
-@contextmanager
 def _kept(pace: Pace, view: LiveView) -> Iterator[None]:
     """Inside, ``view`` keeps ``pace``; how long each part took is written down if the run comes to its end."""
     view.keep_pace(pace)
@@ -208,30 +142,6 @@ def _starter(scenario: Scenario, directory: Path, view: LiveView, preload: Seque
                 launcher.wait_for_imports()
                 view.end("")
             yield launcher.run
-
-
-def _reported(treatment: Treatment, directory: Path) -> Report:
-    files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before"}
-    if (directory / "before" / STDERR).exists():
-        files["raw_output"] = f"before/{STDERR}"
-    if (directory / "server.log").exists():
-        files["log"] = "server.log"
-    report = build_report(
-        treatment,
-        command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
-        files=files,
-        next_command=_next_command(treatment, directory),
-    )
-    return kept(directory, report)
-
-
-def _next_command(treatment: Treatment, directory: Path) -> str:
-    """What tries fixes on the failing call where it was kept and no fix of the run is known; else what prints the report."""
-    capsule = treatment.capsule
-    if not isinstance(capsule, Capsule) or any(trial.outcome is Outcome.FIXED for trial in treatment.trials):
-        return f"dtypedoctor report {shlex.quote(str(directory))} --format md"
-    option = " --allow-code" if any(capsule.code()) else ""
-    return f"dtypedoctor replay {shlex.quote(str(capsule.directory))}{option}"
 
 
 _GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from dtypedoctor.diagnosis.rule import Finding, Link, Severity
 from dtypedoctor.dtypes import short_name
 from dtypedoctor.redaction.redact import redact
@@ -358,6 +356,8 @@ def bisection_verdicts(bisection: _Found) -> list[tuple[str, str, str, str, str]
 
 def remedy_yaml(bisection: _Found) -> str:
     """What to add to a scenario to fix it, as YAML; empty where no fix is known."""
+    import yaml  # only a bisection and a scenario are shown in YAML
+
     remedy = bisection.get("remedy")
     text: str = yaml.safe_dump(remedy, sort_keys=False, width=200) if isinstance(remedy, Mapping) else ""
     return text.rstrip("\n")

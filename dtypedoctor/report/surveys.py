@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from dtypedoctor import __version__
@@ -35,7 +34,6 @@ from dtypedoctor.report.document import (
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.text import one_line
 from dtypedoctor.report.to_json import plain
-from dtypedoctor.scenario.loading import to_yaml
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.trials.remedies import exec_option
 from dtypedoctor.values import dataclass
@@ -126,6 +124,8 @@ def _running(report: Report) -> Iterator[str]:
     try:
         scenario = Scenario.model_validate(values)
     except ValidationError:  # a report may be older than the scenario's present keys, or redacted
+        import yaml  # imported where a scenario is shown: a report of a script has none
+
         yield from _here_document(yaml.safe_dump(values, sort_keys=False, width=100), report)
         return
     workload = scenario.steps[0].workload
@@ -136,6 +136,8 @@ def _running(report: Report) -> Iterator[str]:
         itself = report.command and not report.command.startswith(_OWN)
         yield report.command if itself else _exec(scenario, workload)
     else:
+        from dtypedoctor.scenario.loading import to_yaml
+
         yield from _here_document(to_yaml(scenario), report)
 
 

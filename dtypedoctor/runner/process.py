@@ -49,7 +49,7 @@ def run_process(
         directory: where what it writes is kept.
         live: see :func:`run_script`.
         time_limit: seconds.
-        meanwhile: called now and then while it runs.
+        meanwhile: called as soon as it runs, then now and then.
         stdin_is_read: standard input has been read to its end, and is not begun again.
         ranks: directories of the processes that it starts itself, whose output is shown and kept as well.
     """
@@ -94,9 +94,9 @@ def _wait(
                 end(process.pid)
                 process.wait()
                 return False
-            streams.show(min(left, LONGEST_WAIT), ended)
             for act in meanwhile:
                 act()
+            streams.show(min(left, LONGEST_WAIT), ended)
     finally:
         os.close(ended)
     return True
@@ -325,7 +325,14 @@ def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:
 BOOT = Path(__file__).resolve().parents[1] / "worker" / "boot.py"
 
 
-def run_script(request: Request, directory: Path, *, live: bool, through: Sequence[str] = ()) -> Run:
+def run_script(
+    request: Request,
+    directory: Path,
+    *,
+    live: bool,
+    through: Sequence[str] = (),
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Run:
     """Runs the script of ``request``; everything it leaves lies in ``directory``, which must not exist yet.
 
     Args:
@@ -334,6 +341,7 @@ def run_script(request: Request, directory: Path, *, live: bool, through: Sequen
         live: give the script this process's standard input, and show what it writes. Otherwise what it writes is only
             kept, and it reads standard input again from the beginning if that is a file; else it reads nothing.
         through: program and arguments that stand before the command, and become it (:mod:`dtypedoctor.runner.view`).
+        meanwhile: see :func:`run_process`.
 
     Raises:
         UsageError: the directory cannot be written, or there is no such script.
@@ -343,7 +351,14 @@ def run_script(request: Request, directory: Path, *, live: bool, through: Sequen
     command = [*through, sys.executable, str(BOOT), str(directory.resolve())]
     workload = request.scenario.steps[0].workload
     read_up = isinstance(workload, Script) and workload.path == "-"  # the program itself has come from there
-    ended = run_process(command, directory, live=live, time_limit=request.scenario.time_limit, stdin_is_read=read_up)
+    ended = run_process(
+        command,
+        directory,
+        live=live,
+        time_limit=request.scenario.time_limit,
+        meanwhile=meanwhile,
+        stdin_is_read=read_up,
+    )
     own = collect(directory, ended, foreign=True)
     spawned = child_directories(directory)
     return replace(own, children={number: collect(place, ended, foreign=True) for number, place in spawned.items()})
@@ -362,6 +377,7 @@ def run_ranks(
     live: bool,
     progress: Callable[[Path], None] = lambda _: None,
     through: Sequence[str] = (),
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Run:
     """Runs ``request`` in as many processes as its scenario says, on this machine.
 
@@ -371,6 +387,7 @@ def run_ranks(
         live: show what the processes write, as it comes.
         progress: called now and then, while they run, with the directory of rank 0.
         through: see :func:`run_script`.
+        meanwhile: see :func:`run_process`.
 
     Returns:
         The run of the rank that failed first, or of rank 0; its ``ranks`` are those of all.
@@ -387,12 +404,17 @@ def run_ranks(
         write_request_file(place, _for_rank(request, rank).model_dump_json())
     command = [*through, sys.executable, "-P", *_torchrun(directory.resolve(), count)]
     places = [rank_directory(directory, rank) for rank in range(count)]
+
+    def act() -> None:
+        meanwhile()
+        progress(places[0])
+
     ended = run_process(
         command,
         directory,
         live=live,
         time_limit=request.scenario.time_limit,
-        meanwhile=lambda: progress(places[0]),
+        meanwhile=act,
         ranks=places,
     )
     failures = _failures(directory)

@@ -18,12 +18,12 @@ from dtypedoctor.replay.wake import go_on, waiting_in
 from dtypedoctor.runner.run import BEFORE, Run
 from dtypedoctor.scenario.model import Autocast, Model, Plugin, Scenario, ScenarioStep, Window
 from dtypedoctor.trace.events import Raised
+from dtypedoctor.trials.plan import CAPSULE_LIMIT
 from dtypedoctor.trials.replays import before
 from dtypedoctor.unpatched import to_json
 
-__all__ = ["LIMIT", "caught_in", "is_replay", "same_verdict", "scenario_of"]
+__all__ = ["caught_in", "is_replay", "same_verdict", "scenario_of"]
 
-LIMIT = 64 << 20
 """Bytes of a capsule, unless the user says otherwise."""
 DIRECTORY = "capsule"
 SECONDS = 120.0
@@ -37,7 +37,7 @@ _CALLS = ("forward", "generate", "recompute", "backward")
 
 
 def caught_in(
-    run: Run, findings: Sequence[Finding], limit: int = LIMIT, seconds: float = SECONDS
+    run: Run, findings: Sequence[Finding], limit: int = CAPSULE_LIMIT, seconds: float = SECONDS
 ) -> Capsule | NoCapsule | None:
     """The capsule of what failed in ``run``, or why there is none; None where nothing failed in it.
 

@@ -12,12 +12,12 @@ from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.errors import UsageError, WorkerDiedError
 from dtypedoctor.foreign_files import reason
 from dtypedoctor.replay.wake import dismiss
-from dtypedoctor.runner.launch import Launcher
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.model import Model, Request, Scenario, ScenarioStep, Script, Unload
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trials.capsules import LIMIT, caught_in, is_replay
+from dtypedoctor.trials.capsules import caught_in, is_replay
 from dtypedoctor.trials.judge import Baselines, apply_ablations, confirm_by_trials, judge, not_tried
+from dtypedoctor.trials.plan import Plan, first_run
 from dtypedoctor.trials.remedies import (
     ABLATIONS,
     Remedy,
@@ -54,38 +54,6 @@ CALL_NOT_COMPARED = Observer(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How far a treatment goes.
-
-    Attributes:
-        closer: run again with the op trace on what failed, where no replay of a script explains it.
-        certify: run once more without instrumentation, and compare.
-        remedies: try what is proposed, and compare with the reference; False stops after the diagnosis.
-        capsule_limit: bytes that the capsule of a failing call may take.
-        only: ids of the remedies that may be tried; the others are reported as not tried. None allows all.
-        ablations: also try every ablation that the findings propose.
-        rerun_option: how `exec` is asked for another run.
-    """
-
-    closer: bool = True
-    certify: bool = True
-    remedies: bool = True
-    only: frozenset[str] | None = None
-    capsule_limit: int = LIMIT
-    ablations: bool = False
-    rerun_option: str = "--rerun"
-
-    @property
-    def runs_again(self) -> bool:
-        """Whether a script may be run more than once."""
-        return self.closer or self.certify or self.ablations or (self.remedies and self.only != frozenset())
-
-    def allows(self, remedy: str) -> bool:
-        """Whether the remedy of this id may be tried."""
-        return self.only is None or remedy in self.only or (self.ablations and remedy in ABLATIONS.values())
-
-
 def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Treatment:
     """Runs ``scenario``, explains it, tries what may cure it and compares with the reference.
 
@@ -101,7 +69,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     plan = plan or Plan()
     static = check_checkpoints(scenario)
     run = led_by_spawned(led(_judging_caught(run)))
-    before = _first(run, Request(scenario=scenario, witness=plan.certify, standby=is_script(scenario)))
+    before = first_run(run, scenario, plan)
     later = LaterRuns(run, before)
     try:
         look = look_closer(scenario, before, later, may_rerun=plan.closer)
@@ -166,15 +134,6 @@ def _to_ask_for(option: str, trials: tuple[Trial, ...]) -> list[str]:
 def _judging_caught(run: RunRequest) -> RunRequest:
     """``run``, with exceptions that the program caught and did not get past as what it raised."""
     return lambda label, request: with_caught(run(label, request))
-
-
-def _first(run: RunRequest, request: Request) -> Run:
-    try:
-        return run("before", request)
-    except OSError as error:
-        raise UsageError(
-            f"it cannot be run here: {error.strerror or error}", "Free some space, or give another --out."
-        ) from error
 
 
 def _certificate(scenario: Scenario, before: Run, run: LaterRuns) -> Observer:
@@ -285,7 +244,7 @@ def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool
     wanted += scenario.remedies
     if failed:
         wanted += [*scenario.expect.cured_by, *scenario.expect.not_cured_by]
-    known = remedies()
+    known = remedies() if wanted else {}
     for name in dict.fromkeys(wanted):
         if name in known:
             yield known[name]
@@ -303,10 +262,14 @@ def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baseline
     return judge(remedy, changed, tried, baselines)
 
 
+def _may_try(remedy: str, plan: Plan) -> bool:
+    return plan.only is None or remedy in plan.only or (plan.ablations and remedy in ABLATIONS.values())
+
+
 def _why_not(remedy: Remedy, scenario: Scenario, changed: Scenario, plan: Plan) -> str:
     """Why the remedy is not to be tried; empty if it is."""
     if is_script(scenario) and changed.steps == scenario.steps and changed != scenario:
-        if plan.allows(remedy.id):
+        if _may_try(remedy.id, plan):
             return ""
         option, value = exec_option(remedy.id)
         if changed.conditions == scenario.conditions:
@@ -393,6 +356,10 @@ def _built(model: str, intent: Intent) -> Subject:
             )
         ],
     )
+    from dtypedoctor.runner.launch import (
+        Launcher,  # which brings the start of processes with it: few commands need it here
+    )
+
     with tempfile.TemporaryDirectory() as folder, Launcher(Path(folder) / "server.log") as launcher:
         run = launcher.run(Request(scenario=scenario), Path(folder) / "built")
     if run.died:

@@ -20,7 +20,7 @@ from nursery import fork, preload
 from script_corpus import Case, cases, matches_fqn
 from snapshot import Entry, entry
 
-from dtypedoctor.cli.running import exit_code
+from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report, Status

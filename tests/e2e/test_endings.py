@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import dtypedoctor, report_of
 
-from dtypedoctor.cli.running import ENDINGS, exit_code
+from dtypedoctor.cli.reported import ENDINGS, exit_code
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.errors import ExitCode
 from dtypedoctor.report.model import Observer, Report, Status

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trace_mutations import healthy, mutated, overflowing
 
-from dtypedoctor.cli.running import exit_code
+from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.diagnosis.rule import Confidence, Severity
 from dtypedoctor.errors import EmptyTraceError, ExitCode, UsageError
 from dtypedoctor.report.files import report_of, with_pictures

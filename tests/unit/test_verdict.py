@@ -10,7 +10,7 @@ from detector_examples import DETECTOR_EXAMPLES
 from nonfinite_examples import overflow
 from traces import TraceBuilder, tensor
 
-from dtypedoctor.cli.running import exit_code
+from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.report.build import build_report

@@ -27,11 +27,12 @@ from dtypedoctor.trials.bisection.reproduction import reproduce
 from dtypedoctor.trials.bisection.results import Answer, Bisection, End, Kind, Symptom
 from dtypedoctor.trials.bisection.symptoms import symptom_of
 from dtypedoctor.trials.judge import Baselines, judge
+from dtypedoctor.trials.plan import Plan
 from dtypedoctor.trials.reduction import Outcome
 from dtypedoctor.trials.remedies import Remedy, remedies
 from dtypedoctor.trials.results import Treatment, Trial
 from dtypedoctor.trials.search import Node
-from dtypedoctor.trials.treatment import Plan, treat
+from dtypedoctor.trials.treatment import treat
 from dtypedoctor.values import dataclass
 
 

@@ -1,0 +1,58 @@
+"""How a command that has run something ends: its report is kept beside the runs, and stands for an exit code."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from dtypedoctor.cli.output import kept
+from dtypedoctor.diagnosis.rule import Severity
+from dtypedoctor.errors import ExitCode
+from dtypedoctor.redaction.redact import without_process_secrets
+from dtypedoctor.replay.capsule import Capsule
+from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
+from dtypedoctor.report.model import Report, Status
+from dtypedoctor.runner.run import STDERR
+from dtypedoctor.trials.results import Outcome, Treatment
+
+ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
+    ("no usable trace, and no finding without one", lambda r: not (r.trace_usable or r.findings), ExitCode.NO_TRACE),
+    ("fails and is fixed as the scenario says", lambda r: r.expectation_met is True, ExitCode.OK),
+    ("not what the scenario says", lambda r: r.expectation_met is False, ExitCode.FINDINGS),
+    ("a bisection of what fails", lambda r: r.bisection is not None and r.bisection["end"] != "healthy", ExitCode.FINDINGS),
+    ("a finding that is more than a note", lambda r: any(f.severity is not Severity.INFO for f in r.findings), ExitCode.FINDINGS),
+    ("killed, stopped, raised, status not 0, not measured", lambda r: r.status is not Status.HEALTHY, ExitCode.FINDINGS),
+    ("differs without instrumentation", lambda r: r.observer.bitwise_equal is False, ExitCode.FINDINGS),
+    ("nothing wrong", lambda r: True, ExitCode.OK),
+)  # fmt: skip
+"""How a run ends, in the order in which it is decided, and the exit code of the command."""
+
+
+def exit_code(report: Report) -> int:
+    """The exit code that a finished report stands for: that of the first line of :data:`ENDINGS` that holds."""
+    return int(next(code for _, holds, code in ENDINGS if holds(report)))
+
+
+def reported(treatment: Treatment, directory: Path) -> Report:
+    """The report of a finished treatment, which is also written into ``directory``."""
+    files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before"}
+    if (directory / "before" / STDERR).exists():
+        files["raw_output"] = f"before/{STDERR}"
+    if (directory / "server.log").exists():
+        files["log"] = "server.log"
+    report = build_report(
+        treatment,
+        command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
+        files=files,
+        next_command=_next_command(treatment, directory),
+    )
+    return kept(directory, report)
+
+
+def _next_command(treatment: Treatment, directory: Path) -> str:
+    """What tries fixes on the failing call where it was kept and no fix of the run is known; else what prints the report."""
+    capsule = treatment.capsule
+    if not isinstance(capsule, Capsule) or any(trial.outcome is Outcome.FIXED for trial in treatment.trials):
+        return f"dtypedoctor report {shlex.quote(str(directory))} --format md"
+    option = " --allow-code" if any(capsule.code()) else ""
+    return f"dtypedoctor replay {shlex.quote(str(capsule.directory))}{option}"

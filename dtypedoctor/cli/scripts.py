@@ -1,0 +1,93 @@
+"""What ``exec`` does once its arguments are read: it starts the script, and then imports what reads the trace while that runs."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.runner.directories import remove_unused
+from dtypedoctor.runner.process import outliving, run_ranks, run_script
+from dtypedoctor.scenario.model import Request, Scenario, Script
+from dtypedoctor.trials.plan import Plan, first_run
+
+if TYPE_CHECKING:
+    from dtypedoctor.cli.rerunning import Reruns
+    from dtypedoctor.report.model import Report
+    from dtypedoctor.runner.run import Run
+
+
+def treat_script(scenario: Scenario, directory: Path, plan: Plan, *, in_place: bool = False) -> "tuple[Report, int]":
+    """Treats a user's script in ``directory``, which is new; the script has this process's streams the first time it runs.
+
+    Args:
+        scenario: what to run.
+        directory: where everything that is found out is kept.
+        plan: how far to go.
+        in_place: whether another run may change files of the working directory; else it gets a copy-on-write view of it.
+
+    Returns:
+        The report, and the script's own exit status as a shell would give it.
+
+    Raises:
+        UsageError: there is no such script, the directory cannot be used, or another run cannot have a view of the working
+            directory. The directory is gone then, unless something else lies in it.
+    """
+    run = run_script if scenario.distributed is None else run_ranks
+    with removed_if_refused(directory), outliving(), ExitStack() as resources:
+        reruns = resources.enter_context(_reruns(directory, in_place=in_place)) if plan.runs_again else None
+
+        def launch(label: str, request: Request) -> "Run":
+            if label == "before":
+                first = run(request, directory / label, live=True, meanwhile=_import_the_rest)
+                if reruns is not None:
+                    reruns.first_is_over()
+                return first
+            if reruns is None:
+                return run(request, directory / label, live=False)
+            with reruns.begin(label) as through:
+                return run(request, directory / label, live=False, through=through)
+
+        before = None if _is_given_a_folder(scenario) else first_run(launch, scenario, plan)
+
+        def again(label: str, request: Request) -> "Run":
+            return before if before is not None and label == "before" else launch(label, request)
+
+        from dtypedoctor.cli.reported import reported
+        from dtypedoctor.trials.treatment import treat
+
+        treatment = treat(scenario, again, plan)
+        code = treatment.before.exit.code
+        return reported(treatment, directory), code if code >= 0 else 128 - code
+
+
+def _is_given_a_folder(scenario: Scenario) -> bool:
+    """Whether a folder is among the script's arguments, which may be a checkpoint that is checked before the script changes it."""
+    workload = scenario.steps[0].workload
+    arguments = workload.args if isinstance(workload, Script) else []
+    return any(os.path.isdir(argument.partition("=")[2] or argument) for argument in arguments)
+
+
+def _reruns(directory: Path, *, in_place: bool) -> "AbstractContextManager[Reruns]":
+    from dtypedoctor.cli.rerunning import Reruns
+
+    return Reruns(directory, in_place=in_place)
+
+
+def _import_the_rest() -> None:
+    """Imports what reads a trace and shows a report, rules included; the second time there is nothing to do."""
+    for name in ("cli.reported", "trials.treatment", "report.to_terminal"):
+        import_module(f"dtypedoctor.{name}")
+    import_module("dtypedoctor.diagnosis.registry").rules()
+
+
+@contextmanager
+def removed_if_refused(directory: Path) -> Iterator[None]:
+    """Takes the run directory away again where nothing could be run in it."""
+    try:
+        yield
+    except UsageError:
+        remove_unused(directory)
+        raise

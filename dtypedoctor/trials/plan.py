@@ -1,0 +1,54 @@
+"""How far a treatment goes, and its first run: what a script can be started with before anything else is imported."""
+
+from collections.abc import Callable
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.runner.run import Run
+from dtypedoctor.scenario.model import Request, Scenario, Script
+from dtypedoctor.values import dataclass
+
+CAPSULE_LIMIT = 64 << 20
+"""Bytes that a capsule may take if nobody says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How far a treatment goes.
+
+    Attributes:
+        closer: run again with the op trace on what failed, where no replay of a script explains it.
+        certify: run once more without instrumentation, and compare.
+        remedies: try what is proposed, and compare with the reference; False stops after the diagnosis.
+        capsule_limit: bytes that the capsule of a failing call may take.
+        only: ids of the remedies that may be tried; the others are reported as not tried. None allows all.
+        ablations: also try every ablation that the findings propose.
+        rerun_option: how `exec` is asked for another run.
+    """
+
+    closer: bool = True
+    certify: bool = True
+    remedies: bool = True
+    only: frozenset[str] | None = None
+    capsule_limit: int = CAPSULE_LIMIT
+    ablations: bool = False
+    rerun_option: str = "--rerun"
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether a script may be run more than once."""
+        return self.closer or self.certify or self.ablations or (self.remedies and self.only != frozenset())
+
+
+def first_run(run: Callable[[str, Request], Run], scenario: Scenario, plan: Plan) -> Run:
+    """The run that everything else is compared with.
+
+    Raises:
+        UsageError: the scenario cannot be run at all.
+    """
+    is_script = any(isinstance(step.workload, Script) for step in scenario.steps)
+    try:
+        return run("before", Request(scenario=scenario, witness=plan.certify, standby=is_script))
+    except OSError as error:
+        raise UsageError(
+            f"it cannot be run here: {error.strerror or error}", "Free some space, or give another --out."
+        ) from error
