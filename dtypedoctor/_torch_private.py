@@ -154,11 +154,23 @@ def _current_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+is_capturing: Callable[[], bool] = _optional(
+    "_C._cuda_isCurrentStreamCapturing", None, torch.cuda.is_current_stream_capturing
+)
+"""Whether the current CUDA stream is being captured. Builds without CUDA have none. Without it by the public function, a call more."""
+
+
 raw_stream: Callable[[int], int] = _optional("_C._cuda_getCurrentRawStream", None, _current_stream)
 """Handle of the stream that is current on a CUDA device. Builds without CUDA have none. Without it by the public object, which is slower."""
 
 
 # With a fallback: tensors ---------------------------------------------------------------------------------------------------------------
+
+
+version_now: Callable[[Tensor], int] = attrgetter("_version")
+"""How often the tensor was written to in place. A tensor of inference mode raises RuntimeError; :func:`version_of` does not."""
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base") if hasattr(Tensor, "_base") else lambda tensor: None
+"""The tensor that a view was made of, None for any other. Without the name None: then memory that is kept alive is counted too low."""
 
 
 def version_of(tensor: Tensor) -> int:
@@ -179,11 +191,6 @@ _set_version_counter = _optional("_C._autograd._unsafe_set_version_counter", Non
 
 has_no_memory: Callable[[Tensor], bool] = getattr(Tensor, "_is_zerotensor", lambda _: False)
 """Whether a tensor is a zero that was never computed, as ``torch.func`` makes them. False without the name: reading one raises."""
-
-
-def is_part(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of another. False without the name: then memory that is kept alive is counted too low."""
-    return getattr(tensor, "_base", None) is not None
 
 
 memory_key: Callable[[Any], int] = (

@@ -145,7 +145,8 @@ class BadValues:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._held: dict[int, Bad] = {}
+        self.known: dict[int, Bad] = {}
+        """What is not finite, by the memory that it lies in."""
         self._ids = FIRST_ID
         self._seen: Counter[Any] = Counter()
         self._last_ids: dict[Any, list[int]] = {}
@@ -156,12 +157,12 @@ class BadValues:
     @property
     def any(self) -> bool:
         """Whether anything is known not to be finite."""
-        return bool(self._held)
+        return bool(self.known)
 
     def behind(self, tensor: Tensor) -> Bad | None:
         """What is known of the memory of ``tensor``; part of it may well be finite."""
         try:
-            return self._held.get(memory_key(tensor.untyped_storage()))
+            return self.known.get(memory_key(tensor.untyped_storage()))
         except (NotImplementedError, RuntimeError):  # sparse tensors and some wrappers have none
             return None
 
@@ -171,7 +172,7 @@ class BadValues:
             bad = self.behind(tensor)
             if bad is not None and bad.says is None:
                 self.reached("call", bad)
-        if any(bad.written and bad.kind != "-inf" for bad in list(self._held.values())):
+        if any(bad.written and bad.kind != "-inf" for bad in list(self.known.values())):
             for tensor in module.parameters():
                 bad = self.behind(tensor)
                 if bad is not None and bad.written:
@@ -228,14 +229,14 @@ class BadValues:
 
     def finish(self) -> None:
         """The program has ended: tells of everything that is not finite, there or gone, and that nothing was computed from."""
-        for bad in [*self._held.values(), *self._unused.values()]:
+        for bad in [*self.known.values(), *self._unused.values()]:
             if bad.says is None and not bad.used and bad.recorded:
                 self.reached("unused" if bad.held.expired() else "alive", bad)
-        self._held.clear()
+        self.known.clear()
         self._unused.clear()
 
     def _find_sources(self, ran: Ran) -> None:
-        if not self._held:
+        if not self.known:
             return
         for place, tensor in enumerate(ran.operands):
             bad = self.behind(tensor)
@@ -331,7 +332,7 @@ class BadValues:
         for tensor in ran.results:  # written in place: what was bad in there may be gone
             held = self.behind(tensor) is not None
             if held and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
-                self._held.pop(memory_key(tensor.untyped_storage()), None)
+                self.known.pop(memory_key(tensor.untyped_storage()), None)
         if record:
             ids = self._ids_of(key, len(ran.results), record)
             self._write(ran, inputs, [_note(t, None, i) for t, i in zip(ran.results, ids, strict=True)])
@@ -355,20 +356,20 @@ class BadValues:
         return self._ids
 
     def _keep(self, tensor: Tensor, bad: Bad) -> None:
-        if len(self._held) >= MAX_KEPT:
+        if len(self.known) >= MAX_KEPT:
             self._forget()
         number = memory_key(tensor.untyped_storage())
-        before = self._held.get(number)
+        before = self.known.get(number)
         if before is not None and not before.used and before.says is None and before.id != bad.id:
             before.used = True  # overwritten by what was computed from it
-        self._held[number] = bad
+        self.known[number] = bad
         if bad.says is None:
             self.noticed()
 
     def _forget(self) -> None:
-        for number, bad in list(self._held.items()):
+        for number, bad in list(self.known.items()):
             if bad.held.expired():
-                del self._held[number]
+                del self.known[number]
                 if bad.says is None and not bad.used and bad.recorded:
                     self._unused[bad.id] = bad
 

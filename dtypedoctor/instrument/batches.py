@@ -21,8 +21,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from dtypedoctor._torch_private import is_part, raw_stream, version_of
-from dtypedoctor.instrument.device_rows import Asked, Counts, DeviceRows, as_dense
+from dtypedoctor._torch_private import base_of, raw_stream, version_now
+from dtypedoctor.instrument.device_rows import DIRECT, Asked, Counts, DeviceRows, as_dense
 from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.unpatched import monotonic, sleep
 
@@ -71,12 +71,16 @@ class Row:
         "version",
     )
 
-    def __init__(self, tensor: Tensor | None, version: int, stream: int = 0, gate: "Row | None" = None) -> None:
+    def __init__(self, tensor: Tensor | None, version: int = 0, stream: int = 0, gate: "Row | None" = None) -> None:
         self.tensor = tensor
         self.version = version
         self.stream = stream
-        self.address = tensor.data_ptr() if tensor is not None else 0
-        self.held = ref(tensor) if tensor is not None and gate is None else None
+        self.address = 0
+        self.held: ref[Tensor] | None = None
+        if tensor is not None:
+            self.address = tensor.data_ptr()
+            if gate is None:
+                self.held = ref(tensor)
         self.gate = gate
         self.entries: tuple[tuple[int, int, int, int], ...] = ()
         self.doubts: tuple[Any, ...] = ()
@@ -110,7 +114,7 @@ class Batches:
         self._gated: list[Row] = []
         self._kept = 0
         self._current_stream = _stream_getter(device)
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._streams: dict[int, torch.cuda.Stream | None] = {}
         self._home = 0
         self._flying: deque[tuple[int, list[Row]]] = deque()
         self.dead = False
@@ -135,19 +139,26 @@ class Batches:
         """
         size = tensor.nbytes
         if size == 0:
-            empty = Row(None, 0)
+            empty = Row(None)
             empty.counts = (0.0, 0, 0)
             return empty
         stream = self._current_stream()
         if stream not in self._streams:
             self._meet(stream)
-        part = stream != self._home or is_part(tensor)  # all of the memory that it is a part of is kept alive
-        self._kept += tensor.untyped_storage().nbytes() if part else size
-        if gate is not None and gate.stream == stream:
-            row = Row(tensor.detach(), version_of(tensor), stream, gate)
-            self._gated.append(row)
-            return row
-        row = Row(tensor if gate is None else tensor.detach(), version_of(tensor), stream)
+        if stream != self._home or base_of(tensor) is not None:
+            size = tensor.untyped_storage().nbytes()  # all of the memory that it is a part of is kept alive
+        self._kept += size
+        try:
+            version = version_now(tensor)
+        except RuntimeError:
+            version = -1
+        if gate is not None:
+            tensor = tensor.detach()
+            if gate.stream == stream:
+                row = Row(tensor, version, stream, gate)
+                self._gated.append(row)
+                return row
+        row = Row(tensor, version, stream)
         waiting = self._open.get(stream)
         if waiting is None:
             waiting = self._open[stream] = []
@@ -158,9 +169,10 @@ class Batches:
 
     def _meet(self, handle: int) -> None:
         """The stream that is current is used for the first time: it has to wait until the results' memory has been cleared."""
+        self._streams[handle] = None
         if self._device.type == "cuda":
-            self._streams[handle] = torch.cuda.current_stream(self._device)
-            self._rows.make_ready(self._streams[handle])
+            self._streams[handle] = stream = torch.cuda.current_stream(self._device)
+            self._rows.make_ready(stream)
 
     def launch(self) -> list[Row]:
         """Launches what has been put together.
@@ -175,15 +187,20 @@ class Batches:
         # known then if what went into the collectives before it is known as well.
         for stream in sorted(waiting, key=lambda stream: stream == self._home):
             batch = waiting[stream]
-            for row in batch:
+            sent = []
+            # The newest first: what has just been written is still in the device's cache, until older tensors push it out.
+            for row in reversed(batch):
                 tensor = row.tensor
-                if tensor is None:
+                if row.lost:
                     continue
-                if 0 <= row.version != version_of(tensor) or tensor.data_ptr() != row.address:
+                if tensor is not None and (
+                    tensor.data_ptr() != row.address or (row.version >= 0 and row.version != version_now(tensor))
+                ):
                     changed.append(row)
                     row.lost = True
-            # The newest first: what has just been written is still in the device's cache, until older tensors push it out.
-            self._send([row for row in reversed(batch) if not row.lost])
+                else:
+                    sent.append(row)
+            self._send(sent)
             for row in batch:
                 row.tensor = None
         self._let_gated_in()
@@ -227,6 +244,7 @@ class Batches:
         if self._device.type != "cuda":
             return self._rows.launch(_asked(batch))
         stream = self._streams[handle]
+        assert stream is not None
         if len(self._streams) > 1:  # where there is one only, its allocator and its order are all that is needed
             for row in batch:
                 if row.tensor is not None:
@@ -288,8 +306,12 @@ def _stream_getter(device: torch.device) -> Callable[[], int]:
 
 
 def _asked(batch: list[Row]) -> list[Asked]:
-    return [
-        (as_dense(row.tensor), -1 if row.gate is None or row.gate.suspicious else row.gate.index)
-        for row in batch
-        if row.tensor is not None
-    ]
+    found = []
+    for row in batch:
+        tensor, gate = row.tensor, row.gate
+        if tensor is None:
+            continue
+        if tensor.dtype not in DIRECT or row.address % 16 or not tensor.is_contiguous():
+            tensor = as_dense(tensor)
+        found.append((tensor, -1 if gate is None or gate.suspicious else gate.index))
+    return found

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import scale_where_it_lies
@@ -67,7 +68,11 @@ class OptimizerSamples:
         kept = self._of(optimizer)
         if kept.when is None and not kept.steps:
             self._sample("initial", [_held(one) for one in kept.named], "optimizer", None)
-        held = [(r, name, local_part(p.grad)) for r, name, p in kept.named if p.grad is not None]
+        held = []
+        for root, name, parameter in kept.named:
+            grad = parameter.grad
+            if grad is not None:
+                held.append((root, name, grad if type(grad) is Tensor else local_part(grad)))
         found = [one for one in held if measurable(one[-1])]
         self._coverage.gradients += len(held)
         if found:
@@ -155,7 +160,7 @@ class OptimizerSamples:
 def _held(named: Rooted) -> Rooted:
     """A parameter with what this process holds of it."""
     root, name, parameter = named
-    return root, name, local_part(parameter)
+    return root, name, parameter if type(parameter) is Parameter else local_part(parameter)
 
 
 MAX_NODES = 5_000

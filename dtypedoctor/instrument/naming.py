@@ -172,16 +172,19 @@ class Names:
     def glance_at_parameters(self) -> None:
         """Does the same for a tenth of the time: what was seen before is looked at each time, new names now and then."""
         self._glances += 1
-        if self._glances % FULL_LOOK == 0 or any(_changed(*one) for one in self._held):
+        if self._glances % FULL_LOOK == 0 or self._has_changed():
             self.note_parameters()
 
-
-def _changed(owner: ref[nn.Module], is_buffer: bool, name: str, dtype: torch.dtype, requires_grad: bool) -> bool:
-    module = owner()
-    if module is None:
-        return True
-    tensor: Tensor | None = (buffers_of(module) if is_buffer else parameters_of(module)).get(name)
-    return tensor is None or tensor.dtype is not dtype or tensor.requires_grad is not requires_grad
+    def _has_changed(self) -> bool:
+        """Whether one of the parameters and buffers that were seen has gone, or looks different."""
+        for owner, is_buffer, name, dtype, requires_grad in self._held:
+            module = owner()
+            if module is None:
+                return True
+            tensor: Tensor | None = (buffers_of(module) if is_buffer else parameters_of(module)).get(name)
+            if tensor is None or tensor.dtype is not dtype or tensor.requires_grad is not requires_grad:
+                return True
+        return False
 
 
 def quantization_of(tensor: Tensor, owner: nn.Module, state: Any = None) -> dict[str, Any] | None:

@@ -79,25 +79,29 @@ class Places:
 
     def __init__(self, names: Names) -> None:
         self._names = names
-        self._version = -1
-        self._of: dict[int, tuple[Any, Place | None]] = {}
-        self._unknown: list[int] = []
-        self._by_name: dict[tuple[int, str, str], Place] = {}
+        self.version = -1
+        """The version of the names that the entries are of."""
+        self.known: dict[int, tuple[Any, Place]] = {}
+        """A weak reference to each module that has a place, and the place, by the module's identity."""
+        self._unknown: dict[int, Any] = {}
+        self.by_name: dict[tuple[int, str, str], Place] = {}
+        """Each place by its root, dotted name and class."""
         self._residual: set[int] = set()
 
     def begin_call(self) -> None:
         """Another outermost call begins: modules that no root was known to hold are looked for again."""
-        for identity in self._unknown:
-            self._of.pop(identity, None)
         self._unknown.clear()
 
     def of(self, module: nn.Module) -> Place | None:
         """The place of ``module``; None for one that no root is known to hold."""
-        if self._version != self._names.version:
+        if self.version != self._names.version:
             self._refresh()
-        held = self._of.get(id(module))
+        held = self.known.get(id(module))
         if held is not None and held[0]() is module:
             return held[1]
+        unknown = self._unknown.get(id(module))
+        if unknown is not None and unknown() is module:
+            return None
         return self._learn(module)
 
     def inside(self, stack: Sequence[nn.Module]) -> Place:
@@ -113,27 +117,28 @@ class Places:
         return self._place(root, fqn, "")
 
     def _refresh(self) -> None:
-        self._of.clear()
-        self._version = self._names.version
+        self.known.clear()
+        self._unknown.clear()
+        self.version = self._names.version
         self._residual = {block for root in self._names.roots for block in residual_blocks(root)}
 
     def _learn(self, module: nn.Module) -> Place | None:
         found = self._names.find(module)
-        if self._version != self._names.version:
+        if self.version != self._names.version:
             self._refresh()
         place = self._place(*found, type(module).__name__) if found is not None else None
         if place is None:
-            self._unknown.append(id(module))
+            self._unknown[id(module)] = ref(module)
         else:
             place.residual = id(module) in self._residual
-        self._of[id(module)] = (ref(module), place)
+            self.known[id(module)] = (ref(module), place)
         return place
 
     def _place(self, root: int, fqn: str, cls: str) -> Place:
         key = (root, fqn, cls)
-        found = self._by_name.get(key)
+        found = self.by_name.get(key)
         if found is None:
-            found = self._by_name[key] = Place(root, fqn, cls)
+            found = self.by_name[key] = Place(root, fqn, cls)
         return found
 
 
@@ -151,11 +156,6 @@ class Looks(NamedTuple):
     shape: tuple[int, ...]
     autocast: str | None
     device: torch.device
-
-
-def looks_of(tensor: Tensor, phase: str, kind: str) -> Looks:
-    """How ``tensor`` looks as a sample of some kind that no module returned."""
-    return Looks(phase, kind, "", tensor.dtype, tensor.shape, None, tensor.device)
 
 
 class Sites:
@@ -255,6 +255,22 @@ class Recorder(Protocol):
             when: the same as :class:`When`, which takes a third of a microsecond to make.
             source: the call that has returned ``rows``.
             given: what went into it.
+        """
+
+    def record_one(
+        self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Tensor | None = None
+    ) -> int:
+        """Measures one tensor where no mode of torch's is on: what nearly all calls and gradients need.
+
+        Args:
+            site: number of its site.
+            tensor: a plain dense tensor on this recorder's device, which has been measured at this site before.
+            step, call: coordinates of the sample.
+            source: the module call that has returned it.
+            given: the one tensor that went into that call.
+
+        Returns:
+            The number of the sample.
         """
 
     def begin_call(self) -> None:

@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from dtypedoctor._torch_private import version_of
+from dtypedoctor._torch_private import version_now, version_of
 from dtypedoctor.instrument.batches import Batches, Row
 from dtypedoctor.instrument.device_rows import Counts, DeviceRows, device_rows
 from dtypedoctor.instrument.places import Looks, Recorder, Rows, Sites, Source
@@ -88,6 +88,14 @@ class ImmediateRecorder:
             _, step, call = when
             self._write(found, (self._writer.next_n(len(found)), step, call))
 
+    def record_one(
+        self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Tensor | None = None
+    ) -> int:
+        """Measures one tensor."""
+        n = self._writer.next_n()
+        self.record(((site, tensor),), (n, step, call), source, (("0", given),) if given is not None else ())
+        return n
+
     def begin_call(self) -> None:
         """Forgets what was measured: from here on it is another call's."""
         self._known.clear()
@@ -141,14 +149,9 @@ _Sample = tuple[int, int, int, int, Counts]
 """Sequence number, step, call, site and what was measured."""
 
 
-class _Doubt(NamedTuple):
-    """What went into a module, to be recorded only if something not finite came out."""
-
-    source: Source
-    given: list[tuple[str, torch.dtype, torch.Size, Row]]
-    n: int
-    step: int
-    call: int
+_Doubt = tuple[Source, Sequence[tuple[str, torch.dtype, torch.Size, Row]], int, int, int]
+"""What went into a module, to be recorded only if something not finite came out: the call, the tensors, their first number, step and call.
+A plain tuple, because there is one for each module call and a named one takes a call to make."""
 
 
 class StreamRecorder:
@@ -195,13 +198,43 @@ class StreamRecorder:
         if self._reader is None:
             self._read_in_background()
 
+    def record_one(
+        self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Tensor | None = None
+    ) -> int:
+        """Hands one tensor over. It does what :meth:`record` does in one function: a call takes longer than what is done here."""
+        writer, known = self._writer, self._known
+        with self._lock:
+            n = writer.following
+            writer.following = n + 1
+            row = known.get(id(tensor))
+            if row is None or not _is_of(row, tensor):
+                row = known[id(tensor)] = self._batches.add(tensor)
+            if row.counts is not None:
+                self._write([(n, step, call, site, row.counts)])
+            else:
+                row.entries += ((n, step, call, site),)
+                if site not in self._calm or row.version < 0:
+                    self._measure_now(site, tensor, row)
+            if source is not None and given is not None and (row.counts is None or row.suspicious):
+                other = known.get(id(given))
+                if other is None or not _is_of(other, given):
+                    other = self._batches.add(given, row)
+                row.doubts += ((source, (("0", given.dtype, given.shape, other),), n + 1, step, call),)
+                writer.following = n + 2
+                if row.counts is not None:
+                    self._confirm([row])
+        if self._reader is None:
+            self._read_in_background()
+        return n
+
     def _hand_over(self, rows: Rows, when: tuple[int, int, int]) -> list[Row]:
         n, step, call = when
+        known = self._known
         returned = []
         for site, tensor in rows:
-            row = self._known_row(tensor)
-            if row is None:
-                row = self._known[id(tensor)] = self._batches.add(tensor)
+            row = known.get(id(tensor))
+            if row is None or not _is_of(row, tensor):
+                row = known[id(tensor)] = self._batches.add(tensor)
             returned.append(row)
             if row.counts is not None:
                 self._write([(n, step, call, site, row.counts)])
@@ -266,13 +299,6 @@ class StreamRecorder:
         self._known.clear()
         self._tell_what_is_missing()
 
-    def _known_row(self, tensor: Tensor) -> Row | None:
-        """The row of a tensor that was handed over before: a container usually returns what its last child returned."""
-        row = self._known.get(id(tensor))
-        if row is None or row.held is None or row.held() is not tensor or 0 <= row.version != version_of(tensor):
-            return None
-        return row
-
     def _measure_now(self, site: int, tensor: Tensor, row: Row) -> None:
         """Launches a tensor of a new site, and of one whose tensors are changed in place, without waiting for others."""
         if site not in self._restless and row.version >= 0:
@@ -291,10 +317,12 @@ class StreamRecorder:
         found = []
         for path, tensor in given:
             if tensor.device == self._device:
-                row = self._known_row(tensor) or self._batches.add(tensor, gate)
+                row = self._known.get(id(tensor))
+                if row is None or not _is_of(row, tensor):
+                    row = self._batches.add(tensor, gate)
                 found.append((path, tensor.dtype, tensor.shape, row))
         _, step, call = when
-        doubt = _Doubt(source, found, self._writer.next_n(len(found)), step, call)
+        doubt = (source, found, self._writer.next_n(len(found)), step, call)
         for row in returned:
             row.doubts += (doubt,)
         self._confirm([row for row in returned if row.counts is not None and row.suspicious])
@@ -314,13 +342,22 @@ class StreamRecorder:
     def _write_settled(self, rows: list[Row]) -> None:
         if not rows:
             return
-        counted = [(row, row.counts) for row in rows if row.counts is not None]
-        self._write([(*entry, counts) for row, counts in counted for entry in row.entries])
-        self._confirm([row for row, counts in counted if any(counts[1:])])
+        found: list[_Sample] = []
+        bad: list[Row] = []
+        for row in rows:
+            counts = row.counts
+            if counts is None:
+                continue
+            for n, step, call, site in row.entries:
+                found.append((n, step, call, site, counts))
+            if counts[1] or counts[2]:
+                bad.append(row)
+        self._write(found)
+        self._confirm(bad)
         self._write_what_is_settled()
 
     def _write_what_is_settled(self) -> None:
-        while self._confirmed and all(row.settled for *_, row in self._confirmed[0].given):
+        while self._confirmed and all(row.settled for *_, row in self._confirmed[0][1]):
             self._write_given(self._confirmed.popleft())
 
     def _confirm(self, rows: Iterable[Row]) -> None:
@@ -341,19 +378,20 @@ class StreamRecorder:
                 self._write([(n + i, step, call, self._sites.id_of(source.place, looks), row.counts)])
 
     def _write(self, found: list[_Sample]) -> None:
-        """Writes samples, those that follow each other in one line."""
-        line: list[SampleRow] = []
-        following = start = (0, 0, 0)
+        """Writes samples, those that follow each other in one line, and the lines of a call together."""
+        runs: list[tuple[int, list[SampleRow]]] = []
+        following, moment = -1, (0, 0)
         for n, step, call, site, (absmax, nan, inf) in sorted(found):
-            if (n, step, call) != following:
-                if line:
-                    self._writer.write_samples(*start, line)
-                line = []
-                start = (n, step, call)
-            following = (n + 1, step, call)
-            line.append((site, absmax, nan, inf))
-        if line:
-            self._writer.write_samples(*start, line)
+            if step != moment[0] or call != moment[1]:
+                if runs:
+                    self._writer.write_runs(*moment, runs)
+                runs, following, moment = [], -1, (step, call)
+            if n != following:
+                runs.append((n, []))
+            following = n + 1
+            runs[-1][1].append((site, absmax, nan, inf))
+        if runs:
+            self._writer.write_runs(*moment, runs)
 
     def _tell_what_is_missing(self) -> None:
         dropped, self._batches.dropped = self._batches.dropped, 0
@@ -366,6 +404,14 @@ class StreamRecorder:
         if changed:
             why = "the tensors were changed in place, or freed, before they could be measured"
             self._writer.write(NotWatched(what=f"{changed} measurements on the device", why=why))
+
+
+def _is_of(row: Row, tensor: Tensor) -> bool:
+    """Whether ``row``, which is known by the identity of a tensor, is that of ``tensor`` as it is now.
+
+    A container usually returns what its last child returned.
+    """
+    return row.held is not None and row.held() is tensor and (row.version < 0 or row.version == version_now(tensor))
 
 
 BEHIND = frozenset({"cuda"})
@@ -392,7 +438,7 @@ class Recorders:
     ) -> None:
         """Measures ``rows`` and, only if one of them is not finite, also what was ``given`` to ``source``."""
         first = rows[0][1].device
-        if len(rows) == 1 or all(tensor.device == first for _, tensor in rows):
+        if len({tensor.device for _, tensor in rows}) == 1:
             self.of(first).record(rows, when, source, given)
             return
         n, step, call = when

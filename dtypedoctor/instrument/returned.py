@@ -5,20 +5,20 @@ these everything but the tensor is known, and a call costs a few microseconds.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.cuda import is_current_stream_capturing
 
 from dtypedoctor._torch_private import (
     DisableTorchFunction,
-    function_mode_is_on,
     hook_gradient,
+    is_capturing,
     is_wrapped,
     number_of_modes,
+    transformation,
 )
 from dtypedoctor.instrument.contents import Contents, contents, tensors_given
 from dtypedoctor.instrument.naming import dtype_name
@@ -40,6 +40,7 @@ class _Usual(NamedTuple):
     phase: str
     autocast: str | None
     device_type: str
+    is_cuda: bool
     given: torch.dtype
     dtype: torch.dtype
     shape: torch.Size
@@ -59,25 +60,24 @@ class _Gradient(NamedTuple):
     recorder: Recorder
 
 
-class _Hook:
-    """What is called with the gradient of an output: one object, where a partial call of a method is four.
+class _Hook(tuple[Any, ...]):
+    """What is called with the gradient of an output: the function that records it, the place, the path in the output and the outermost call.
 
-    Python's garbage collector looks through whatever a step keeps until its backward pass.
+    One object, where a partial call of a method is four, and made without a call of Python code. Python's garbage collector looks through whatever a step
+    keeps until its backward pass.
     """
 
-    __slots__ = ("_call", "_path", "_place", "_returned")
+    __slots__ = ()
     __torch_unserializable__ = True
     """torch warns of other hooks when it pickles a tensor."""
-
-    def __init__(self, returned: "Returned", place: Place, path: str, call: int) -> None:
-        self._returned = returned
-        self._place = place
-        self._path = path
-        self._call = call
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+    """A tensor that a module returns twice has two of them."""
 
     def __call__(self, gradient: Tensor) -> None:
         """Records it."""
-        self._returned.gradient(self._place, self._path, self._call, gradient)
+        record, place, path, call = self
+        record(place, path, call, gradient)
 
 
 class Returned:
@@ -87,9 +87,6 @@ class Returned:
         session: where new combinations of dtypes go; counts the calls, and those that were measured.
         sites: numbers the places.
         recorders: measure.
-
-    Attributes:
-        heard: called with each gradient that is measured, and the number of its sample.
     """
 
     def __init__(self, session: Session, sites: Sites, recorders: Recorders) -> None:
@@ -97,14 +94,20 @@ class Returned:
         self._guard, self._coverage = session.guard, session.coverage
         self._sites = sites
         self._recorders = recorders
-        self.gradient = session.guard.shield(self._gradient, "some gradients of module outputs")
-        """Records the gradient of an output: its place, its path, the outermost call that returned it, and the gradient."""
-        self.heard: Callable[[Tensor, int], None] = lambda _, __: None
+        self._gradient = session.guard.shield(self._gradient_is_there, "some gradients of module outputs")
+        self._anything: Collection[object] = ()
+        self._heard: Callable[[Tensor, int], None] = lambda _, __: None
         self._missed: Counter[Missed] = Counter()
         self._first_missed: dict[Missed, str] = {}
 
+    def hear_gradients(self, listener: Callable[[Tensor, int], None], anything: Collection[object]) -> None:
+        """Has ``listener`` called with each gradient and the number of its sample, while there is something in ``anything``."""
+        self._heard, self._anything = listener, anything
+
     def record(self, module: nn.Module, place: Place, args: Any, kwargs: Any, output: Any) -> None:
         """Records what ``module`` returned, and sees to it that its gradients are.
+
+        One function for the usual call, because it runs at each: a call of another takes longer than what is asked here.
 
         Args:
             module: has just been called.
@@ -113,37 +116,46 @@ class Returned:
             output: what it returned.
         """
         usual: _Usual | None = place.usual
-        modes = function_mode_is_on() or number_of_modes()
-        if usual is None or modes or kwargs or len(args) != 1 or not self._is_usual(usual, args[0], output):
-            with out_of_their_sight() if modes or modes_are_on() else nullcontext():
-                self._record_any(module, place, (args, kwargs), output)
+        if usual is None or kwargs or len(args) != 1 or type(output) is not Tensor or type(args[0]) is not Tensor:
+            self._record_unusual(module, place, args, kwargs, output)
             return
-        call = (self._position.of.here or self._position.last).call
-        when = (self._writer.next_n(), self._position.step, call)
-        usual.recorder.record(((usual.site, output),), when, usual.source, (("0", args[0]),))
+        given: Tensor = args[0]
+        here = self._position.of.here or self._position.last
+        autocast = None
+        if regions := self._autocast.of.regions:
+            inner = regions[-1]
+            if inner.device == usual.device_type:
+                autocast = inner.wanted if inner.enabled else None
+            else:
+                autocast = self._autocast.dtype(usual.device_type)
+        if (
+            # the cheapest comparisons first: nearly all calls that are unusual have another dtype or shape
+            output.dtype is not usual.dtype
+            or given.dtype is not usual.given
+            or output.layout is not torch.strided
+            or given.layout is not torch.strided
+            or output.is_nested
+            or given.is_nested
+            or output.shape != usual.shape
+            or output.device != usual.device
+            or given.device != usual.device
+            or (here.phase if here.overrides or here.backward_depth else "forward") != usual.phase
+            or autocast != usual.autocast
+            or number_of_modes()
+            or transformation() is not None
+            or (usual.is_cuda and is_capturing())
+        ):
+            self._record_unusual(module, place, args, kwargs, output)
+            return
+        call = here.call
+        usual.recorder.record_one(usual.site, output, self._position.step, call, usual.source, given)
         self._coverage.module_calls_measured += 1
         if output.requires_grad and not output.is_leaf:
-            _hook_gradient(output, _Hook(self, place, "", call))
+            hook_gradient(output, _Hook((self._gradient, place, "", call)))
 
-    def _is_usual(self, usual: _Usual, given: Any, output: Any) -> bool:
-        """Whether a call looks like the last one of its module. One function: it runs at each call, and a call of another costs more."""
-        if type(output) is not Tensor or type(given) is not Tensor:
-            return False
-        # the cheapest comparisons first: nearly all calls that are unusual have another dtype or shape
-        if output.dtype is not usual.dtype or given.dtype is not usual.given:
-            return False
-        if not _lies_there(output) or not _lies_there(given):
-            return False
-        if output.shape != usual.shape:
-            return False
-        if output.device != usual.device or given.device != usual.device:
-            return False
-        here = self._position.of.here or self._position.last
-        if here.phase != usual.phase:
-            return False
-        if self._autocast.dtype(usual.device_type) != usual.autocast:
-            return False
-        return not (usual.device_type == "cuda" and is_current_stream_capturing())
+    def _record_unusual(self, module: nn.Module, place: Place, args: Any, kwargs: Any, output: Any) -> None:
+        with out_of_their_sight() if modes_are_on() else nullcontext():
+            self._record_any(module, place, (args, kwargs), output)
 
     def _record_any(self, module: nn.Module, place: Place, given: tuple[Any, Any], output: Any) -> None:
         position = self._position
@@ -169,7 +181,7 @@ class Returned:
         self._count(place, found)
         for path, _, original in outputs:
             if wants_gradient(original):
-                _hook_gradient(original, _Hook(self, place, path, position.call))
+                _hook_gradient(original, _Hook((self._gradient, place, path, position.call)))
         self._learn(place, given, output, source)
 
     def _count(self, place: Place, found: Contents) -> None:
@@ -209,6 +221,7 @@ class Returned:
                 phase=source.phase,
                 autocast=source.autocast,
                 device_type=output.device.type,
+                is_cuda=output.is_cuda,
                 given=args[0].dtype,
                 dtype=output.dtype,
                 shape=output.shape,
@@ -218,7 +231,27 @@ class Returned:
                 source=source,
             )
 
-    def _gradient(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
+    def _gradient_is_there(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
+        """The gradient of an output: of a place and a path in what it returned, in an outermost call. The usual case in one function, as above."""
+        usual: _Gradient | None = place.gradients.get(path)
+        if (
+            usual is None
+            or type(gradient) is not Tensor
+            or gradient.dtype is not usual.dtype
+            or gradient.layout is not torch.strided
+            or gradient.is_nested
+            or gradient.shape != usual.shape
+            or gradient.device != usual.device
+            or self._anything
+            or number_of_modes()
+            or transformation() is not None
+            or (gradient.is_cuda and is_capturing())
+        ):
+            self._gradient_of_any(place, path, call, gradient)
+            return
+        usual.recorder.record_one(usual.site, gradient, self._position.step, call)
+
+    def _gradient_of_any(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
         if type(gradient) is not Tensor or not _lies_there(gradient):
             with out_of_their_sight():
                 self._gradient_of_class(place, path, call, gradient)
@@ -231,9 +264,10 @@ class Returned:
             or gradient.device != usual.device
         ):
             usual = self._learn_gradient(place, path, gradient)
-        if usual is not None and not (gradient.is_cuda and is_current_stream_capturing()):
+        if usual is not None and not (gradient.is_cuda and is_capturing()):
             when = (self._writer.next_n(), self._position.step, call)
-            self.heard(gradient, when[0])
+            if self._anything:
+                self._heard(gradient, when[0])
             usual.recorder.record(((usual.site, gradient),), when)
 
     def _gradient_of_class(self, place: Place, path: str, call: int, gradient: Tensor) -> None:

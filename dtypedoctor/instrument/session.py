@@ -252,18 +252,19 @@ class AutocastLog:
 
     Attributes:
         entered: called with each region that is entered.
+        of: ``of.regions`` are those that are open in the thread that asks, outermost first.
     """
 
     def __init__(self) -> None:
         first: list[AutocastRegion] = []
-        self._of = _RegionsOfThread(first)
-        self._of.regions = first
+        self.of = _RegionsOfThread(first)
+        self.of.regions = first
         self._undo: list[Callable[[], None]] = []
         self.entered: list[Callable[[AutocastRegion], None]] = []
 
     @property
     def _regions(self) -> list[AutocastRegion]:
-        return self._of.regions
+        return self.of.regions
 
     def start(self) -> None:
         """Begins to follow regions; of those already open, the innermost of each device type is known."""
@@ -325,7 +326,7 @@ class AutocastLog:
 
     def dtype(self, device: str) -> str | None:
         """The autocast dtype in force for ``device`` (``cpu``, ``cuda``), or None."""
-        regions = self._of.regions
+        regions = self.of.regions
         if not regions:
             return None
         return next((region.dtype for region in reversed(regions) if region.device == device), None)

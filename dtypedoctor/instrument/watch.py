@@ -6,7 +6,7 @@ copies and compiles as before. Inside a compiled region the hooks do nothing (an
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, Protocol
@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook
+from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook, tracing_state
 from dtypedoctor.instrument.operators import being_recorded
-from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, Source, When, looks_of
+from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, Source, When
 from dtypedoctor.instrument.recorders import Nonfinite, Recorders
 from dtypedoctor.instrument.returned import Returned
 from dtypedoctor.instrument.session import Here, Session, forget_ended_calls
@@ -139,9 +139,9 @@ class ModuleWatch:
         finally:
             self._replay = None
 
-    def hear_gradients(self, listener: Callable[[Tensor, int], None]) -> None:
-        """Has ``listener`` called with each gradient of a module output, and the number of its sample."""
-        self._returned.heard = listener
+    def hear_gradients(self, listener: Callable[[Tensor, int], None], anything: Collection[object]) -> None:
+        """Has ``listener`` called with each gradient of a module output and the number of its sample, while there is something in ``anything``."""
+        self._returned.hear_gradients(listener, anything)
 
     def hear_nonfinite(self, listener: Callable[[Rows, Source | None, Sequence[Named]], None]) -> None:
         """Has ``listener`` called with tensors on a CPU that are not finite, the call that has returned them and what went into it."""
@@ -157,6 +157,32 @@ class ModuleWatch:
         return self.every == 1 or (self.every > 1 and self._position.step % self.every == 1)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A module is called.
+
+        An inner call of a known module in a forward pass needs no further function but one: each would take as long as all that is asked here.
+        """
+        here = self._position.of.here or self._position.last
+        held = self._places.known.get(id(module))
+        if (
+            held is None
+            or held[0]() is not module
+            or not held[1].fqn  # it may be an outermost one
+            or not here.stack
+            or here.backward_depth
+            or here.overrides
+            or here.thread != get_ident()
+            or self._places.version != self._names.version
+            or self._replay is not None
+            or tracing_state() is not None
+        ):
+            self._enter_any(module)
+            return
+        place = held[1]
+        here.stack.append(module)
+        site = place.sites.get("forward") or self._sites.entry(place, "forward")
+        self._writer.mark(self._position.step, here.call, site)
+
+    def _enter_any(self, module: nn.Module) -> None:
         if being_recorded():
             return
         here = self._position.of.here or self._position.last
@@ -183,6 +209,7 @@ class ModuleWatch:
         if self._names.find(module) is None:
             self._names.add_root(module)
         self._places.begin_call()
+        self._writer.begin_call()
         if not here.backward_depth:  # a recomputed block belongs to the call that is being differentiated
             self._position.begin_call()
         elif (place := self._names.find(module)) is not None:
@@ -217,6 +244,32 @@ class ModuleWatch:
         return True
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _RAISED) -> None:
+        """A module call is over; the usual case in the same way."""
+        here = self._position.of.here or self._position.last
+        stack = here.stack
+        held = self._places.known.get(id(module))
+        if (
+            held is None
+            or held[0]() is not module
+            or output is _RAISED
+            or len(stack) < 2
+            or stack[-1] is not module
+            or here.thread != get_ident()
+            or self._places.version != self._names.version
+            or self._replay is not None
+            or tracing_state() is not None
+        ):
+            self._leave_any(module, args, kwargs, output)
+            return
+        try:
+            place = held[1]
+            if self.every == 1 or place.residual or self.whole:
+                self._coverage.module_calls += 1
+                self._returned.record(module, place, args, kwargs, output)
+        finally:  # whatever goes wrong in here, the call is over
+            stack.pop()
+
+    def _leave_any(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         if self._replay is not None or being_recorded():
             self._leave_replayed(module, args, output)
             return
@@ -305,13 +358,23 @@ class ModuleWatch:
             phase: the phase they belong to.
             when: coordinates of the samples; those of the moment if left out.
         """
-        self.sample_rows([(self._places.named(r, name), looks_of(t, phase, kind), t) for r, name, t in found], when)
+        if not found:
+            return
+        sites, named, by_name = self._sites, self._places.named, self._places.by_name
+        rows = []
+        for root, name, tensor in found:
+            place = by_name.get((root, name, "")) or named(root, name)
+            looks = (phase, kind, "", tensor.dtype, tensor.shape, None, tensor.device)
+            rows.append((place.sites.get(looks) or sites.id_of(place, Looks(*looks)), tensor))
+        self._measure(rows, when)
 
     def sample_rows(self, found: Sequence[tuple[Place, Looks, Tensor]], when: When | None = None) -> None:
         """Measures tensors, each at a place and as what it looks like there."""
         if not found:
             return
-        rows = [(self._sites.id_of(place, looks), tensor) for place, looks, tensor in found]
+        self._measure([(self._sites.id_of(place, looks), tensor) for place, looks, tensor in found], when)
+
+    def _measure(self, rows: Rows, when: When | None) -> None:
         position = self._position
         self._recorders.record(rows, when or When(self._writer.next_n(len(rows)), position.step, position.call))
 

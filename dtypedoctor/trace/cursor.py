@@ -61,7 +61,8 @@ class CursorPage:
 
     def __init__(self, path: Path | None) -> None:
         self._mapped = 0
-        self._page: Any = bytearray(_PAGE)
+        self.page: Any = bytearray(_PAGE)
+        """What :data:`CURSOR_FORMAT` is packed into."""
         if path is None:
             return
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -71,28 +72,24 @@ class CursorPage:
             self._mapped = _mapped(descriptor)
         finally:
             os.close(descriptor)
-        self._page = (ctypes.c_char * _PAGE).from_address(self._mapped)
+        self.page = (ctypes.c_char * _PAGE).from_address(self._mapped)
 
     @classmethod
     def memory_only(cls) -> "CursorPage":
         """A page without a file."""
         return cls(None)
 
-    def mark(self, n: int, step: int, call: int, site: int) -> None:
-        """Notes where the process is."""
-        CURSOR_FORMAT.pack_into(self._page, 0, n, step, call, site, CURSOR_MAGIC)
-
     def stopped(self, errno: int, lost: int) -> None:
         """Notes that nothing is recorded any more, and how many records that has cost so far."""
-        _STOPPED.pack_into(self._page, _STOPPED_AT, errno, lost, CURSOR_MAGIC)
+        _STOPPED.pack_into(self.page, _STOPPED_AT, errno, lost, CURSOR_MAGIC)
 
     def entered(self, collectives: int) -> None:
         """Notes how many collectives were entered so far."""
-        _ENTERED.pack_into(self._page, _ENTERED_AT, collectives, CURSOR_MAGIC)
+        _ENTERED.pack_into(self.page, _ENTERED_AT, collectives, CURSOR_MAGIC)
 
     def close(self) -> None:
         """Lets go of the page; what is noted from now on goes nowhere."""
-        self._page = bytearray(_PAGE)
+        self.page = bytearray(_PAGE)
         mapped, self._mapped = self._mapped, 0
         if mapped:
             _libc.munmap(mapped, _PAGE)

@@ -177,32 +177,33 @@ class Lines:
             self._descriptor = open_out_of_the_way(self._path, os.O_CREAT | (os.O_TRUNC if anew else os.O_EXCL))
             self._identity = fstat(self._descriptor)[_IDENTITY]
 
-    def append(self, body: bytes) -> None:
-        """Writes one line; two threads may do so at once, and a signal handler while it interrupts this very function.
+    def append(self, *bodies: bytes) -> None:
+        """Writes lines by one system call; two threads may do so at once, and a signal handler while it interrupts this very function.
 
         Raises:
-            OSError: the line was not written, or only the beginning of it.
+            OSError: they were not written, or only the beginning of them.
         """
         if self._path is None:
             return
-        written = 0
+        written, count = 0, len(bodies)
         while not written:
-            number = self.whole + 1
-            line = seal(body, number) + b"\n"
+            before = self.whole
+            after = before + count
+            data = b"".join([seal(body, number) + b"\n" for number, body in enumerate(bodies, before + 1)])
             if not self._is_ours():
                 self._open_again()
             # Neither another thread nor a signal handler runs between here and the system call: nothing is called.
-            if number == self.whole + 1:
-                self.whole = number
+            if before == self.whole:
+                self.whole = after
                 try:
-                    written = write(self._descriptor, line)
+                    written = write(self._descriptor, data)
                 except OSError as error:
                     if not is_interruption(error):
-                        self.whole -= 1
+                        self.whole -= count
                     raise
-        self.size += len(line)
-        while written < len(line):  # where there is room for a part only, trying to write the rest tells why
-            written += write(self._descriptor, line[written:])
+        self.size += len(data)
+        while written < len(data):  # where there is room for a part only, trying to write the rest tells why
+            written += write(self._descriptor, data[written:])
 
     def continued(self, path: Path) -> "Lines":
         """The same lines in a new file, to go on there; for a forked process, while the other one writes to this file.

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from dtypedoctor.interruptions import contained, is_interruption, say
 from dtypedoctor.redaction.redact import without_literals, without_process_secrets
-from dtypedoctor.trace.cursor import CURSOR, CursorPage
+from dtypedoctor.trace.cursor import CURSOR, CURSOR_FORMAT, CURSOR_MAGIC, CursorPage
 from dtypedoctor.trace.details import DetailFiles
 from dtypedoctor.trace.events import (
     NAMES,
@@ -96,9 +96,11 @@ class TraceWriter:
     def __init__(self, directory: Path) -> None:
         self._directory = directory = directory.absolute()  # the program may change its working directory
         self._nonfinite: set[int] = set()
-        self._next = 0
+        self.following = 0
+        """The next sequence number. Who reserves one for each of many samples counts it up itself, because a call takes longer."""
         self._entered = 0
         self._disowned = False
+        self._marks = True
         self._owner = getpid()
         self._stopped = 0
         self._lost = 0
@@ -115,18 +117,18 @@ class TraceWriter:
 
     def next_n(self, count: int = 1) -> int:
         """Reserves ``count`` sequence numbers and returns the first."""
-        first = self._next
-        self._next = first + count
+        first = self.following
+        self.following = first + count
         return first
 
     @contextmanager
     def numbering_from(self, first: int) -> Iterator[None]:
         """Inside, :meth:`next_n` returns numbers from ``first`` on, which :meth:`next_n` has reserved before; afterwards it goes on as it would have."""
-        following, self._next = self._next, first
+        following, self.following = self.following, first
         try:
             yield
         finally:
-            self._next = following
+            self.following = following
 
     def write(self, record: Any) -> None:
         """Appends one record.
@@ -149,12 +151,24 @@ class TraceWriter:
         Raises:
             ValueError: a magnitude is NaN or inf.
         """
-        compact = ",".join(
-            [f"[{s},{_decimal(a)},{nan},{inf}]" if nan or inf else f"[{s},{_decimal(a)}]" for s, a, nan, inf in rows]
-        )
-        self._append(f'["s",{n},{step},{call},[{compact}]]', (step, call))
+        self.write_runs(step, call, [(n, rows)])
+
+    def write_runs(self, step: int, call: int, runs: Sequence[tuple[int, Sequence[SampleRow]]]) -> None:
+        """Appends a line of samples for each of several runs of sequence numbers, all of them by one system call.
+
+        Args:
+            step, call: of all of them.
+            runs: the first number of each, and its rows.
+
+        Raises:
+            ValueError: a magnitude is NaN or inf.
+        """
+        moment = f"{step},{call}"
+        lines = [f'["s",{n},{moment},[{_compact(rows)}]]' for n, rows in runs]
+        self._append(lines, (step, call))
         if self._details.number:
-            self._look_for_news(rows)
+            for _, rows in runs:
+                self._look_for_news(rows)
 
     def write_beside(self, name: str, data: bytes) -> None:
         """Writes a file of data beside the trace, which only its owner can read. Does nothing where it is there, or cannot be written."""
@@ -166,9 +180,16 @@ class TraceWriter:
                 file.write(data)
 
     def mark(self, step: int, call: int, site: int) -> None:
-        """Notes, in memory shared with the file system, the module that is being entered (no system call)."""
-        if not self._disowned and getpid() == self._owner:
-            self._cursor.mark(self._next, step, call, site)
+        """Notes, in memory shared with the file system, the module that is being entered (no system call).
+
+        It does not ask whether this is still the same process: see :meth:`begin_call`.
+        """
+        if self._marks:
+            CURSOR_FORMAT.pack_into(self._cursor.page, 0, self.following, step, call, site, CURSOR_MAGIC)
+
+    def begin_call(self) -> None:
+        """An outermost module call begins: no mark is left in a child that a C library has forked."""
+        self._marks = self._is_ours()
 
     def entered_collective(self) -> None:
         """Counts, in the same memory, a collective that is being entered and to which every rank sends something."""
@@ -179,6 +200,7 @@ class TraceWriter:
     def disown(self) -> None:
         """Writes nothing more. For a forked child, whose parent goes on writing the same file."""
         self._disowned = True
+        self._marks = False
 
     def continue_in(self, directory: Path) -> None:
         """Goes on in ``directory``, in a process forked from the one that has written so far; what that wrote is copied.
@@ -195,6 +217,7 @@ class TraceWriter:
         self._directory = directory
         self._owner = getpid()
         self._disowned = False
+        self._marks = True
 
     def close(self) -> None:
         """Closes the files; the End record has to be written before."""
@@ -204,6 +227,7 @@ class TraceWriter:
         self._events.close()
         self._cursor.close()
         self._disowned = True
+        self._marks = False
 
     def _is_ours(self) -> bool:
         """False in a forked child, also in one that a C library has forked behind Python's back."""
@@ -217,47 +241,50 @@ class TraceWriter:
             self._details.event()
 
     def _line(self, value: Any, moment: tuple[int, int] | None = None) -> None:
-        self._append(to_json(value), moment)
+        self._append([to_json(value)], moment)
 
-    def _append(self, text: str, moment: tuple[int, int] | None) -> None:
+    def _append(self, texts: Sequence[str], moment: tuple[int, int] | None) -> None:
         if not self._is_ours():
             return
         if self._stopped:
-            self._lost += 1
+            self._lost += len(texts)
             self._cursor.stopped(self._stopped, self._lost)
             return
-        line = text.encode("ascii")
+        lines = [text.encode("ascii") for text in texts]
         try:
             if moment is None:
-                self._events.append(line)
+                self._events.append(*lines)
             else:
                 self._details.at(*moment)
-                self._details.current.append(line)
+                self._details.current.append(*lines)
         except OSError as error:  # TimeoutError is one, and what many signal handlers raise
             if is_interruption(error):
                 raise
-            self._stop(error)
+            self._stop(error, len(lines))
 
-    def _stop(self, error: OSError) -> None:
+    def _stop(self, error: OSError, lost: int = 1) -> None:
         self._stopped = error.errno or 5
-        self._lost = 1
+        self._lost = lost
         self._cursor.stopped(self._stopped, self._lost)
         if self._stopped in _FULL:  # else the file has been taken away; the cursor's page tells the reader
             say(f"dtypedoctor: recording stopped ({error.strerror}: {self._directory}); your program continues")
 
 
-def _decimal(value: float) -> str:
-    """A magnitude as a JSON number with a fraction or an exponent, to seven digits. A tenth of the time of ``json``.
+def _compact(rows: Sequence[SampleRow]) -> str:
+    """Rows in JSON, magnitudes with a fraction or an exponent and seven digits. A tenth of the time of ``json``.
 
     Raises:
-        ValueError: it is NaN or inf.
+        ValueError: a magnitude is NaN or inf.
     """
-    text = f"{value:.7g}"
-    if text.isdigit():
-        return text + ".0"
-    if not isfinite(value):
-        raise ValueError(f"not a magnitude: {value}")
-    return text
+    found = []
+    for site, absmax, nan, inf in rows:
+        decimal = f"{absmax:.7g}"
+        if decimal.isdigit():
+            decimal += ".0"
+        elif not isfinite(absmax):
+            raise ValueError(f"not a magnitude: {absmax}")
+        found.append(f"[{site},{decimal},{nan},{inf}]" if nan or inf else f"[{site},{decimal}]")
+    return ",".join(found)
 
 
 def _is_event(record: Any) -> bool:
