@@ -299,6 +299,11 @@ class StreamRecorder:
         self._known.clear()
         self._tell_what_is_missing()
 
+    def _known_row(self, tensor: Tensor) -> Row | None:
+        """The row of a tensor that was handed over before."""
+        row = self._known.get(id(tensor))
+        return row if row is not None and _is_of(row, tensor) else None
+
     def _measure_now(self, site: int, tensor: Tensor, row: Row) -> None:
         """Launches a tensor of a new site, and of one whose tensors are changed in place, without waiting for others."""
         if site not in self._restless and row.version >= 0:
@@ -317,9 +322,7 @@ class StreamRecorder:
         found = []
         for path, tensor in given:
             if tensor.device == self._device:
-                row = self._known.get(id(tensor))
-                if row is None or not _is_of(row, tensor):
-                    row = self._batches.add(tensor, gate)
+                row = self._known_row(tensor) or self._batches.add(tensor, gate)
                 found.append((path, tensor.dtype, tensor.shape, row))
         _, step, call = when
         doubt = (source, found, self._writer.next_n(len(found)), step, call)

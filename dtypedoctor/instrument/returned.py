@@ -266,8 +266,7 @@ class Returned:
             usual = self._learn_gradient(place, path, gradient)
         if usual is not None and not (gradient.is_cuda and is_capturing()):
             when = (self._writer.next_n(), self._position.step, call)
-            if self._anything:
-                self._heard(gradient, when[0])
+            self._heard(gradient, when[0])
             usual.recorder.record(((usual.site, gradient),), when)
 
     def _gradient_of_class(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
