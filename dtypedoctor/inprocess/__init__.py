@@ -22,7 +22,7 @@ from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import public_run
 from dtypedoctor.report.run_facts import replay_command
-from dtypedoctor.report.text import one_line
+from dtypedoctor.report.text import one_line, paragraphs
 from dtypedoctor.report.to_html import render_html
 from dtypedoctor.report.to_terminal import print_document
 from dtypedoctor.runner.directories import job_directory, new_directory, scenario_name
@@ -127,6 +127,17 @@ class WatchReport(Report):
 
     __repr__ = __str__
 
+    def lines(self) -> list[str]:
+        """What was found, each finding with its cause, its line and what was measured, for a log."""
+        public = redact(self)
+        lines = [one_line(public.headline, 600)]
+        for finding in public.findings:
+            where = f" at {finding.source}" if finding.source else ""
+            lines += ["", f"{finding.id} ({finding.confidence}){where}", paragraphs(finding.cause)]
+            lines += [f"- {one_line(evidence, 300)}" for evidence in finding.evidence[:5]]
+            lines.append(f"What to change: dtypedoctor explain {finding.id}")
+        return lines
+
     def _repr_html_(self) -> str:
         """The whole report in a frame of its own, so that its style and the notebook's do not meet."""
         page = html.escape(render_html(public_run(self)))
@@ -157,14 +168,16 @@ class Watched:
         out: the run directory to create; ``runs/NAME-TIME`` if left out.
         every: everything is measured in each ``every``-th training step, see :class:`ProcessWatch`.
         replay: replay what fails, see :class:`watch`.
+        quiet: nothing is printed at the end.
 
     Attributes:
         directory: the run directory, from :meth:`begin` on.
         report: what is said at the end; None before.
     """
 
-    def __init__(self, out: Path | None, *, every: int = 1, replay: bool = False) -> None:
+    def __init__(self, out: Path | None, *, every: int = 1, replay: bool = False, quiet: bool = False) -> None:
         self._every = every
+        self._say = (lambda text: None) if quiet else say
         self._replay = replay
         self._name = "notebook" if "ipykernel" in sys.modules else scenario_name(sys.argv[0])
         self._out = out
@@ -220,11 +233,11 @@ class Watched:
             recording.end(error, [("the end", note)] if note else ())
             self.report = self._written(WorkerExit(code=_status(error), timed_out=False, seconds=recording.seconds))
         if ours.error is not None:
-            say(f"dtypedoctor: no report: {type(ours.error).__name__}: {ours.error}")
+            self._say(f"dtypedoctor: no report: {type(ours.error).__name__}: {ours.error}")
         if self.report is not None:
-            say(f"dtypedoctor: {one_line(self.report.headline, 600)}\ndtypedoctor: report in {self.directory}")
+            self._say(f"dtypedoctor: {one_line(self.report.headline, 600)}\ndtypedoctor: report in {self.directory}")
             if "directory" in (self.report.capsule or {}):
-                say(f"dtypedoctor: failing call: {replay_command(self.report, shlex.quote(str(self.directory)))}")
+                self._say(f"dtypedoctor: failing call: {replay_command(self.report, shlex.quote(str(self.directory)))}")
 
     def _written(self, ended: WorkerExit) -> WatchReport:
         run = collect(self.directory / BEFORE, ended, foreign=True)

@@ -10,7 +10,6 @@ What it costs is bounded by counts: everything is measured up to an allowance th
 operators, in turns, and of backward passes each eighth is seen.
 """
 
-import os
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -18,7 +17,6 @@ from math import inf
 from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -53,6 +51,7 @@ from dtypedoctor.instrument.operators import (
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable, real_of
+from dtypedoctor.lasting import at_fork
 from dtypedoctor.replay.standby import is_forking
 
 ALLOWANCE = 20_000
@@ -169,13 +168,7 @@ class Sentinel(OperatorMode):
     def start(self) -> None:
         """Begins to look at what this thread computes."""
         self._thread = get_ident()
-        held = ref(self)
-
-        def forked() -> None:
-            if not is_forking() and (here := held()) is not None:
-                here.forked()
-
-        os.register_at_fork(after_in_child=forked)
+        at_fork(after_in_child=self._forked)
         self.settle()
 
     def stop(self) -> None:
@@ -188,8 +181,10 @@ class Sentinel(OperatorMode):
         self.off()
         self._thread = 0
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """The program has forked this process, of which nothing is recorded but whether it computes."""
+        if is_forking():
+            return
         here = self._thread == get_ident()
         self.leave()
         others = self._others()

@@ -40,6 +40,7 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )
+from dtypedoctor.lasting import at_audit
 
 __all__ = ["CannotReplayError", "KeptMemory", "as_before"]
 
@@ -184,7 +185,7 @@ class _Audit:
         """Inside, ``thread`` cannot, but while ``allowed`` says that the doctor itself is at work."""
         if not self._installed:
             self._installed = True
-            sys.addaudithook(self._heard)
+            at_audit(self._heard)
         self._thread, self._allowed = thread, allowed
         try:
             yield

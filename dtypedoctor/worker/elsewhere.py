@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from dtypedoctor.interruptions import contained
+from dtypedoctor.lasting import at_audit, at_fork
 from dtypedoctor.trace.events import NOT_HERE, WORKED_ELSEWHERE
 
 _SYSTEM = (
@@ -96,8 +97,7 @@ class TorchOpened:
 class Elsewhere:
     """Listens for forks, programs that are started and C libraries that are loaded, from :meth:`begin` to :meth:`end`.
 
-    Python's audit events tell of the latter two; nothing of the program is wrapped for them. Audit hooks cannot be taken back:
-    after :meth:`end` this one does nothing.
+    Python's audit events tell of the latter two; nothing of the program is wrapped for them.
     """
 
     def __init__(self) -> None:
@@ -118,8 +118,8 @@ class Elsewhere:
         """Begins to listen; to be called once."""
         self._listening = True
         leave_out_hooks_of_standbys()
-        os.register_at_fork(before=self._forking, after_in_parent=self._forked)
-        sys.addaudithook(self.heard)
+        at_fork(before=self._forking, after_in_parent=self._forked)
+        at_audit(self.heard)
 
     def end(self) -> None:
         """Stops listening."""
@@ -141,7 +141,7 @@ class Elsewhere:
         self._waited_for = _children_waited_for()
 
     def heard(self, event: str, details: tuple[Any, ...]) -> None:
-        """The audit hook."""
+        """Notes an audit event."""
         if not self._listening:
             return
         if event in ("subprocess.Popen", "os.posix_spawn"):
@@ -194,6 +194,7 @@ _NEEDED_IN_FORKS = sys.stdlib_module_names | {"torch", "dtypedoctor"}
 """Packages whose fork hooks are called for a standby as well: they make their locks usable in it."""
 
 
+@functools.cache
 def leave_out_hooks_of_standbys() -> None:
     """Has hooks that a program registers with ``os.register_at_fork`` from now on called for its own forks only."""
     register = os.register_at_fork

@@ -19,6 +19,7 @@ from dtypedoctor.instrument.operators import keep_compiler_out
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.readable import values_of
 from dtypedoctor.instrument.session import FOR_GOOD
+from dtypedoctor.lasting import at_fork
 from dtypedoctor.replay.standby import is_forking
 from dtypedoctor.trace.events import Environment, Metric, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
@@ -98,7 +99,7 @@ class ProcessWatch:
             after_import(SHARDING, instruments.sharding.follow),
             follow_test_runners(self._note_test),
         ]
-        os.register_at_fork(after_in_child=self._be_quiet)
+        at_fork(after_in_child=self._be_quiet)
 
     def adopt(self, windows: Sequence[OpWindow]) -> None:
         """Goes on in a process forked from the one in which the watch began, with the op trace on in ``windows``."""

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Protocol
 
 from dtypedoctor.interruptions import contained
+from dtypedoctor.lasting import at_fork, audited
 from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.trace.events import NO_TORCH, End, NotWatched, Raised, Refused, Resources, Stage
 from dtypedoctor.trace.ranks import header
@@ -93,7 +94,7 @@ class Recording:
             name: of the one stage that the trace has.
         """
         self.writer.write(Stage(n=self.writer.next_n(), index=0, name=name, workload="script"))
-        os.register_at_fork(after_in_child=self.writer.disown)
+        at_fork(after_in_child=self.writer.disown)
         self._elsewhere = Elsewhere()
         self._elsewhere.begin()
 
@@ -103,6 +104,7 @@ class Recording:
         if self._elsewhere is not None:
             self._elsewhere.torch_is_there()
         keep_out_of_compiler(Elsewhere.heard)
+        keep_out_of_compiler(audited)
 
     def standby_is_there(self) -> None:
         """A process of ours was forked, which is none of the program's."""

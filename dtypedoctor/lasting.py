@@ -1,0 +1,70 @@
+"""Hooks of the interpreter that cannot be taken out again: one of each kind in a process, however often the process is watched.
+
+Whoever listens is held weakly, so a recording that is over is neither called nor kept in memory.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+from weakref import WeakMethod
+
+_Method = Callable[..., object]
+
+_listening: dict[str, list[WeakMethod[_Method]]] = {
+    "before": [],
+    "after_in_parent": [],
+    "after_in_child": [],
+    "audit": [],
+}
+
+
+def at_fork(
+    *, before: _Method | None = None, after_in_parent: _Method | None = None, after_in_child: _Method | None = None
+) -> None:
+    """Has bound methods called around each fork of this process, as ``os.register_at_fork`` does, while their objects live."""
+    _register_at_fork()
+    for when, method in (("before", before), ("after_in_parent", after_in_parent), ("after_in_child", after_in_child)):
+        if method is not None:
+            _listen(when, method)
+
+
+def at_audit(method: Callable[[str, tuple[Any, ...]], object]) -> None:
+    """Has a bound method called with each audit event and its arguments, as ``sys.addaudithook`` does, while its object lives."""
+    _add_audit_hook()
+    _listen("audit", method)
+
+
+def audited(event: str, details: tuple[Any, ...]) -> None:
+    """The audit hook of this process; what a method raises goes on to the program."""
+    for method in _living("audit"):
+        method(event, details)
+
+
+def _listen(when: str, method: _Method) -> None:
+    _listening[when] = [each for each in _listening[when] if each() is not None]
+    _listening[when].append(WeakMethod(method))
+
+
+def _living(when: str) -> list[_Method]:
+    return [method for each in _listening[when] if (method := each()) is not None]
+
+
+def _call(when: str) -> None:
+    for method in _living(when):
+        method()
+
+
+@cache
+def _register_at_fork() -> None:
+    os.register_at_fork(
+        before=lambda: _call("before"),
+        after_in_parent=lambda: _call("after_in_parent"),
+        after_in_child=lambda: _call("after_in_child"),
+    )
+
+
+@cache
+def _add_audit_hook() -> None:
+    sys.addaudithook(audited)
