@@ -1,7 +1,8 @@
-"""Corrections that cast at one place: the output of norms, and what packed weights are dequantized to."""
+"""Corrections that cast at one place: the output of norms, what packed weights are dequantized to, trainable adapters."""
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,3 +144,64 @@ def _quant_states(model: nn.Module) -> dict[str, Any]:
     if not found:
         raise TargetMismatchError(f"{type(model).__name__} has no packed weights")
     return found
+
+
+def install_float32_adapters(model: nn.Module, modules: Sequence[str]) -> Installed:
+    """Widens peft's trainable adapters to float32, and its trainable copies of float32 modules with them.
+
+    peft creates adapters in float32 (``autocast_adapter_dtype``); this undoes the cast of a trainer. It casts an adapter's input itself.
+    Nothing casts the input of a copy (``modules_to_save``), so that gets the dtype of the module that it copies. ``hits`` is the number
+    of parameters that were widened. An optimizer that has not stepped yet continues with them.
+
+    Raises:
+        TargetMismatchError: there is no such parameter, one has a gradient already, or gradients are reduced over several ranks.
+    """
+    narrow = {name: parameter for name, parameter in _peft_parameters(model) if parameter.dtype in HALF}
+    if not narrow:
+        raise TargetMismatchError(f"{type(model).__name__} has no trainable adapter of peft in float16 or bfloat16")
+    if any(parameter.grad is not None for parameter in narrow.values()):
+        raise TargetMismatchError("an adapter has a gradient already, which would keep its dtype")
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise TargetMismatchError(
+            "gradients of several ranks are reduced in buckets of the dtypes that the adapters had"
+        )
+    before = {name: parameter.dtype for name, parameter in narrow.items()}
+    for parameter in narrow.values():
+        parameter.data = parameter.data.float()
+
+    def undo() -> None:
+        for name, dtype in before.items():
+            narrow[name].data = narrow[name].data.to(dtype)
+
+    was = ", ".join(sorted({str(dtype) for dtype in before.values()}))
+    return Installed(
+        target="trainable adapters of peft",
+        proof=f"{len(before)} trainable parameters were {was} and are torch.float32: {', '.join(list(before)[:3])}, …",
+        undo=undo,
+        counters=Counters(hits=len(before)),
+    )
+
+
+def _peft_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The trainable parameters of adapters, and of copies whose original is float32, by their names."""
+    for name, module in model.named_modules():
+        for part, holder in _trained_parts(module).items():
+            for inner, parameter in holder.named_parameters():
+                if parameter.requires_grad:
+                    yield f"{name}.{part}.{inner}", parameter
+
+
+def _trained_parts(module: nn.Module) -> dict[str, nn.Module]:
+    """What peft trains in one of its own layers: the adapter's matrices, or the copy of a float32 module."""
+    if "peft" not in sys.modules:
+        return {}
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    if isinstance(module, BaseTunerLayer):
+        return {part: getattr(module, part) for part in module.adapter_layer_names}
+    if isinstance(module, ModulesToSaveWrapper):
+        original = next(module.original_module.parameters(), None)
+        if original is not None and original.dtype == torch.float32:
+            return {"modules_to_save": module.modules_to_save}
+    return {}

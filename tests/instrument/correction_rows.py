@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -44,6 +45,17 @@ def nf4_compiled() -> nn.Module:
     for name, parameter in model.named_parameters():
         if "lora_b" in name:
             nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def narrow_adapters() -> nn.Module:
+    """A bfloat16 layer with LoRA in bfloat16, as trainers leave it, whose update is not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = nn.Sequential(OrderedDict(proj=nn.Linear(64, 64, dtype=torch.bfloat16)))
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["proj"]), autocast_adapter_dtype=False)
+    nn.init.normal_(model.get_submodule("base_model.model.proj.lora_B.default").weight, std=0.1)
     return model
 
 
@@ -131,6 +143,7 @@ ROWS: Mapping[str, Row] = {
     "cast-after-dequantize": Row(
         build=llama("bf16", "f16"), unit=LLAMA_MLP, dtype="bf16", fault="raises", beside=("backward-autocast-off",)
     ),
+    "float32-adapters": Row(build=narrow_adapters, unit="base_model.model.proj", dtype="bf16", fault="right"),
     "quant-state-dtype": Row(build=llama("bf16", "f16"), unit=LLAMA_MLP, dtype="bf16", fault="raises"),
     "backward-autocast-off": Row(
         build=llama("bf16", "f16"), unit=LLAMA_MLP, dtype="bf16", fault="raises", autocast="bf16"

@@ -1,0 +1,44 @@
+"""The scenarios on the trainers that are installed (TRL, transformers, peft): what fails is found and fixed, the rest is quiet."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import dtypedoctor, report_of
+
+from dtypedoctor.scenario.loading import load_scenario
+
+FOLDER = Path(__file__).parents[2] / "scenarios" / "trainers"
+ALL = {path.stem: load_scenario(path) for path in sorted(FOLDER.glob("*.yaml"))}
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="session")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """One run of all of them: its folder, and the rows of the matrix by scenario."""
+    out = tmp_path_factory.mktemp("trainers") / "out"
+    done = dtypedoctor("run", FOLDER, "--out", out, timeout=840, OMP_NUM_THREADS="1")
+    assert done.code == 0, done.out
+    return out, {row["scenario"]: row for row in json.loads((out / "matrix.json").read_text())["rows"]}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_trainer_is_diagnosed_and_fixed_as_its_scenario_says(
+    name: str, matrix: tuple[Path, dict[str, dict[str, Any]]]
+) -> None:
+    """Exactly these findings, proven, and each fix; a control has none and completes."""
+    expect, row = ALL[name].expect, matrix[1][name]
+    assert (row["findings"], row["as_expected"]) == (expect.findings, True)
+    assert set(expect.cured_by) <= set(row["cured_by"])
+    assert (row["confidence"], row["status"] == "healthy") == (("proven", False) if expect.findings else (None, True))
+
+
+def test_the_module_of_each_failure_is_named(matrix: tuple[Path, dict[str, dict[str, Any]]]) -> None:
+    """The first adapter that stalls, and peft's line that multiplies with the trainable head."""
+    stalled, head = (
+        report_of(matrix[0] / name)["findings"][0] for name in ("qlora_dpo_adapters", "qlora_grpo_saved_head")
+    )
+    assert stalled["fqn"].endswith("layers.0.self_attn.q_proj.lora_A.default")
+    assert (head["fqn"], head["phase"], head["step"]) == ("lm_head", "generate", 1)
+    assert head["source"].startswith("peft/utils/other.py:")
