@@ -43,12 +43,7 @@ CORRECTIONS = (
         id="float32-adapters",
         summary="hold peft's trainable adapters in float32, and its trainable copies of float32 modules",
         install="dtypedoctor.corrections.casts:install_float32_adapters",
-        fixes=(
-            ("head-dtype-mismatch", ""),
-            ("scaler-bfloat16", ""),
-            ("unscale-float16-gradients", ""),
-            ("update-stall", ""),
-        ),
+        fixes=(("head-dtype-mismatch", "ModulesToSaveWrapper"),),
         prefer="the adapters were float32 until a trainer cast them; 2 more bytes for each of their parameters",
     ),
     *_of_libraries(),
