@@ -1,0 +1,32 @@
+"""transformers: products of its models that leave float16's range, as edits of its source."""
+
+from dtypedoctor.plugins import Correction, Edit
+
+CORRECTIONS = (
+    Correction(
+        id="transformers-gemma4-mlp-product",
+        summary="compute the product in Gemma-4's MLP in float32 where the gate is float16, and clamp it and the MLP's output to ±65,280",
+        prefer="a float16 run must go on without unsloth_zoo, whose patch sets what overflows behind the product to zero",
+        library="transformers",
+        seen=("5.17.0", "5.23.0"),
+        test="transformers_gemma4_mlp_product.txt",
+        edits=(
+            Edit(
+                module="transformers.models.gemma4.modeling_gemma4",
+                function="Gemma4TextMLP.forward",
+                parameters=("self", "x"),
+                old="down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
+                new=(
+                    "gate, up = self.gate_proj(x), self.up_proj(x)\n"
+                    "if gate.dtype is torch.float16:\n"
+                    "    limit = 65280.0  # exact in float16 and in bfloat16\n"
+                    "    product = (self.act_fn(gate.float()) * up.float()).clamp(-limit, limit).to(gate.dtype)\n"
+                    "    down_proj = self.down_proj(product).clamp(-limit, limit)\n"
+                    "else:\n"
+                    "    down_proj = self.down_proj(self.act_fn(gate) * up)"
+                ),
+                acts="x.dtype is torch.float16 or torch.is_autocast_enabled(x.device.type)",
+            ),
+        ),
+    ),
+)
