@@ -1,11 +1,15 @@
 """Gemma-4's MLP and its correction, on transformers' real class."""
 
+from importlib.resources import files
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextMLP
 
-from dtypedoctor.corrections.contract import TargetMismatchError
+from dtypedoctor.corrections.contract import TargetMismatchError, install_edits
+from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.tickets.gemma4.corrections import SAFE_LIMIT, gemma4_tiny, install_mlp_float32_product
 
 
@@ -125,3 +129,22 @@ def test_a_model_without_that_mlp_is_refused() -> None:
     """There is nothing to correct in a linear layer."""
     with pytest.raises(TargetMismatchError, match="has no Gemma4TextMLP"):
         install_mlp_float32_product(nn.Linear(2, 2), [])
+
+
+def test_the_edit_of_transformers_makes_the_test_pass_that_it_proposes() -> None:
+    """Without it the product is inf; a product within the range is what it was, in every dtype."""
+    correction = registered(Correction)["transformers-gemma4-mlp-product"]
+    text = files("dtypedoctor.corrections.libraries").joinpath(correction.test).read_text(encoding="utf-8")
+    proposed: dict[str, Any] = {}
+    exec(compile(text, correction.test, "exec"), proposed)  # noqa: S102
+    beyond = proposed["test_a_product_beyond_float16_is_finite_forward_and_backward"]
+    with pytest.raises(AssertionError):
+        beyond()
+    installed = install_edits(correction)
+    try:
+        beyond()
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            proposed["test_a_product_within_the_range_is_unchanged"](dtype)
+    finally:
+        installed.undo()
+    assert installed.counters.hits == 4

@@ -2,9 +2,10 @@
 
 import json
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -481,6 +482,38 @@ def test_a_backup_of_a_method_that_still_runs_is_observed(tmp_path: Path) -> Non
     Patched.forward = lambda self, x: x.float().square().to(x.dtype)  # type: ignore[method-assign]
     (one,) = observed(tmp_path, "unpatched", lambda _: nn.Sequential(Half(), Patched())(torch.ones(2)))
     assert (one.fqn, one.values["class"], one.values["method"]) == ("0", "Half", "forward")
+
+
+class Product(nn.Module):
+    """Something that a patch is prepared for."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x * x * scale
+
+
+def test_the_function_that_was_to_replace_a_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a patcher in another module the replacement nearest to the method's parameters is taken, with the difference."""
+    text = """
+def patch_product(owners):
+    Product = owners.Product
+    def forward(x): pass
+    def forward(self, x, cache=None, *rest): return x
+    Product._original_forward = Product.forward
+
+
+def unrelated(Product):
+    return Product
+"""
+    patches = ModuleType("patches_of_a_library")
+    exec(compile(text, "/somewhere/patches_of_a_library.py", "exec"), vars(patches))  # noqa: S102
+    monkeypatch.setitem(sys.modules, patches.__name__, patches)
+    patches.patch_product(sys.modules[__name__])
+    try:
+        (one,) = observed(tmp_path, "unpatched", lambda _: Product()(torch.ones(2)))
+    finally:
+        del Product._original_forward  # type: ignore[attr-defined]
+    assert (one.values["patcher"], one.values["replacement"]) == ("patch_product", "patches_of_a_library.py:5")
+    assert (one.values["surplus"], one.values["missing"]) == ("cache, *rest", "scale")
 
 
 def fused(graph: Any, inputs: Any) -> Any:

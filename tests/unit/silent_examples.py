@@ -108,6 +108,22 @@ def unpatched() -> TraceBuilder:
     )
 
 
+def refused() -> TraceBuilder:
+    """The same, and it is known what was to replace it."""
+    return seen(
+        "unpatched",
+        "mlp",
+        attribute="_original_forward",
+        method="forward",
+        source="m.py:3",
+        patcher="patch_mlp",
+        replacement="lib/patches.py:7",
+        surplus="cache",
+        missing="scale",
+        **{"class": "MLP"},
+    )
+
+
 def correction(*, hits: int, rescued: int = 0, installed: bool = True) -> TraceBuilder:
     """A correction at the beginning and at the end of a run."""
     trace = TraceBuilder()

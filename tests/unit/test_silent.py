@@ -8,6 +8,7 @@ from silent_examples import (
     cast,
     correction,
     pretrained,
+    refused,
     rotary,
     router,
     scaled,
@@ -163,6 +164,16 @@ def test_a_correction_that_is_not_installed_or_never_called_is_not_applied() -> 
     assert only(correction(hits=0)).id == "patch-not-applied"
     assert "the signature has changed" in diagnose(correction(hits=0, installed=False).build())[0].summary
     assert only(correction(hits=5, rescued=7)).id == "silent-rescue"
+
+
+def test_a_patch_that_was_refused_is_found_where_its_replacement_is_defined() -> None:
+    """With what its parameters have in the place of the method's."""
+    found = only(refused())
+    assert (found.id, found.fqn, found.source) == ("patch-not-applied", "mlp", "lib/patches.py:7")
+    assert found.summary == (
+        "patch_mlp was to replace MLP.forward but did not: its replacement takes cache, the method does not; "
+        "the method takes scale, its replacement does not."
+    )
 
 
 def test_a_correction_whose_calls_were_never_counted_is_not_said_to_be_uncalled() -> None:

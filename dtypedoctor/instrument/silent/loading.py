@@ -7,8 +7,9 @@ import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import CAST
 from dtypedoctor.instrument.float32_program import SMALL, Originals
+from dtypedoctor.instrument.frames import Line
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
@@ -306,21 +308,75 @@ class PatchCheck:
                 continue
             self._classes.add(type(child))
             place = self._session.names.find(child)
-            for attribute, method, source in _unpatched(type(child)):
-                found = Unpatched(class_=type(child).__name__, attribute=attribute, method=method, source=source)
-                self._session.once(found, (type(child), attribute), place[1] if place is not None else None)
+            for found in _unpatched(type(child)):
+                self._session.once(found, (type(child), found.attribute), place[1] if place is not None else None)
 
 
-def _unpatched(cls: type) -> Iterator[tuple[str, str, str]]:
-    """Attributes that keep what a method was before a patch, though the method still is that; the method, and where its code stands."""
-    methods = {name: _code(cls, name) for name in dir(cls) if BACKUP not in name.lower()}
+def _unpatched(cls: type) -> Iterator[Unpatched]:
+    """Attributes that keep what a method was before a patch, though the method still is that."""
+    methods = {name: _function(cls, name) for name in dir(cls) if BACKUP not in name.lower()}
     for attribute in _backups(cls):
-        kept = _code(cls, attribute)
+        kept = _function(cls, attribute)
         if kept is None:
             continue
-        source = f"{kept.co_filename.rsplit('/', 1)[-1]}:{kept.co_firstlineno}"
-        for method in [name for name, code in methods.items() if code is kept]:
-            yield attribute, method, source
+        for method, function in methods.items():
+            if function is not None and function.__code__ is kept.__code__:
+                yield Unpatched(
+                    class_=cls.__name__,
+                    attribute=attribute,
+                    method=method,
+                    source=Line(kept.__code__, kept.__module__, kept.__code__.co_firstlineno).source,
+                    **_replacement(cls, method, kept.__code__),
+                )
+
+
+def _replacement(cls: type, method: str, original: CodeType) -> dict[str, str]:
+    """What was to replace a method, as the fields of an :class:`Unpatched`; empty where nothing is known of it.
+
+    A patcher names the class and defines a function with the method's name inside of its own. Of several the one is taken that has most
+    parameters in common with the method; of equal ones the last.
+    """
+    has = _parameters(original)
+    found: tuple[int, FunctionType, CodeType] | None = None
+    for patcher in _functions_naming(cls):
+        for code in patcher.__code__.co_consts:
+            if isinstance(code, CodeType) and code.co_name == method:
+                common = len(set(_parameters(code)) & set(has))
+                if found is None or common >= found[0]:
+                    found = common, patcher, code
+    if found is None:
+        return {}
+    _, patcher, code = found
+    takes = _parameters(code)
+    return {
+        "patcher": patcher.__name__,
+        "replacement": Line(code, patcher.__module__, code.co_firstlineno).source,
+        "surplus": ", ".join(name for name in takes if name not in has),
+        "missing": ", ".join(name for name in has if name not in takes),
+    }
+
+
+def _functions_naming(cls: type) -> Iterator[FunctionType]:
+    """The functions of other modules than the class's own that have its name in their code."""
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__ == cls.__module__:
+            continue
+        for function in list(vars(module).values()):
+            if type(function) is FunctionType and function.__module__ == module.__name__:  # asks no proxy for its class
+                code = function.__code__
+                if cls.__name__ in (*code.co_names, *code.co_varnames, *code.co_freevars):
+                    yield function
+
+
+def _parameters(code: CodeType) -> list[str]:
+    """Names of a function's parameters, those of ``*args`` and ``**kwargs`` with their stars."""
+    count = code.co_argcount + code.co_kwonlyargcount
+    names = list(code.co_varnames[:count])
+    for flag, stars in ((CO_VARARGS, "*"), (CO_VARKEYWORDS, "**")):
+        if code.co_flags & flag:
+            names.append(stars + code.co_varnames[count])
+            count += 1
+    return names
 
 
 def _backups(cls: type) -> Iterator[str]:
@@ -330,8 +386,8 @@ def _backups(cls: type) -> Iterator[str]:
             yield from (name for name in vars(owner) if BACKUP in name.lower())
 
 
-def _code(cls: type, name: str) -> Any:
-    """The code object that a call of a method runs; None for what is no Python function."""
+def _function(cls: type, name: str) -> FunctionType | None:
+    """The function whose code a call of a method runs; None for what is no Python function."""
     found = inspect.getattr_static(cls, name, None)
     function = inspect.unwrap(found) if isinstance(found, FunctionType) else None
-    return function.__code__ if isinstance(function, FunctionType) else None
+    return function if isinstance(function, FunctionType) else None

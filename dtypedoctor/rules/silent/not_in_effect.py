@@ -22,17 +22,15 @@ def detect_missing_patches(trace: Trace) -> Iterator[Finding]:
     """Corrections that were asked for and do not run, and originals kept for a patch that was not made."""
     for seen in trace.observed(Unpatched):
         what = seen.what
-        yield _not_applied(
-            fqn=seen.fqn,
-            source=what.source,
-            summary=f"A patch of {what.class_}.{what.method} was prepared but is not in effect.",
-            evidence=(
-                (
-                    f"{what.class_}.{what.attribute} keeps the original, and {what.class_}.{what.method} still "
-                    f"runs the same code object, {what.source}."
-                ),
-            ),
-        )
+        patched = f"{what.class_}.{what.method}"
+        summary = f"A patch of {patched} was prepared but is not in effect."
+        evidence = f"{what.class_}.{what.attribute} keeps the original, and {patched} still runs the same code object, {what.source}."
+        if not what.patcher:
+            yield _not_applied(fqn=seen.fqn, source=what.source, summary=summary, evidence=(evidence,))
+            continue
+        summary = f"{what.patcher} was to replace {patched} but did not{_other_parameters(what)}."
+        prepared = f"The replacement is defined at {what.replacement}, inside of {what.patcher}."
+        yield _not_applied(fqn=seen.fqn, source=what.replacement, summary=summary, evidence=(evidence, prepared))
     last = {record.id: record for record in trace.all(Correction)}
     for record in last.values():
         if not record.installed:
@@ -49,6 +47,16 @@ def detect_missing_patches(trace: Trace) -> Iterator[Finding]:
                 summary=f"The correction {record.id} is installed in {record.target}, and nothing has called it.",
                 evidence=(f"It was called 0 times by the end of the run ({record.proof}).",),
             )
+
+
+def _other_parameters(what: Unpatched) -> str:
+    """How the replacement's parameters differ from the method's, as the end of a sentence; empty where their names are the same."""
+    differences = []
+    if what.surplus:
+        differences.append(f"its replacement takes {what.surplus}, the method does not")
+    if what.missing:
+        differences.append(f"the method takes {what.missing}, its replacement does not")
+    return f": {'; '.join(differences)}" if differences else ""
 
 
 def _not_applied(*, fqn: str | None, source: str | None, summary: str, evidence: tuple[str, ...]) -> Finding:

@@ -121,6 +121,10 @@ class Unpatched:
         attribute: name of the backup.
         method: name of what was to be replaced.
         source: ``file:line`` of the function that runs.
+        patcher: name of the function that prepared the patch; empty where that is not known, and the rest as well.
+        replacement: ``file:line`` of the function that was to run instead.
+        surplus: parameters that it takes and the method does not, with commas between them.
+        missing: parameters that the method takes and it does not.
     """
 
     KIND: ClassVar[str] = "unpatched"
@@ -129,6 +133,10 @@ class Unpatched:
     attribute: str
     method: str
     source: str | None
+    patcher: str = ""
+    replacement: str = ""
+    surplus: str = ""
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,13 @@ them stand empty packages, and what they import is their own or an installed lib
 """
 
 import importlib
+import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+
+import torch
 
 
 def apply(folder: str, *patches: str) -> None:
@@ -24,6 +27,8 @@ def apply(folder: str, *patches: str) -> None:
     found = PathFinder.find_spec("unsloth_zoo", None if folder == "-" else [folder])
     if found is None or found.origin is None:
         raise ModuleNotFoundError(f"no package unsloth_zoo in {'sys.path' if folder == '-' else folder}")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("UNSLOTH_COMPILE_DISABLE", "1")  # the same mathematics; compiling for a CPU takes minutes
     for name in ("unsloth_zoo", "unsloth_zoo.temporary_patches"):
         package = ModuleType(name)
         package.__path__ = [str(Path(found.origin).parents[1] / name.replace(".", "/"))]
