@@ -5,8 +5,8 @@ from dtypedoctor.plugins import Correction, Edit
 CORRECTIONS = (
     Correction(
         id="transformers-gemma4-mlp-product",
-        summary="compute the product in Gemma-4's MLP in float32 where the gate is float16, and clamp it and the MLP's output to ±65,280",
-        prefer="a float16 run must go on without unsloth_zoo, whose patch sets what overflows behind the product to zero",
+        summary="compute the product in transformers' Gemma-4 MLP in float32, and clamp it and the MLP's output to ±65,280",
+        prefer="the fix for Gemma-4 is to stay in place for the whole process, or to be proposed to transformers",
         library="transformers",
         seen=("5.17.0", "5.23.0"),
         test="transformers_gemma4_mlp_product.txt",
