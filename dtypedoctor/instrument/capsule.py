@@ -64,6 +64,7 @@ class Wanted:
         kind: how it fails.
         limit: bytes that the capsule may have.
         finding: what was found, for the capsule's own description.
+        fixes: ids of what is to be tried on the call once it is kept.
     """
 
     module: str
@@ -71,10 +72,13 @@ class Wanted:
     kind: Kind
     limit: int
     finding: dict[str, Any]
+    fixes: Sequence[str] = ()
 
 
 Write = Callable[[dict[str, Any], bytes], None]
 """Takes the description and the safetensors file; where there is no capsule, a description of why, and nothing."""
+TryFixes = Callable[["LiveCall", Kind, Sequence[str]], list[dict[str, str]]]
+"""Tries fixes, by their ids, on a call that fails in this way; what came of each, for the description."""
 
 
 class CapsuleWatch:
@@ -84,13 +88,15 @@ class CapsuleWatch:
         instruments: of this process.
         wanted: which call.
         write: takes what is found.
+        try_fixes: tries the wanted fixes on the call that is kept.
     """
 
-    def __init__(self, instruments: "Instruments", wanted: Wanted, write: Write) -> None:
+    def __init__(self, instruments: "Instruments", wanted: Wanted, write: Write, try_fixes: TryFixes) -> None:
         self._instruments = instruments
         self._position = instruments.position
         self._wanted = wanted
         self._write = write
+        self._try_fixes = try_fixes
         self._open: list[LiveCall] = []
         self._returned: list[LiveCall] = []
         self._busy = False
@@ -147,7 +153,7 @@ class CapsuleWatch:
             for call in calls:
                 failing = Failing(kind=self._wanted.kind, error=signature(error))
                 if failing.shows(call):
-                    self._write(*capsule_of(call, failing, self._wanted))
+                    self._write(*capsule_of(call, failing, self._wanted, self._try_fixes))
                     posix._exit(0)
         if ours.error is not None:
             self._write({"why": f"the call cannot be kept: {ours.error}"}, b"")
@@ -224,8 +230,12 @@ def _is_given_nonfinite(call: LiveCall) -> bool:
     return any(bool((tensor.isnan() | (tensor == torch.inf)).any()) for tensor in floats)
 
 
-def capsule_of(call: LiveCall, failing: Failing, wanted: Wanted) -> tuple[dict[str, Any], bytes]:
+def capsule_of(
+    call: LiveCall, failing: Failing, wanted: Wanted, try_fixes: TryFixes | None = None
+) -> tuple[dict[str, Any], bytes]:
     """The description and the tensors of ``call``, which fails; where they are too large, why there is no capsule, and nothing.
+
+    With ``try_fixes`` the description also says what the wanted fixes do to the call; they may leave the module changed.
 
     Raises:
         TypeError: the module's class, or an argument, can neither be imported nor be described.
@@ -264,7 +274,11 @@ def capsule_of(call: LiveCall, failing: Failing, wanted: Wanted) -> tuple[dict[s
         "classes": sources.classes,
         "source": sources.text,
     }
-    return description, save(held)
+    data = save(held)
+    if try_fixes is not None:
+        with contained():  # a fix that breaks costs nothing but what would be known of it
+            description["fixes"] = try_fixes(call, failing.kind, wanted.fixes)
+    return description, data
 
 
 def _described(call: LiveCall, tensors: Tensors, sources: Sources) -> dict[str, Any]:

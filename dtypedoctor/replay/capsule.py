@@ -15,7 +15,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file, read_head, reason
 from dtypedoctor.values import dataclass
 
-__all__ = ["CAPSULE", "CAPSULE_TENSORS", "FORMAT", "MODEL", "Capsule", "NoCapsule", "read_capsule"]
+__all__ = ["CAPSULE", "CAPSULE_TENSORS", "FORMAT", "MODEL", "CallFix", "Capsule", "NoCapsule", "read_capsule"]
 
 CAPSULE, CAPSULE_TENSORS = "capsule.json", "capsule.safetensors"
 FORMAT = 1
@@ -39,6 +39,21 @@ class NoCapsule:
     """Why there is none, as a clause."""
 
     why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFix:
+    """A fix that was tried on the failing call, in the process that kept it.
+
+    Attributes:
+        fix: its id.
+        outcome: ``fixed`` (the call returns finite values with it, and fails without it), ``not-fixed`` or ``not-tried``.
+        reason: how the call fails with it, or why it was not tried; a clause.
+    """
+
+    fix: str
+    outcome: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +106,17 @@ class Capsule:
         found = self.finding.get("versions")
         named = {name.partition(".")[0] for _, name in _names_in(self.description["call"])} | {"torch"}
         return {str(name): str(version) for name, version in (found or {}).items() if name in named}
+
+    @property
+    def fixes(self) -> tuple[CallFix, ...]:
+        """The fixes that were tried on the call when it was kept; none where it was kept on CUDA, or by an older version."""
+        found = self.description.get("fixes")
+        rows = found if isinstance(found, list) else []
+        return tuple(
+            CallFix(fix=str(row.get("fix")), outcome=str(row.get("outcome")), reason=str(row.get("reason", "")))
+            for row in rows
+            if isinstance(row, dict)
+        )
 
     @property
     def dtype(self) -> str:

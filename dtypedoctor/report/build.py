@@ -1,6 +1,7 @@
 """Makes the Report of a run or a bisection, and writes it into the run directory."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ def _capsule_facts(capsule: Capsule | NoCapsule | None) -> dict[str, Any] | None
         "bytes": capsule.bytes,
         "holds": capsule.holds,
         "allow_code": any(capsule.code()),
+        "fixes": [asdict(fix) for fix in capsule.fixes],
         "script": script if is_short else "",
     }
 

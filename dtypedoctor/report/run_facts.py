@@ -11,6 +11,7 @@ from dtypedoctor.diagnosis.registry import page
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS
 from dtypedoctor.errors import DoctorError
+from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.report.document import (
     Block,
     Check,
@@ -34,6 +35,11 @@ from dtypedoctor.trials.results import Bearing
 from dtypedoctor.values import dataclass
 
 _WORDS = {Outcome.FIXED: "fixed", Outcome.NOT_FIXED: "not fixed", Outcome.NOT_TRIED: "not tried"}
+_WORDS_HERE = {
+    Outcome.FIXED.value: "fixed here",
+    Outcome.NOT_FIXED.value: "not fixed",
+    Outcome.NOT_TRIED.value: "not tried",
+}
 _BEARINGS = {
     None: "passes, as does the baseline",
     Bearing.NEEDED: "passes",
@@ -89,25 +95,51 @@ class RemedyLine:
 def fixes_part(report: Report) -> Section:
     """All fixes, each with what came of it and what it changes, and which to prefer."""
     lines = remedy_lines(report)
+    on_the_call = list(_on_the_call(report))
     tried = any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials)
     title = "Fixes tried" if tried else "Suggested fixes"
-    if not lines:
+    if not lines and not on_the_call:
         return Section(title, ())
     rows: list[tuple[Line, ...]] = []
     for line in lines:
         outcome = Words(line.outcome, outcome_look(line.outcome))
         rows.append((named(line.id), line.change, (outcome, f": {line.reason}") if line.reason else outcome))
-    blocks: list[Block] = [Table(("fix", "what it changes", "outcome"), tuple(rows))]
+    blocks: list[Block] = [Table(("fix", "what it changes", "outcome"), tuple(rows))] if rows else []
     if unsafe := legend(lines):
         blocks.append(Paragraph(unsafe, Look.DIM))
     if report.replay is not None and cures(report):
         blocks.append(Paragraph(_FIXED_HERE, Look.DIM))
+    if on_the_call:
+        title = "Fixes tried"
+        blocks += [Heading("on the failing call alone"), *on_the_call]
     elif not tried and report.capsule and "directory" in report.capsule:
         blocks.append(Paragraph(f"Try them on the failing call, without running the script: {replay_command(report)}"))
     choice = tuple((named(remedy), f" if {when}") for remedy, when in which_one(report))
     if choice:
         blocks += [Heading("which to prefer"), Items(choice)]
     return Section(title, tuple(blocks), "remedies", "Fixes")
+
+
+def _on_the_call(report: Report) -> Iterator[Block]:
+    """What became of the fixes that were tried on the failing call when it was kept."""
+    fixes = (report.capsule or {}).get("fixes") or ()
+    if not fixes:
+        return
+    rows: list[tuple[Line, ...]] = []
+    for fix in fixes:
+        words = _WORDS_HERE.get(str(fix["outcome"]), str(fix["outcome"]))
+        outcome = Words(words, outcome_look(words))
+        change = _summary_of(str(fix["fix"]))
+        rows.append((named(str(fix["fix"])), change, (outcome, f": {fix['reason']}") if fix["reason"] else outcome))
+    yield Table(("fix", "what it changes", "outcome"), tuple(rows))
+    if any(fix["outcome"] == Outcome.FIXED.value for fix in fixes):
+        yield Paragraph(_FIXED_HERE, Look.DIM)
+
+
+def _summary_of(fix: str) -> str:
+    """What a fix changes; empty for one that is not known here."""
+    known = registered(Correction).get(fix) or remedies().get(fix)
+    return known.summary[:1].upper() + known.summary[1:] if known is not None else ""
 
 
 def replay_command(report: Report, directory: str = "RUN") -> str:

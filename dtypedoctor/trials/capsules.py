@@ -24,7 +24,6 @@ from dtypedoctor.unpatched import to_json
 
 __all__ = ["caught_in", "is_replay", "same_verdict", "scenario_of"]
 
-"""Bytes of a capsule, unless the user says otherwise."""
 DIRECTORY = "capsule"
 SECONDS = 120.0
 """How long catching and reducing a call may take."""
@@ -32,6 +31,8 @@ _FINITE = frozenset({
     "norm-square-overflow", "masked-overflow", "silent-rescue", "float-to-int-cast", "router-flip", "rounded-rotary-buffer",
 })  # fmt: skip
 """Findings about one call of which everything that is returned may be finite."""
+_FIXES_OF_ANY_CALL = ("keep-float32", "bfloat16")
+"""Tried on every failing call, beside what the finding proposes."""
 _CALLS = ("forward", "generate", "recompute", "backward")
 """Phases in which a module call can fail."""
 
@@ -101,6 +102,7 @@ def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -
             "summary": finding.summary,
             "versions": run.trace.environment.get("versions", {}),
         },
+        "fixes": list(dict.fromkeys([*finding.remedies, *_FIXES_OF_ANY_CALL])),
     }
     return wanted, window
 

@@ -218,9 +218,12 @@ class Standbys:
             if threads > 1:
                 self._tell(f"it computes on 1 thread instead of {threads}")
         if wanted and files is not None:
-            CapsuleWatch(
-                self._watch.instruments, Wanted(**{**wanted, "kind": Kind(wanted["kind"])}), files.write
-            ).begin(module)
+            from dtypedoctor.worker.call_fixes import tried_fixes  # the corrections, which a healthy run never needs
+
+            kind = Kind(wanted["kind"])
+            CapsuleWatch(self._watch.instruments, Wanted(**{**wanted, "kind": kind}), files.write, tried_fixes).begin(
+                module
+            )
         if is_available() and is_initialized():
             instruments = self._watch.instruments
             instruments.collectives.end_at_first(lambda name: self._end_early(f"{name} needs the other ranks"))

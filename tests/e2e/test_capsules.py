@@ -66,6 +66,9 @@ def test_the_smallest_module_that_fails_is_kept(text: str, cls: str, kind: str, 
     assert capsule.description["cut"] == ["1 of 16"]
     assert capsule.description["data"] == {"synthetic": True, "recorded": []}
     assert capsule.bytes < 10_000
+    outcomes = {fix.fix: fix.outcome for fix in capsule.fixes}
+    assert outcomes["bfloat16"] == ("not-fixed" if kind == "raised" else "fixed")
+    assert "keep-float32" in outcomes
 
 
 def test_the_main_program_stays_behind(tmp_path: Path) -> None:

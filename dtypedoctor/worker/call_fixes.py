@@ -1,0 +1,165 @@
+"""Tries fixes on the failing call of a replay, in the process that has just kept it as a capsule: what works is *fixed here*.
+
+One call is made for each fix, with the fix in place, and one without it after that, which must fail as before: so nothing but the fix has made the
+difference. The process ends with that, so a fix that cannot be undone costs the ones after it and nothing else.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dtypedoctor.corrections.contract import TargetMismatchError, put_in
+from dtypedoctor.instrument.capsule import Kind
+from dtypedoctor.instrument.live_call import AutocastState, LiveCall, Repeat, copied, mapped, tensors_of
+from dtypedoctor.interruptions import contained
+from dtypedoctor.plugins import Correction, registered
+from dtypedoctor.redaction.messages import message_of
+from dtypedoctor.unpatched import process_time
+
+LONGEST = 3.0
+"""Seconds of processor time after which no other fix is tried."""
+FIXED, NOT_FIXED, NOT_TRIED = "fixed", "not-fixed", "not-tried"
+
+
+def tried_fixes(call: LiveCall, kind: Kind, fixes: Sequence[str]) -> list[dict[str, str]]:
+    """What each fix that works on a call does to ``call``, as :class:`dtypedoctor.replay.capsule.CallFix` has it.
+
+    Nothing where the call does not show its failure.
+
+    Args:
+        call: fails, and may be made as often as it takes.
+        kind: how it fails.
+        fixes: ids; those that change more than a call are left out.
+    """
+    found: list[dict[str, str]] = []
+    if kind is Kind.SILENT or not _objection(call):
+        return found
+    until = process_time() + LONGEST
+    for fix in fixes:
+        change = _change(fix)
+        if change is None:
+            continue
+        if process_time() > until:
+            found.append(_row(fix, NOT_TRIED, f"the fixes before it took {LONGEST:.0f} s"))
+            continue
+        found += _tried(fix, change, call)
+        if not _objection(call):
+            break  # it is still in place
+    return found
+
+
+def _tried(fix: str, change: "Change", call: LiveCall) -> Iterator[dict[str, str]]:
+    """What came of one fix; nothing where there is nothing in the call that it would change."""
+    reason = ""
+    with contained() as trouble, change(call) as changed:
+        reason = _objection(changed)
+    if isinstance(trouble.error, TargetMismatchError):
+        return
+    if trouble.error is not None:
+        yield _row(fix, NOT_TRIED, f"it could not be put in place: {_named(trouble.error)}")
+    else:
+        yield _row(fix, NOT_FIXED if reason else FIXED, reason)
+
+
+def _row(fix: str, outcome: str, reason: str) -> dict[str, str]:
+    return {"fix": fix, "outcome": outcome, "reason": reason}
+
+
+def _objection(call: LiveCall) -> str:
+    """How ``call`` fails when it is made, as a clause; empty where it returns, and passes back, finite values."""
+    memo: dict[int, object] = {}
+    repeat = Repeat()
+    with contained() as ours:
+        repeat = call.again(args=copied(call.args, memo), kwargs=copied(call.kwargs, memo))
+    error = ours.error or repeat.error
+    if error is not None:
+        return f"raises {_named(error)}"
+    if not all(map(_is_finite, tensors_of(repeat.output))):
+        return "the output is not finite"
+    if not all(map(_is_finite, repeat.gradients.values())):
+        return "the gradients are not finite"
+    return ""
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {message_of(error)}".split("\n")[0][:300]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.detach().isfinite().all())
+
+
+Change = Callable[[LiveCall], AbstractContextManager[LiveCall]]
+"""Inside, the call that it gives has the fix; afterwards the module is as it was."""
+
+
+def _change(fix: str) -> Change | None:
+    """How a fix changes a call; None for one that changes a whole run."""
+    if fix in _CHANGES:
+        return _CHANGES[fix]
+    correction = registered(Correction).get(fix)
+    if correction is None or not correction.in_scripts or correction.edits:
+        return None
+    return lambda call: _corrected(call, fix, [""] if correction.needs_modules else [])
+
+
+@contextmanager
+def _corrected(call: LiveCall, correction: str, modules: Sequence[str]) -> Iterator[LiveCall]:
+    installed = put_in(correction, call.module, modules)
+    try:
+        yield call
+    finally:
+        installed.undo()
+
+
+@contextmanager
+def _in_bfloat16(call: LiveCall) -> Iterator[LiveCall]:
+    """Weights, buffers and inputs that are float16 are bfloat16."""
+    held = {id(tensor): tensor for _, tensor in (*call.parameters(), *call.buffers()) if tensor.dtype is torch.float16}
+    before = [(tensor, tensor.data) for tensor in held.values()]
+    memo: dict[int, object] = {}
+    args, kwargs = mapped(call.args, _bfloat16, memo), mapped(call.kwargs, _bfloat16, memo)
+    if not before and all(tensor.dtype is not torch.float16 for _, tensor in call.inputs()):
+        raise TargetMismatchError("nothing in the call is float16")
+    try:
+        for tensor, data in before:
+            tensor.data = data.to(torch.bfloat16)
+        yield replace(call, args=args, kwargs=kwargs)
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+def _bfloat16(tensor: Tensor) -> Tensor:
+    return (
+        tensor.detach().to(torch.bfloat16).requires_grad_(tensor.requires_grad)
+        if tensor.dtype is torch.float16
+        else tensor
+    )
+
+
+@contextmanager
+def _without_autocast(call: LiveCall) -> Iterator[LiveCall]:
+    if not call.autocast:
+        raise TargetMismatchError("the call is in no autocast region")
+    yield replace(call, autocast=())
+
+
+@contextmanager
+def _autocast_of_weights(call: LiveCall) -> Iterator[LiveCall]:
+    """The regions have the dtype of the module's own weights, where that is a 16-bit one."""
+    dtypes = [tensor.dtype for _, tensor in call.parameters() if tensor.dtype in (torch.float16, torch.bfloat16)]
+    if not call.autocast or not dtypes:
+        raise TargetMismatchError("the call is in no autocast region, or has no 16-bit weights")
+    dtype = max(set(dtypes), key=dtypes.count)
+    yield replace(call, autocast=tuple(AutocastState(device=state.device, dtype=dtype) for state in call.autocast))
+
+
+_CHANGES: dict[str, Change] = {
+    "bfloat16": _in_bfloat16,
+    "autocast-off": _without_autocast,
+    "autocast-dtype-of-model": _autocast_of_weights,
+}

@@ -1,0 +1,91 @@
+"""What ``exec`` costs, in counts: modules imported in its own process and in the script's, and processes started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+COUNTED = """
+import json, subprocess, sys
+
+started = []
+Popen = subprocess.Popen
+
+class Counted(Popen):
+    def __init__(self, command, *args, **kwargs):
+        started.append([command, sorted(sys.modules)])
+        super().__init__(command, *args, **kwargs)
+
+subprocess.Popen = Counted
+from dtypedoctor.cli.main import main
+sys.argv = ["dtypedoctor", "exec", "--out", "run", "train.py"]
+try:
+    main()
+finally:
+    with open("counted.json", "w") as file:
+        json.dump({"started": started, "modules": sorted(sys.modules)}, file)
+"""
+
+SCRIPT = """
+import json, sys
+import torch
+
+torch.nn.Linear(2, 2)(torch.ones(1, 2))
+with open(sys.argv[1] if sys.argv[1:] else "modules.json", "w") as file:
+    json.dump(sorted(sys.modules), file)
+"""
+
+NOT_FOR_A_SCRIPT = {
+    "yaml",
+    "multiprocessing.forkserver",
+    "rich.live",
+    "dtypedoctor.cli.live",
+    "dtypedoctor.cli.running",
+    "dtypedoctor.report.bisection",
+    "dtypedoctor.report.matrix",
+    "dtypedoctor.report.pictures",
+    "dtypedoctor.report.to_html",
+    "dtypedoctor.runner.launch",
+    "dtypedoctor.runner.view",
+    "dtypedoctor.scenario.loading",
+    "dtypedoctor.trials.bisection",
+    "torch",
+}
+ONLY_AFTER_THE_START = {
+    "dtypedoctor.analysis",
+    "dtypedoctor.diagnosis",
+    "dtypedoctor.report.build",
+    "dtypedoctor.rules",
+    "dtypedoctor.trials.treatment",
+    "rich.console",
+}
+MOST_BEFORE_THE_START = 340
+"""Modules in the command's process when the script is started: 320 with typer 0.25 and pydantic 2.13."""
+ALLOWED_IN_THE_SCRIPT = {
+    "dtypedoctor", "torch", "safetensors", "encodings", "decimal", "fractions", "getpass", "resource", "statistics", "sysconfig", "sysconfigdata",
+    "termios",
+}  # fmt: skip
+"""What the script's process may import that the script does not: the package, and what it needs beside torch."""
+
+
+def _root(module: str) -> str:
+    """``torch`` of ``torch.nn``; without what only tells a module in C from its Python part."""
+    return module.partition(".")[0].lstrip("_").partition("__")[0]
+
+
+def test_exec_imports_and_starts_no_more_than_it_needs(tmp_path: Path) -> None:
+    """Two processes: the script, started before the diagnosis is imported, and its guardian."""
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    subprocess.run([sys.executable, "-c", COUNTED], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run([sys.executable, "train.py", "bare.json"], cwd=tmp_path, check=True)
+    counted = json.loads((tmp_path / "counted.json").read_text(encoding="utf-8"))
+    assert [command[-1].endswith(("boot.py", "before")) for command, _ in counted["started"]] == [True, False]
+    at_start = set(counted["started"][0][1])
+    assert not at_start & ONLY_AFTER_THE_START
+    assert len(at_start) <= MOST_BEFORE_THE_START
+    assert not set(counted["modules"]) & NOT_FOR_A_SCRIPT
+    bare, watched = (
+        set(json.loads((tmp_path / name).read_text(encoding="utf-8"))) for name in ("bare.json", "modules.json")
+    )
+    foreign = {name for name in watched - bare if _root(name) not in ALLOWED_IN_THE_SCRIPT}
+    assert not foreign
