@@ -249,6 +249,7 @@ def treat(
             for one in wanted
         ],
     }
-    from dtypedoctor.runner.process import BOOT
-
-    os.execv(sys.executable, [sys.executable, str(BOOT), "--treated", json.dumps(request)])
+    boot = (
+        Path(__file__).parents[1] / "worker" / "boot.py"
+    )  # runner.process has it, too, and takes as long to import as all the rest
+    os.execv(sys.executable, [sys.executable, str(boot), "--treated", json.dumps(request)])

@@ -1,29 +1,33 @@
 """Puts corrections into the process of a script: into a library as soon as that is imported, or into the script's model.
 
-:func:`serve` runs a script with them and nothing else: no instruments, no trace, no count of uses. What the script does beside that, its
-output and its exit status are its own. A script that is watched takes :class:`EditedLibrary` from here. Nothing imports torch before the
-script does, so a correction is in place before its first line.
+:func:`serve` runs a script, and the Python processes that it starts, with them and nothing else: no instruments, no trace, no count of
+uses. What the script does beside that, its output and its exit status are its own. A script that is watched takes :class:`EditedLibrary`
+from here. Nothing imports torch before the script does, so a correction is in place before its first line.
 """
 
 import atexit
+import os
+import shlex
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial, wraps
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.plugins import Edit
 from dtypedoctor.source_edits import AlreadyCorrectedError, Hit, TargetMismatchError, install, release_of
-from dtypedoctor.trace.events import Correction
-from dtypedoctor.trace.writer import TraceWriter
-from dtypedoctor.unpatched import from_json
+from dtypedoctor.unpatched import from_json, getpid, to_json
 from dtypedoctor.worker import main_module
 from dtypedoctor.worker.on_import import after_import
-from dtypedoctor.worker.recording import hide_in_excepthook, hide_own_frames
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from dtypedoctor.trace.writer import TraceWriter
 
 
 class EditedLibrary:
@@ -94,8 +98,10 @@ class EditedLibrary:
         for one in self._undoing:
             one()
 
-    def record(self, writer: TraceWriter) -> None:
+    def record(self, writer: "TraceWriter") -> None:
         """Writes what is in place and what it has done so far, or why it is not in place."""
+        from dtypedoctor.trace.events import Correction  # a treated script writes no trace
+
         effect = f"; they changed something in {self.acted} of {self.hits} calls" if self.hits else ""
         record = Correction(
             n=writer.next_n(),
@@ -134,7 +140,7 @@ class EditedLibrary:
 
 
 def serve(asked: str) -> None:
-    """Runs a script with corrections.
+    """Runs a script with corrections, and the Python processes that it starts.
 
     Args:
         asked: JSON with ``script`` (``path``, ``module``, ``code`` and ``args`` as in a scenario) and ``corrections``, each with
@@ -144,16 +150,15 @@ def serve(asked: str) -> None:
         SystemExit: there is no such script, or a library is not the one that a correction was written for; status 2.
     """
     request = from_json(asked.encode())
-    for one in request["corrections"]:
-        if one["edits"]:
-            edits = [Edit(**edit | {"parameters": tuple(edit["parameters"])}) for edit in one["edits"]]
-            edited = EditedLibrary(
-                one["id"], one["library"], edits, counted=False, changed=partial(_answer, one["seen"])
-            )
-            edited.begin()
-            atexit.register(_tell_if_unused, edited)
-        else:
-            after_import("torch", lambda name=one["id"]: _ModelCorrection(name).begin())  # type: ignore[misc]
+    descriptor, notes = tempfile.mkstemp(prefix="dtypedoctor-treat-")
+    os.close(descriptor)
+    family = {"root": getpid(), "notes": notes, "python": _python(), "corrections": request["corrections"]}
+    os.environ[INHERITED] = to_json(family)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([_SITE, *([before] if before else [])])
+    treatment = _Treatment(family)
+    treatment.begin()
+    atexit.register(treatment.conclude)
     script = request["script"]
     try:
         program = main_module.program(script["path"], script["module"], script["code"])
@@ -163,27 +168,160 @@ def serve(asked: str) -> None:
         main_module.run(program, script["args"])
 
 
+INHERITED = "DTYPEDOCTOR_TREATED"
+"""Environment variable with what the processes that a treated script starts are treated with, as JSON."""
+_SITE = str(Path(__file__).parent / "inherited")
+"""Folder of the ``sitecustomize.py`` that those processes run first."""
+_NAMED = 3
+"""Programs that are named in one line."""
+_PYTHONS = ("python", "pypy", "torchrun", "accelerate", "deepspeed")
+"""How the names of programs begin that run Python programs."""
+
+
+def _python() -> list[str]:
+    """By which an interpreter is told from one of another environment, where the corrections may be about other code."""
+    return [sys.prefix, sys.version]
+
+
+def follow() -> None:
+    """Puts the corrections of a treated script into this process, which that script, or one of its processes, has started."""
+    family = from_json(os.environ[INHERITED].encode())
+    if family["python"] == _python():
+        _Treatment(family).begin()
+
+
+class _Treatment:
+    """The corrections of a treated script in one of its processes.
+
+    A fork has the corrected code of its parent. A new interpreter is reached through ``PYTHONPATH``. All write to one file what they have
+    treated and what they start, so that the script's own process can say at its end which were not reached.
+
+    Args:
+        family: what the processes of one script share: ``root`` (its process id), ``notes`` (that file), ``corrections``.
+    """
+
+    def __init__(self, family: Mapping[str, Any]) -> None:
+        self._root: int = family["root"]
+        self._notes = Path(family["notes"])
+        self._corrections = family["corrections"]
+        self._unused: dict[str, Callable[[], str]] = {}
+
+    def begin(self) -> None:
+        """Waits for the libraries and for the first model; nothing of the script has run."""
+        for one in self._corrections:
+            name = one["id"]
+            if one["edits"]:
+                edits = [Edit(**edit | {"parameters": tuple(edit["parameters"])}) for edit in one["edits"]]
+                changed = partial(self._answer, one["seen"])
+                edited = EditedLibrary(name, one["library"], edits, counted=False, changed=changed)
+                edited.begin()
+                self._unused[name] = partial(_why_unused, edited)
+            else:
+                model = _ModelCorrection(name, self._placed)
+                after_import("torch", model.begin)
+                self._unused[name] = partial(getattr, model, "reason")
+        self._note(treated=sys.orig_argv)
+        after_import("subprocess", self._follow_subprocesses)
+
+    def conclude(self) -> None:
+        """The script's own process ends: says where corrections are, and which processes were not treated."""
+        if getpid() != self._root:  # a fork that ends as a program does
+            return
+        notes = self._read_notes()
+        for name, why in self._unused.items():
+            others = {note["pid"] for note in notes if note.get("placed") == name} - {self._root}
+            if others:
+                _say(
+                    f"{name} is in place in {len(others)} process{'es' if len(others) > 1 else ''} that the script started"
+                )
+            elif why():
+                _say(f"{name} was not used: {why()}")
+        missed = _not_treated(notes)
+        if missed:
+            more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
+            _say(
+                f"not treated: {'; '.join(missed[:_NAMED])}{more}. A process is treated if it is this Python and takes PYTHONPATH "
+                "from the script; else start it with dtypedoctor treat"
+            )
+        self._notes.unlink(missing_ok=True)
+
+    def _answer(self, seen: Sequence[str], edited: EditedLibrary) -> None:
+        """Says what has become of a correction when its library is imported; one that cannot be made ends the script."""
+        release = f"{edited.library} {edited.release}".strip()
+        if edited.installed:
+            untried = "" if edited.release in seen else f"; it was tried on {', '.join(seen)}, not on this release"
+            self._placed(edited.name, f"{release}, {', '.join(edited.places)}{untried}")
+        elif not edited.corrected_already:
+            _refuse(f"{edited.name} does not fit {release}: {edited.error}")
+        elif getpid() == self._root:
+            _say(f"{edited.name} is not needed any more: {release}, {edited.error}")
+
+    def _placed(self, name: str, where: str) -> None:
+        self._note(placed=name)
+        if getpid() == self._root:
+            _say(f"{name} is in place: {where}")
+
+    def _follow_subprocesses(self) -> None:
+        popen = sys.modules["subprocess"].Popen
+        original = popen.__init__
+
+        @wraps(original)
+        def begin(process: object, args: Any, *rest: Any, **options: Any) -> None:
+            words = _words(args)
+            if words and os.path.basename(words[0]).startswith(_PYTHONS):
+                self._note(started=words)
+            original(process, args, *rest, **options)
+
+        popen.__init__ = begin
+
+    def _note(self, **what: object) -> None:
+        """Adds a line to the file; one that ended before this process did is not made again."""
+        with suppress(OSError):
+            descriptor = os.open(self._notes, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(descriptor, f"{to_json({'pid': getpid(), **what})}\n".encode())
+            finally:
+                os.close(descriptor)
+
+    def _read_notes(self) -> list[dict[str, Any]]:
+        with suppress(OSError):
+            return [from_json(line) for line in self._notes.read_bytes().splitlines()]
+        return []
+
+
+def _words(args: object) -> list[str]:
+    """A command as text; an iterator, which can be read once, is left for the program."""
+    words = args if isinstance(args, (list, tuple)) else [args]
+    return [os.fsdecode(word) for word in words if isinstance(word, (str, bytes, os.PathLike))]
+
+
+def _not_treated(notes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Commands of Python processes that were started and that have not written that they are treated."""
+    reached = [note["treated"] for note in notes if "treated" in note]
+    missed = []
+    for started in (note["started"] for note in notes if "started" in note):
+        words = started[1:]
+        found = next((argv for argv in reached if argv[len(argv) - len(words) :] == words), None)
+        if found is None:
+            missed.append(shorten(shlex.join(started), 100, placeholder=" …"))
+        else:
+            reached.remove(found)
+    return missed
+
+
+def _why_unused(edited: EditedLibrary) -> str:
+    """Why a correction is neither in place nor refused; empty where it is."""
+    if edited.installed or edited.error is not None:
+        return ""
+    return f"the script has not imported {edited.library}"
+
+
 def _leaving(error: BaseException) -> None:
     """The script's traceback begins with the script, as without this package."""
+    from dtypedoctor.worker.recording import hide_in_excepthook, hide_own_frames
+
     hide_own_frames(error)
     hide_in_excepthook()
-
-
-def _answer(seen: Sequence[str], edited: EditedLibrary) -> None:
-    """Says what has become of a correction when its library is imported; one that cannot be made ends the script."""
-    release = f"{edited.library} {edited.release}".strip()
-    if edited.installed:
-        untried = "" if edited.release in seen else f"; it was tried on {', '.join(seen)}, not on this release"
-        _say(f"{edited.name} is in place: {release}, {', '.join(edited.places)}{untried}")
-    elif edited.corrected_already:
-        _say(f"{edited.name} is not needed any more: {release}, {edited.error}")
-    else:
-        _refuse(f"{edited.name} does not fit {release}: {edited.error}")
-
-
-def _tell_if_unused(edited: EditedLibrary) -> None:
-    if not edited.installed and edited.error is None:
-        _say(f"{edited.name} was not used: the script has not imported {edited.library}")
 
 
 class _ModelCorrection:
@@ -193,11 +331,16 @@ class _ModelCorrection:
 
     Args:
         name: id of the correction.
+        placed: called with the id and with what proves it, once it is in place.
+
+    Attributes:
+        reason: why it is not in place; empty if it is.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, placed: Callable[[str, str], None]) -> None:
+        self.reason = "the script has not called any module"
         self._name = name
-        self._reason = "the script has not called any module"
+        self._placed = placed
         self._offered: set[int] = set()
         self._stop: Callable[[], None] = lambda: None
 
@@ -206,7 +349,6 @@ class _ModelCorrection:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         self._stop = register_module_forward_pre_hook(self._offer).remove
-        atexit.register(self._tell_if_unused)
 
     def _offer(self, module: "nn.Module", inputs: Any) -> None:
         from dtypedoctor.corrections.contract import put_in
@@ -217,15 +359,11 @@ class _ModelCorrection:
         try:
             installed = put_in(self._name, module, [])
         except TargetMismatchError as error:
-            self._reason = str(error)
+            self.reason = str(error)
             return
         self._stop()
-        self._reason = ""
-        _say(f"{self._name} is in place: {installed.proof}")
-
-    def _tell_if_unused(self) -> None:
-        if self._reason:
-            _say(f"{self._name} was not used: {self._reason}")
+        self.reason = ""
+        self._placed(self._name, installed.proof)
 
 
 def _say(text: str) -> None:

@@ -1,6 +1,8 @@
 """``dtypedoctor treat``: a script with a correction and nothing else."""
 
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,56 @@ def test_the_patch_is_that_of_the_source_that_is_there(tmp_path: Path) -> None:
     missing = dtypedoctor("explain", CORRECTION, "--patch", "--source", tmp_path)
     assert (missing.code, missing.out) == (2, "")
     assert "pip install --no-deps --target DIR unsloth==2026.2.1" in missing.err
+
+
+CHILDREN = """
+import multiprocessing, os, subprocess, sys
+from types import SimpleNamespace as S
+
+
+def second_dtype(_):
+    from unsloth.kernels.utils import fast_dequantize
+    fast_dequantize(S(dtype="half"), "half")
+    return fast_dequantize(S(dtype="float"), "float").dtype
+
+
+if __name__ == "__main__":
+    for way in ("spawn", "forkserver", "fork"):
+        with multiprocessing.get_context(way).Pool(2) as pool:
+            print(way, pool.map(second_dtype, range(2), chunksize=1))
+    here = os.path.dirname(os.path.abspath(__file__))
+    code = "import sys; sys.path.insert(0, %r); from train import second_dtype; print(second_dtype(0))" % here
+    for flags in ([], ["-I"]):
+        print(flags, subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True).stdout)
+"""
+
+
+def test_processes_that_the_script_starts_are_treated_or_named(tmp_path: Path) -> None:
+    """Spawned, forked and started by their command line; one that takes nothing from its environment is named before the end."""
+    script = package(tmp_path, "if WEIGHT_BUFFER is None:")
+    script.write_text(CHILDREN)
+    done = dtypedoctor("treat", "--with", CORRECTION, script)
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "spawn ['float', 'float']",
+        "forkserver ['float', 'float']",
+        "fork ['float', 'float']",
+        "[] float",
+        "",
+        "['-I'] half",
+        "",
+    ]
+    reached, missed = done.err.splitlines()
+    assert re.fullmatch(rf"dtypedoctor: {CORRECTION} is in place in \d processes that the script started", reached)
+    assert missed.startswith(f"dtypedoctor: not treated: {sys.executable} -I -c ")
+
+
+def test_every_rank_of_torchrun_is_treated(tmp_path: Path) -> None:
+    """The launcher itself imports no library, and does not say that the correction was not used."""
+    script = package(tmp_path, "if WEIGHT_BUFFER is None:")
+    script.write_text(script.read_text().replace("sys.exit(7)", ""))
+    launch = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script
+    done = dtypedoctor("treat", "--with", CORRECTION, *launch)
+    assert (done.code, sorted(done.out.split())) == (0, sorted(["half", "[]", "float", "[]"] * 2)), done.err
+    assert f"{CORRECTION} is in place in 2 processes that the script started\n" in done.err
+    assert "not treated" not in done.err
