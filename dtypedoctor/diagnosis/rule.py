@@ -92,6 +92,37 @@ def most_severe_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: severities.index(finding.severity)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """One line of the program's own source, as it is and as it should be.
+
+    Attributes:
+        file: path, relative to the working directory where it is inside of it.
+        line: number, from 1.
+        old, new: the whole line, without its end.
+    """
+
+    file: str
+    line: int
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to do about a finding.
+
+    Attributes:
+        finding: its id.
+        text: what to change, in a sentence or two.
+        edits: the change in the program's source, where it could be made; each ``old`` was in the file when the report was written.
+    """
+
+    finding: str
+    text: str
+    edits: tuple[Edit, ...] = ()
+
+
 Detector = Callable[["Trace"], Iterable[Finding]]
 Inspector = Callable[["Subject"], Iterable[Finding]]
 
@@ -172,6 +203,9 @@ class FindingSpec:
         needs_only: that ablation takes away nothing besides, so that a run which passes under it proves the finding.
         in_float32_too: it claims that the dtype is not the cause: a run without autocast that fails in the same place proves it.
         nonfinite: it names the origin of an inf or NaN, so that magnitudes of the modules around it say something.
+        do_this: what to change, as a sentence about ``{module}``, ``{op}``, ``{dtype}`` and ``{other}`` (the dtype that it meets); where it is empty the
+            first way of fixing on the page stands for it.
+        edits: what makes that change in the program's source, the best first; names of :data:`dtypedoctor.diagnosis.edits.MAKERS`.
         page: file with the page about it (Markdown); None for ``docs/findings/ID.md``.
         in_any_program: it can be found in any program; False where a program has to declare something first.
     """
@@ -193,6 +227,8 @@ class FindingSpec:
     in_float32_too: bool = False
     nonfinite: bool = False
     in_any_program: bool = True
+    do_this: str = ""
+    edits: tuple[str, ...] = ()
     page: Path | None = None
 
     def remedies_for(self, cls: str = "") -> tuple[str, ...]:

@@ -23,7 +23,14 @@ from dtypedoctor._torch_private import (
     next_sequence_number,
     sequence_number,
 )
-from dtypedoctor.instrument.frames import function_context, function_name, local_of, raising_operator, source_of
+from dtypedoctor.instrument.frames import (
+    function_context,
+    function_name,
+    local_of,
+    raising_operator,
+    source_of,
+    span_of,
+)
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.instrument.operators import TensorIds
 from dtypedoctor.instrument.session import Session
@@ -251,6 +258,7 @@ def raised_record(error: BaseException, session: Session, modules: list[str], ph
         frames=_frames(error.__traceback__),
         modules=modules,
         op=raising_operator(error),
+        spans=[span_of(tb.tb_frame.f_code, tb.tb_lasti) for tb in _links(error.__traceback__)][-MAX_FRAMES:],
     )
 
 
@@ -296,7 +304,12 @@ class CaughtLog:
         self._times[place] += 1
         found = raised_record(error, self._session, modules, phase)
         self.operator = (id(error), found.op)
-        found = replace(found, frames=[*_around(error.__traceback__), *found.frames][-MAX_FRAMES:])
+        around = _around(error.__traceback__)
+        found = replace(
+            found,
+            frames=[*around, *found.frames][-MAX_FRAMES:],
+            spans=[*([] for _ in around), *found.spans][-MAX_FRAMES:],
+        )
         tested = any(path.endswith(_RUNNERS) for path in _files(sys._getframe()))
         self._session.writer.write(Caught.of(found, ending=ending, tested=tested, root=root))
 
@@ -341,6 +354,12 @@ def _around(found: TracebackType | None) -> list[str]:
 def _frames(found: TracebackType | None) -> list[str]:
     frames = [f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in traceback.walk_tb(found)]
     return frames[-MAX_FRAMES:]
+
+
+def _links(found: TracebackType | None) -> Iterator[TracebackType]:
+    while found is not None:
+        yield found
+        found = found.tb_next
 
 
 def _files(frame: FrameType | None) -> Iterator[str]:

@@ -12,6 +12,7 @@ from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.replay.capsule import MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
+from dtypedoctor.report.advice import advice_on
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import run_document
@@ -29,7 +30,9 @@ REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
 
 
-def build_report(treatment: Treatment, *, command: str, files: dict[str, str], next_command: str) -> Report:
+def build_report(
+    treatment: Treatment, *, command: str, files: dict[str, str], next_command: str, own_files: bool = True
+) -> Report:
     """Everything that is said about a treated scenario.
 
     Args:
@@ -37,6 +40,7 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         command: the command line that led here.
         files: where things lie in the run directory, by name.
         next_command: what to type next.
+        own_files: whether the program's source may be read: not where the trace is somebody else's, who could name any file in it.
     """
     scenario = treatment.scenario
     expect = expectation_on(scenario.expect, str(treatment.before.trace.environment.get("device", "")))
@@ -50,6 +54,7 @@ def build_report(treatment: Treatment, *, command: str, files: dict[str, str], n
         status=status,
         headline=headline,
         findings=treatment.findings,
+        do_this=tuple(advice_on(treatment, own_files=own_files)),
         trials=treatment.trials,
         before=treatment.before_summary,
         trace_usable=any(run.trace.usable for run in treatment.before.processes),

@@ -139,6 +139,7 @@ def _examined(saved: SavedRun, place: Path) -> Report:
         command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files={"before": BEFORE} if (place / BEFORE).is_dir() else {},
         next_command=f"dtypedoctor report {shlex.quote(str(place))} --format md",
+        own_files=False,
     )
 
 

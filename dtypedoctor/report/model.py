@@ -5,7 +5,7 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Any
 
-from dtypedoctor.diagnosis.rule import Finding
+from dtypedoctor.diagnosis.rule import Advice, Finding
 from dtypedoctor.trials.results import Observer, Outcome, Parity, RunSummary, Trial
 from dtypedoctor.values import dataclass
 
@@ -138,6 +138,8 @@ class Report:
     status: Status
     headline: str
     findings: tuple[Finding, ...] = ()
+    do_this: tuple[Advice, ...] = ()
+    """What to do about each finding, in their order."""
     trials: tuple[Trial, ...] = ()
     before: RunSummary | None = None
     trace_usable: bool = True

@@ -7,6 +7,7 @@ from typing import Any
 from dtypedoctor.diagnosis.rule import Finding, Link, Severity
 from dtypedoctor.dtypes import short_name
 from dtypedoctor.redaction.redact import redact
+from dtypedoctor.report.advice import do_this
 from dtypedoctor.report.before_after import before_after
 from dtypedoctor.report.document import (
     Beside,
@@ -119,20 +120,28 @@ def _verdict(report: Report) -> Section:
         return Section("", (), anchor="verdict")
     meaning = proven_means(report)
     facts: tuple[Block, ...] = (Facts(summary_facts(report)), *([Paragraph(meaning, Look.DIM)] if meaning else []))
+    advice = _advice_on(report, 0)
     others = report.findings[1:]
     folds = [
-        _folded(finding, f"{at} of {len(report.findings)}") for at, finding in enumerate(others[:_MOST_IN_FULL], 2)
+        _folded(finding, f"{at} of {len(report.findings)}", _advice_on(report, at - 1))
+        for at, finding in enumerate(others[:_MOST_IN_FULL], 2)
     ]
     rest = others[_MOST_IN_FULL:]
-    return Section("", (Beside(facts, _story(report.findings[0])), *folds, *_briefly(rest)), "verdict", "Verdict")
+    return Section(
+        "", (*advice, Beside(facts, _story(report.findings[0])), *folds, *_briefly(rest)), "verdict", "Verdict"
+    )
 
 
-def _folded(finding: Finding, position: str) -> Fold:
+def _advice_on(report: Report, position: int) -> tuple[Block, ...]:
+    return do_this(report.do_this[position]) if position < len(report.do_this) else ()
+
+
+def _folded(finding: Finding, position: str, advice: tuple[Block, ...]) -> Fold:
     sure = f"{finding.severity}, {CONFIDENCE[finding.confidence]}"
     facts: list[tuple[str, Line]] = [("what", (named(finding.id), f": {sure}"))]
     facts += [(label, named(value)) for label, value in place(finding)]
     head = (f"Finding {position}: ", named(finding.id), f" {title(finding)}")
-    return Fold(head, (Beside((Facts(tuple(facts)),), _story(finding)),))
+    return Fold(head, (*advice, Beside((Facts(tuple(facts)),), _story(finding))))
 
 
 def _briefly(findings: Sequence[Finding]) -> Iterator[Fold]:

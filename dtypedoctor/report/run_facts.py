@@ -1,16 +1,13 @@
 """Parts of a report in words: what ran, what was found, where, how sure; and its fixes, what each changes and what came of it."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from dtypedoctor.diagnosis.registry import page
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS
-from dtypedoctor.errors import DoctorError
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.report.document import (
     Block,
@@ -518,30 +515,12 @@ def _fixed_by(report: Report) -> Iterator[_Fact]:
     if untried:
         yield from _labelled("suggested fix", "or", untried)
     else:
-        yield "fixed by", f"no automatic fix. {_by_hand(report.findings[0])}"
+        yield "fixed by", "no automatic fix"
 
 
 def _labelled(first: str, others: str, lines: Sequence[RemedyLine]) -> Iterator[_Fact]:
     """A fact for each fix, the first with a label of its own."""
     yield from (_remedy(others if position else first, line) for position, line in enumerate(lines))
-
-
-_HOW_TO_FIX = re.compile(
-    r"^## How to fix it\n+(?:\d+\.|-)\s+(.+?)(?=\n(?:\d+\.|-)\s|\n\n|\Z)", re.MULTILINE | re.DOTALL
-)
-
-
-def _by_hand(finding: Finding) -> str:
-    """What the reader can do: the first way of fixing that the finding's page names."""
-    try:
-        found = _HOW_TO_FIX.search(page(finding.id))
-    except DoctorError:
-        found = None
-    if found is None:
-        return f"`dtypedoctor explain {finding.id}` lists what to change."
-    without_links = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", found[1])
-    plain = re.sub(r"(?<![\w*])\*{1,2}(\S[^*]*)\*{1,2}(?![\w*])", r"\1", without_links)  # emphasis, and no product
-    return f"Do this: {' '.join(plain.replace('`', '').split())}"
 
 
 def _diagnoses(report: Report) -> Iterator[_Fact]:

@@ -21,6 +21,8 @@ SPEC = FindingSpec(
         "https://github.com/huggingface/transformers/pull/34919",
         "https://github.com/huggingface/transformers/issues/23357",
     ),
+    do_this="Load the checkpoint in the dtype that it is stored in, or in float32.",
+    edits=("half-to-bfloat16",),
 )
 
 LOST = 1e-3

@@ -19,6 +19,8 @@ UNSCALE_FLOAT16_GRADIENTS = FindingSpec(
         "https://github.com/huggingface/transformers/issues/23165",
         "https://github.com/huggingface/peft/issues/1249",
     ),
+    do_this="Train in bfloat16 without a gradient scaler, or keep the trained parameters in float32 under float16 autocast.",
+    edits=("half-to-bfloat16",),
 )
 SCALER_BFLOAT16 = FindingSpec(
     id="scaler-bfloat16",
@@ -41,6 +43,8 @@ LOSS_SCALE_EXHAUSTED = FindingSpec(
     family=LOSS_SCALING,
     references=("https://github.com/deepspeedai/DeepSpeed/issues/5426",),
     ablations=(*OF_ANY_FINDING, "loss-scale-one"),
+    do_this="Use bfloat16, which needs no loss scale.",
+    edits=("half-to-bfloat16",),
 )
 
 

@@ -261,6 +261,8 @@ class Raised:
     modules: list[str]
     function: str | None = None
     op: str | None = None
+    spans: list[list[int]] = field(default_factory=list)
+    """For each frame the first and last line and first and last column (bytes) of what it was doing; empty where Python does not know them."""
     caught: bool = False
     """Whether the program caught it. Such a record is made of :class:`Caught` by whoever judges a run, and never written."""
 
@@ -283,6 +285,7 @@ class Caught:
     modules: list[str]
     function: str | None = None
     op: str | None = None
+    spans: list[list[int]] = field(default_factory=list)
     ending: bool = False
     tested: bool = False
     root: int = -1
@@ -298,7 +301,7 @@ class Caught:
         return Raised(**{name: getattr(self, name) for name in _OF_AN_EXCEPTION}, caught=True)
 
 
-_OF_AN_EXCEPTION = ("n", "step", "call", "phase", "type", "message", "frames", "modules", "function", "op")
+_OF_AN_EXCEPTION = ("n", "step", "call", "phase", "type", "message", "frames", "modules", "function", "op", "spans")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,11 @@ OPERAND_DTYPE_MISMATCH = FindingSpec(
     family=DTYPE_MISMATCH,
     references=("https://github.com/unslothai/unsloth/issues/4970",),
     ablations=("autocast-off", *OF_ANY_FINDING),
+    do_this="Give all operands of `{op}` in {module} one dtype: cast the {dtype} one to {other}.",
+    edits=(
+        "cast-where-set",
+        "cast-operand",
+    ),
 )
 AUTOCAST_BYPASS = FindingSpec(
     id="autocast-bypass",
@@ -62,6 +67,8 @@ AUTOCAST_BYPASS = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     needs="autocast-off",
     needs_only=True,
+    do_this="Autocast does not cast for an in-place or `out=` operator: cast what `{op}` in {module} is given to the dtype of the tensor that it writes to.",
+    edits=("cast-operand",),
 )
 AUTOCAST_CONTRADICTS_MODEL = FindingSpec(
     id="autocast-contradicts-model",
@@ -109,6 +116,8 @@ NORM_PROMOTES_TO_FLOAT32 = FindingSpec(
         "https://github.com/NVIDIA-NeMo/Automodel/issues/1540",
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
+    do_this="Keep the norm's weight in the dtype of the activations ({other}): {module} is {dtype}.",
+    edits=("cast-where-set",),
 )
 BUFFER_PROMOTES_TO_FLOAT32 = FindingSpec(
     id="buffer-promotes-to-float32",
@@ -116,6 +125,11 @@ BUFFER_PROMOTES_TO_FLOAT32 = FindingSpec(
     family=DTYPE_MISMATCH,
     references=("https://github.com/NVIDIA-NeMo/Automodel/pull/2419",),
     ablations=("autocast-off", *OF_ANY_FINDING),
+    do_this="Cast the buffer to the dtype of the activations ({other}), where it is registered or where it is used.",
+    edits=(
+        "cast-where-set",
+        "cast-operand",
+    ),
 )
 ADAPTER_DTYPE_MISMATCH = FindingSpec(
     id="adapter-dtype-mismatch",
@@ -123,6 +137,11 @@ ADAPTER_DTYPE_MISMATCH = FindingSpec(
     family=DTYPE_MISMATCH,
     references=("https://github.com/huggingface/peft/issues/1872", "https://github.com/huggingface/peft/issues/1515"),
     ablations=("autocast-off", *OF_ANY_FINDING),
+    do_this="Give the adapter {module} the dtype of the activations ({other}), or cast its input to {dtype} and its output back.",
+    edits=(
+        "cast-where-set",
+        "cast-operand",
+    ),
 )
 HEAD_DTYPE_MISMATCH = FindingSpec(
     id="head-dtype-mismatch",
@@ -130,6 +149,11 @@ HEAD_DTYPE_MISMATCH = FindingSpec(
     family=DTYPE_MISMATCH,
     references=("https://github.com/huggingface/trl/issues/4634",),
     ablations=("autocast-off", *OF_ANY_FINDING),
+    do_this="Cast the input of {module} to the dtype of its weight, which keeps the logits in that dtype.",
+    edits=(
+        "cast-operand",
+        "cast-where-set",
+    ),
 )
 ATTENTION_DTYPE_MISMATCH = FindingSpec(
     id="attention-dtype-mismatch",
@@ -140,6 +164,11 @@ ATTENTION_DTYPE_MISMATCH = FindingSpec(
         "https://github.com/hiyouga/LlamaFactory/issues/539",
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
+    do_this="Cast query, key, value and mask of the attention in {module} to one dtype.",
+    edits=(
+        "cast-operand",
+        "cast-where-set",
+    ),
 )
 KV_CACHE_DTYPE = FindingSpec(
     id="kv-cache-dtype",
@@ -150,6 +179,8 @@ KV_CACHE_DTYPE = FindingSpec(
         "https://github.com/unslothai/unsloth-zoo/pull/424",
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
+    do_this="Allocate the KV cache of {module} in the dtype that the layers compute in, or cast what is written to it.",
+    edits=("cast-operand",),
 )
 MERGE_DTYPE_MISMATCH = FindingSpec(
     id="merge-dtype-mismatch",
@@ -160,6 +191,8 @@ MERGE_DTYPE_MISMATCH = FindingSpec(
         "https://github.com/huggingface/transformers/issues/47689",
         "https://github.com/hiyouga/LlamaFactory/issues/3807",
     ),
+    do_this="Cast the features to the dtype of the tensor that they are written into.",
+    edits=("cast-operand",),
 )
 MODEL_INPUT_DTYPE = FindingSpec(
     id="model-input-dtype",
@@ -167,6 +200,8 @@ MODEL_INPUT_DTYPE = FindingSpec(
     family=DTYPE_MISMATCH,
     references=("https://github.com/kadirnar/whisper-plus/issues/58",),
     ablations=("autocast-off", *OF_ANY_FINDING),
+    do_this="Cast the input to the dtype of the model's weights ({other}) before the call.",
+    edits=("cast-operand",),
 )
 CUSTOM_FUNCTION_AUTOCAST = FindingSpec(
     id="custom-function-autocast",

@@ -153,6 +153,8 @@ FLOAT16_OVERFLOW = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
     nonfinite=True,
+    do_this="Use bfloat16 in the place of float16: its max is 3.4e38, so {module} no longer overflows.",
+    edits=("half-to-bfloat16",),
 )
 ATTENTION_SCORE_OVERFLOW = FindingSpec(
     id="attention-score-overflow",
@@ -163,6 +165,8 @@ ATTENTION_SCORE_OVERFLOW = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
     nonfinite=True,
+    do_this="Use bfloat16 in the place of float16, or scale the query before the product.",
+    edits=("half-to-bfloat16",),
 )
 NORM_SQUARE_OVERFLOW = FindingSpec(
     id="norm-square-overflow",
@@ -176,6 +180,8 @@ NORM_SQUARE_OVERFLOW = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
     nonfinite=True,
+    do_this="Compute the norm in float32, or use bfloat16 in the place of float16.",
+    edits=("half-to-bfloat16",),
 )
 FULLY_MASKED_ROW = FindingSpec(
     id="fully-masked-row",
@@ -186,6 +192,8 @@ FULLY_MASKED_ROW = FindingSpec(
         "https://github.com/pytorch/pytorch/issues/26098",
     ),
     nonfinite=True,
+    do_this="Mask with the smallest finite number of the dtype and not with -inf, so that a row without any key stays finite.",
+    edits=("finite-mask",),
 )
 BACKWARD_OVERFLOW = FindingSpec(
     id="backward-overflow",
@@ -199,6 +207,8 @@ BACKWARD_OVERFLOW = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING, "loss-scale-one"),
     fits_wider_dtype=True,
     nonfinite=True,
+    do_this="Use bfloat16 in the place of float16, without a gradient scaler.",
+    edits=("half-to-bfloat16",),
 )
 NONFINITE_PARAMETERS = FindingSpec(
     id="nonfinite-parameters",
@@ -224,6 +234,8 @@ OPTIMIZER_EPSILON_UNDERFLOW = FindingSpec(
     references=("https://github.com/NVIDIA/apex/issues/240", "https://github.com/google-deepmind/optax/issues/1754"),
     remedies=("bfloat16",),
     nonfinite=True,
+    do_this="Keep the parameters that the optimizer steps in float32, or use bfloat16: `eps` rounds to 0 in float16.",
+    edits=("half-to-bfloat16",),
 )
 ROUNDS_OUT_OF_DOMAIN = FindingSpec(
     id="rounds-out-of-domain",
@@ -235,6 +247,11 @@ ROUNDS_OUT_OF_DOMAIN = FindingSpec(
         "https://github.com/lightonai/pylate/issues/239",
     ),
     nonfinite=True,
+    do_this="Compute this line in float32, or keep the argument inside of the function's domain.",
+    edits=(
+        "keep-in-domain",
+        "half-to-float32",
+    ),
 )
 DIVERGENCE = FindingSpec(
     id="divergence",
@@ -256,6 +273,8 @@ DOMAIN_ERROR = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
     nonfinite=True,
+    do_this="Keep the argument inside of the function's domain; float32 has the same failure.",
+    edits=("keep-in-domain",),
 )
 COMPILE_ONLY_NONFINITE = FindingSpec(
     id="compile-only-nonfinite",

@@ -55,6 +55,8 @@ ROUTER_FLIP = FindingSpec(
     family=SILENT,
     severity=Severity.WARNING,
     references=("https://github.com/vllm-project/vllm/pull/14027", "https://github.com/sgl-project/sglang/pull/33764"),
+    do_this="Compute the router in float32.",
+    edits=("set-float32",),
 )
 
 FLIPPED = 0.005
@@ -106,6 +108,8 @@ ROUNDED_ROTARY_BUFFER = FindingSpec(
         "https://github.com/huggingface/transformers/issues/25681",
         "https://github.com/NVIDIA-NeMo/Automodel/pull/2549",
     ),
+    do_this="Leave the rotary table in float32.",
+    edits=("set-float32",),
 )
 
 

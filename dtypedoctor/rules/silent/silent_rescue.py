@@ -30,6 +30,8 @@ SPEC = FindingSpec(
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
+    do_this="Use bfloat16 in the place of float16, and remove what hides the overflow.",
+    edits=("half-to-bfloat16",),
 )
 
 

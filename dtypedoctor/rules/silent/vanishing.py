@@ -24,6 +24,8 @@ GRADIENT_UNDERFLOW = FindingSpec(
     remedies=("bfloat16",),
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
+    do_this="Use bfloat16 in the place of float16, or a GradScaler.",
+    edits=("half-to-bfloat16",),
 )
 
 REVIVED = 0.1
@@ -82,6 +84,8 @@ UPDATE_STALL = FindingSpec(
         "https://github.com/huggingface/trl/issues/7268",
         "https://github.com/meta-pytorch/torchtune/issues/2254",
     ),
+    do_this="Keep the trained parameters in float32 and compute under bfloat16 autocast.",
+    edits=("set-float32",),
 )
 
 STALLED = 0.95

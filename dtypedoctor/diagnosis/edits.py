@@ -1,0 +1,514 @@
+"""Edits of the program's own source that remove the cause of a finding: made from the line that failed, or from the line that set a dtype.
+
+Each maker reads the syntax tree of a file and gives changes of it, or none where it does not see exactly what to change. What comes out is
+checked: it still parses, it changes lines and moves none, and no line of it holds what may be a secret.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.rule import Edit, Finding
+from dtypedoctor.diagnosis.wording import differentiated, shown_line
+from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.foreign_files import read_file
+from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
+from dtypedoctor.trace.events import Op, ParameterNote, Raised
+from dtypedoctor.trace.model import Trace
+
+LARGEST_SOURCE = 2 << 20
+LONGEST_LITERAL = 40
+"""Characters of a text in the source that is shown: longer ones may be data."""
+
+Change = tuple[int, int, bytes]
+"""First and last offset in a file (bytes), and what stands there instead."""
+Changes = tuple["Source", list[Change]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the program."""
+
+    path: Path
+    data: bytes
+    tree: ast.Module
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        starts = [0]
+        for line in self.data.splitlines(keepends=True):
+            starts.append(starts[-1] + len(line))
+        return starts
+
+    def at(self, line: int, column: int) -> int:
+        """The offset of a line (from 1) and column (bytes, from 0)."""
+        return self._starts[line - 1] + column
+
+    def start(self, node: ast.expr | ast.stmt) -> int:
+        """Where ``node`` begins."""
+        return self.at(node.lineno, node.col_offset)
+
+    def end(self, node: ast.expr | ast.stmt) -> int:
+        """Where ``node`` ends."""
+        return self.at(node.end_lineno or node.lineno, node.end_col_offset or 0)
+
+    def text(self, node: ast.expr | ast.stmt) -> str:
+        """The source of ``node``."""
+        return self.data[self.start(node) : self.end(node)].decode()
+
+    def spanned(self, span: Sequence[int]) -> ast.expr | None:
+        """The expression that stands at first and last line, first and last column; None where there is none."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.expr):
+                here = [node.lineno, node.end_lineno, node.col_offset, node.end_col_offset]
+                if here == list(span):
+                    return node
+        return None
+
+    def on_line(self, line: int) -> Iterator[ast.expr]:
+        """The expressions that begin on a line, outer ones first."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.expr) and node.lineno == line:
+                yield node
+
+    def after(self, node: ast.expr, text: str) -> list[Change]:
+        """``text`` behind ``node``, in parentheses where it needs them."""
+        end = self.end(node)
+        if isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
+            return [(end, end, text.encode())]
+        start = self.start(node)
+        return [(start, start, b"("), (end, end, f"){text}".encode())]
+
+    def instead(self, node: ast.expr, text: str) -> Change:
+        """``text`` in the place of ``node``."""
+        return (self.start(node), self.end(node), text.encode())
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A finding, the trace that shows it, and the program's files.
+
+    Attributes:
+        finding: what was found.
+        trace: where it was seen.
+        folders: files below these may be read, and no others; the first is what paths are told relative to.
+        script: the program's own file, where it has one.
+    """
+
+    finding: Finding
+    trace: Trace
+    folders: tuple[Path, ...]
+    script: Path | None
+    _read: dict[str, Source | None] = field(default_factory=dict)
+
+    def source(self, path: str | Path) -> Source | None:
+        """A file of the program, read once; None for what is no Python file of it, or cannot be read."""
+        key = str(path)
+        if key not in self._read:
+            self._read[key] = self._opened(Path(key))
+        return self._read[key]
+
+    def _opened(self, path: Path) -> Source | None:
+        whole = path.resolve()
+        installed = {"site-packages", "dist-packages"} & set(whole.parts)
+        if whole.suffix != ".py" or installed or not any(whole.is_relative_to(folder) for folder in self.folders):
+            return None
+        try:
+            data = read_file(whole, LARGEST_SOURCE)
+            return Source(whole, data, ast.parse(data))
+        except (OSError, ValueError, SyntaxError):
+            return None
+
+    def shown(self, path: Path) -> str:
+        """How a path is told."""
+        return str(path.relative_to(self.folders[0])) if path.is_relative_to(self.folders[0]) else str(path)
+
+    @cached_property
+    def raised(self) -> Raised | None:
+        """The exception that ended the run."""
+        return self.trace.last(Raised)
+
+    @cached_property
+    def rejected(self) -> Op | None:
+        """The operator that raised it."""
+        raised = self.raised
+        ops = (op for op in reversed(self.trace.all(Op)) if op.error is not None)
+        return next(
+            (op for op in ops if raised is not None and op.error is not None and op.error in raised.message), None
+        )
+
+    @property
+    def other(self) -> str | None:
+        """The dtype that the odd operand meets."""
+        met = [link.dtype_out for link in self.finding.met if link.dtype_out]
+        if met:
+            return met[-1]
+        op = self.rejected
+        dtypes = [t.dtype for t in op.inputs if t.dtype in DTYPES] if op is not None else []
+        return next((dtype for dtype in dtypes if dtype != self.finding.dtype), None)
+
+    def failing_frame(self) -> tuple[Source, int, Sequence[int], bool] | None:
+        """The innermost frame of the program's: its file, line and span, and whether a library other than torch is at work inside of it."""
+        raised = self.raised
+        if raised is None or len(raised.spans) != len(raised.frames):
+            return None
+        others = False
+        for frame, span in zip(reversed(raised.frames), reversed(raised.spans), strict=True):
+            path, _, line = frame.rpartition(" ")[0].rpartition(":")
+            source = self.source(path)
+            if source is not None:
+                return source, int(line), span, others
+            others = others or not any(part in path for part in ("/torch/", "/dtypedoctor/"))
+        return None
+
+    def failing_line(self) -> tuple[Source, int] | None:
+        """The file and line that the finding names."""
+        name, _, line = (self.finding.source or "").rpartition(":")
+        for path in self._files():
+            source = self.source(path)
+            if source is not None and line.isdigit() and shown_line(str(source.path)).endswith(name.rpartition("/")[2]):
+                return source, int(line)
+        return None
+
+    def _files(self) -> Iterator[str]:
+        if self.script is not None:
+            yield str(self.script)
+        places = [note.set_at for note in self.trace.all(ParameterNote) if note.set_at is not None]
+        frames = self.raised.frames if self.raised is not None else []
+        yield from dict.fromkeys(place.rpartition(" ")[0].rpartition(":")[0] for place in frames)
+        yield from dict.fromkeys(place.rpartition(":")[0] for place in places)
+
+
+def edits_for(scene: Scene, makers: Iterable[str]) -> tuple[Edit, ...]:
+    """The lines that the first maker changes which sees what to change; empty where none does."""
+    for name in makers:
+        made = MAKERS[name](scene)
+        if made is not None and (edits := _checked(scene, *made)):
+            return edits
+    return ()
+
+
+def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit, ...]:
+    """The changed lines; empty where the result is no Python, has other lines, or a line that must not be shown."""
+    data = source.data
+    for start, end, text in sorted(set(changes), reverse=True):
+        data = data[:start] + text + data[end:]
+    try:
+        ast.parse(data)
+        before, after = source.data.decode().splitlines(), data.decode().splitlines()
+    except (SyntaxError, ValueError):
+        return ()
+    if len(before) != len(after):
+        return ()
+    lines = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    if any(safe_line(before[i]) != before[i] for i in lines):
+        return ()
+    file = scene.shown(source.path)
+    return tuple(Edit(file=file, line=i + 1, old=before[i], new=after[i]) for i in lines)
+
+
+_TEXT = re.compile(
+    r"""(?P<key>\w+)?(?P<sign>["']?\s*\]?\s*[=:,(]\s*)?(?P<quote>["'])(?P<text>(?:\\.|(?!(?P=quote)).)*)(?P=quote)"""
+)
+
+
+def safe_line(line: str) -> str:
+    """A line of source without what may be a secret or data: long texts, and texts that are given a secret's name."""
+
+    def elided(match: re.Match[str]) -> str:
+        if len(match["text"]) <= LONGEST_LITERAL and not names_a_secret(match["key"] or ""):
+            return match[0]
+        return f"{match['key'] or ''}{match['sign'] or ''}{match['quote']}…{match['quote']}"
+
+    return without_secrets(_TEXT.sub(elided, line))
+
+
+def _cast(dtype: str) -> str:
+    return f".to(torch.{dtype})"
+
+
+def _has_torch(source: Source) -> bool:
+    return any(
+        isinstance(node, ast.Import) and any(alias.name == "torch" and not alias.asname for alias in node.names)
+        for node in source.tree.body
+    )
+
+
+def cast_operand(scene: Scene) -> Changes | None:
+    """Casts what the failing call gets, where the program itself makes that call."""
+    found, op = scene.failing_frame(), scene.rejected
+    if found is None or op is None:
+        return None
+    source, _, span, inside_library = found
+    node = source.spanned(span) if span else None
+    if node is None or inside_library or not _has_torch(source):
+        return None
+    held = next((t.dtype for t in op.inputs if t.origin == "parameter" and t.dtype in DTYPES), None)
+    if isinstance(node, ast.Subscript):
+        return _stored_value(source, node)
+    if isinstance(node, ast.BinOp):
+        return _side(source, node, op, scene)
+    if not isinstance(node, ast.Call):
+        return None
+    if _is_module_call(scene) and held is not None and node.args:
+        return source, source.after(node.args[0], _cast(held))
+    if op.inplace and isinstance(node.func, ast.Attribute):
+        return _into_destination(source, node, source.text(node.func.value), op)
+    return _odd_arguments(source, node, op, scene)
+
+
+def _is_module_call(scene: Scene) -> bool:
+    """Whether the program's innermost frame calls a module of torch's."""
+    raised, found = scene.raised, scene.failing_frame()
+    assert raised is not None
+    assert found is not None
+    frames = [frame.rpartition(" ")[2] for frame in raised.frames]
+    own = max((i for i, frame in enumerate(raised.frames) if frame.startswith(f"{found[0].path}:")), default=-1)
+    return frames[own + 1 : own + 2] == ["_wrapped_call_impl"]
+
+
+def _stored_value(source: Source, target: ast.Subscript) -> Changes | None:
+    """``x[rows] = value``: the value in the dtype of ``x``."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign) and any(one is target for one in node.targets):
+            return source, source.after(node.value, f".to({source.text(target.value)}.dtype)")
+    return None
+
+
+def _into_destination(source: Source, node: ast.Call, into: str, op: Op) -> Changes | None:
+    """``out.index_add_(0, rows, values)``: what is written, in the dtype of ``out``."""
+    floats = len([t for t in op.inputs[1:] if t.dtype in DTYPES])
+    arguments = [arg for arg in node.args if not isinstance(arg, ast.Constant)][-floats:] if floats else []
+    changes = [change for arg in arguments for change in source.after(arg, f".to({into}.dtype)")]
+    return (source, changes) if changes else None
+
+
+def _side(source: Source, node: ast.BinOp, op: Op, scene: Scene) -> Changes | None:
+    """``left @ right``: the odd side in the dtype of the other."""
+    dtypes = [t.dtype for t in op.inputs if t.dtype in DTYPES]
+    if len(dtypes) != 2 or scene.finding.dtype not in dtypes:
+        return None
+    odd = dtypes.index(scene.finding.dtype)
+    return source, source.after((node.left, node.right)[odd], _cast(dtypes[1 - odd]))
+
+
+def _odd_arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
+    """``function(a, b, c)``: the arguments of the odd dtype in that of the others."""
+    held = next((t.dtype for t in op.inputs if t.origin == "parameter" and t.dtype in DTYPES), None)
+    wanted = held if held != scene.finding.dtype and held is not None else scene.other
+    out = next((keyword for keyword in node.keywords if keyword.arg == "out"), None)
+    method = isinstance(node.func, ast.Attribute) and not _names_a_module(node.func.value)
+    first = [node.func.value] if isinstance(node.func, ast.Attribute) and method else []
+    given = [arg for arg in node.args if not isinstance(arg, ast.Constant)]
+    given = [*first, *given, *(keyword.value for keyword in node.keywords if keyword is not out)]
+    if out is not None and isinstance(out.value, ast.expr):
+        wanted = next((t.dtype for t in op.inputs if t.dtype in DTYPES), wanted)
+        floats = [arg for arg in node.args if not isinstance(arg, ast.Constant)]
+        return source, [c for arg in floats for c in source.after(arg, f".to({source.text(out.value)}.dtype)")]
+    if wanted is None:
+        return None
+    odd = [i for i, t in enumerate(op.inputs) if t.dtype in DTYPES and t.dtype != wanted]
+    if any(i >= len(given) for i in odd):
+        return None
+    return source, [change for i in odd for change in source.after(given[i], _cast(wanted))]
+
+
+def _names_a_module(node: ast.expr) -> bool:
+    """Whether an expression is that of a namespace of functions: ``torch``, ``F``, ``nn.functional``, ``torch.nn.functional``."""
+    return ast.unparse(node) in ("torch", "F", "fn", "nn.functional", "torch.nn.functional", "functional")
+
+
+def cast_where_set(scene: Scene) -> Changes | None:
+    """Casts the odd parameter or buffer to the dtype that it meets, on the line that gave it its own."""
+    return _set_to(scene, scene.other)
+
+
+def set_float32(scene: Scene) -> Changes | None:
+    """Makes the parameters of the finding float32, on the line that gave them their dtype."""
+    return _set_to(scene, "float32")
+
+
+def _set_to(scene: Scene, dtype: str | None) -> Changes | None:
+    notes = list(_odd_notes(scene))
+    source = scene.source((notes[0].set_at or "").rpartition(":")[0]) if notes else None
+    if source is None or dtype is None or not _has_torch(source):
+        return None
+    changes = []
+    for note in notes:
+        node = source.spanned(note.set_span) if note.set_span else None
+        if (note.set_at or "").startswith(f"{source.path}:"):
+            changes += _recast(source, node, note, dtype)
+    return (source, changes) if changes else None
+
+
+def _odd_notes(scene: Scene) -> Iterator[ParameterNote]:
+    """The parameters and buffers that the finding is about, the one that it names first, then those of modules beside it in the same dtype."""
+    notes = {note.name: note for note in scene.trace.all(ParameterNote)}
+    links = [link.op.partition(": ")[2].partition(" (")[0] for link in scene.finding.provenance[-1:]]
+    named = [notes[name] for name in links if name in notes]
+    if not named:
+        inside = f"{scene.finding.fqn}." if scene.finding.fqn else ""
+        named = [n for n in notes.values() if n.name.startswith(inside) and n.dtype in DTYPES and n.set_at][:1]
+    for first in named:
+        parent = first.name.rpartition(".")[0].rpartition(".")[0]
+        yield first
+        for note in notes.values():
+            beside = note.name.startswith(f"{parent}.") if parent else False
+            if beside and note.dtype == first.dtype and note.set_at and note.requires_grad == first.requires_grad:
+                yield note
+
+
+_METHODS = frozenset({"half", "float", "bfloat16", "double"})
+
+
+def _recast(source: Source, node: ast.expr | None, note: ParameterNote, dtype: str) -> list[Change]:
+    """Changes the call that set a dtype: the method's name, the dtype that it names, or a cast of its result."""
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS and not node.args:
+            end = source.end(node)
+            return [(source.end(node.func.value), end, _cast(dtype).encode())]
+        named = [
+            value
+            for value in (*node.args, *(keyword.value for keyword in node.keywords))
+            if isinstance(value, ast.Attribute) and value.attr in DTYPES and ast.unparse(value.value) == "torch"
+        ]
+        if named:
+            return [source.instead(named[0], f"torch.{dtype}")]
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "register_buffer":
+            return source.after(node.args[1], _cast(dtype)) if len(node.args) > 1 else []
+        return source.after(node, _cast(dtype))
+    if isinstance(node, ast.Attribute):  # self.weight = nn.Parameter(...)
+        return _parameter(source, node, dtype)
+    return []
+
+
+def _parameter(source: Source, target: ast.Attribute, dtype: str) -> list[Change]:
+    """``self.weight = nn.Parameter(values)``: the values in another dtype."""
+    assignments = (node for node in ast.walk(source.tree) if isinstance(node, ast.Assign))
+    made = next((node.value for node in assignments if any(one is target for one in node.targets)), None)
+    if isinstance(made, ast.Call) and source.text(made.func).endswith("Parameter") and made.args:
+        return source.after(made.args[0], _cast(dtype))
+    return []
+
+
+def half_to_bfloat16(scene: Scene) -> Changes | None:
+    """float16 becomes bfloat16 in the program's file, a gradient scaler is switched off."""
+    return _half_to(scene, "bfloat16")
+
+
+def half_to_float32(scene: Scene) -> Changes | None:
+    """float16 becomes float32 in the program's file, a gradient scaler is switched off."""
+    return _half_to(scene, "float32")
+
+
+def _half_to(scene: Scene, dtype: str) -> Changes | None:
+    found = scene.failing_line() or scene.failing_frame()
+    source = found[0] if found is not None else scene.source(scene.script) if scene.script is not None else None
+    if source is None:
+        return None
+    changes: list[Change] = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.float16", "torch.half"):
+            changes.append(source.instead(node, f"torch.{dtype}"))
+        elif isinstance(node, ast.Call):
+            changes += _half_in_call(source, node, dtype)
+    return (source, changes) if any(b"enabled" not in text for _, _, text in changes) else None
+
+
+def _half_in_call(source: Source, node: ast.Call, dtype: str) -> Iterator[Change]:
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "half" and not node.args:
+        method = "float" if dtype == "float32" else dtype
+        yield (source.end(node.func.value), source.end(node), f".{method}()".encode())
+    if source.text(node.func).endswith("GradScaler") and not any(k.arg == "enabled" for k in node.keywords):
+        end = source.end(node) - 1
+        yield (end, end, b", enabled=False" if node.args or node.keywords else b"enabled=False")
+    for keyword in node.keywords:
+        value = keyword.value
+        if isinstance(value, ast.Constant) and value.value in ("float16", "fp16"):
+            yield source.instead(
+                value, repr({"float16": dtype}.get(str(value.value), "bf16" if dtype == "bfloat16" else "no"))
+            )
+        if keyword.arg == "fp16" and isinstance(value, ast.Constant) and value.value is True:
+            yield source.instead(value, "False")
+
+
+_ARGUMENT = {
+    "log": ".clamp_min(1e-6)", "log2": ".clamp_min(1e-6)", "log10": ".clamp_min(1e-6)", "sqrt": ".clamp_min(1e-12)",
+    "rsqrt": ".clamp_min(1e-12)", "acos": ".clamp(-1 + 1e-6, 1 - 1e-6)", "asin": ".clamp(-1 + 1e-6, 1 - 1e-6)",
+    "exp": ".clamp(max=80)", "norm": "", "linalg_vector_norm": "",
+}  # fmt: skip
+"""What keeps the argument of a function inside of its domain."""
+
+
+def keep_in_domain(scene: Scene) -> Changes | None:
+    """Keeps the argument of the function that returned NaN or inf inside of its domain, on the line that the finding names."""
+    found = scene.failing_line()
+    if found is None:
+        return None
+    source, line = found
+    family = overload_free(scene.finding.op or "").rstrip("_")
+    derived = {differentiated(op) for op in scene.trace.all(Op) if op.source == scene.finding.source}
+    names = [family, *(name for name in derived if name), family.removesuffix("_backward")]
+    for node in source.on_line(line):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changes = _bounded(source, node, node.func, names)
+            if changes:
+                return source, changes
+    return None
+
+
+def _bounded(source: Source, node: ast.Call, func: ast.Attribute, names: Sequence[str]) -> list[Change]:
+    name = func.attr
+    if name == "std" and {"std", "var", "sqrt"} & set(names):
+        end = source.end(node) - 1
+        return [(end, end, b", correction=0" if node.args or node.keywords else b"correction=0")]
+    if name == "cross_entropy" and len(node.args) == 2 and not node.keywords:
+        end = source.end(node) - 1
+        count = f"({source.text(node.args[1])} != -100).sum().clamp_min(1)"
+        return [(end, end, b', reduction="sum"'), (end + 1, end + 1, f" / {count}".encode())]
+    if name not in names and not (name == "sqrt" and "div" in names):
+        return []
+    bound = _ARGUMENT.get(name, "")
+    if not bound:
+        return []
+    argument = node.args[0] if _names_a_module(func.value) and node.args else func.value
+    return source.after(argument, bound)
+
+
+_INFINITIES = frozenset({"float('-inf')", "-float('inf')", "-torch.inf", "-math.inf", "-np.inf", "-inf"})
+
+
+def finite_mask(scene: Scene) -> Changes | None:
+    """``masked_fill(mask, -inf)`` with the smallest finite number of the dtype instead, so that a row without any key stays finite."""
+    found = scene.failing_line()
+    source = found[0] if found is not None else scene.source(scene.script) if scene.script is not None else None
+    if source is None or not _has_torch(source):
+        return None
+    changes = []
+    for node in ast.walk(source.tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr.startswith("masked_fill")
+        ):
+            value = node.args[-1] if node.args else None
+            if value is not None and ast.unparse(value) in _INFINITIES:
+                filled = source.text(node.func.value)
+                changes.append(source.instead(value, f"torch.finfo({filled}.dtype).min"))
+    return (source, changes) if changes else None
+
+
+Maker = Callable[[Scene], Changes | None]
+MAKERS: dict[str, Maker] = {
+    "cast-operand": cast_operand,
+    "cast-where-set": cast_where_set,
+    "set-float32": set_float32,
+    "half-to-bfloat16": half_to_bfloat16,
+    "half-to-float32": half_to_float32,
+    "keep-in-domain": keep_in_domain,
+    "finite-mask": finite_mask,
+}
