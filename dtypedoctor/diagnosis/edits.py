@@ -24,6 +24,9 @@ LARGEST_SOURCE = 2 << 20
 LONGEST_LITERAL = 40
 """Characters of a text in the source that is shown: longer ones may be data."""
 
+_ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
+"""Expressions that a method can be called on without parentheses."""
+
 Change = tuple[int, int, bytes]
 """First and last offset in a file (bytes), and what stands there instead."""
 Changes = tuple["Source", list[Change]]
@@ -78,7 +81,7 @@ class Source:
     def after(self, node: ast.expr, text: str) -> list[Change]:
         """``text`` behind ``node``, in parentheses where it needs them."""
         end = self.end(node)
-        if isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
+        if isinstance(node, _ATOMS):
             return [(end, end, text.encode())]
         start = self.start(node)
         return [(start, start, b"("), (end, end, f"){text}".encode())]
@@ -167,7 +170,11 @@ class Scene:
 
     def failing_line(self) -> tuple[Source, int] | None:
         """The file and line that the finding names."""
-        name, _, line = (self.finding.source or "").rpartition(":")
+        return self.line_at(self.finding.source or "")
+
+    def line_at(self, place: str) -> tuple[Source, int] | None:
+        """The file and line of ``train.py:31``; None for a place in none of the program's files."""
+        name, _, line = place.rpartition(":")
         for path in self._files():
             source = self.source(path)
             if source is not None and line.isdigit() and shown_line(str(source.path)).endswith(name.rpartition("/")[2]):
@@ -255,10 +262,18 @@ def cast_operand(scene: Scene) -> Changes | None:
     if not isinstance(node, ast.Call):
         return None
     if _is_module_call(scene) and held is not None and node.args:
-        return source, source.after(node.args[0], _cast(held))
+        changes = source.after(node.args[0], _cast(held))
+        given = next((t.dtype for t in op.inputs if t.dtype in DTYPES and t.dtype != held), None)
+        if held == scene.finding.dtype and given is not None and scene.finding.id not in _KEEPS_DTYPE:
+            changes += source.after(node, _cast(given))  # what follows is in the dtype of the activations
+        return source, changes
     if op.inplace and isinstance(node.func, ast.Attribute):
         return _into_destination(source, node, source.text(node.func.value), op)
     return _odd_arguments(source, node, op, scene)
+
+
+_KEEPS_DTYPE = frozenset({"head-dtype-mismatch", "model-input-dtype"})
+"""Findings about the last layer, or the first: nothing follows that needs the dtype of the activations."""
 
 
 def _is_module_call(scene: Scene) -> bool:
@@ -272,11 +287,25 @@ def _is_module_call(scene: Scene) -> bool:
 
 
 def _stored_value(source: Source, target: ast.Subscript) -> Changes | None:
-    """``x[rows] = value``: the value in the dtype of ``x``."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Assign) and any(one is target for one in node.targets):
-            return source, source.after(node.value, f".to({source.text(target.value)}.dtype)")
-    return None
+    """``x[rows] = value``: the value in the dtype of ``x``; so too where the same function writes to the same rows of something else."""
+    rows = ast.unparse(target.slice)
+    assignments = (node for node in ast.walk(_function_around(source, target)) if isinstance(node, ast.Assign))
+    changes = []
+    for node in assignments:
+        written = node.targets[0]
+        if isinstance(written, ast.Subscript) and ast.unparse(written.slice) == rows:
+            changes += source.after(node.value, f".to({source.text(written.value)}.dtype)")
+    return (source, changes) if changes else None
+
+
+def _function_around(source: Source, node: ast.expr) -> ast.AST:
+    """The innermost function that ``node`` stands in; the whole file outside of all."""
+    around = [
+        one
+        for one in ast.walk(source.tree)
+        if isinstance(one, ast.FunctionDef) and one.lineno <= node.lineno <= (one.end_lineno or one.lineno)
+    ]
+    return max(around, key=lambda one: one.lineno, default=source.tree)
 
 
 def _into_destination(source: Source, node: ast.Call, into: str, op: Op) -> Changes | None:
@@ -322,6 +351,33 @@ def _names_a_module(node: ast.expr) -> bool:
     return ast.unparse(node) in ("torch", "F", "fn", "nn.functional", "torch.nn.functional", "functional")
 
 
+_FACTORIES = frozenset({"zeros", "ones", "empty", "full", "randn", "rand", "arange", "eye", "linspace"})
+
+
+def make_in_dtype(scene: Scene) -> Changes | None:
+    """Names the dtype where the odd tensor is made: ``torch.zeros(n)`` is float32 whatever it is used with."""
+    link = scene.finding.provenance[-1] if scene.finding.provenance else None
+    at = scene.line_at(link.source or "") if link is not None and link.op.startswith("factory") else None
+    wanted = scene.other
+    if at is None or wanted is None or wanted == scene.finding.dtype:
+        return None
+    source, line = at
+    made = next((node for node in source.on_line(line) if _is_factory(node)), None)
+    changes = []
+    for node in ast.walk(_function_around(source, made)) if made is not None else ():
+        if isinstance(node, ast.Call) and _is_factory(node):
+            changes += _with_keyword(source, node, f"dtype=torch.{wanted}")
+    return (source, changes) if changes else None
+
+
+def _is_factory(node: ast.AST) -> bool:
+    """Whether a call makes a tensor and names no dtype."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    named = any(keyword.arg == "dtype" for keyword in node.keywords)
+    return node.func.attr in _FACTORIES and ast.unparse(node.func.value) == "torch" and not named
+
+
 def cast_where_set(scene: Scene) -> Changes | None:
     """Casts the odd parameter or buffer to the dtype that it meets, on the line that gave it its own."""
     return _set_to(scene, scene.other)
@@ -339,7 +395,7 @@ def _set_to(scene: Scene, dtype: str | None) -> Changes | None:
         return None
     changes = []
     for note in notes:
-        node = source.spanned(note.set_span) if note.set_span else None
+        node = source.spanned(note.set_span) if note.set_span and note.dtype != dtype else None
         if (note.set_at or "").startswith(f"{source.path}:"):
             changes += _recast(source, node, note, dtype)
     return (source, changes) if changes else None
@@ -354,11 +410,18 @@ def _odd_notes(scene: Scene) -> Iterator[ParameterNote]:
         inside = f"{scene.finding.fqn}." if scene.finding.fqn else ""
         named = [n for n in notes.values() if n.name.startswith(inside) and n.dtype in DTYPES and n.set_at][:1]
     for first in named:
-        parent = first.name.rpartition(".")[0].rpartition(".")[0]
+        owner = first.name.rpartition(".")[0]
+        parent = owner.rpartition(".")[0]
         yield first
         for note in notes.values():
-            beside = note.name.startswith(f"{parent}.") if parent else False
-            if beside and note.dtype == first.dtype and note.set_at and note.requires_grad == first.requires_grad:
+            beside = note.name.rpartition(".")[0] == owner or (parent and note.name.startswith(f"{parent}."))
+            if (
+                beside
+                and note.buffer == first.buffer
+                and note.dtype == first.dtype
+                and note.set_at
+                and note.requires_grad == first.requires_grad
+            ):
                 yield note
 
 
@@ -458,6 +521,8 @@ def keep_in_domain(scene: Scene) -> Changes | None:
             changes = _bounded(source, node, node.func, names)
             if changes:
                 return source, changes
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and "div" in names:
+            return source, source.after(node.right, ".clamp_min(1e-6)")
     return None
 
 
@@ -498,17 +563,103 @@ def finite_mask(scene: Scene) -> Changes | None:
             value = node.args[-1] if node.args else None
             if value is not None and ast.unparse(value) in _INFINITIES:
                 filled = source.text(node.func.value)
-                changes.append(source.instead(value, f"torch.finfo({filled}.dtype).min"))
+                whole = filled if isinstance(node.func.value, _ATOMS) else f"({filled})"
+                changes.append(source.instead(value, f"torch.finfo({whole}.dtype).min"))
+        for keyword in node.keywords if isinstance(node, ast.Call) else ():
+            if keyword.arg == "key_padding_mask" and isinstance(keyword.value, ast.Name):
+                changes += source.after(keyword.value, f" & ~{keyword.value.id}.all(-1, keepdim=True)")
+    return (source, changes) if changes else None
+
+
+def region_in_dtype_of_model(scene: Scene) -> Changes | None:
+    """The autocast region gets the dtype of the model's weights."""
+    wanted, short = scene.other, {"float16": "fp16", "bfloat16": "bf16"}
+    return _in_calls(
+        scene,
+        "autocast",
+        lambda source, call: [source.instead(k.value, f"torch.{wanted}") for k in call.keywords if k.arg == "dtype"],
+    ) or _in_calls(
+        scene,
+        "",
+        lambda source, call: [
+            source.instead(k.value, repr(short.get(wanted or "", "no")))
+            for k in call.keywords
+            if k.arg == "mixed_precision"
+        ],
+    )
+
+
+def region_without_cache(scene: Scene) -> Changes | None:
+    """The autocast region keeps no cast copies of weights."""
+    return _in_calls(scene, "autocast", lambda source, call: _with_keyword(source, call, "cache_enabled=False"))
+
+
+def region_on_device(scene: Scene) -> Changes | None:
+    """Autocast regions and custom functions are for the device that the tensors are on."""
+    device = str(scene.trace.environment.get("device", "cpu")).partition(":")[0]
+
+    def moved(source: Source, call: ast.Call) -> list[Change]:
+        values = [*call.args[:1], *(k.value for k in call.keywords if k.arg == "device_type")]
+        named = [v for v in values if isinstance(v, ast.Constant) and v.value in ("cuda", "cpu") and v.value != device]
+        return [source.instead(value, repr(device).replace("'", '"')) for value in named]
+
+    return _in_calls(scene, ("autocast", "custom_fwd", "custom_bwd"), moved)
+
+
+def without_scaler(scene: Scene) -> Changes | None:
+    """The gradient scaler is switched off."""
+    return _in_calls(scene, "GradScaler", lambda source, call: _with_keyword(source, call, "enabled=False"))
+
+
+def without_compiler(scene: Scene) -> Changes | None:
+    """The model is called as it is, and not compiled."""
+
+    def plain(source: Source, call: ast.Call) -> list[Change]:
+        return [source.instead(call, source.text(call.args[0]))] if call.args else []
+
+    return _in_calls(scene, "torch.compile", plain)
+
+
+def compiled_for_any_size(scene: Scene) -> Changes | None:
+    """The model is compiled once for all sizes."""
+    return _in_calls(scene, "torch.compile", lambda source, call: _with_keyword(source, call, "dynamic=True"))
+
+
+def _with_keyword(source: Source, call: ast.Call, text: str) -> list[Change]:
+    name, _, value = text.partition("=")
+    given = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+    if given is not None:
+        return [source.instead(given, value)]
+    end = source.end(call) - 1
+    return [(end, end, (f", {text}" if call.args or call.keywords else text).encode())]
+
+
+def _in_calls(
+    scene: Scene, names: str | tuple[str, ...], change: Callable[[Source, ast.Call], list[Change]]
+) -> Changes | None:
+    """Changes of each call in the script whose function's name ends in one of ``names``; None where there is nothing to change."""
+    source = scene.source(scene.script) if scene.script is not None else None
+    if source is None:
+        return None
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+    changes = [one for call in calls if source.text(call.func).endswith(names) for one in change(source, call)]
     return (source, changes) if changes else None
 
 
 Maker = Callable[[Scene], Changes | None]
 MAKERS: dict[str, Maker] = {
     "cast-operand": cast_operand,
+    "make-in-dtype": make_in_dtype,
     "cast-where-set": cast_where_set,
     "set-float32": set_float32,
     "half-to-bfloat16": half_to_bfloat16,
     "half-to-float32": half_to_float32,
     "keep-in-domain": keep_in_domain,
     "finite-mask": finite_mask,
+    "region-in-dtype-of-model": region_in_dtype_of_model,
+    "region-without-cache": region_without_cache,
+    "region-on-device": region_on_device,
+    "without-scaler": without_scaler,
+    "without-compiler": without_compiler,
+    "compiled-for-any-size": compiled_for_any_size,
 }

@@ -29,6 +29,9 @@ _LOADERS = ("from_pretrained()", "from_config()")
 _IN_PLACE = "prepare_model_for_kbit_training"
 """peft's function that casts by assigning to ``.data``."""
 
+MOST_SEARCHES = 50
+"""Parameters whose other holders are searched for, each among all modules."""
+
 
 class DtypeLines:
     """Remembers, for each module that is alive, the statement that gave each of its own tensors the dtype that it had then."""
@@ -38,6 +41,7 @@ class DtypeLines:
         self._of: dict[int, tuple[ref[nn.Module], dict[str, tuple[torch.dtype, Statement]]]] = {}
         self._undo: list[Callable[[], None]] = []
         self._is_applying = False
+        self._searches = 0
 
     def start(self) -> None:
         """Begins to follow."""
@@ -61,7 +65,24 @@ class DtypeLines:
         call = statement.call()
         if dtype is tensor.dtype or call.called.endswith(_LOADERS):
             return call
+        tied = self._tied(tensor)
+        if tied is not None:
+            return tied.call()
         return _assignment_to_data(statement.code.co_filename)
+
+    def _tied(self, tensor: Tensor) -> Statement | None:
+        """The statement that gave a tensor its dtype through another module that holds it."""
+        self._searches += 1
+        for module, name, (dtype, statement) in self._known() if self._searches <= MOST_SEARCHES else ():
+            if dtype is tensor.dtype and parameters_of(module).get(name) is tensor:
+                return statement
+        return None
+
+    def _known(self) -> Iterator[tuple[nn.Module, str, tuple[torch.dtype, Statement]]]:
+        for held, names in list(self._of.values()):
+            module = held()
+            if module is not None:
+                yield from ((module, name, known) for name, known in names.items())
 
     def _registered(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
         statement = own_statement(sys._getframe()) if tensor is not None else None

@@ -25,6 +25,8 @@ COMPILE_GRAPH_BREAK = FindingSpec(
         "https://github.com/axolotl-ai-cloud/axolotl/pull/3677",
     ),
     ablations=("eager-attention",),
+    do_this="Move what the compiler cannot trace out of the compiled module, or leave the module out of `torch.compile`.",
+    edits=("without-compiler",),
 )
 RECOMPILE_LIMIT = FindingSpec(
     id="recompile-limit",
@@ -36,6 +38,8 @@ RECOMPILE_LIMIT = FindingSpec(
         "https://github.com/axolotl-ai-cloud/axolotl/pull/3677",
     ),
     ablations=("eager-attention",),
+    do_this="Compile once for all sizes with `dynamic=True`, and keep counters out of the module's attributes.",
+    edits=("compiled-for-any-size",),
 )
 
 REFUSED = "Unsupported"

@@ -27,6 +27,8 @@ SCALER_BFLOAT16 = FindingSpec(
     title="A gradient scaler is used with trainable parameters in bfloat16",
     family=LOSS_SCALING,
     references=("https://github.com/pytorch/pytorch/issues/127176",),
+    do_this="Remove the GradScaler: bfloat16 needs none.",
+    edits=("without-scaler",),
 )
 NO_INF_CHECKS = FindingSpec(
     id="no-inf-checks",

@@ -27,13 +27,15 @@ class Applied:
 
     Attributes:
         edits: that the report shows.
-        outcome: ``gone``: the edited copy ends by itself and no longer has the finding; ``no edit``, or what is wrong.
+        outcome: ``gone``: the edited copy ends by itself and no longer has the finding; ``no edit``, ``not fixed``.
+        left: how the edited copy ended, and its findings.
     """
 
     name: str
     finding: str
     edits: tuple[Edit, ...]
     outcome: str
+    left: str = ""
 
 
 def apply_advice(case: Case, folder: Path) -> Applied:
@@ -49,8 +51,8 @@ def apply_advice(case: Case, folder: Path) -> Applied:
     changed = folder / "after" / case.path.name
     changed.write_text(edited(copy, edits), encoding="utf-8")
     left, _, ended = _diagnosed(changed, folder / "after")
-    outcome = f"still {found[0]}" if found[0] in left else "gone" if ended == "completed" else f"{ended}; {left}"
-    return Applied(name=case.name, finding=found[0], edits=edits, outcome=outcome)
+    outcome = "gone" if found[0] not in left and ended == "completed" else "not fixed"
+    return Applied(name=case.name, finding=found[0], edits=edits, outcome=outcome, left=f"{ended}; {', '.join(left)}")
 
 
 def edited(script: Path, edits: Sequence[Edit]) -> str:
@@ -89,7 +91,18 @@ def main(arguments: list[str]) -> None:
             except Exception as error:  # noqa: BLE001  (one script must not end the measurement of the others)
                 done = Applied(name=case.name, finding="", edits=(), outcome=f"ERROR {type(error).__name__}: {error}")
         changes = [f"{edit.line}: {edit.new.strip()}" for edit in done.edits]
-        print(json.dumps({"name": done.name, "finding": done.finding, "outcome": done.outcome, "edits": changes}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "name": done.name,
+                    "finding": done.finding,
+                    "outcome": done.outcome,
+                    "left": done.left,
+                    "edits": changes,
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Hand-built reports that the tests of every format share."""
 
-from dtypedoctor.diagnosis.rule import Confidence, Finding, Link, Severity
+from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.report.model import Observer, Outcome, Parity, Report, RunSummary, Status, StripRow, Trial
 
 ENVIRONMENT = {
@@ -41,6 +41,13 @@ def overflow() -> Report:
         status=Status.FINDINGS,
         headline="float16 overflows in model.layers.0.mlp at step 2: act(gate) × up reaches 181,000, float16 ends at 65,504.",
         findings=(_overflow_finding(),),
+        do_this=(
+            Advice(
+                finding="float16-overflow",
+                text="Use bfloat16 in the place of float16.",
+                edits=(Edit(file="train.py", line=7, old="model = model.half()", new="model = model.bfloat16()"),),
+            ),
+        ),
         trials=(_correction_trial(), _bfloat16_trial(), _refused_trial()),
         before=RunSummary(
             label="before",

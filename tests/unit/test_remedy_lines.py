@@ -176,9 +176,7 @@ def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
     assert told(refused, failed) == [
         ("fixed by", "none of the fixes tried; `dtypedoctor explain float16-overflow` lists others")
     ]
-    ((label, by_hand),) = told()
-    assert label == "fixed by"
-    assert by_hand.startswith("no automatic fix. Do this: Use bfloat16 instead of float16 ")
+    assert told() == [("fixed by", "no automatic fix")]
 
 
 def test_of_several_cures_the_report_says_when_to_prefer_which() -> None:

@@ -80,6 +80,8 @@ AUTOCAST_CONTRADICTS_MODEL = FindingSpec(
     supported_by=("autocast-off",),
     ablations=("autocast-off", *OF_ANY_FINDING),
     needs="autocast-off",
+    do_this="Give the autocast region the dtype of the model's weights ({other}).",
+    edits=("region-in-dtype-of-model",),
 )
 QUANT_STATE_DTYPE = FindingSpec(
     id="quant-state-dtype",
@@ -180,7 +182,7 @@ KV_CACHE_DTYPE = FindingSpec(
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Allocate the KV cache of {module} in the dtype that the layers compute in, or cast what is written to it.",
-    edits=("cast-operand",),
+    edits=("make-in-dtype", "cast-operand"),
 )
 MERGE_DTYPE_MISMATCH = FindingSpec(
     id="merge-dtype-mismatch",
@@ -213,6 +215,8 @@ CUSTOM_FUNCTION_AUTOCAST = FindingSpec(
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
     needs="autocast-off",
+    do_this="Decorate the custom function's forward with `torch.amp.custom_fwd` and its backward with `torch.amp.custom_bwd`, both for the device that the tensors are on.",
+    edits=("region-on-device",),
 )
 RECOMPUTE_DTYPE_MISMATCH = FindingSpec(
     id="recompute-dtype-mismatch",
@@ -240,6 +244,8 @@ AUTOCAST_WRONG_DEVICE = FindingSpec(
     severity=Severity.WARNING,
     references=("https://github.com/huggingface/transformers/issues/32648",),
     ablations=("autocast-off", *OF_ANY_FINDING),
+    do_this="Name the device that the tensors are on in `torch.autocast`.",
+    edits=("region-on-device",),
 )
 
 SPECS = (

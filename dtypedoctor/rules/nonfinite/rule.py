@@ -284,6 +284,8 @@ COMPILE_ONLY_NONFINITE = FindingSpec(
     needs="compile-off",
     needs_only=True,
     nonfinite=True,
+    do_this="Leave this module out of `torch.compile` until the compiled kernel is fixed.",
+    edits=("without-compiler",),
 )
 
 SPECS = (

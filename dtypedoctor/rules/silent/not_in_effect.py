@@ -81,6 +81,8 @@ STALE_AUTOCAST_CACHE = FindingSpec(
     references=("https://github.com/X-GenGroup/Flow-Factory/issues/186", "https://github.com/NVIDIA/apex/issues/132"),
     ablations=("autocast-off", *OF_ANY_FINDING),
     needs="autocast-off",
+    do_this="Enter the autocast region in each step, around the forward pass only, or give it `cache_enabled=False`.",
+    edits=("region-without-cache",),
 )
 
 

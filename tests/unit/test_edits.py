@@ -1,0 +1,101 @@
+"""Edits of a program's source: what each maker changes, and what is never read or shown."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from traces import TraceBuilder
+
+from dtypedoctor.diagnosis.edits import MAKERS, Scene, edits_for, safe_line
+from dtypedoctor.diagnosis.registry import finding_ids, spec_of
+from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Severity
+
+FINDING = Finding(
+    id="domain-error", severity=Severity.ERROR, confidence=Confidence.LIKELY, summary="", cause="", dtype="float16",
+    op="aten.log.default", source="train.py:2",
+)  # fmt: skip
+
+
+def scene(tmp_path: Path, *lines: str, op: str = "aten.log.default", folder: Path | None = None) -> Scene:
+    """A finding on line 2 of a script."""
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(("import torch", *lines)) + "\n")
+    return Scene(replace(FINDING, op=op), TraceBuilder().build(), (folder or tmp_path,), script)
+
+
+@pytest.mark.parametrize(
+    ("maker", "op", "old", "new"),
+    [
+        ("keep-in-domain", "aten.log.default", "y = torch.log(a + b)", "y = torch.log((a + b).clamp_min(1e-6))"),
+        ("keep-in-domain", "aten.log.default", "y = x.log()", "y = x.clamp_min(1e-6).log()"),
+        ("keep-in-domain", "aten.div.Tensor", "y = a / b.sum(1)", "y = a / b.sum(1).clamp_min(1e-6)"),
+        ("half-to-bfloat16", "aten.mul.Tensor", "m = m.half()", "m = m.bfloat16()"),
+        ("half-to-bfloat16", "aten.mul.Tensor", "m = m.to(torch.float16)", "m = m.to(torch.bfloat16)"),
+        ("half-to-bfloat16", "aten.mul.Tensor", "m = load('x', dtype='float16')", "m = load('x', dtype='bfloat16')"),
+        ("finite-mask", "aten._softmax.default", "s = (a / 2).masked_fill(k, -torch.inf)",
+         "s = (a / 2).masked_fill(k, torch.finfo((a / 2).dtype).min)"),
+        ("without-scaler", "aten.mul.Tensor", "s = torch.amp.GradScaler('cpu')", "s = torch.amp.GradScaler('cpu', enabled=False)"),
+        ("region-without-cache", "aten.mm.default", "c = torch.autocast('cpu')", "c = torch.autocast('cpu', cache_enabled=False)"),
+        ("compiled-for-any-size", "aten.mm.default", "f = torch.compile(m, dynamic=False)", "f = torch.compile(m, dynamic=True)"),
+        ("without-compiler", "aten.mm.default", "f = torch.compile(m, dynamic=False)", "f = m"),
+    ],
+)  # fmt: skip
+def test_a_line_is_changed(maker: str, op: str, old: str, new: str, tmp_path: Path) -> None:
+    """One line, as it stands in the file, and what it should be."""
+    found = edits_for(scene(tmp_path, old, op=op), [maker])
+    assert found == (Edit(file="train.py", line=2, old=old, new=new),)
+
+
+def test_a_line_with_what_may_be_a_secret_is_not_shown(tmp_path: Path) -> None:
+    """An edit quotes its whole line."""
+    assert edits_for(scene(tmp_path, "y = x.log(); login(password='hunter2')"), ["keep-in-domain"]) == ()
+    assert edits_for(scene(tmp_path, f"y = x.log(); say('{'word ' * 20}')"), ["keep-in-domain"]) == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "login(password='hunter2')",
+        "api_key = \"abc\"",
+        "h = {'authorization_token': 'abc'}",
+        "t = 'hf_" + "aBcD1234" * 5 + "'",
+        "x = 'the patient said " + "something private " * 3 + "'",
+    ],
+)  # fmt: skip
+def test_texts_that_may_be_secret_are_elided(line: str) -> None:
+    """By the name that they are given, by their shape, by their length."""
+    shown = safe_line(line)
+    assert shown != line
+    assert not any(secret in shown for secret in ("hunter2", "'abc'", '"abc"', "aBcD1234", "patient"))
+
+
+def test_plain_source_is_shown_as_it_is() -> None:
+    """Dtype names and short texts are no secrets."""
+    line = "    model = load('gpt2', dtype=\"float16\")  # it's here"
+    assert safe_line(line) == line
+
+
+def test_files_elsewhere_are_not_read(tmp_path: Path) -> None:
+    """A trace may name any file: only Python files below the given folders are opened, and none through a link."""
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    outside = scene(tmp_path, "y = x.log()", folder=inside)
+    assert edits_for(outside, ["keep-in-domain"]) == ()
+    (inside / "link.py").symlink_to(tmp_path / "train.py")
+    assert outside.source(inside / "link.py") is None
+    (inside / "notes.txt").write_text("x = 1\n")
+    assert outside.source(inside / "notes.txt") is None
+    (inside / "plain.py").write_text("x = 1\n")
+    assert outside.source(inside / "plain.py") is not None
+
+
+def test_what_cannot_be_read_as_python_is_left_alone(tmp_path: Path) -> None:
+    """A script of another version, say."""
+    assert edits_for(scene(tmp_path, "y = x.log("), ["keep-in-domain"]) == ()
+
+
+def test_every_maker_that_a_spec_names_is_there() -> None:
+    """And each template takes the values that a finding has."""
+    for spec in map(spec_of, finding_ids()):
+        assert set(spec.edits) <= set(MAKERS)
+        assert spec.do_this.format(module="m", op="o", dtype="d", other="e") is not None
