@@ -27,6 +27,9 @@ LONGEST_LITERAL = 40
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 """Expressions that a method can be called on without parentheses."""
 
+_BETWEEN = ("/site-packages/torch/", "/dist-packages/torch/", "/dtypedoctor/instrument/", "/dtypedoctor/corrections/")
+"""Folders of code that only carries out what the program's line asks for."""
+
 Change = tuple[int, int, bytes]
 """First and last offset in a file (bytes), and what stands there instead."""
 Changes = tuple["Source", list[Change]]
@@ -165,12 +168,19 @@ class Scene:
             source = self.source(path)
             if source is not None:
                 return source, int(line), span, others
-            others = others or not any(part in path for part in ("/torch/", "/dtypedoctor/"))
+            others = others or not any(part in path for part in _BETWEEN)
         return None
 
     def failing_line(self) -> tuple[Source, int] | None:
         """The file and line that the finding names."""
         return self.line_at(self.finding.source or "")
+
+    def failing_file(self) -> Source | None:
+        """The file that the finding names, or else that of the innermost frame of the program's, or else the script."""
+        at = self.failing_line() or self.failing_frame()
+        if at is not None:
+            return at[0]
+        return self.source(self.script) if self.script is not None else None
 
     def line_at(self, place: str) -> tuple[Source, int] | None:
         """The file and line of ``train.py:31``; None for a place in none of the program's files."""
@@ -269,6 +279,10 @@ def cast_operand(scene: Scene) -> Changes | None:
         return source, changes
     if op.inplace and isinstance(node.func, ast.Attribute):
         return _into_destination(source, node, source.text(node.func.value), op)
+    out = next((keyword.value for keyword in node.keywords if keyword.arg == "out"), None)
+    if out is not None:
+        into = f".to({source.text(out)}.dtype)"
+        return source, [change for argument in _positional(node) for change in source.after(argument, into)]
     return _odd_arguments(source, node, op, scene)
 
 
@@ -327,23 +341,37 @@ def _side(source: Source, node: ast.BinOp, op: Op, scene: Scene) -> Changes | No
 
 def _odd_arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
     """``function(a, b, c)``: the arguments of the odd dtype in that of the others."""
-    held = next((t.dtype for t in op.inputs if t.origin == "parameter" and t.dtype in DTYPES), None)
-    wanted = held if held != scene.finding.dtype and held is not None else scene.other
-    out = next((keyword for keyword in node.keywords if keyword.arg == "out"), None)
-    method = isinstance(node.func, ast.Attribute) and not _names_a_module(node.func.value)
-    first = [node.func.value] if isinstance(node.func, ast.Attribute) and method else []
-    given = [arg for arg in node.args if not isinstance(arg, ast.Constant)]
-    given = [*first, *given, *(keyword.value for keyword in node.keywords if keyword is not out)]
-    if out is not None and isinstance(out.value, ast.expr):
-        wanted = next((t.dtype for t in op.inputs if t.dtype in DTYPES), wanted)
-        floats = [arg for arg in node.args if not isinstance(arg, ast.Constant)]
-        return source, [c for arg in floats for c in source.after(arg, f".to({source.text(out.value)}.dtype)")]
+    wanted = _wanted_dtype(op, scene)
     if wanted is None:
         return None
-    odd = [i for i, t in enumerate(op.inputs) if t.dtype in DTYPES and t.dtype != wanted]
-    if any(i >= len(given) for i in odd):
+    given = [*_method_of(node), *_positional(node), *(keyword.value for keyword in node.keywords)]
+    odd = _operands_unlike(op, wanted)
+    if max(odd, default=0) >= len(given):
         return None
     return source, [change for i in odd for change in source.after(given[i], _cast(wanted))]
+
+
+def _operands_unlike(op: Op, dtype: str) -> list[int]:
+    """Which floating-point operands have another dtype."""
+    return [i for i, tensor in enumerate(op.inputs) if tensor.dtype in DTYPES and tensor.dtype != dtype]
+
+
+def _wanted_dtype(op: Op, scene: Scene) -> str | None:
+    """The dtype of the parameter among the operands, unless that is the odd one; else the one that the odd operand meets."""
+    held = next((t.dtype for t in op.inputs if t.origin == "parameter" and t.dtype in DTYPES), None)
+    return held if held is not None and held != scene.finding.dtype else scene.other
+
+
+def _positional(node: ast.Call) -> list[ast.expr]:
+    """The positional arguments that may be tensors."""
+    return [argument for argument in node.args if not isinstance(argument, ast.Constant)]
+
+
+def _method_of(node: ast.Call) -> list[ast.expr]:
+    """What a method is called on; empty for a function."""
+    if isinstance(node.func, ast.Attribute) and not _names_a_module(node.func.value):
+        return [node.func.value]
+    return []
 
 
 def _names_a_module(node: ast.expr) -> bool:
@@ -356,18 +384,26 @@ _FACTORIES = frozenset({"zeros", "ones", "empty", "full", "randn", "rand", "aran
 
 def make_in_dtype(scene: Scene) -> Changes | None:
     """Names the dtype where the odd tensor is made: ``torch.zeros(n)`` is float32 whatever it is used with."""
-    link = scene.finding.provenance[-1] if scene.finding.provenance else None
-    at = scene.line_at(link.source or "") if link is not None and link.op.startswith("factory") else None
-    wanted = scene.other
-    if at is None or wanted is None or wanted == scene.finding.dtype:
+    wanted, made = scene.other, _factory_of(scene)
+    if made is None or wanted is None or wanted == scene.finding.dtype:
+        return None
+    source, call = made
+    calls = [node for node in ast.walk(_function_around(source, call)) if isinstance(node, ast.Call)]
+    text = f"dtype=torch.{wanted}"
+    return source, [change for node in calls if _is_factory(node) for change in _with_keyword(source, node, text)]
+
+
+def _factory_of(scene: Scene) -> tuple[Source, ast.expr] | None:
+    """The call that made the odd tensor, or the one that it is written into."""
+    links = [
+        link for link in (*scene.finding.provenance[-1:], *scene.finding.met[-1:]) if link.op.startswith("factory")
+    ]
+    at = scene.line_at(links[0].source or "") if links else None
+    if at is None:
         return None
     source, line = at
     made = next((node for node in source.on_line(line) if _is_factory(node)), None)
-    changes = []
-    for node in ast.walk(_function_around(source, made)) if made is not None else ():
-        if isinstance(node, ast.Call) and _is_factory(node):
-            changes += _with_keyword(source, node, f"dtype=torch.{wanted}")
-    return (source, changes) if changes else None
+    return (source, made) if made is not None else None
 
 
 def _is_factory(node: ast.AST) -> bool:
@@ -389,16 +425,23 @@ def set_float32(scene: Scene) -> Changes | None:
 
 
 def _set_to(scene: Scene, dtype: str | None) -> Changes | None:
-    notes = list(_odd_notes(scene))
-    source = scene.source((notes[0].set_at or "").rpartition(":")[0]) if notes else None
-    if source is None or dtype is None or not _has_torch(source):
+    notes = [note for note in _odd_notes(scene) if note.set_span and note.dtype != dtype]
+    source = scene.source(_file_of(notes[0])) if notes else None
+    if source is None or dtype is None:
         return None
-    changes = []
-    for note in notes:
-        node = source.spanned(note.set_span) if note.set_span and note.dtype != dtype else None
-        if (note.set_at or "").startswith(f"{source.path}:"):
-            changes += _recast(source, node, note, dtype)
-    return (source, changes) if changes else None
+    changes = _recasts(source, notes, dtype)
+    return (source, changes) if changes and _has_torch(source) else None
+
+
+def _recasts(source: Source, notes: Sequence[ParameterNote], dtype: str) -> list[Change]:
+    """The changes of the lines of one file that gave parameters their dtype."""
+    here = [source.spanned(note.set_span) for note in notes if _file_of(note) == _file_of(notes[0])]
+    return [change for node in here for change in _recast(source, node, dtype)]
+
+
+def _file_of(note: ParameterNote) -> str:
+    """The file of the line that gave a parameter its dtype."""
+    return (note.set_at or "").rpartition(":")[0]
 
 
 def _odd_notes(scene: Scene) -> Iterator[ParameterNote]:
@@ -428,25 +471,32 @@ def _odd_notes(scene: Scene) -> Iterator[ParameterNote]:
 _METHODS = frozenset({"half", "float", "bfloat16", "double"})
 
 
-def _recast(source: Source, node: ast.expr | None, note: ParameterNote, dtype: str) -> list[Change]:
+def _recast(source: Source, node: ast.expr | None, dtype: str) -> list[Change]:
     """Changes the call that set a dtype: the method's name, the dtype that it names, or a cast of its result."""
-    if isinstance(node, ast.Call):
-        if isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS and not node.args:
-            end = source.end(node)
-            return [(source.end(node.func.value), end, _cast(dtype).encode())]
-        named = [
-            value
-            for value in (*node.args, *(keyword.value for keyword in node.keywords))
-            if isinstance(value, ast.Attribute) and value.attr in DTYPES and ast.unparse(value.value) == "torch"
-        ]
-        if named:
-            return [source.instead(named[0], f"torch.{dtype}")]
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "register_buffer":
-            return source.after(node.args[1], _cast(dtype)) if len(node.args) > 1 else []
-        return source.after(node, _cast(dtype))
     if isinstance(node, ast.Attribute):  # self.weight = nn.Parameter(...)
         return _parameter(source, node, dtype)
-    return []
+    if not isinstance(node, ast.Call):
+        return []
+    method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    if method in _METHODS:
+        return [_other_method(source, node, method, f"to(torch.{dtype})")]
+    if (named := _named_dtype(node)) is not None:
+        return [source.instead(named, f"torch.{dtype}")]
+    if method == "register_buffer":
+        return [change for value in node.args[1:2] for change in source.after(value, _cast(dtype))]
+    return source.after(node, _cast(dtype))
+
+
+def _other_method(source: Source, node: ast.Call, method: str, text: str) -> Change:
+    """``x.half()``: what stands behind the point."""
+    return (source.end(node.func) - len(method), source.end(node), text.encode())
+
+
+def _named_dtype(node: ast.Call) -> ast.Attribute | None:
+    """The argument ``torch.float16`` of a call."""
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    named = [value for value in given if isinstance(value, ast.Attribute) and value.attr in DTYPES]
+    return next((value for value in named if ast.unparse(value.value) == "torch"), None)
 
 
 def _parameter(source: Source, target: ast.Attribute, dtype: str) -> list[Change]:
@@ -469,34 +519,34 @@ def half_to_float32(scene: Scene) -> Changes | None:
 
 
 def _half_to(scene: Scene, dtype: str) -> Changes | None:
-    found = scene.failing_line() or scene.failing_frame()
-    source = found[0] if found is not None else scene.source(scene.script) if scene.script is not None else None
+    source = scene.failing_file()
     if source is None:
         return None
-    changes: list[Change] = []
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.float16", "torch.half"):
-            changes.append(source.instead(node, f"torch.{dtype}"))
-        elif isinstance(node, ast.Call):
-            changes += _half_in_call(source, node, dtype)
-    return (source, changes) if any(b"enabled" not in text for _, _, text in changes) else None
+    changes = [change for node in ast.walk(source.tree) for change in _without_half(source, node, dtype)]
+    scalers = _in_calls(scene, "GradScaler", lambda source, call: _with_keyword(source, call, "enabled=False"))
+    if scalers is not None and scalers[0] is source and changes:
+        changes += scalers[1]
+    return (source, changes) if changes else None
 
 
-def _half_in_call(source: Source, node: ast.Call, dtype: str) -> Iterator[Change]:
-    if isinstance(node.func, ast.Attribute) and node.func.attr == "half" and not node.args:
-        method = "float" if dtype == "float32" else dtype
-        yield (source.end(node.func.value), source.end(node), f".{method}()".encode())
-    if source.text(node.func).endswith("GradScaler") and not any(k.arg == "enabled" for k in node.keywords):
-        end = source.end(node) - 1
-        yield (end, end, b", enabled=False" if node.args or node.keywords else b"enabled=False")
-    for keyword in node.keywords:
-        value = keyword.value
-        if isinstance(value, ast.Constant) and value.value in ("float16", "fp16"):
-            yield source.instead(
-                value, repr({"float16": dtype}.get(str(value.value), "bf16" if dtype == "bfloat16" else "no"))
-            )
-        if keyword.arg == "fp16" and isinstance(value, ast.Constant) and value.value is True:
-            yield source.instead(value, "False")
+def _without_half(source: Source, node: ast.AST, dtype: str) -> list[Change]:
+    """The change of a node that names float16: ``torch.float16``, ``.half()``, or an option."""
+    if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.float16", "torch.half"):
+        return [source.instead(node, f"torch.{dtype}")]
+    if isinstance(node, ast.Call) and source.text(node.func).endswith(".half") and not node.args:
+        return [_other_method(source, node, "half", "float()" if dtype == "float32" else f"{dtype}()")]
+    if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+        return _option_without_half(source, node.arg or "", node.value, dtype)
+    return []
+
+
+def _option_without_half(source: Source, name: str, value: ast.Constant, dtype: str) -> list[Change]:
+    """``dtype="float16"``, ``mixed_precision="fp16"``, ``fp16=True``."""
+    if value.value == "float16":
+        return [source.instead(value, repr(dtype))]
+    if value.value == "fp16":
+        return [source.instead(value, repr("bf16" if dtype == "bfloat16" else "no"))]
+    return [source.instead(value, "False")] if name == "fp16" and value.value is True else []
 
 
 _ARGUMENT = {
@@ -513,35 +563,48 @@ def keep_in_domain(scene: Scene) -> Changes | None:
     if found is None:
         return None
     source, line = found
-    family = overload_free(scene.finding.op or "").rstrip("_")
-    derived = {differentiated(op) for op in scene.trace.all(Op) if op.source == scene.finding.source}
-    names = [family, *(name for name in derived if name), family.removesuffix("_backward")]
+    names = _names_of_operator(scene)
     for node in source.on_line(line):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            changes = _bounded(source, node, node.func, names)
-            if changes:
-                return source, changes
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and "div" in names:
-            return source, source.after(node.right, ".clamp_min(1e-6)")
+        changes = _bounded(source, node, names)
+        if changes:
+            return source, changes
     return None
 
 
-def _bounded(source: Source, node: ast.Call, func: ast.Attribute, names: Sequence[str]) -> list[Change]:
-    name = func.attr
-    if name == "std" and {"std", "var", "sqrt"} & set(names):
-        end = source.end(node) - 1
-        return [(end, end, b", correction=0" if node.args or node.keywords else b"correction=0")]
-    if name == "cross_entropy" and len(node.args) == 2 and not node.keywords:
-        end = source.end(node) - 1
-        count = f"({source.text(node.args[1])} != -100).sum().clamp_min(1)"
-        return [(end, end, b', reduction="sum"'), (end + 1, end + 1, f" / {count}".encode())]
-    if name not in names and not (name == "sqrt" and "div" in names):
+def _names_of_operator(scene: Scene) -> set[str]:
+    """What the failing operator is called in Python, or the one that it differentiates."""
+    family = overload_free(scene.finding.op or "").rstrip("_")
+    here = [op for op in scene.trace.all(Op) if op.source == scene.finding.source]
+    derived = {name for op in here if (name := differentiated(op))}
+    return {family, family.removesuffix("_backward"), *derived}
+
+
+def _bounded(source: Source, node: ast.expr, names: set[str]) -> list[Change]:
+    """The change of one expression; empty where it is not the one that left its domain."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and "div" in names:
+        return source.after(node.right, ".clamp_min(1e-6)")
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return _bounded_call(source, node, node.func, names)
+    return []
+
+
+def _bounded_call(source: Source, node: ast.Call, function: ast.Attribute, names: set[str]) -> list[Change]:
+    name = function.attr
+    if name == "std" and names & {"std", "var", "sqrt"}:
+        return _with_keyword(source, node, "correction=0")
+    if name == "cross_entropy" and len(node.args) == 2:
+        return _mean_of_labels(source, node)
+    argument = node.args[0] if _names_a_module(function.value) and node.args else function.value
+    bound = _ARGUMENT.get(name, "") if name in names else ""
+    return source.after(argument, bound) if bound else []
+
+
+def _mean_of_labels(source: Source, node: ast.Call) -> list[Change]:
+    """``cross_entropy(logits, labels)``: the mean over no label at all is 0 / 0."""
+    if node.keywords:
         return []
-    bound = _ARGUMENT.get(name, "")
-    if not bound:
-        return []
-    argument = node.args[0] if _names_a_module(func.value) and node.args else func.value
-    return source.after(argument, bound)
+    count = f"({source.text(node.args[1])} != -100).sum().clamp_min(1)"
+    return [*_with_keyword(source, node, 'reduction="sum"'), *source.after(node, f" / {count}")]
 
 
 _INFINITIES = frozenset({"float('-inf')", "-float('inf')", "-torch.inf", "-math.inf", "-np.inf", "-inf"})
@@ -549,8 +612,7 @@ _INFINITIES = frozenset({"float('-inf')", "-float('inf')", "-torch.inf", "-math.
 
 def finite_mask(scene: Scene) -> Changes | None:
     """``masked_fill(mask, -inf)`` with the smallest finite number of the dtype instead, so that a row without any key stays finite."""
-    found = scene.failing_line()
-    source = found[0] if found is not None else scene.source(scene.script) if scene.script is not None else None
+    source = scene.failing_file()
     if source is None or not _has_torch(source):
         return None
     changes = []
