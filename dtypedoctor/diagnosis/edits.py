@@ -22,7 +22,8 @@ from dtypedoctor.trace.model import Trace
 
 LARGEST_SOURCE = 2 << 20
 LONGEST_LITERAL = 40
-"""Characters of a text in the source that is shown: longer ones may be data."""
+LONGEST_PROSE = 16
+"""Characters of a text in the source that is shown, and of one with spaces in it: longer ones may be data."""
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 """Expressions that a method can be called on without parentheses."""
@@ -237,7 +238,8 @@ def safe_line(line: str) -> str:
     """A line of source without what may be a secret or data: long texts, and texts that are given a secret's name."""
 
     def elided(match: re.Match[str]) -> str:
-        if len(match["text"]) <= LONGEST_LITERAL and not names_a_secret(match["key"] or ""):
+        is_prose = len(match["text"]) > LONGEST_PROSE and " " in match["text"]
+        if len(match["text"]) <= LONGEST_LITERAL and not is_prose and not names_a_secret(match["key"] or ""):
             return match[0]
         return f"{match['key'] or ''}{match['sign'] or ''}{match['quote']}…{match['quote']}"
 
