@@ -20,7 +20,9 @@ def begin() -> None:
 
 
 if os.environ.get("DTYPEDOCTOR_TREATED"):
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(
+        ImportError, KeyError, OSError, ValueError
+    ):  # the package is gone, or the variable is not ours
         begin()
     this = sys.modules.pop("sitecustomize")
     try:
