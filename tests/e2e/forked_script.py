@@ -47,14 +47,14 @@ def run_forked(path: Path, folder: Path, around: Around) -> Ended:
     return Ended(raised=raised, message=message, output=text, seconds=seconds, evidence=evidence)
 
 
-def wait_for(child: Child, path: Path) -> None:
-    """Wait for ``child``; one that takes too long is killed and reported as a TimeoutError."""
-    deadline = time.monotonic() + TIME_LIMIT
+def wait_for(child: Child, path: Path, limit: float = TIME_LIMIT) -> None:
+    """Wait for ``child``; one that takes longer than ``limit`` seconds is killed and reported as a TimeoutError."""
+    deadline = time.monotonic() + limit
     while not child.over():
         if time.monotonic() > deadline:
             os.kill(child.pid, signal.SIGKILL)
             child.wait()
-            raise TimeoutError(f"{path.name} ran longer than {TIME_LIMIT:.0f} s")
+            raise TimeoutError(f"{path.name} ran longer than {limit:.0f} s")
         time.sleep(0.005)
     child.wait()
 

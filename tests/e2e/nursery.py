@@ -7,6 +7,7 @@ parallel loop in the child then waits for ever, as soon as any test has computed
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import multiprocessing
 import os
@@ -20,7 +21,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 SLOW_PARTS = {
-    "torch": ("torch", "torch._dynamo"),
+    "torch": (
+        "torch",
+        "torch._dynamo",
+        "torch._subclasses.schema_check_mode",
+        "dtypedoctor.worker.script",
+        "dtypedoctor.worker.process_watch",
+        "dtypedoctor.worker.standbys",
+    ),
     "transformers": (
         "transformers.generation.utils",
         "transformers.trainer",
@@ -28,7 +36,7 @@ SLOW_PARTS = {
     ),
     "trl": ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"),
 }
-"""Modules that a library imports on first use, seconds each."""
+"""Modules that a library imports on first use, seconds each, and those of this package that every script is run with."""
 
 
 def preload(libraries: frozenset[str]) -> None:
@@ -113,6 +121,8 @@ def _imported(names: tuple[str, ...]) -> ImportError | None:
             importlib.import_module(name)
     except ImportError as error:
         return error
+    gc.collect()
+    gc.freeze()  # no child searches all of this for garbage
     return None
 
 

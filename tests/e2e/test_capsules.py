@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command import dtypedoctor
+from command import forked as dtypedoctor
 from exec_corpus import treat_forked
 
 from dtypedoctor.errors import UsageError

@@ -3,7 +3,8 @@
 import textwrap
 from pathlib import Path
 
-from command import dtypedoctor, report_of
+from command import forked as dtypedoctor
+from command import report_of
 
 TESTS = """
     import pytest, torch

@@ -4,7 +4,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from command import dtypedoctor, report_of
+from command import forked as dtypedoctor
+from command import report_of
 
 OVERFLOW = """
     import json, os, sys, torch

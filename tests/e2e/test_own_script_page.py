@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from command import dtypedoctor, report_of
+from command import forked as dtypedoctor
+from command import report_of
 from documented import ROOT
 
 PAGE = ROOT / "docs" / "your-own-script.md"

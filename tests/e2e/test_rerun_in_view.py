@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from command import dtypedoctor, report_of
+from command import forked, python, report_of
 
 from dtypedoctor.runner.view import NoViewError, require_view
 
@@ -80,8 +80,8 @@ def test_a_rerun_repeats_the_first_run_and_leaves_its_files(begin: str, end: str
     """The folder is bitwise what one run leaves, and the rerun confirms the finding; the run directory lies in the folder."""
     view_or_skip(tmp_path)
     script, alone = written(tmp_path / "program", begin, end), written(tmp_path / "alone", begin, end)
-    subprocess.run([sys.executable, alone], cwd=alone.parent, check=True)
-    finished = dtypedoctor("exec", "--rerun", "--out", "runs/report", script, cwd=script.parent)
+    assert python(alone, cwd=alone.parent).code == 0
+    finished = forked("exec", "--rerun", "--out", "runs/report", script, cwd=script.parent)
     report = report_of(script.parent / "runs" / "report")
     assert files(script.parent) == files(alone.parent)
     assert "in a copy-on-write view of the working directory" in finished.err
@@ -98,7 +98,7 @@ def test_a_rerun_that_goes_another_way_is_in_the_headline(tmp_path: Path) -> Non
     (tmp_path / "start.txt").write_text("1")
     begin = "start = int(Path('../start.txt').read_text()); os.unlink('../start.txt')"
     script = written(tmp_path / "program", begin, "pass")
-    dtypedoctor("exec", "--rerun", "--out", tmp_path / "report", script, cwd=script.parent)
+    forked("exec", "--rerun", "--out", tmp_path / "report", script, cwd=script.parent)
     headline = report_of(tmp_path / "report")["headline"]
     assert headline.startswith("float16 overflow in model[1]")
     assert "The rerun went another way: " in headline

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from command import dtypedoctor
+from command import forked as dtypedoctor
 
 SCRIPT = """\
 import os, sys

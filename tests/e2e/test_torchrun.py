@@ -9,13 +9,13 @@ import sys
 import termios
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Finished, dtypedoctor, report_of
+from command import Finished, dtypedoctor, forked, report_of
 
 from dtypedoctor.trace.events import Root
 from dtypedoctor.trace.model import Trace
@@ -141,11 +141,16 @@ def written(folder: Path, text: str, name: str) -> Path:
     return path
 
 
-def execute(folder: Path, source: str, *arguments: str) -> tuple[Finished, Path]:
-    """``dtypedoctor exec --nproc-per-node 2`` on a script, options before ``--`` and the script's own arguments behind it."""
+def execute(
+    folder: Path, source: str, *arguments: str, command: Callable[..., Finished] = forked
+) -> tuple[Finished, Path]:
+    """``dtypedoctor exec --nproc-per-node 2`` on a script, options before ``--`` and the script's own arguments behind it.
+
+    torchrun and its ranks are forks, unless ``command`` starts interpreters.
+    """
     path, out = written(folder, source, "work.py"), folder / "run"
     options, own = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
-    return dtypedoctor("exec", "--nproc-per-node", "2", "--out", out, *options, path, *own, OMP_NUM_THREADS="1"), out
+    return command("exec", "--nproc-per-node", "2", "--out", out, *options, path, *own, OMP_NUM_THREADS="1"), out
 
 
 def ranks_of(out: Path) -> list[Trace]:
@@ -160,7 +165,7 @@ def said(report: dict[str, Any]) -> str:
 
 def test_a_healthy_ddp_run_has_no_findings_and_is_bitwise_what_it_is_unwatched(tmp_path: Path) -> None:
     """Each rank has a trace, its own output and a line in the report; each is equal to itself without the watch."""
-    finished, out = execute(tmp_path, DDP, "--once", "--verify-uninstrumented", "--", "ok")
+    finished, out = execute(tmp_path, DDP, "--once", "--verify-uninstrumented", "--", "ok", command=dtypedoctor)
     assert finished.code == 0, finished.err
     report = report_of(out)
     assert (report["status"], report["findings"]) == ("healthy", [])
@@ -251,7 +256,7 @@ def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path) -> None:
     """Both are stopped at the time limit; the report is about the one that never entered the collective."""
-    finished, out = execute(tmp_path, DDP, "--time-limit", "20", "--", "hang")
+    finished, out = execute(tmp_path, DDP, "--time-limit", "12", "--", "hang")
     assert finished.code == 10
     report = report_of(out)
     assert report["status"] == "worker-died"
@@ -263,7 +268,7 @@ def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path
 def test_a_sharded_scenario_with_a_precision_policy_is_healthy(tmp_path: Path) -> None:
     """FSDP2 in ``run``: local shards of parameters and gradients are measured, and what units gather and scatter."""
     path, out = written(tmp_path, FSDP, "sharded.yaml"), tmp_path / "run"
-    finished = dtypedoctor("run", "--out", out, path)
+    finished = forked("run", "--out", out, path)
     assert finished.code == 0, finished.err
     report = report_of(out)
     assert report["status"] == "healthy"
@@ -322,7 +327,7 @@ def _chunks(descriptor: int) -> Iterator[bytes]:
 def test_a_mixed_shard_unit_is_found_before_fsdp_refuses_it(tmp_path: Path) -> None:
     """The call of fully_shard is enough, although it succeeds; FSDP2 itself complains in the first forward pass."""
     path, out = written(tmp_path, MIXED, "work.py"), tmp_path / "run"
-    finished = dtypedoctor("exec", "--nproc-per-node", "1", "--out", out, path, OMP_NUM_THREADS="1")
+    finished = forked("exec", "--nproc-per-node", "1", "--out", out, path, OMP_NUM_THREADS="1")
     assert finished.code == 10
     first = report_of(out)["findings"][0]
     assert (first["id"], first["phase"], first["source"]) == ("fsdp-mixed-dtypes", "static", "work.py:15")

@@ -1,12 +1,10 @@
 """unsloth's released kernels, unchanged: a second 4-bit model in another dtype is read from memory of the first one's."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from command import dtypedoctor, report_of
+from command import dtypedoctor, forked, python, report_of
 from released_wheels import WHEELS, released
 
 from dtypedoctor.plugins import Correction, registered
@@ -25,9 +23,7 @@ def test_the_stale_buffer_of_the_released_kernels_is_found_under_autocast_and_fi
     """Nothing raises and everything is finite; the finding names the first wrong weight and unsloth's own line."""
     released("unsloth", LAST_WITH_THE_DEFECT)
     scenario = REAL / "unsloth_two_loads_autocast.yaml"
-    done = dtypedoctor(
-        "run", scenario, "--allow-code", "--wheels", WHEELS, "--out", tmp_path / "run", cwd=tmp_path, **ALONE
-    )
+    done = forked("run", scenario, "--allow-code", "--wheels", WHEELS, "--out", tmp_path / "run", cwd=tmp_path, **ALONE)
     report = report_of(tmp_path / "run")
     [found] = report["findings"]
     assert done.code == 0, done.err
@@ -42,7 +38,7 @@ def test_the_corrected_release_has_no_findings(tmp_path: Path) -> None:
     """The same program, in the order in which the buffer also has to grow."""
     released("unsloth", FIRST_WITHOUT)
     scenario = REAL / "unsloth_two_loads_fixed.yaml"
-    done = dtypedoctor(
+    done = forked(
         "run",
         scenario,
         "--no-remedies",
@@ -60,7 +56,7 @@ def test_the_corrected_release_has_no_findings(tmp_path: Path) -> None:
 def test_treated_kernels_dequantize_and_train_bitwise_as_the_corrected_release() -> None:
     """In both orders of two dtypes, with and without autocast; every weight is bitwise that of bitsandbytes."""
     old, new = released("unsloth", LAST_WITH_THE_DEFECT), released("unsloth", FIRST_WITHOUT)
-    treated = dtypedoctor("treat", "--with", CORRECTION, VALUES, old, **ALONE)
+    treated = forked("treat", "--with", CORRECTION, VALUES, old, **ALONE)
     expected = values_of(new)
     assert f"{CORRECTION} is in place: unsloth {LAST_WITH_THE_DEFECT}, unsloth/kernels/utils.py:501" in treated.err
     assert treated.out.splitlines() == expected
@@ -71,10 +67,9 @@ def test_treated_kernels_dequantize_and_train_bitwise_as_the_corrected_release()
 
 def values_of(folder: Path, program: Path = VALUES) -> list[str]:
     """What the kernels of an unpacked wheel compute."""
-    done = subprocess.run(
-        [sys.executable, str(program), str(folder)], env=os.environ | ALONE, capture_output=True, text=True, check=True
-    )
-    return done.stdout.splitlines()
+    done = python(program, folder, **ALONE)
+    assert done.code == 0, done.err
+    return done.out.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -110,17 +105,13 @@ def last_line_of_pytest(folder: Path, test: str) -> str:
         f"import sys; sys.path.insert(0, {str(REAL / 'programs')!r}); import unsloth_kernels, pytest\n"
         f"unsloth_kernels.load('.'); pytest.main(['-q', '-p', 'no:cacheprovider', {test!r}])"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | ALONE, capture_output=True, text=True, check=False, timeout=240
-    )
-    return done.stdout.splitlines()[-1]
+    return python("-c", program, cwd=folder, **ALONE).out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("version", ["2025.9.1", "2026.10.9"])
 def test_a_state_of_another_dtype_than_the_activations_is_right_in_every_use(version: str) -> None:
     """Forward, backward and decoding, three pairs of dtypes, with and without autocast; untreated all but a few raise or are wrong."""
-    treated = dtypedoctor("treat", "--with", STATE_CORRECTION, STATES, released("unsloth", version), **ALONE)
+    treated = forked("treat", "--with", STATE_CORRECTION, STATES, released("unsloth", version), **ALONE)
     answers = [line.split("\t")[-1] for line in treated.out.splitlines()]
     assert len(answers) == 18, treated.err
     assert max(float(answer.removeprefix("error ")) for answer in answers) < 0.01
