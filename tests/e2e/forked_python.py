@@ -85,7 +85,8 @@ def _started(*request: Any) -> int:
             os.setpgid(0, group)
         _move_streams((given, out, err))
         _close_others(lambda descriptor: descriptor in keep or (not close_fds and os.get_inheritable(descriptor)))
-        os.chdir(cwd or ".")
+        if cwd is not None:
+            os.chdir(cwd)
         named = None if environment is None else [os.fsdecode(line).split("=", 1) for line in environment]
         _become(words, dict(os.environ) if named is None else dict(named))
     return child
