@@ -3,7 +3,7 @@
 Importing them costs two to eight seconds for each program that a test starts; a fork costs milliseconds. The program is run as
 ``python script.py``, ``python -m module`` or ``python -c text`` would: with its own streams, environment, working directory, process
 group, signals, ``sys.path``, ``__main__`` and exit status, and it is a child of whoever starts it. The programs that it starts itself
-are forked, too. What differs: modules of these libraries are imported already, and ``sys.flags`` is that of the tests.
+are forked, too, while it has one thread. What differs: modules of these libraries are imported already, and ``sys.flags`` is that of the tests.
 
 For tests of what is found. Those of how a program is started, what it sees of itself, and what it costs use fresh interpreters.
 """
@@ -75,7 +75,8 @@ def _started(*request: Any) -> int:
     """In place of ``fork_exec``, whose arguments it takes: the process id of the new child."""
     (args, _, close_fds, keep, cwd, environment, given, _, _, out, _, err, _, _, _, session, group, *own) = request
     words = [os.fsdecode(word) for word in args]
-    if not _is_program(words) or any(one is not None for one in (*own[:3], own[4])):
+    has_threads = len(os.listdir("/proc/self/task")) > 1  # a fork would have their locks, and not them
+    if has_threads or not _is_program(words) or any(one is not None for one in (*own[:3], own[4])):
         return _fork_exec(*request)
     child = os.fork()
     if child == 0:
