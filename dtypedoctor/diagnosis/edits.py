@@ -201,13 +201,13 @@ class Scene:
         yield from dict.fromkeys(place.rpartition(":")[0] for place in places)
 
 
-def edits_for(scene: Scene, makers: Iterable[str]) -> tuple[Edit, ...]:
-    """The lines that the first maker changes which sees what to change; empty where none does."""
+def edits_for(scene: Scene, makers: Iterable[str]) -> tuple[tuple[Edit, ...], str]:
+    """The lines that the first maker changes which sees what to change, none where none does; and a remark about them, which may be empty."""
     for name in makers:
         made = MAKERS[name](scene)
         if made is not None and (edits := _checked(scene, *made)):
-            return edits
-    return ()
+            return edits, REMARKS.get(name, "")
+    return (), ""
 
 
 def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit, ...]:
@@ -386,26 +386,25 @@ _FACTORIES = frozenset({"zeros", "ones", "empty", "full", "randn", "rand", "aran
 
 def make_in_dtype(scene: Scene) -> Changes | None:
     """Names the dtype where the odd tensor is made: ``torch.zeros(n)`` is float32 whatever it is used with."""
-    wanted, made = scene.other, _factory_of(scene)
-    if made is None or wanted is None or wanted == scene.finding.dtype:
+    made = _factory_of(scene)
+    if made is None:
         return None
-    source, call = made
+    source, call, wanted = made
     calls = [node for node in ast.walk(_function_around(source, call)) if isinstance(node, ast.Call)]
     text = f"dtype=torch.{wanted}"
     return source, [change for node in calls if _is_factory(node) for change in _with_keyword(source, node, text)]
 
 
-def _factory_of(scene: Scene) -> tuple[Source, ast.expr] | None:
-    """The call that made the odd tensor, or the one that it is written into."""
-    links = [
-        link for link in (*scene.finding.provenance[-1:], *scene.finding.met[-1:]) if link.op.startswith("factory")
-    ]
-    at = scene.line_at(links[0].source or "") if links else None
-    if at is None:
-        return None
-    source, line = at
-    made = next((node for node in source.on_line(line) if _is_factory(node)), None)
-    return (source, made) if made is not None else None
+def _factory_of(scene: Scene) -> tuple[Source, ast.expr, str] | None:
+    """The call that made one of the two operands, and the dtype of the other."""
+    finding = scene.finding
+    sides = ((finding.provenance[-1:], scene.other), (finding.met[-1:], finding.dtype))
+    for links, wanted in sides:
+        at = scene.line_at(links[0].source or "") if links and links[0].op.startswith("factory") else None
+        calls = [node for node in at[0].on_line(at[1]) if _is_factory(node)] if at is not None else []
+        if at is not None and calls and wanted is not None:
+            return at[0], calls[0], wanted
+    return None
 
 
 def _is_factory(node: ast.AST) -> bool:
@@ -513,6 +512,36 @@ def _parameter(source: Source, target: ast.Attribute, dtype: str) -> list[Change
 def half_to_bfloat16(scene: Scene) -> Changes | None:
     """float16 becomes bfloat16 in the program's file, a gradient scaler is switched off."""
     return _half_to(scene, "bfloat16")
+
+
+def bfloat16_to_float32(scene: Scene) -> Changes | None:
+    """bfloat16 becomes float32 in the program's file, autocast regions are switched off."""
+    source = scene.failing_file()
+    if source is None:
+        return None
+    changes = [change for node in ast.walk(source.tree) for change in _without_bfloat16(source, node)]
+    return (source, changes) if changes else None
+
+
+def _without_bfloat16(source: Source, node: ast.AST) -> list[Change]:
+    if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.bfloat16":
+        return [source.instead(node, "torch.float32")]
+    if isinstance(node, ast.Call) and source.text(node.func).endswith(".bfloat16") and not node.args:
+        return [_other_method(source, node, "bfloat16", "float()")]
+    if isinstance(node, ast.Call) and source.text(node.func).endswith("autocast"):
+        return _with_keyword(source, node, "enabled=False")
+    return []
+
+
+def lower_learning_rate(scene: Scene) -> Changes | None:
+    """A hundredth of each learning rate that is a number."""
+
+    def lowered(source: Source, call: ast.Call) -> list[Change]:
+        rates = [keyword.value for keyword in call.keywords if keyword.arg in ("lr", "learning_rate")]
+        numbers = [rate for rate in rates if isinstance(rate, ast.Constant) and isinstance(rate.value, float | int)]
+        return [source.instead(rate, f"{float(str(rate.value)) / 100:g}") for rate in numbers]
+
+    return _in_calls(scene, "", lowered)
 
 
 def half_to_float32(scene: Scene) -> Changes | None:
@@ -710,6 +739,12 @@ def _in_calls(
     return (source, changes) if changes else None
 
 
+REMARKS = {
+    "bfloat16-to-float32": "The edit computes all of it in float32: the simplest change, and the slowest.",
+    "lower-learning-rate": "The edit divides it by 100.",
+}
+"""What has to be said of an edit that does more, or less, than the sentence above it."""
+
 Maker = Callable[[Scene], Changes | None]
 MAKERS: dict[str, Maker] = {
     "cast-operand": cast_operand,
@@ -718,6 +753,8 @@ MAKERS: dict[str, Maker] = {
     "set-float32": set_float32,
     "half-to-bfloat16": half_to_bfloat16,
     "half-to-float32": half_to_float32,
+    "bfloat16-to-float32": bfloat16_to_float32,
+    "lower-learning-rate": lower_learning_rate,
     "keep-in-domain": keep_in_domain,
     "finite-mask": finite_mask,
     "region-in-dtype-of-model": region_in_dtype_of_model,

@@ -26,8 +26,9 @@ def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
     for finding in treatment.findings:
         spec = spec_of(finding.id)
         scene = Scene(finding, treatment.diagnosed, folders, script)
-        edits = edits_for(scene, spec.edits) if own_files else ()
-        yield Advice(finding=finding.id, text=_text(spec, finding, scene.other), edits=edits)
+        edits, remark = edits_for(scene, spec.edits) if own_files else ((), "")
+        text = f"{_text(spec, finding, scene.other)} {remark}".rstrip()
+        yield Advice(finding=finding.id, text=text, edits=edits)
 
 
 def _text(spec: FindingSpec, finding: Finding, other: str | None) -> str:

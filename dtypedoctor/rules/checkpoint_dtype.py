@@ -22,7 +22,7 @@ SPEC = FindingSpec(
         "https://github.com/huggingface/transformers/issues/23357",
     ),
     do_this="Load the checkpoint in the dtype that it is stored in, or in float32.",
-    edits=("half-to-bfloat16",),
+    edits=("half-to-bfloat16", "bfloat16-to-float32"),
 )
 
 LOST = 1e-3

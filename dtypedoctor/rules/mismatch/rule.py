@@ -91,6 +91,8 @@ QUANT_STATE_DTYPE = FindingSpec(
         "https://github.com/unslothai/unsloth/pull/4005",
         "https://github.com/axolotl-ai-cloud/axolotl/pull/3799",
     ),
+    do_this="Quantize and compute in one dtype: `quant_state.dtype` is what the weight unpacks to.",
+    edits=("half-to-bfloat16",),
 )
 STALE_DEQUANT_BUFFER = FindingSpec(
     id="stale-dequant-buffer",
@@ -99,6 +101,8 @@ STALE_DEQUANT_BUFFER = FindingSpec(
     references=("https://github.com/unslothai/unsloth/pull/4026",),
     remedies=("fresh-process",),
     settled_by=("fresh-process",),
+    do_this="Give the buffer the dtype as a part of its key; until then, use one dtype for all models of a process.",
+    edits=("half-to-bfloat16",),
 )
 PACKED_WEIGHT_USED_AS_DENSE = FindingSpec(
     id="packed-weight-used-as-dense",
@@ -182,7 +186,7 @@ KV_CACHE_DTYPE = FindingSpec(
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Allocate the KV cache of {module} in the dtype that the layers compute in, or cast what is written to it.",
-    edits=("make-in-dtype", "cast-operand"),
+    edits=("make-in-dtype", "half-to-bfloat16", "cast-operand"),
 )
 MERGE_DTYPE_MISMATCH = FindingSpec(
     id="merge-dtype-mismatch",
@@ -216,7 +220,7 @@ CUSTOM_FUNCTION_AUTOCAST = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     needs="autocast-off",
     do_this="Decorate the custom function's forward with `torch.amp.custom_fwd` and its backward with `torch.amp.custom_bwd`, both for the device that the tensors are on.",
-    edits=("region-on-device",),
+    edits=("region-on-device", "bfloat16-to-float32"),
 )
 RECOMPUTE_DTYPE_MISMATCH = FindingSpec(
     id="recompute-dtype-mismatch",
@@ -227,6 +231,8 @@ RECOMPUTE_DTYPE_MISMATCH = FindingSpec(
         "https://github.com/NVIDIA-NeMo/Automodel/pull/3504",
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
+    do_this="Recompute under the same autocast region and default dtype as the forward pass.",
+    edits=("bfloat16-to-float32",),
 )
 FSDP_MIXED_DTYPES = FindingSpec(
     id="fsdp-mixed-dtypes",

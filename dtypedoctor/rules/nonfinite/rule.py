@@ -264,6 +264,8 @@ DIVERGENCE = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     in_float32_too=True,
     nonfinite=True,
+    do_this="Lower the learning rate, or warm it up: float32 diverges too.",
+    edits=("lower-learning-rate",),
 )
 DOMAIN_ERROR = FindingSpec(
     id="domain-error",

@@ -17,6 +17,8 @@ SPEC = FindingSpec(
     severity=Severity.WARNING,
     aliases=("train-inference-mismatch",),
     references=("https://github.com/huggingface/trl/pull/3867", "https://github.com/sail-sg/Precision-RL/issues/10"),
+    do_this="Compute both log-probabilities in one dtype, in and out of autocast alike.",
+    edits=("bfloat16-to-float32",),
 )
 
 GAP = 1e-3

@@ -56,7 +56,7 @@ ROUTER_FLIP = FindingSpec(
     severity=Severity.WARNING,
     references=("https://github.com/vllm-project/vllm/pull/14027", "https://github.com/sgl-project/sglang/pull/33764"),
     do_this="Compute the router in float32.",
-    edits=("set-float32",),
+    edits=("set-float32", "bfloat16-to-float32"),
 )
 
 FLIPPED = 0.005
@@ -109,7 +109,7 @@ ROUNDED_ROTARY_BUFFER = FindingSpec(
         "https://github.com/NVIDIA-NeMo/Automodel/pull/2549",
     ),
     do_this="Leave the rotary table in float32.",
-    edits=("set-float32",),
+    edits=("bfloat16-to-float32", "set-float32"),
 )
 
 

@@ -85,7 +85,7 @@ UPDATE_STALL = FindingSpec(
         "https://github.com/meta-pytorch/torchtune/issues/2254",
     ),
     do_this="Keep the trained parameters in float32 and compute under bfloat16 autocast.",
-    edits=("set-float32",),
+    edits=("set-float32", "bfloat16-to-float32"),
 )
 
 STALLED = 0.95
