@@ -397,14 +397,20 @@ def make_in_dtype(scene: Scene) -> Changes | None:
 
 def _factory_of(scene: Scene) -> tuple[Source, ast.expr, str] | None:
     """The call that made one of the two operands, and the dtype of the other."""
-    finding = scene.finding
-    sides = ((finding.provenance[-1:], scene.other), (finding.met[-1:], finding.dtype))
-    for links, wanted in sides:
-        at = scene.line_at(links[0].source or "") if links and links[0].op.startswith("factory") else None
-        calls = [node for node in at[0].on_line(at[1]) if _is_factory(node)] if at is not None else []
-        if at is not None and calls and wanted is not None:
-            return at[0], calls[0], wanted
+    for links, wanted in ((scene.finding.provenance, scene.other), (scene.finding.met, scene.finding.dtype)):
+        last = links[-1] if links else None
+        made = _factory_at(scene, last.source or "") if last is not None and last.op.startswith("factory") else None
+        if made is not None and wanted is not None:
+            return *made, wanted
     return None
+
+
+def _factory_at(scene: Scene, place: str) -> tuple[Source, ast.expr] | None:
+    at = scene.line_at(place)
+    if at is None:
+        return None
+    source, line = at
+    return next(((source, node) for node in source.on_line(line) if _is_factory(node)), None)
 
 
 def _is_factory(node: ast.AST) -> bool:
