@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, Out, announce
+from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, Out, OverheadBudget, announce
 from dtypedoctor.errors import UsageError
 
 WEEK = 604_800
@@ -94,6 +94,7 @@ def execute(
     verify_uninstrumented: Verify = False,
     nproc_per_node: NprocPerNode = None,
     every_n_steps: EveryNSteps = None,
+    overhead_budget: OverheadBudget = None,
     capsule_limit: Annotated[
         int, typer.Option("--capsule-limit", help="Largest capsule of the failing call, in MiB.", metavar="MIB", min=1)
     ] = 64,
@@ -121,6 +122,7 @@ def execute(
         time_limit=time_limit,
         deterministic=False,
         watch_every=1 if every_n_steps is None else every_n_steps,
+        overhead_budget=_budget(overhead_budget),
         remedies=remedies,
         distributed=Distributed(processes=nproc_per_node) if nproc_per_node is not None else None,
         steps=[ScenarioStep(workload=Script(kind="script", args=arguments or [], **target))],
@@ -154,6 +156,22 @@ def execute(
     print_document(run_document(report), console_for(sys.stderr))
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)
+
+
+def _budget(text: str | None) -> str:
+    """A budget as a scenario has it.
+
+    Raises:
+        UsageError: it is none.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    from dtypedoctor.scenario.model import OVERHEAD_BUDGET
+
+    try:
+        return TypeAdapter(OVERHEAD_BUDGET).validate_python("off" if text is None else text)
+    except ValidationError:
+        raise UsageError(f"--overhead-budget: must be a share, got {text}", "Examples: 5%, 1/16, off.") from None
 
 
 def _remedies(ablate: list[str], attempt: list[str]) -> list[str]:

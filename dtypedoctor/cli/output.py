@@ -58,6 +58,14 @@ EveryNSteps = Annotated[
     int | None,
     typer.Option("--every-n-steps", help="Measure every module in every Nth step only; 0: never.", metavar="N", min=0),
 ]
+OverheadBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--overhead-budget",
+        help="Measure no more than takes this share of the time, e.g. 5%; 1/16: each layer in 1 of 16 steps; off: everything.",
+        metavar="SHARE",
+    ),
+]
 
 
 _DESCRIPTORS = (0, 1, 2)

@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.interruptions import contained, say
 from dtypedoctor.redaction.redact import redact, without_process_secrets
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write_report
@@ -50,6 +51,8 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         out: run directory to create; ``runs/NAME-TIME`` if left out.
         every: every module is measured in each ``every``-th training step, the first included; in the others, and always
             with 0, only the residual stream and the loss.
+        overhead_budget: share of the time that measuring may take after the first 40 steps, e.g. 0.05; then each layer is measured in one
+            of so many steps, and all of them again at the first sign of trouble. ``"1/16"`` measures each in one of 16 steps; None all.
         replay: fork the process now and then, and replay what fails from such a fork when the block ends, with each operator on
             record (Linux on x86-64); the failing call is left in ``capsule`` of the run directory. The block's end waits for that, two
             minutes at most. A process that uses CUDA makes the call again at once, without a fork.
@@ -69,11 +72,12 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         *,
         out: str | os.PathLike[str] | None = None,
         every: int = 1,
+        overhead_budget: float | str | None = None,
         replay: bool = False,
     ) -> None:
         self._model = model
         self._out = Path(out) if out is not None else None
-        self._again = functools.partial(Watched, every=every, replay=replay)
+        self._again = functools.partial(Watched, every=every, overhead_budget=overhead_budget, replay=replay)
         self._watched = self._again(self._out)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -167,6 +171,7 @@ class Watched:
     Args:
         out: the run directory to create; ``runs/NAME-TIME`` if left out.
         every: everything is measured in each ``every``-th training step, see :class:`ProcessWatch`.
+        overhead_budget: share of the time that measuring may take, see :class:`watch`.
         replay: replay what fails, see :class:`watch`.
         quiet: nothing is printed at the end.
 
@@ -175,8 +180,17 @@ class Watched:
         report: what is said at the end; None before.
     """
 
-    def __init__(self, out: Path | None, *, every: int = 1, replay: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        out: Path | None,
+        *,
+        every: int = 1,
+        overhead_budget: float | str | None = None,
+        replay: bool = False,
+        quiet: bool = False,
+    ) -> None:
         self._every = every
+        self._budget = budget_of(overhead_budget)
         self._say = (lambda text: None) if quiet else say
         self._replay = replay
         self._name = "notebook" if "ipykernel" in sys.modules else scenario_name(sys.argv[0])
@@ -206,7 +220,7 @@ class Watched:
         trace.mkdir()
         self._recording = Recording(trace)
         self._recording.follow_program("watched")
-        process = ProcessWatch(self._recording.writer, every=self._every)
+        process = ProcessWatch(self._recording.writer, every=self._every, budget=self._budget)
         self._recording.torch_is_there(process)
         process.start()
         if self._replay:

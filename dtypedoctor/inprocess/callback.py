@@ -26,15 +26,24 @@ class DtypeDoctorCallback(TrainerCallback):
         out: run directory to create; ``runs/NAME-TIME`` if left out. Later trainings go to ``OUT-2``, ``OUT-3``, …
         every: every module is measured in each ``every``-th training step, the first included; in the others, and always
             with 0, only the residual stream and the loss.
+        overhead_budget: share of the time that measuring may take, see :class:`dtypedoctor.watch`.
         replay: replay what fails with each operator on record, see :class:`dtypedoctor.watch`.
 
     Attributes:
         report: what was said at the end of the last training; None before.
     """
 
-    def __init__(self, out: str | os.PathLike[str] | None = None, *, every: int = 1, replay: bool = False) -> None:
+    def __init__(
+        self,
+        out: str | os.PathLike[str] | None = None,
+        *,
+        every: int = 1,
+        overhead_budget: float | str | None = None,
+        replay: bool = False,
+    ) -> None:
         self._out = Path(out) if out is not None else None
         self._every = every
+        self._budget = overhead_budget
         self._replay = replay
         self._trainings = 0
         self._watched: Watched | None = None
@@ -56,7 +65,7 @@ class DtypeDoctorCallback(TrainerCallback):
         if self._trainings == 1:
             atexit.register(self._at_exit)
         out = self._out if self._trainings == 1 else numbered(self._out, self._trainings)
-        self._watched = Watched(out, every=self._every, replay=self._replay)
+        self._watched = Watched(out, every=self._every, overhead_budget=self._budget, replay=self._replay)
         self._watched.begin(kwargs.get("model"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

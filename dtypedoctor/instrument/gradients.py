@@ -63,13 +63,19 @@ class OptimizerSamples:
         self._sample = sample
         self._kept: WeakKeyDictionary[Optimizer, _Kept] = WeakKeyDictionary()
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Measures all gradients, and before the first step the parameters as they were before any training."""
+    def before_step(self, optimizer: Optimizer, each: int = 1) -> None:
+        """Measures the gradients, and before the first step the parameters as they were before any training.
+
+        Args:
+            optimizer: is about to take a step.
+            each: every so-many-th gradient is measured, in each step others.
+        """
         kept = self._of(optimizer)
         if kept.when is None and not kept.steps:
             self._sample("initial", [_held(one) for one in kept.named], "optimizer", None)
         held = []
-        for root, name, parameter in kept.named:
+        first = -self._position.step % each
+        for root, name, parameter in kept.named[first::each]:
             grad = parameter.grad
             if grad is not None:
                 held.append((root, name, grad if type(grad) is Tensor else local_part(grad)))

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import LOST
 from dtypedoctor.instrument.bad_values import BadValues, ends_of
+from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given
 from dtypedoctor.instrument.dtype_lines import DtypeLines
@@ -47,6 +48,7 @@ class Instruments:
         windows: where the op trace is on.
         every: everything is measured in each ``every``-th training step, the first one included; in the others (and always
             where this is 0) only the residual stream and the loss.
+        budget: says what is measured in each step, where ``every`` is 1 and there are no windows; None for everything.
 
     Attributes:
         session: what all instruments share; ``writer``, ``position``, ``names``, ``guard`` and ``coverage`` are its own.
@@ -56,8 +58,9 @@ class Instruments:
     """
 
     def __init__(
-        self, writer: TraceWriter, *, watch: bool = True, windows: Sequence[OpWindow] = (), every: int = 1
-    ) -> None:
+        self, writer: TraceWriter, *, watch: bool = True, windows: Sequence[OpWindow] = (), every: int = 1,
+        budget: Budget | None = None,
+    ) -> None:  # fmt: skip
         self.session = session = Session(writer)
         self.writer = writer
         self.position, self.names, self.guard = session.position, session.names, session.guard
@@ -67,6 +70,9 @@ class Instruments:
         self.phases = Phases(session)
         self.modules = ModuleWatch(session)
         self.modules.every = every
+        self._budget = budget if watch and every == 1 and not windows else None
+        if self._budget is not None:
+            self.modules.keep_to(self._budget)
         self.code_places = CodePlaces(session.names)
         self._facts = ModelFacts(session)
         self._regions = RegionLog(session)
@@ -181,6 +187,8 @@ class Instruments:
         self.arrivals.finish()
         if self.watching and not self._counted:
             self._counted = True
+            for note in self._budget.left_out() if self._budget is not None else ():
+                self.writer.write(note)
             self.writer.write(self.coverage)
 
     def begin_stage(self, step: int) -> None:
@@ -208,7 +216,7 @@ class Instruments:
 
     def look_into(self, windows: Sequence[OpWindow]) -> None:
         """From here on everything is measured and the op trace is on in ``windows``; to be called before an outermost call."""
-        self.modules.every = 1
+        self.modules.measure_all()
         self._windows = OpWindows(self._ops, self.position, windows)
         self._windows.scaled_backward = [self.silent.scaled_backward]
         self.silent.make_again(window.call for window in windows if window.eager)
@@ -251,8 +259,8 @@ class Instruments:
     def _before_step(self, optimizer: Optimizer) -> None:
         self.collectives.settle()
         self._leaves.claim()
-        if self.watching and self.modules.whole:
-            self._samples.before_step(optimizer)
+        if self.watching and (period := self.modules.period):
+            self._samples.before_step(optimizer, period)
             self.modules.flush()
         self._windows.before_step()
 
@@ -267,6 +275,8 @@ class Instruments:
         if skipped:
             self._windows.after_step()
             self._samples.skipped(optimizer)
+            if self._budget is not None:
+                self._budget.sign("the gradient scaler skipped a step")
         if self.watching:
             self._scaler.tell(scaler, skipped)
 
@@ -316,6 +326,8 @@ class Instruments:
         """Looks at all parameters where something has just been found not to be finite."""
         if self.modules.suspicious():
             self._samples.look_closer()
+            if self._budget is not None:
+                self._budget.sign("a value was not finite")
             for listener in self.on_suspicion:
                 listener()
 

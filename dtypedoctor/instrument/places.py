@@ -18,6 +18,7 @@ from dtypedoctor.instrument.statistics import Named
 from dtypedoctor.trace.events import Site
 
 if TYPE_CHECKING:
+    from dtypedoctor.instrument.budget import Budget
     from dtypedoctor.trace.writer import TraceWriter
 
 
@@ -53,11 +54,12 @@ class Place:
         sites: numbers of the sites described here so far; kept by ``Sites``.
         flows: combinations of dtypes seen so far; kept by the module watch.
         residual: whether what it returns is the residual stream.
+        layer: number of the member of the residual stream that it is in; 0 outside of all.
         usual: what the last call of the module looked like; kept by what records outputs.
         gradients: what the last gradient of each output looked like, by its path; kept by the same.
     """
 
-    __slots__ = ("__weakref__", "cls", "flows", "fqn", "gradients", "residual", "root", "sites", "usual")
+    __slots__ = ("__weakref__", "cls", "flows", "fqn", "gradients", "layer", "residual", "root", "sites", "usual")
 
     def __init__(self, root: int, fqn: str, cls: str) -> None:
         self.root = root
@@ -66,6 +68,7 @@ class Place:
         self.sites: dict[Any, int] = {}
         self.flows: set[Any] = set()
         self.residual = False
+        self.layer = 0
         self.usual: Any = None
         self.gradients: dict[str, Any] = {}
 
@@ -87,6 +90,7 @@ class Places:
         self.by_name: dict[tuple[int, str, str], Place] = {}
         """Each place by its root, dotted name and class."""
         self._residual: set[int] = set()
+        self._layers: dict[int, int] = {}
 
     def begin_call(self) -> None:
         """Another outermost call begins: modules that no root was known to hold are looked for again."""
@@ -121,6 +125,11 @@ class Places:
         self._unknown.clear()
         self.version = self._names.version
         self._residual = {block for root in self._names.roots for block in residual_blocks(root)}
+        self._layers = {}
+        for root in self._names.roots:
+            blocks = [module for module in root.modules() if id(module) in self._residual]
+            for number, block in enumerate(blocks):
+                self._layers.update((id(module), number) for module in block.modules())
 
     def _learn(self, module: nn.Module) -> Place | None:
         found = self._names.find(module)
@@ -131,6 +140,7 @@ class Places:
             self._unknown[id(module)] = ref(module)
         else:
             place.residual = id(module) in self._residual
+            place.layer = self._layers.get(id(module), 0)
             self.known[id(module)] = (ref(module), place)
         return place
 
@@ -165,6 +175,8 @@ class Sites:
         self._writer = writer
         self._numbers = count(1)
         self._kinds: dict[int, str] = {}
+        self.dtypes: dict[int, torch.dtype] = {}
+        """The dtype of each site."""
 
     def kind(self, number: int) -> str:
         """The kind of the site with this number."""
@@ -204,6 +216,7 @@ class Sites:
                  device=looks.device.type, autocast=looks.autocast)
         )  # fmt: skip
         self._kinds[found] = looks.kind
+        self.dtypes[found] = looks.dtype
         place.sites[key] = found  # not before: an interruption would leave a number that is described nowhere
         return found
 
@@ -241,9 +254,11 @@ class Recorder(Protocol):
 
     Attributes:
         suspicious: set when something is found not to be finite.
+        budget: hears of each sample; None where everything is measured.
     """
 
     suspicious: bool
+    budget: "Budget | None"
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()

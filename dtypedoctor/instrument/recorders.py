@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dtypedoctor._torch_private import version_now, version_of
 from dtypedoctor.instrument.batches import Batches, Row
+from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.device_rows import Counts, DeviceRows, device_rows
 from dtypedoctor.instrument.places import Looks, Recorder, Rows, Sites, Source
 from dtypedoctor.instrument.session import Session
@@ -72,6 +73,7 @@ class ImmediateRecorder:
         self._news = news
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
         self.suspicious = False
+        self.budget: Budget | None = None
         self.heard: Callable[[Rows, Source | None, Sequence[Named]], None] = lambda *_: None
         """Called with rows that are not finite, the call that has returned them and what went into it."""
 
@@ -115,6 +117,8 @@ class ImmediateRecorder:
         n, step, call = when
         for number, (site, tensor) in enumerate(rows, n):
             extent = self._extent(tensor)
+            if self.budget is not None:
+                self.budget.measured(step, site, self._sites.kind(site), self._sites.dtypes[site], extent.absmax)
             if not extent.finite:
                 finite = False
                 self._news.add(number, step, call, site)
@@ -182,6 +186,7 @@ class StreamRecorder:
         self._ended = threading.Event()
         self._reader: threading.Thread | None = None
         self.suspicious = False
+        self.budget: Budget | None = None
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -393,6 +398,8 @@ class StreamRecorder:
                 runs.append((n, []))
             following = n + 1
             runs[-1][1].append((site, absmax, nan, inf))
+            if self.budget is not None:
+                self.budget.measured(step, site, self._sites.kind(site), self._sites.dtypes[site], absmax)
         if runs:
             self._writer.write_runs(*moment, runs)
 
@@ -435,6 +442,11 @@ class Recorders:
         self.news = News(sites)
         self._immediate = ImmediateRecorder(session, sites, self.news)
         self._of: dict[torch.device, Recorder] = {}
+        self._budget: Budget | None = None
+
+    def keep_to(self, budget: Budget) -> None:
+        """Tells ``budget`` of each sample from here on."""
+        self._budget = self._immediate.budget = budget
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -490,5 +502,6 @@ class Recorders:
         found: Recorder = self._immediate
         if device.type in BEHIND:
             found = StreamRecorder(self._writer, self._sites, device_rows(device), device, self.news)
+        found.budget = self._budget
         self._of[device] = found
         return found

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook, tracing_state
+from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.operators import being_recorded
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, Source, When
 from dtypedoctor.instrument.recorders import Nonfinite, Recorders
@@ -58,6 +59,9 @@ class ModuleWatch:
 
     def __init__(self, session: Session) -> None:
         self.every = 1
+        self._budget: Budget | None = None
+        self._planned = 0
+        self._period = 1
         self._writer, self._position, self._names = session.writer, session.position, session.names
         self._guard, self._coverage = session.guard, session.coverage
         self._sites = Sites(session.writer)
@@ -151,10 +155,37 @@ class ModuleWatch:
         """A backward pass or an optimizer step begins or ends: sends off what has been put together. Never waits."""
         self._recorders.flush()
 
+    def keep_to(self, budget: Budget) -> None:
+        """Measures only as much of each step as ``budget`` says; nothing changes where :attr:`every` is not 1."""
+        if self.every == 1:
+            self._budget = budget
+            self._recorders.keep_to(budget)
+
+    def measure_all(self) -> None:
+        """From here on everything is measured."""
+        self.every, self._budget = 1, None
+
+    @property
+    def period(self) -> int:
+        """How this step is measured: 1 whole, 0 the residual stream and the loss alone, N these and one of N layers."""
+        step = self._position.step
+        if step != self._planned:
+            self._planned = step
+            if self._budget is not None and self.every == 1:
+                self._period = self._budget.period(step)
+        if self.every == 1:
+            return self._period if self._budget is not None else 1
+        return int(self.every > 1 and step % self.every == 1)
+
     @property
     def whole(self) -> bool:
         """Whether this is a step in which everything is measured."""
-        return self.every == 1 or (self.every > 1 and self._position.step % self.every == 1)
+        return self.period == 1
+
+    def _measures(self, place: Place) -> bool:
+        """Whether what a module returns is measured in this step."""
+        period = self.period
+        return period == 1 or place.residual or (period > 1 and (place.layer + self._position.step) % period == 0)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called.
@@ -263,7 +294,7 @@ class ModuleWatch:
             return
         try:
             place = held[1]
-            if self.every == 1 or place.residual or self.whole:
+            if (self.every == 1 and self._budget is None) or self._measures(place):
                 self._coverage.module_calls += 1
                 self._returned.record(module, place, args, kwargs, output)
         finally:  # whatever goes wrong in here, the call is over
@@ -278,7 +309,7 @@ class ModuleWatch:
         raised = output is _RAISED  # torch leaves the keyword arguments out where forward has raised
         if raised:
             kwargs, output = {}, None
-        whole = self.whole and not raised
+        whole = self.period == 1 and not raised
         self._coverage.module_calls += whole  # first of all: whatever goes wrong from here on, this call has run
         if stack and here.thread != get_ident() and self._in_another_thread():
             return
@@ -292,7 +323,7 @@ class ModuleWatch:
                 self._note_error(module, args, error)
             else:
                 place = self._places.of(module) or self._places.inside(stack)
-                if whole or place.residual:
+                if whole or self._measures(place):
                     self._coverage.module_calls += not whole
                     self._returned.record(module, place, args, kwargs, output)
                 if len(stack) == 1 and self._leader is here:

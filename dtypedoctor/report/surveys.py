@@ -157,6 +157,8 @@ def _exec(scenario: Scenario, script: Script) -> str:
         words += ["--nproc-per-node", str(scenario.distributed.processes)]
     if scenario.watch_every != 1:
         words += ["--every-n-steps", str(scenario.watch_every)]
+    if scenario.overhead_budget != "off":
+        words += ["--overhead-budget", scenario.overhead_budget]
     for remedy in scenario.remedies:
         words += exec_option(remedy)
     words += ["-m", script.module] if script.module else ["-c", script.code] if script.code else [str(script.path)]

@@ -258,6 +258,10 @@ class Expectation(Strict):
     )
 
 
+OVERHEAD_BUDGET = Annotated[str, Field(pattern=r"^(off|1/[1-9][0-9]{0,3}|[0-9]{1,2}(\.[0-9]{1,3})?%)$")]
+"""How much may be left unmeasured: see :attr:`Scenario.overhead_budget`."""
+
+
 class Scenario(Strict):
     """A complete, reproducible run. See ``docs/scenarios.md`` for every key."""
 
@@ -279,6 +283,11 @@ class Scenario(Strict):
         default=1, ge=0,
         description="Every module is measured in every Nth training step, the first included; in the others, and always "
         "with `0`, only the residual stream and the loss. The op trace run of a failure measures all.",
+    )  # fmt: skip
+    overhead_budget: OVERHEAD_BUDGET = Field(
+        default="off",
+        description="`5%`: after the first 40 steps each layer is measured in one of so many steps that measuring takes no more of the "
+        "time; `1/16`: in one of 16 steps from the second on; `off`: always. The residual stream and the loss are measured in each step.",
     )  # fmt: skip
     distributed: Distributed | None = Field(
         default=None, description="Run it in several processes; `generate`, `unload` and compiled steps cannot be."

@@ -415,7 +415,9 @@ def _parameters_equal(a: Trace, b: Trace) -> bool | None:
     return ours.checksum == theirs.checksum
 
 
-_ABOUT = frozenset({"name", "summary", "references", "expect", "remedies", "reference", "time_limit", "watch_every"})
+_ABOUT = frozenset(
+    {"name", "summary", "references", "expect", "remedies", "reference", "time_limit", "watch_every", "overhead_budget"}
+)
 """What a scenario says about itself and its treatment; none of it changes the run."""
 
 

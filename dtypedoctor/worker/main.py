@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.models.build import BUILTIN, Built, build, set_seed
@@ -65,6 +66,7 @@ class _Run:
             watch=request.watch,
             windows=[OpWindow(**window.model_dump()) for window in request.windows],
             every=1 if request.windows else request.scenario.watch_every,
+            budget=budget_of(request.scenario.overhead_budget),
         )
         self._conditions = Conditions(writer, request.scenario.conditions)
         self._corrections = StageCorrections(writer, request.scenario.corrections)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import COMPILER, FRAME_COMPILER
+from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.compile_events import CompileWatch, observations
 from dtypedoctor.instrument.facts import SHARDING
 from dtypedoctor.instrument.instruments import Instruments
@@ -46,6 +47,7 @@ class ProcessWatch:
         watch: False records no more than losses, steps and what ended the process.
         windows: where the op trace is on.
         every: everything is measured in each ``every``-th step, see :class:`Instruments`.
+        budget: says what is measured in each step; None for everything.
         conditions: are in force meanwhile.
         corrections: are installed in what the program builds.
         digest: of what the program trains.
@@ -58,6 +60,7 @@ class ProcessWatch:
         watch: bool = True,
         windows: Sequence[OpWindow] = (),
         every: int = 1,
+        budget: Budget | None = None,
         conditions: "Conditions | None" = None,
         corrections: "OutsideCorrections | None" = None,
         digest: StepDigest | None = None,
@@ -66,7 +69,7 @@ class ProcessWatch:
         self._conditions = conditions
         self._corrections = corrections
         self._digest = digest
-        self.instruments = Instruments(writer, watch=watch, windows=windows, every=every)
+        self.instruments = Instruments(writer, watch=watch, windows=windows, every=every, budget=budget)
         self._compiler = CompileWatch()
         self._compiling = False
         self._loss: float | None = None

@@ -214,6 +214,7 @@ def edited_libraries(request: Mapping[str, Any], writer: TraceWriter) -> list["E
 
 def _watch(writer: TraceWriter, request: Mapping[str, Any], edited: Collection[str]) -> "ProcessWatch":
     """The watch that a request asks for, without the corrections that are ``edited`` already; torch is there."""
+    from dtypedoctor.instrument.budget import budget_of
     from dtypedoctor.instrument.optrace import OpWindow
     from dtypedoctor.worker.environment import StepDigest
     from dtypedoctor.worker.interventions import Conditions
@@ -232,6 +233,7 @@ def _watch(writer: TraceWriter, request: Mapping[str, Any], edited: Collection[s
         watch=request["watch"],
         windows=windows,
         every=1 if windows else scenario["watch_every"],
+        budget=budget_of(scenario["overhead_budget"]),
         conditions=Conditions(writer, scenario["conditions"]),
         corrections=corrections,
         digest=StepDigest() if request["witness"] else None,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.trace.events import End, Header
@@ -13,12 +14,13 @@ from dtypedoctor.trace.writer import TraceWriter
 
 
 def watched(
-    directory: Path, work: Callable[[Instruments], Any], window: OpWindow | None = None, *, watch: bool = True
-) -> Trace:
+    directory: Path, work: Callable[[Instruments], Any], window: OpWindow | None = None, *, watch: bool = True,
+    budget: Budget | None = None,
+) -> Trace:  # fmt: skip
     """The trace of ``work``; an exception that it raises is recorded as the worker would."""
     writer = TraceWriter(directory)
     writer.write(Header(watched=watch))
-    instruments = Instruments(writer, watch=watch, windows=[window] if window is not None else [])
+    instruments = Instruments(writer, watch=watch, windows=[window] if window is not None else [], budget=budget)
     instruments.start()
     outcome = "completed"
     try:

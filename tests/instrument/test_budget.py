@@ -1,0 +1,156 @@
+"""A watch with a budget: what is measured in which step, when everything is measured again, and what is said about the rest. Never in real time."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from watched import watched
+
+from dtypedoctor.errors import UsageError
+from dtypedoctor.instrument.budget import AFTER_SIGN, COMPARED, MOST, WHOLE, Budget, budget_of
+from dtypedoctor.instrument.instruments import Instruments
+from dtypedoctor.trace.events import NotWatched
+from dtypedoctor.trace.model import Trace
+
+LAYERS = 4
+
+
+class Stack(nn.Module):
+    """Layers of a linear module each, whose output is returned as it is by a second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Identity()) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def trained(directory: Path, budget: Budget, steps: int, *, spoil: int = 0) -> tuple[Trace, list[torch.Tensor]]:
+    """The trace of some training steps, in one of which the first layer's weight becomes inf, and the parameters after them."""
+    torch.manual_seed(0)
+    net = Stack()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def train(_: Instruments) -> None:
+        for step in range(1, steps + 1):
+            if step == spoil:
+                with torch.no_grad():
+                    net.layers[1][0].weight[0, 0] = float("inf")
+            net(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = watched(directory, train, budget=budget)
+    return trace, [parameter.detach() for parameter in net.parameters()]
+
+
+def measured(trace: Trace, step: int, kind: str = "output") -> set[str]:
+    """Names of what was measured in a step."""
+    return {trace.sites[s.site].fqn for s in trace.samples if s.step == step and trace.sites[s.site].kind == kind}
+
+
+class Clock:
+    """Tells the seconds that a test makes pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """The seconds so far."""
+        return self.now
+
+
+def test_the_first_steps_are_whole_and_then_the_time_decides() -> None:
+    """A whole step takes 1.3 times as long as one in outline: with a budget of a tenth each layer is measured in one of three."""
+    clock = Clock()
+    budget = Budget(share=0.1, clock=clock)
+    found = []
+    for step in range(1, WHOLE + COMPARED + 20):
+        found.append(budget.period(step))
+        clock.now += 1.3 if found[-1] == 1 else 1.0
+    assert found[:WHOLE] == [1] * WHOLE
+    assert set(found[WHOLE : WHOLE + COMPARED]) == {0}
+    assert found[-1] == 3
+
+
+@pytest.mark.parametrize(("whole", "each"), [(1.01, 1), (9.0, MOST)])
+def test_a_cheap_watch_stays_whole_and_an_expensive_one_still_sees_every_layer(whole: float, each: int) -> None:
+    """Within the budget nothing is left out; beyond any budget each layer still has its turn."""
+    clock = Clock()
+    budget = Budget(share=0.05, clock=clock)
+    for step in range(1, WHOLE + COMPARED + 20):
+        period = budget.period(step)
+        clock.now += whole if period == 1 else 1.0
+    assert period == each
+
+
+def test_each_layer_has_its_turn_and_the_residual_stream_is_always_measured(tmp_path: Path) -> None:
+    """In four steps of a schedule of 1/4 every module is measured once; parameters' gradients take turns as well."""
+    trace, _ = trained(tmp_path, Budget(fixed=4), 9)
+    stream = {f"layers.{number}" for number in range(LAYERS)}
+    inner = {f"layers.{number}.{part}" for number in range(LAYERS) for part in (0, 1)}
+    assert measured(trace, 1) >= stream | inner
+    for step in range(2, 10):
+        assert measured(trace, step) >= stream
+        assert len(measured(trace, step) & inner) == 2
+    assert set().union(*(measured(trace, step) for step in range(2, 6))) >= stream | inner
+    gradients = [measured(trace, step, "grad") for step in range(2, 6)]
+    assert set().union(*gradients) == measured(trace, 1, "grad")
+    assert sum(map(len, gradients)) == 2 * LAYERS
+    (note,) = [note for note in trace.all(NotWatched) if "layers" in note.what]
+    assert note.what == "some layers in 8 of 9 steps"
+    assert "1 of 4" in note.why
+
+
+def test_a_value_that_is_not_finite_has_everything_measured_again(tmp_path: Path) -> None:
+    """The residual stream shows it in the step in which it comes; the steps after that are whole."""
+    trace, _ = trained(tmp_path, Budget(fixed=50), 8, spoil=4)
+    bad = [s for s in trace.samples if not s.finite and trace.sites[s.site].kind == "output"]
+    assert min(s.step for s in bad) == 4
+    assert trace.sites[min(bad, key=lambda s: s.n).site].fqn.startswith("layers.1")
+    assert len(measured(trace, 3)) < len(measured(trace, 5)) == len(measured(trace, 1))
+
+
+def test_signs_end_the_thinning_for_some_steps() -> None:
+    """A magnitude that grows fourfold, one close to the end of float16, and what the program's scaler says."""
+    for sign in ("growth", "headroom", "skip"):
+        budget = Budget(fixed=10)
+        for step in range(1, 6):
+            assert budget.period(step) == (1 if step == 1 else 10)
+            budget.measured(step, 1, "output", torch.float16, 10.0)
+        if sign == "growth":
+            budget.measured(5, 1, "output", torch.float16, 41.0)
+        elif sign == "headroom":
+            budget.measured(5, 2, "output", torch.float16, 9_000.0)
+        else:
+            budget.sign("the gradient scaler skipped a step")
+        periods = [budget.period(step) for step in range(6, 6 + AFTER_SIGN + 2)]
+        assert periods == [1] * AFTER_SIGN + [10, 10][: len(periods) - AFTER_SIGN], sign
+        assert len(budget.signs) == 1
+
+
+def test_training_is_bitwise_the_same_within_a_budget(tmp_path: Path) -> None:
+    """What is measured changes nothing."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "thin").mkdir()
+    _, expected = trained(tmp_path / "whole", Budget(fixed=1), 6)
+    _, found = trained(tmp_path / "thin", Budget(fixed=3), 6)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("text", ["", "0%", "150%", "1/x", "five", "1/0"])
+def test_what_is_no_budget_is_a_usage_error(text: str) -> None:
+    """Nothing is guessed."""
+    with pytest.raises(UsageError):
+        budget_of(text)
+
+
+def test_off_is_no_budget() -> None:
+    """It measures everything."""
+    assert budget_of("off") is None
+    assert budget_of(None) is None
+    assert budget_of(0.05) is not None
