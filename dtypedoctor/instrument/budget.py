@@ -102,14 +102,18 @@ class Budget:
             self._seconds[0].clear()
             self._whole_until = step + COMPARED
             return 1
-        outline = [seconds for seconds in self._seconds[0] if isfinite(seconds)]
         if len(self._seconds[0]) < COMPARED:
             return 0
-        whole = [seconds for seconds in self._seconds[1] if isfinite(seconds)]
-        if outline and whole:
-            extra = median(whole) / median(outline) - 1
-            self._each = min(MOST, max(1, ceil(extra / self._share)))
+        self._each = self._turns()
         return self._each
+
+    def _turns(self) -> int:
+        """In one of how many steps each layer has its turn, for the time of measuring to stay within the budget."""
+        whole, outline = (list(filter(isfinite, self._seconds[period])) for period in (1, 0))
+        if not whole or not outline:
+            return self._each
+        extra = median(whole) / median(outline) - 1
+        return min(MOST, max(1, ceil(extra / self._share)))
 
     def measured(self, step: int, site: int, kind: str, dtype: torch.dtype, magnitude: float) -> None:
         """A sample has become known: looks for signs that something is about to go wrong.
