@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dtypedoctor.scenario.model import Model, Name, Scenario, Script
+from dtypedoctor.scenario.model import OVERHEAD_BUDGET, Model, Name, Scenario, Script
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.just("\n"), max_size=40) | st.sampled_from(
     [
@@ -32,6 +32,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.just("\n"), 
     ]
 )
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9_.-]{0,20}", fullmatch=True)
+BUDGET = get_args(OVERHEAD_BUDGET)[1].metadata[0].pattern
 KEYS = TEXTS.filter(lambda text: bool(text) and text.isprintable() and text != "<<")
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 PLAIN = st.recursive(
@@ -79,6 +80,8 @@ def _one_target(script: dict[str, Any]) -> dict[str, Any]:
 
 def _values(wanted: Any, limits: dict[str, Any]) -> st.SearchStrategy[Any]:
     origin, arguments = get_origin(wanted), get_args(wanted)
+    if limits.get("pattern") == BUDGET:
+        return st.from_regex(BUDGET.replace("$", ""), fullmatch=True)
     if wanted == Name or "pattern" in limits:
         return NAMES
     if origin is Annotated:
