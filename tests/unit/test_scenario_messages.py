@@ -19,7 +19,7 @@ TOP_LEVEL = {
         "zzz: 1",
         (
             "7:1: zzz: unknown key; known here: name, summary, references, requires, steps, device, seed, time_limit, deterministic, "
-            "watch_every, distributed, corrections, conditions, remedies, reference, expect"
+            "watch_every, overhead_budget, distributed, corrections, conditions, remedies, reference, expect"
         ),
     ),
     "a misspelt key": ("sead: 1", "7:1: sead: unknown key; did you mean 'seed'?"),
@@ -32,7 +32,7 @@ TOP_LEVEL = {
         "a.b: 1",
         (
             "7:1: 'a.b': unknown key; known here: name, summary, references, requires, steps, device, seed, time_limit, "
-            "deterministic, watch_every, distributed, corrections, conditions, remedies, reference, expect"
+            "deterministic, watch_every, overhead_budget, distributed, corrections, conditions, remedies, reference, expect"
         ),
     ),
     "yes instead of a number": ("seed: yes", "7:7: seed: must be an integer, got 'yes'"),
