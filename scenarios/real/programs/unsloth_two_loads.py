@@ -39,10 +39,10 @@ def main(folder: str, first: str, second: str, *words: str) -> None:
             print(name, *use(model, words))
 
 
-def llama(dtype: torch.dtype, words: tuple[str, ...]) -> Any:
+def llama(dtype: torch.dtype, words: tuple[str, ...], vocabulary: int = 96) -> Any:
     """A tiny Llama of the same weights each time, its projections packed; with LoRA on those that ``words`` name."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
                          num_key_value_heads=2, initializer_range=0.1)  # fmt: skip
     model: Any = LlamaForCausalLM(config)
     for parameter in model.parameters():  # not model.to(), which would round the rotary table
