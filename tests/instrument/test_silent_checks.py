@@ -306,6 +306,29 @@ def test_a_table_that_is_cast_between_two_calls_is_looked_at_again(tmp_path: Pat
     assert (one.call, one.values["rounded_to"]) == (6, "bfloat16")
 
 
+class Passing(Rotary):
+    """Passes a cast on, as a base class of a library does."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Only passes it on."""
+        return super().to(*args, **kwargs)
+
+
+def test_the_line_that_rounded_a_table_is_named_also_after_a_cast_back(tmp_path: Path) -> None:
+    """Not a method of the module that passes the cast on; a table that was made rounded has no such line."""
+    outer = nn.Sequential(Passing(FREQUENCIES), Rotary(FREQUENCIES.bfloat16()))
+
+    def work(_: object) -> None:
+        outer[0].to(torch.bfloat16)
+        outer.float()
+        outer(torch.ones(8, 16))
+
+    first, second = observed(tmp_path, "rotary-table", work)
+    line = work.__code__.co_firstlineno + 1
+    assert (first.values["dtype"], first.values["source"]) == ("float32", f"test_silent_checks.py:{line}")
+    assert second.values["source"] is None
+
+
 def test_a_weight_that_is_inf_does_not_end_the_count_of_lost_updates(tmp_path: Path) -> None:
     """The magnitudes are those of the finite weights; NaN and inf are no JSON."""
 

@@ -29,7 +29,8 @@ class SilentChecks:
 
     def __init__(self, session: Session, originals: Originals) -> None:
         whereabouts = Whereabouts(session)
-        self._rotary = RotaryTables(session)
+        self._loading = LoadingCheck(session, originals)
+        self._rotary = RotaryTables(session, self._loading.rounded_at)
         seeing = (
             AbsorbedOverflows(session, whereabouts),
             IntegerCasts(session, whereabouts),
@@ -43,7 +44,6 @@ class SilentChecks:
         self._gradients = GradientCheck(session)
         self._twins = TwinCheck(session)
         self._ratios = RatioCheck(session)
-        self._loading = LoadingCheck(session, originals)
         self._patches = PatchCheck(session)
         self._eager = EagerReplay(session)
 

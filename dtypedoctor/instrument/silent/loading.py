@@ -9,17 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import CAST
-from dtypedoctor.instrument.float32_program import SMALL, Originals
-from dtypedoctor.instrument.frames import Line
+from dtypedoctor.instrument.float32_program import HALF, SMALL, Originals
+from dtypedoctor.instrument.frames import Line, local_of, source_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
@@ -59,6 +59,7 @@ class LoadingCheck:
         self._originals = originals
         self._is_applying = False
         self._before: dict[str, Tensor] = {}
+        self._rounding_lines: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
         self._rounded: dict[int, _Rounded] = {}
         self._wrapped_pretrained = False
@@ -112,9 +113,20 @@ class LoadingCheck:
     def _after_cast(self, module: nn.Module) -> None:
         before, self._before = self._before, {}
         with self._position.mute(), torch.no_grad():
+            line = _line_of_cast(module) if before else None
             for name, tensor in _small(module) if before else ():
                 if name in before:
                     self._originals.cast(before[name], tensor)
+                    if line is not None and tensor.dtype in HALF:
+                        owner, _, attribute = name.rpartition(".")
+                        self._rounding_lines.setdefault(module.get_submodule(owner), {})[attribute] = line
+
+    def rounded_at(self, owner: nn.Module, name: str) -> str | None:
+        """``file:line`` that last cast the small tensor ``name`` of ``owner`` from float32 to half precision; None where none is known.
+
+        A cast back to float32 does not change that.
+        """
+        return self._rounding_lines.get(owner, {}).get(name)
 
     def stop(self) -> None:
         """Puts everything back as it was."""
@@ -209,6 +221,21 @@ class LoadingCheck:
         asked = str(requested).removeprefix("torch.") if requested not in (None, "auto") else None
         found = Pretrained(model=type(model).__name__, stored=stored, loaded=dict(loaded), requested=asked)
         self._session.once(found, (type(model), *sorted(stored), *sorted(loaded)))
+
+
+_CASTING_METHODS = frozenset({"to", "half", "bfloat16", "float", "double", "type"})
+
+
+def _line_of_cast(module: nn.Module) -> str | None:
+    """``file:line`` that asked for the cast of ``module`` at work; a method of the same name that passes it on, as transformers' ``to``, is skipped."""
+    frame: FrameType | None = sys._getframe()
+    asked = frame
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _CASTING_METHODS and code.co_argcount and local_of(frame, code.co_varnames[0]) is module:
+            asked = frame.f_back
+        frame = frame.f_back
+    return source_of(asked)
 
 
 def _small(module: nn.Module) -> list[tuple[str, Tensor]]:

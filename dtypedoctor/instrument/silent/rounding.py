@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import field, replace
 from itertools import pairwise
 from statistics import median
@@ -239,6 +239,7 @@ class RotaryTables:
     """
 
     session: Session
+    rounded_at: Callable[[nn.Module, str], str | None]
     _known: WeakKeyDictionary[nn.Module, list[_Held]] = field(default_factory=WeakKeyDictionary)
     _waiting: list[_Table] = field(default_factory=list)
     _read: set[int] = field(default_factory=set)
@@ -253,7 +254,13 @@ class RotaryTables:
             found = list(self._buffers(module))
             self._known[module] = [(ref(owner), name.rpartition(".")[2], b.dtype) for name, b, owner in found]
             last = _last_position(module)
-            self._waiting = [t for t in (_rounded(name, b, last) for name, b, _ in found) if t is not None]
+            self._waiting = []
+            for name, buffer, owner in found:
+                table = _rounded(name, buffer, last)
+                if table is not None:
+                    source = self.rounded_at(owner, name.rpartition(".")[2])
+                    table.told = replace(table.told, source=source)
+                    self._waiting.append(table)
 
     def after_call(self) -> None:
         """The outermost call has ended: tells of tables that were read, or of all where nobody looked."""

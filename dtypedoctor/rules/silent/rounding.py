@@ -119,6 +119,7 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
         what = seen.what
         restored = what.dtype != what.rounded_to
         was = f"has the dtype {what.dtype} again and still" if restored else f"is {what.dtype}, so it"
+        cast = f", here at {what.source}" if what.source is not None else ""
         statement = Statement(
             id="rounded-rotary-buffer",
             severity=Severity.WARNING,
@@ -132,7 +133,7 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
                 f"{what.position} an angle is off by {what.angle_error:.2g} rad."
             ),
             cause=(
-                f"{what.name} {was} holds {what.rounded_to} values. Casting a whole model casts its buffers too. The error "
+                f"{what.name} {was} holds {what.rounded_to} values. Casting a whole model casts its buffers too{cast}. The error "
                 "of a frequency is multiplied by the position; casting back does not bring the bits back."
             ),
             evidence=(
@@ -146,7 +147,8 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
                 ),
             ),
         )
-        yield replace(make_finding_of(seen, statement, dtype=what.dtype), phase="static", step=None)
+        found = make_finding_of(seen, statement, dtype=what.dtype, source=what.source)
+        yield replace(found, phase="static", step=None)
 
 
 def detect_rounded_positions(trace: Trace) -> Iterator[Finding]:

@@ -227,6 +227,7 @@ class RotaryTable:
         angle_error: what that amounts to at ``position``, in radians.
         position: the last one that the model has, where that is known; 4096 in older traces.
         read: whether an operator was seen to read it; None where none was looked at.
+        source: ``file:line`` of the cast that rounded it, where a module was cast; None otherwise.
     """
 
     KIND: ClassVar[str] = "rotary-table"
@@ -241,6 +242,7 @@ class RotaryTable:
     angle_error: float
     position: int = 4096
     read: bool | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
