@@ -20,10 +20,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
-
-from dtypedoctor.values import dataclass
 
 MOST_ENTRIES = 200_000
 """Files and directories up to which a working directory is listed before the first run; a million take about ten seconds."""
