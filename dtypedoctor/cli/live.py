@@ -40,7 +40,9 @@ _LABELS = {
 
 def label_in_words(label: str) -> str:
     """A run as a person would call it; ``label`` is the name of its directory."""
-    return _LABELS.get(label) or label.replace("remedy-", "fix: ").replace("closer-", "op trace ")
+    return _LABELS.get(label) or label.replace("remedy-", "fix: ").replace("closer-", "op trace ").replace(
+        "inside-", "parts in float32, run "
+    )
 
 
 class Region:

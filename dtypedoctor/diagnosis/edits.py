@@ -7,7 +7,7 @@ checked: it still parses, it changes lines and moves none, and no line of it hol
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from dtypedoctor.foreign_files import read_file
 from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
 from dtypedoctor.trace.events import Op, ParameterNote, Raised
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.values import dataclass
 
 LARGEST_SOURCE = 2 << 20
 LONGEST_LITERAL = 40

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.analysis import noted
 from dtypedoctor.diagnosis.distributed import coverage_of
@@ -25,6 +25,9 @@ from dtypedoctor.trials.capsules import is_replay, same_verdict
 from dtypedoctor.trials.judge import expectation_on, is_met
 from dtypedoctor.trials.results import Treatment
 from dtypedoctor.trials.runs import ranks_of
+
+if TYPE_CHECKING:
+    from dtypedoctor.trials.bisection.results import Inside
 
 REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
@@ -121,6 +124,20 @@ def _replay_facts(treatment: Treatment) -> dict[str, Any] | None:
         "dtype": model.dtype,
         "op": capsule.finding.get("op"),
         "verdict": same_verdict(capsule, treatment.findings) if model.dtype == capsule.dtype else "",
+        "inside": _inside_facts(treatment.inside),
+    }
+
+
+def _inside_facts(found: "Inside | None") -> dict[str, Any] | None:
+    """``replay.inside`` of report.json."""
+    if found is None:
+        return None
+    return {
+        "parts": list(found.parts),
+        "candidates": found.candidates,
+        "runs": found.runs,
+        "one_minimal": found.one_minimal,
+        "why": found.why,
     }
 
 

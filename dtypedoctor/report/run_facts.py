@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
-from dtypedoctor.diagnosis.wording import OWN_WORKLOADS
+from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, short
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.report.document import (
     Block,
@@ -104,6 +104,8 @@ def fixes_part(report: Report) -> Section:
     blocks: list[Block] = [Table(("fix", "what it changes", "outcome"), tuple(rows))] if rows else []
     if unsafe := legend(lines):
         blocks.append(Paragraph(unsafe, Look.DIM))
+    if inside := _inside(report):
+        blocks.append(Paragraph(inside))
     if report.replay is not None and cures(report):
         blocks.append(Paragraph(_FIXED_HERE, Look.DIM))
     if on_the_call:
@@ -115,6 +117,25 @@ def fixes_part(report: Report) -> Section:
     if choice:
         blocks += [Heading("which to prefer"), Items(choice)]
     return Section(title, tuple(blocks), "remedies", "Fixes")
+
+
+def _inside(report: Report) -> str:
+    """What a bisection inside the module of a capsule has found, as a sentence; empty where there was none."""
+    found = (report.replay or {}).get("inside")
+    if not found:
+        return ""
+    cost = f"{counted(found['runs'], 'run')}, {counted(found['candidates'], 'part')}"
+    if not found["parts"]:
+        return f"Float32 inside the module does not fix it: {found['why']} ({cost})."
+    words = " and ".join(map(_part, found["parts"]))
+    minimal = "no smaller set passes" if found["one_minimal"] else found["why"] or "a smaller set may pass"
+    return f"Smallest set of parts that must run in float32: {words} ({minimal}; {cost})."
+
+
+def _part(name: str) -> str:
+    """A part as ``keep-float32`` names it: a module whole, or ``::self`` for its own operators."""
+    module = short(name.removesuffix("::self"))
+    return f"{module}'s own operators" if name.endswith("::self") else module
 
 
 def _on_the_call(report: Report) -> Iterator[Block]:

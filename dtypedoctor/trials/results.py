@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dtypedoctor.runner.run import Run
     from dtypedoctor.scenario.model import Scenario
     from dtypedoctor.trace.model import Trace
+    from dtypedoctor.trials.bisection.results import Inside
 
 WRONG_OUTPUT = 0.25
 """Outputs with a larger relative error are wrong, not rounded: float16 and bfloat16 stay below 0.02 on the builtin models,
@@ -135,6 +136,7 @@ class Treatment:
         capsule: the failing call, kept beside the run, or why it is not; None where nothing failed or no process stood by.
         refusals: the runs after the first that could not be made, and why.
         rerun_differs: of a script that was run again, what it did otherwise than in its first run, as a clause; else empty.
+        inside: of the call of a capsule, the parts of its module that must run in float32; None where it was not bisected.
         rerun: options with which `exec` would tell more, and what it would tell; empty where it would tell nothing.
     """
 
@@ -154,4 +156,5 @@ class Treatment:
     rerun: str = ""
     rerun_differs: str = ""
     replayed: str = ""
+    inside: "Inside | None" = None
     capsule: "Capsule | NoCapsule | None" = None

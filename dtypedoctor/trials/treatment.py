@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtypedoctor.analysis import analysis_of, ending_of, said_of_caught, with_caught
 from dtypedoctor.diagnosis import preflight
@@ -41,6 +42,9 @@ from dtypedoctor.trials.runs import (
 from dtypedoctor.trials.second_run import CloserLook, look_closer, replayed
 from dtypedoctor.trials.summary import compare_unwatched, summarise
 from dtypedoctor.values import dataclass
+
+if TYPE_CHECKING:
+    from dtypedoctor.trials.bisection.results import Inside
 
 WATCHED_LIVE = "the program was instrumented while it ran and is not run again from here (`dtypedoctor exec` does that)"
 LIVE_SECONDS = 60.0
@@ -84,6 +88,9 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
     references = _run_references(scenario, later) if plan.remedies and failed else _References()
     baselines = _baselines(scenario, before, findings, references, failed=failed)
     trials = _tried(scenario, later, baselines, plan) if plan.remedies else ()
+    inside = _inside(scenario, before, later, baselines) if plan.remedies and failed else None
+    if inside is not None and inside.trial is not None:
+        trials += (inside.trial,)
     explained = look.cap_confidence(apply_ablations(confirm_by_trials(findings, trials), trials))
     return Treatment(
         scenario=scenario,
@@ -92,6 +99,7 @@ def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Trea
         closer=look.closer,
         no_closer=look.no_closer,
         replayed=look.certificate,
+        inside=inside,
         capsule=capsule,
         diagnosed=look.seen.trace,
         findings=explained,
@@ -236,6 +244,15 @@ def _tried(scenario: Scenario, later: LaterRuns, baselines: Baselines, plan: Pla
     """A trial of each remedy that the findings or the scenario propose."""
     proposed = _proposed(scenario, baselines.findings, failed=baselines.failed is not None)
     return tuple(_try(remedy, scenario, later, baselines, plan) for remedy in proposed)
+
+
+def _inside(scenario: Scenario, before: Run, later: LaterRuns, baselines: Baselines) -> "Inside | None":
+    """What a bisection inside the module of a capsule finds; None for any other scenario."""
+    if not is_replay(scenario):
+        return None
+    from dtypedoctor.trials.bisection.inside import bisect_inside
+
+    return bisect_inside(scenario, before, baselines, later)
 
 
 def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool) -> Iterator[Remedy]:

@@ -53,15 +53,16 @@ def tried_fixes(call: LiveCall, kind: Kind, fixes: Sequence[str]) -> list[dict[s
 
 def _tried(fix: str, change: "Change", call: LiveCall) -> Iterator[dict[str, str]]:
     """What came of one fix; nothing where there is nothing in the call that it would change."""
-    reason = ""
-    with contained() as trouble, change(call) as changed:
+    reason = note = ""
+    with contained() as trouble, change(call) as (changed, done):
         reason = _objection(changed)
+        note = done()
     if isinstance(trouble.error, TargetMismatchError):
         return
     if trouble.error is not None:
         yield _row(fix, NOT_TRIED, f"it could not be put in place: {_named(trouble.error)}")
     else:
-        yield _row(fix, NOT_FIXED if reason else FIXED, reason)
+        yield _row(fix, NOT_FIXED if reason else FIXED, reason or note)
 
 
 def _row(fix: str, outcome: str, reason: str) -> dict[str, str]:
@@ -92,8 +93,14 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.detach().isfinite().all())
 
 
-Change = Callable[[LiveCall], AbstractContextManager[LiveCall]]
+Done = Callable[[], str]
+"""What a fix has done beside making the call pass, as a clause; empty for nothing."""
+Change = Callable[[LiveCall], AbstractContextManager[tuple[LiveCall, Done]]]
 """Inside, the call that it gives has the fix; afterwards the module is as it was."""
+
+
+def _nothing() -> str:
+    return ""
 
 
 def _change(fix: str) -> Change | None:
@@ -107,16 +114,21 @@ def _change(fix: str) -> Change | None:
 
 
 @contextmanager
-def _corrected(call: LiveCall, correction: str, modules: Sequence[str]) -> Iterator[LiveCall]:
+def _corrected(call: LiveCall, correction: str, modules: Sequence[str]) -> Iterator[tuple[LiveCall, Done]]:
     installed = put_in(correction, call.module, modules)
+
+    def done() -> str:
+        clamped = installed.counters.elements("clamped")
+        return f"{clamped:,} elements beyond the range of their dtype are clamped to its max" if clamped else ""
+
     try:
-        yield call
+        yield call, done
     finally:
         installed.undo()
 
 
 @contextmanager
-def _in_bfloat16(call: LiveCall) -> Iterator[LiveCall]:
+def _in_bfloat16(call: LiveCall) -> Iterator[tuple[LiveCall, Done]]:
     """Weights, buffers and inputs that are float16 are bfloat16."""
     held = {id(tensor): tensor for _, tensor in (*call.parameters(), *call.buffers()) if tensor.dtype is torch.float16}
     before = [(tensor, tensor.data) for tensor in held.values()]
@@ -127,7 +139,7 @@ def _in_bfloat16(call: LiveCall) -> Iterator[LiveCall]:
     try:
         for tensor, data in before:
             tensor.data = data.to(torch.bfloat16)
-        yield replace(call, args=args, kwargs=kwargs)
+        yield replace(call, args=args, kwargs=kwargs), _nothing
     finally:
         for tensor, data in before:
             tensor.data = data
@@ -142,20 +154,21 @@ def _bfloat16(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _without_autocast(call: LiveCall) -> Iterator[LiveCall]:
+def _without_autocast(call: LiveCall) -> Iterator[tuple[LiveCall, Done]]:
     if not call.autocast:
         raise TargetMismatchError("the call is in no autocast region")
-    yield replace(call, autocast=())
+    yield replace(call, autocast=()), _nothing
 
 
 @contextmanager
-def _autocast_of_weights(call: LiveCall) -> Iterator[LiveCall]:
+def _autocast_of_weights(call: LiveCall) -> Iterator[tuple[LiveCall, Done]]:
     """The regions have the dtype of the module's own weights, where that is a 16-bit one."""
     dtypes = [tensor.dtype for _, tensor in call.parameters() if tensor.dtype in (torch.float16, torch.bfloat16)]
     if not call.autocast or not dtypes:
         raise TargetMismatchError("the call is in no autocast region, or has no 16-bit weights")
     dtype = max(set(dtypes), key=dtypes.count)
-    yield replace(call, autocast=tuple(AutocastState(device=state.device, dtype=dtype) for state in call.autocast))
+    regions = tuple(AutocastState(device=state.device, dtype=dtype) for state in call.autocast)
+    yield replace(call, autocast=regions), _nothing
 
 
 _CHANGES: dict[str, Change] = {

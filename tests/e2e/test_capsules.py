@@ -105,7 +105,7 @@ def test_a_capsule_replays_without_its_script(tmp_path: Path) -> None:
     said = " ".join(finished.out.split())
     assert "replay of the call of scores (Scores) from capsule capsule, float16 on cpu." in said
     assert "Same verdict as in the run: float16-overflow, aten.mul.Tensor." in said
-    assert "Fixed here by bfloat16." in said
+    assert "Fixed here by bfloat16 or keep-float32." in said
     assert "vocab_size" not in said
     written = (tmp_path / "again" / "report.json").read_text()
     assert str(tmp_path) not in written
@@ -113,6 +113,8 @@ def test_a_capsule_replays_without_its_script(tmp_path: Path) -> None:
     assert report["findings"][0]["fqn"] == "scores"
     assert report["replay"]["verdict"] == "Same verdict as in the run: float16-overflow, aten.mul.Tensor."
     assert {trial["remedy"]: trial["outcome"] for trial in report["trials"]}["bfloat16"] == "fixed"
+    inside = report["replay"]["inside"]
+    assert (inside["parts"], inside["candidates"]) == (["scores"], 1)
     script = dtypedoctor("replay", tmp_path, "--script", cwd=tmp_path)
     assert script.code == 0
     (tmp_path / "alone").mkdir()
@@ -121,6 +123,36 @@ def test_a_capsule_replays_without_its_script(tmp_path: Path) -> None:
     assert status == 1, errors
     assert "FAILS: the output: 4 of 4 elements are inf or NaN in torch.float16" in said
     assert "dtypedoctor" not in script.out
+
+
+ATTENTION = """
+import torch
+from torch import nn
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).transpose(-1, -2)
+        return self.out((scores - scores.amax(-1, keepdim=True)).softmax(-1) @ x)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Identity(), Attention()).half()
+model(torch.full((4, 4), 1000.0).half())
+"""
+
+
+def test_a_replay_names_the_parts_that_must_run_in_float32(tmp_path: Path) -> None:
+    """Of the four parts of the module only its own product of queries and keys overflows."""
+    capsule = caught(ATTENTION, tmp_path)
+    assert isinstance(capsule, Capsule), capsule
+    finished = dtypedoctor("replay", tmp_path, "--allow-code", "--out", tmp_path / "again", cwd=tmp_path)
+    report = json.loads((tmp_path / "again" / "report.json").read_text())
+    inside = report["replay"]["inside"]
+    assert (inside["parts"], inside["one_minimal"], inside["candidates"]) == (["1::self"], True, 4)
+    (trial,) = (trial for trial in report["trials"] if trial["remedy"] == "keep-float32")
+    assert trial["outcome"] == "fixed"
+    said = " ".join(finished.out.split())
+    assert "Smallest set of parts that must run in float32: model[1]'s own operators (no smaller set passes;" in said
 
 
 RANKS = """

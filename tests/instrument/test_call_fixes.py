@@ -74,6 +74,19 @@ def test_a_call_that_rejects_its_dtypes_is_fixed_by_the_region_it_is_in() -> Non
     assert [(row["fix"], row["outcome"]) for row in rows] == [("autocast-off", "fixed")]
 
 
+def test_a_fix_that_clamps_says_so() -> None:
+    """Float32 inside, and float16 behind it: what does not fit there becomes its max."""
+    module = nn.Linear(4, 4, bias=False).half()
+    nn.init.constant_(module.weight, 100.0)
+    call = LiveCall.entered(module, "", (torch.full((2, 4), 300.0, dtype=torch.float16),), {})
+    (row,) = tried_fixes(call, Kind.NONFINITE, ["keep-float32"])
+    assert row == {
+        "fix": "keep-float32",
+        "outcome": "fixed",
+        "reason": "8 elements beyond the range of their dtype are clamped to its max",
+    }
+
+
 def test_a_fix_that_changes_nothing_says_how_the_call_still_fails() -> None:
     """The reason is that of the call with the fix."""
     module = Mixed()

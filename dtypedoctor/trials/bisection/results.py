@@ -211,3 +211,24 @@ class Bisection:
     def probe_seconds(self) -> tuple[float, ...]:
         """How long each of them took."""
         return tuple(s for answer in (self.modules, self.corrections) if answer is not None for s in answer.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """What a bisection inside the module of a capsule has found.
+
+    Attributes:
+        candidates: parts of the module: modules without others in them, and each other module's own operators.
+        runs: how often the call was made.
+        parts: the fewest names for ``keep-float32`` with which the call passes; empty where none were found.
+        one_minimal: none of the parts can be left out.
+        why: why no parts were found, or why there may be fewer; a clause.
+        trial: of the parts, in float32.
+    """
+
+    candidates: int
+    runs: int
+    parts: tuple[str, ...] = ()
+    one_minimal: bool = False
+    why: str = ""
+    trial: Trial | None = None
