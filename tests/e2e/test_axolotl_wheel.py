@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor, forked, report_of
+from command import Finished, dtypedoctor, report_of
 from released_wheels import released
 
 from dtypedoctor.plugins import Correction, registered
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 def run(verb: str, version: str, *options: str | Path) -> Finished:
     """The program with this release on the module path."""
     path = {"PYTHONPATH": str(released("axolotl", version)), "OMP_NUM_THREADS": "1"}
-    return forked(verb, *options, PROGRAM, **path)
+    return dtypedoctor(verb, *options, PROGRAM, timeout=540, **path)
 
 
 def losses(text: str) -> list[str]:
