@@ -38,6 +38,8 @@ def test_float32_values_that_the_released_cast_rounds_are_found_and_corrected(tm
     assert [(one["id"], one["fqn"], one["dtype"]) for one in report["findings"]] == [
         ("rounded-rotary-buffer", "model.rotary_emb", "float32")
     ]
+    assert report["findings"][0]["source"] == "nemo_automodel/components/models/common/utils.py:436"
+    assert report["findings"][0]["remedies"] == [VALUES]
     assert {trial["remedy"]: trial["outcome"] for trial in report["trials"]} == {VALUES: "fixed"}
 
 
