@@ -29,6 +29,7 @@ LONGEST_PROSE = 16
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 """Expressions that a method can be called on without parentheses."""
 
+_DOCTOR = Path(__file__).resolve().parents[1]
 _BETWEEN = ("/site-packages/torch/", "/dist-packages/torch/", "/dtypedoctor/instrument/", "/dtypedoctor/corrections/")
 """Folders of code that only carries out what the program's line asks for."""
 
@@ -122,7 +123,7 @@ class Scene:
 
     def _opened(self, path: Path) -> Source | None:
         whole = path.resolve()
-        installed = {"site-packages", "dist-packages"} & set(whole.parts)
+        installed = {"site-packages", "dist-packages"} & set(whole.parts) or whole.is_relative_to(_DOCTOR)
         if whole.suffix != ".py" or installed or not any(whole.is_relative_to(folder) for folder in self.folders):
             return None
         try:
@@ -177,6 +178,19 @@ class Scene:
         """The file and line that the finding names."""
         return self.line_at(self.finding.source or "")
 
+    def installed(self, path: str) -> Source | None:
+        """A file of an installed library, read once; None for any other, or where it cannot be read."""
+        key = f"installed {path}"
+        if key not in self._read:
+            whole = Path(path)
+            known = whole.suffix == ".py" and {"site-packages", "dist-packages"} & set(whole.parts)
+            try:
+                data = read_file(whole, LARGEST_SOURCE) if known else b""
+                self._read[key] = Source(whole, data, ast.parse(data)) if known else None
+            except (OSError, ValueError, SyntaxError):
+                self._read[key] = None
+        return self._read[key]
+
     def failing_file(self) -> Source | None:
         """The file that the finding names, or else that of the innermost frame of the program's, or else the script."""
         at = self.failing_line() or self.failing_frame()
@@ -228,6 +242,38 @@ def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit,
         return ()
     file = scene.shown(source.path)
     return tuple(Edit(file=file, line=i + 1, old=before[i], new=after[i]) for i in lines)
+
+
+def masked_line(source: Source, line: int) -> str:
+    """A line of a file with the inside of each text masked, letter by letter: texts may be secrets or data, and are not needed to find a line."""
+    shown = bytearray(source.data.splitlines()[line - 1])
+    for node in ast.walk(source.tree):
+        if _is_text(node) and isinstance(node, ast.expr) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            begin = node.col_offset if node.lineno == line else 0
+            end = (node.end_col_offset or 0) if node.end_lineno == line else len(shown)
+            shown[begin:end] = _MASK * (end - begin)
+    return without_secrets(shown.decode("utf-8", "replace"))
+
+
+_MASK = b"*"
+_HARMLESS_TEXT = re.compile(r"[A-Za-z_]{1,12}|[a-z]{1,8}\d{1,2}")
+
+
+def _is_text(node: ast.AST) -> bool:
+    """Whether a node is a text that may be a secret or data, and not a word such as ``cpu``, ``float16`` or ``gelu``."""
+    if isinstance(node, ast.JoinedStr):
+        return True
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str | bytes):
+        return False
+    return isinstance(node.value, bytes) or not _HARMLESS_TEXT.fullmatch(node.value)
+
+
+_TEXT = re.compile(r"[A-Za-z_]{1,12}|[a-z]{1,8}\d{1,2}")
+
+
+def _is_harmless(node: ast.AST) -> bool:
+    """Whether a text is a word such as ``cpu``, ``float16`` or ``gelu``."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(_HARMLESS_TEXT.fullmatch(node.value))
 
 
 _TEXT = re.compile(

@@ -123,6 +123,28 @@ class Advice:
     edits: tuple[Edit, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excerpt:
+    """A line of source at which a failure happened, or which led there; texts in it are masked.
+
+    Attributes:
+        file: path, relative to the working directory where it is inside of it; of a library from the top of its package on.
+        line: number, from 1.
+        function: in which the line stands; empty where that is not known.
+        text: the line.
+        begin, end: the columns (characters, from 0) of what was being done there; 0 and 0 where they are not known.
+        skipped: how many frames lie between the excerpt before this one and this one.
+    """
+
+    file: str
+    line: int
+    function: str
+    text: str
+    begin: int = 0
+    end: int = 0
+    skipped: int = 0
+
+
 Detector = Callable[["Trace"], Iterable[Finding]]
 Inspector = Callable[["Subject"], Iterable[Finding]]
 

@@ -1,15 +1,16 @@
-"""What to do about each finding, in words and as a change of the program's source, and how that is laid out."""
+"""What to do about each finding, in words and as a change of the program's source; the lines at which it shows; how both are laid out."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtypedoctor.diagnosis.edits import Scene, edits_for
+from dtypedoctor.diagnosis.edits import Scene, Source, edits_for, masked_line
 from dtypedoctor.diagnosis.registry import page, spec_of
-from dtypedoctor.diagnosis.rule import Advice, Edit, Finding, FindingSpec
-from dtypedoctor.diagnosis.wording import short
+from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec
+from dtypedoctor.diagnosis.wording import short, shown_line
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.report.document import Block, Code, Heading, Paragraph
+from dtypedoctor.report.text import counted
 from dtypedoctor.scenario.model import Script
 from dtypedoctor.trials.results import Treatment
 
@@ -19,16 +20,95 @@ MOST_LINES = 12
 
 def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
     """What to do about each finding, in their order; without edits where the program's files may not be read."""
-    workload = treatment.scenario.steps[0].workload
-    script = Path(workload.path).resolve() if isinstance(workload, Script) and workload.path else None
-    here = Path.cwd().resolve()
-    folders = (here, *([script.parent] if script is not None else []))
     for finding in treatment.findings:
         spec = spec_of(finding.id)
-        scene = Scene(finding, treatment.diagnosed, folders, script)
+        scene = _scene(treatment, finding)
         edits, remark = edits_for(scene, spec.edits) if own_files else ((), "")
         text = f"{_text(spec, finding, scene.other)} {remark}".rstrip()
         yield Advice(finding=finding.id, text=text, edits=edits)
+
+
+def _scene(treatment: Treatment, finding: Finding) -> Scene:
+    workload = treatment.scenario.steps[0].workload
+    script = Path(workload.path).resolve() if isinstance(workload, Script) and workload.path else None
+    here = Path.cwd().resolve()
+    return Scene(finding, treatment.diagnosed, (here, *([script.parent] if script is not None else [])), script)
+
+
+def excerpts_of(treatment: Treatment, *, own_files: bool) -> tuple[Excerpt, ...]:
+    """The lines at which the first finding shows; none where the program's files may not be read."""
+    if not treatment.findings or not own_files:
+        return ()
+    scene = _scene(treatment, treatment.findings[0])
+    raised = scene.raised
+    if raised is not None and not raised.caught and len(raised.spans) == len(raised.frames):
+        return tuple(_along(scene, list(zip(raised.frames, raised.spans, strict=True))))
+    found = scene.failing_line()
+    return (_excerpt(found[0], found[1], "", [], scene.shown(found[0].path)),) if found is not None else ()
+
+
+Frame = tuple[str, list[int]]
+"""``/path/of/file.py:line function`` and the span of what it was doing."""
+
+
+def _along(scene: Scene, frames: list[Frame]) -> Iterator[Excerpt]:
+    """The program's innermost line, and the line of the library inside of it where the exception was raised."""
+    opened = [_opened(scene, frame[0]) for frame in frames]
+    last = max((at for at, (_, is_own) in enumerate(opened) if is_own), default=-1)
+    if last < 0:
+        return
+    yield _excerpt_of(scene, frames[last], skipped=0)
+    raised_in = max((at for at, (source, _) in enumerate(opened) if source is not None), default=last)
+    if raised_in > last:
+        yield _excerpt_of(scene, frames[raised_in], skipped=raised_in - last - 1)
+
+
+def _opened(scene: Scene, frame: str) -> tuple[Source | None, bool]:
+    """The file of a frame, and whether it is the program's own."""
+    path = frame.rpartition(" ")[0].rpartition(":")[0]
+    own = scene.source(path)
+    return (own, True) if own is not None else (scene.installed(path), False)
+
+
+def _excerpt_of(scene: Scene, frame: Frame, *, skipped: int) -> Excerpt:
+    at, _, function = frame[0].rpartition(" ")
+    line = int(at.rpartition(":")[2])
+    source, is_own = _opened(scene, frame[0])
+    assert source is not None
+    file = scene.shown(source.path) if is_own else shown_line(at).rpartition(":")[0]
+    return _excerpt(source, line, function, frame[1], file, skipped)
+
+
+def _excerpt(source: Source, line: int, function: str, span: list[int], file: str, skipped: int = 0) -> Excerpt:
+    text = masked_line(source, line)
+    begin, end = len(text) - len(text.lstrip()), len(text)
+    if len(span) == 4 and span[0] == line:
+        raw = source.data.splitlines()[line - 1]
+        begin = len(raw[: span[2]].decode("utf-8", "replace"))
+        end = len(raw[: span[3]].decode("utf-8", "replace")) if span[1] == line else len(text)
+    return Excerpt(
+        file=file, line=line, function=function, text=text, begin=begin, end=min(end, len(text)), skipped=skipped
+    )
+
+
+def where_it_shows(excerpts: tuple[Excerpt, ...]) -> tuple[Block, ...]:
+    """The excerpts with a caret under what failed, as compilers show it."""
+    return (
+        (Heading("where"), Code("\n".join(line for one in excerpts for line in _lines(one)), "text"))
+        if excerpts
+        else ()
+    )
+
+
+def _lines(one: Excerpt) -> Iterator[str]:
+    margin = " " * len(str(one.line))
+    if one.skipped:
+        yield f"{margin} … {counted(one.skipped, 'frame')}"
+    yield f"{margin}--> {one.file}:{one.line}" + (f" in {one.function}" if one.function else "")
+    yield f"{margin} |"
+    yield f"{one.line} | {one.text}"
+    if one.end > one.begin:
+        yield f"{margin} | {' ' * one.begin}{'^' * (one.end - one.begin)}"
 
 
 def _text(spec: FindingSpec, finding: Finding, other: str | None) -> str:

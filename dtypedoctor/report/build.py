@@ -12,7 +12,7 @@ from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.replay.capsule import MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
-from dtypedoctor.report.advice import advice_on
+from dtypedoctor.report.advice import advice_on, excerpts_of
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import run_document
@@ -58,6 +58,7 @@ def build_report(
         headline=headline,
         findings=treatment.findings,
         do_this=tuple(advice_on(treatment, own_files=own_files)),
+        excerpts=excerpts_of(treatment, own_files=own_files),
         trials=treatment.trials,
         before=treatment.before_summary,
         trace_usable=any(run.trace.usable for run in treatment.before.processes),

@@ -5,7 +5,7 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Any
 
-from dtypedoctor.diagnosis.rule import Advice, Finding
+from dtypedoctor.diagnosis.rule import Advice, Excerpt, Finding
 from dtypedoctor.trials.results import Observer, Outcome, Parity, RunSummary, Trial
 from dtypedoctor.values import dataclass
 
@@ -140,6 +140,8 @@ class Report:
     findings: tuple[Finding, ...] = ()
     do_this: tuple[Advice, ...] = ()
     """What to do about each finding, in their order."""
+    excerpts: tuple[Excerpt, ...] = ()
+    """The lines of source at which the first finding shows: the program's own, then that of the library where it raised."""
     trials: tuple[Trial, ...] = ()
     before: RunSummary | None = None
     trace_usable: bool = True

@@ -7,7 +7,7 @@ from typing import Any
 from dtypedoctor.diagnosis.rule import Finding, Link, Severity
 from dtypedoctor.dtypes import short_name
 from dtypedoctor.redaction.redact import redact
-from dtypedoctor.report.advice import do_this
+from dtypedoctor.report.advice import do_this, where_it_shows
 from dtypedoctor.report.before_after import before_after
 from dtypedoctor.report.document import (
     Beside,
@@ -128,7 +128,10 @@ def _verdict(report: Report) -> Section:
     ]
     rest = others[_MOST_IN_FULL:]
     return Section(
-        "", (*advice, Beside(facts, _story(report.findings[0])), *folds, *_briefly(rest)), "verdict", "Verdict"
+        "",
+        (*advice, *where_it_shows(report.excerpts), Beside(facts, _story(report.findings[0])), *folds, *_briefly(rest)),
+        "verdict",
+        "Verdict",
     )
 
 

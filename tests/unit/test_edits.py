@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from traces import TraceBuilder
 
-from dtypedoctor.diagnosis.edits import MAKERS, Scene, edits_for, safe_line
+from dtypedoctor.diagnosis.edits import MAKERS, Scene, edits_for, masked_line, safe_line
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Severity
 
@@ -99,3 +99,21 @@ def test_every_maker_that_a_spec_names_is_there() -> None:
     for spec in map(spec_of, finding_ids()):
         assert set(spec.edits) <= set(MAKERS)
         assert spec.do_this.format(module="m", op="o", dtype="d", other="e") is not None
+
+
+def test_texts_of_an_excerpt_are_masked_letter_by_letter(tmp_path: Path) -> None:
+    """So that the caret still stands under what failed; words such as `cpu` and `float16` stay, also in the middle of a long text nothing does."""
+    read = scene(
+        tmp_path,
+        "raise ValueError(f'no {batch} for velvet-otter', 'Jane Doe', 'cpu', 'float16', b'key')",
+        'text = """Patient',
+        'has pneumonia""" + x.half()',
+    )
+    source = read.source(tmp_path / "train.py")
+    assert source is not None
+    shown = [masked_line(source, line) for line in (2, 3, 4)]
+    assert [len(line) for line in shown] == [len(line) for line in source.data.decode().splitlines()[1:]]
+    assert shown[0].startswith("raise ValueError(***")
+    assert "'cpu', 'float16'" in shown[0]
+    assert shown[2].endswith(" + x.half()")
+    assert not any(word in line for line in shown for word in ("otter", "Jane", "key", "Patient", "pneumonia"))
