@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import shutil
 import sys
 from dataclasses import asdict
 from importlib.util import decode_source
@@ -12,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from dtypedoctor.cli.launchers import taken_apart
 from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, Out, OverheadBudget, announce
 from dtypedoctor.errors import UsageError
 
@@ -107,6 +106,8 @@ def execute(
     Exits 0 if nothing is found and the script succeeds, 10 otherwise. The script's output stays on its own streams; the report
     goes to stderr. Options of dtypedoctor stand before SCRIPT, those of the script after it.
     """
+    launch = taken_apart(script, arguments or [], module=module, text=text)
+    script, module, text = launch.script, launch.module, launch.text
     target = script_target(script, module=module, text=text)
     announce("Running the text of -c" if text else f"Running {script}", terminal_only=True)
     from dtypedoctor.cli.scripts import treat_script
@@ -125,9 +126,12 @@ def execute(
         overhead_budget=_budget(overhead_budget),
         remedies=remedies,
         distributed=Distributed(processes=nproc_per_node) if nproc_per_node is not None else None,
-        steps=[ScenarioStep(workload=Script(kind="script", args=arguments or [], **target))],
+        steps=[ScenarioStep(workload=Script(kind="script", args=list(launch.arguments), launcher=list(launch.launcher), **target))],
     )
     here = member()
+    if launch.launcher and (here is not None or nproc_per_node is not None):
+        why = "this process is one of several already" if here is not None else "--nproc-per-node starts torchrun itself"
+        raise UsageError(f"{launch.launcher[0]}: {why}", "Give the script without the launcher.")
     if here is not None and nproc_per_node is not None:
         raise UsageError(
             "--nproc-per-node: this process is one of several already", "Leave it out: RANK and WORLD_SIZE are set."
@@ -193,19 +197,11 @@ def script_target(script: str, *, module: bool, text: bool) -> dict[str, str]:
         return {"code": script}
     if script == "-":
         return {"path": script, "code": _standard_input()}
-    if _INTERPRETER.fullmatch(Path(script).name) and shutil.which(script):
-        raise UsageError(
-            f"{script}: give the script without the interpreter",
-            "dtypedoctor exec train.py, or -m and a module's name.",
-        )
     if not Path(script).exists():
         raise UsageError(
             f"{script}: no such script{_meant_beside(script)}", "Give a file, or -m and the name of a module."
         )
     return {"path": script}
-
-
-_INTERPRETER = re.compile(r"python[0-9.]*")
 
 
 def _meant_beside(script: str) -> str:

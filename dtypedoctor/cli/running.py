@@ -28,7 +28,7 @@ from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_report, re
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import new_directory
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher
-from dtypedoctor.runner.process import run_ranks, run_script
+from dtypedoctor.runner.process import run_launched, run_ranks, run_script
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.loading import resolve
 from dtypedoctor.scenario.model import Request, Scenario, Script
@@ -132,8 +132,9 @@ def _starter(scenario: Scenario, directory: Path, view: LiveView, preload: Seque
     """What runs a scenario: torchrun for several processes, a fresh interpreter for a script, else a warm server."""
     if scenario.distributed is not None:
         yield lambda request, place: run_ranks(request, place, live=False, progress=view.progress)
-    elif isinstance(scenario.steps[0].workload, Script):
-        yield lambda request, place: run_script(request, place, live=False)
+    elif isinstance(workload := scenario.steps[0].workload, Script):
+        run = run_launched if workload.launcher else run_script
+        yield lambda request, place: run(request, place, live=False)
     else:
         imported = (PRELOAD,) if preload is None else (WORKER, *preload)
         with Launcher(directory / "server.log", progress=view.progress, preload=imported) as launcher:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.runner.directories import remove_unused
-from dtypedoctor.runner.process import outliving, run_ranks, run_script
+from dtypedoctor.runner.process import outliving, run_launched, run_ranks, run_script
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trials.plan import Plan, first_run
 
@@ -35,7 +35,9 @@ def treat_script(scenario: Scenario, directory: Path, plan: Plan, *, in_place: b
         UsageError: there is no such script, the directory cannot be used, or another run cannot have a view of the working
             directory. The directory is gone then, unless something else lies in it.
     """
-    run = run_script if scenario.distributed is None else run_ranks
+    workload = scenario.steps[0].workload
+    launched = isinstance(workload, Script) and bool(workload.launcher)
+    run = run_launched if launched else run_script if scenario.distributed is None else run_ranks
     with removed_if_refused(directory), outliving(), ExitStack() as resources:
         reruns = resources.enter_context(_reruns(directory, in_place=in_place)) if plan.runs_again else None
 

@@ -151,7 +151,7 @@ def _sent_since_the_failure(origin: Rank) -> Iterator[tuple[Key, Sample]]:
 
 def across_ranks(findings: Sequence[Finding], ranks: Sequence[Rank], source: int) -> tuple[Finding, ...]:
     """The findings of rank ``source``, the first of them with what the other ranks add."""
-    if not findings or not ranks:
+    if not findings or len(ranks) < 2:
         return tuple(findings)
     first, *others = (replace(finding, rank=source) for finding in findings)
     return (replace(first, evidence=(*_told(ranks, source), *first.evidence)), *others)
@@ -159,6 +159,8 @@ def across_ranks(findings: Sequence[Finding], ranks: Sequence[Rank], source: int
 
 def coverage_of(ranks: Sequence[Rank]) -> Iterator[str]:
     """A line for each rank: how it ended, and how far it came."""
+    if len(ranks) < 2:
+        return
     furthest = max((rank.entered() for rank in ranks), default=0)
     for rank in ranks:
         count = rank.entered()

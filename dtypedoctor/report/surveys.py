@@ -161,6 +161,7 @@ def _exec(scenario: Scenario, script: Script) -> str:
         words += ["--overhead-budget", scenario.overhead_budget]
     for remedy in scenario.remedies:
         words += exec_option(remedy)
+    words += ["-m", *script.launcher] if script.launcher else []
     words += ["-m", script.module] if script.module else ["-c", script.code] if script.code else [str(script.path)]
     return shlex.join([*words, *script.args])
 

@@ -19,13 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from dtypedoctor.redaction.redact import write_request_file
+from dtypedoctor.errors import UsageError
+from dtypedoctor.redaction.redact import forget_request, write_request_file
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.ending import end
-from dtypedoctor.runner.run import Run, WorkerExit, collect, led_by, write_request
+from dtypedoctor.runner.run import STDERR, Run, WorkerExit, collect, led_by, write_request
 from dtypedoctor.runner.streams import Streams
 from dtypedoctor.scenario.model import Request, Script
-from dtypedoctor.trace.ranks import child_directories, rank_directory
+from dtypedoctor.trace.ranks import child_directories, rank_directories, rank_directory
 
 LONGEST_WAIT = 0.5
 
@@ -364,6 +365,49 @@ def run_script(
     return replace(own, children={number: collect(place, ended, foreign=True) for number, place in spawned.items()})
 
 
+def run_launched(
+    request: Request,
+    directory: Path,
+    *,
+    live: bool,
+    through: Sequence[str] = (),
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Run:
+    """Runs the script of ``request`` by its own launcher, with the launcher's options; see :func:`run_script`.
+
+    Returns:
+        The run of the rank that failed first, or of rank 0; its ``ranks`` are those that the launcher has started on this
+        machine.
+
+    Raises:
+        UsageError: the directory cannot be written, or the launcher ended before it had started the script.
+    """
+    workload = request.scenario.steps[0].workload
+    assert isinstance(workload, Script)  # whoever asks for a launcher has a script
+    make_directory(directory)
+    write_request(directory, request)
+    module, *options = workload.launcher
+    is_torchrun = module == _TORCHRUN
+    start = ["-P", str(ELASTIC), str(directory.resolve() / FAILURES)] if is_torchrun else ["-P", "-m", module]
+    script = [str(BOOT), "--launched", str(directory.resolve())]
+    ended = run_process(
+        [*through, sys.executable, *start, *options, *script],
+        directory,
+        live=live,
+        time_limit=request.scenario.time_limit,
+        meanwhile=meanwhile,
+    )
+    forget_request(directory)
+    ranks = rank_directories(directory)
+    if not ranks:
+        hint = "What it printed is above." if live else f"What it printed: {directory / STDERR}"
+        raise UsageError(f"{module} ended with {ended.code} before it started {workload.path or workload.module}", hint)
+    failures = _failures(directory)
+    runs = [_collect(directory, rank, ended, failures, foreign=True) for rank in ranks]
+    return led_by(tuple(runs), min(failures, key=lambda rank: float(failures[rank]["time"]), default=min(ranks)))
+
+
+_TORCHRUN = "torch.distributed.run"
 ELASTIC = BOOT.with_name("elastic.py")
 FAILURES = "failures.json"
 LOGS = "torchrun"

@@ -170,8 +170,9 @@ def _nothing(why: str) -> Trace:
 
 def led_by(ranks: tuple[Run, ...], rank: int) -> Run:
     """The run of one rank, which stands for that of all; it is also noted where they lie."""
-    lead(ranks[rank].directory.parent, rank)
-    return replace(ranks[rank], ranks=ranks)
+    leading = next(run for run in ranks if run.rank == rank)
+    lead(leading.directory.parent, rank)
+    return replace(leading, ranks=ranks)
 
 
 BEFORE = "before"

@@ -174,6 +174,9 @@ class Script(Strict):
     module: str | None = Field(default=None, description="Dotted module name, as `python -m`.")
     code: str | None = Field(default=None, description='Source text, as `python -c`; with `path: "-"`, as `python -`.')
     args: list[str] = Field(default_factory=list, description="Arguments of the script.")
+    launcher: list[str] = Field(
+        default_factory=list, description="Module and options of the launcher that starts its processes."
+    )
 
     @model_validator(mode="after")
     def _one_target(self) -> Self:

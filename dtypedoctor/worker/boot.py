@@ -16,6 +16,8 @@ AT_START = frozenset(sys.modules)
 
 RANK = "--rank"
 """Stands before the directory where it is that of all ranks, and this process is one of them."""
+LAUNCHED = "--launched"
+"""Stands before the same, where a launcher of the user's has started this process, maybe as the only one."""
 TREATED = "--treated"
 """Stands before what :func:`dtypedoctor.worker.treated.serve` is to do, instead of a directory."""
 
@@ -30,7 +32,7 @@ def begin() -> None:
         sys.path.append(home)
     before = _real_modules_first()
     serve = _service()
-    if sys.argv[1] == RANK:
+    if sys.argv[1] in (RANK, LAUNCHED):
         _die_with_torchrun()
     sys.path[:] = before
     if not installed:
@@ -54,6 +56,8 @@ def _service() -> "Callable[[], None]":
 
     if first == RANK:
         return lambda: script.serve_rank(Path(rest[0]))
+    if first == LAUNCHED:
+        return lambda: script.serve_launched(Path(rest[0]))
     return lambda: script.serve(Path(first))
 
 

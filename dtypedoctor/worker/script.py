@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.interruptions import contained, noticing
-from dtypedoctor.redaction.redact import read_request
+from dtypedoctor.redaction.redact import read_request, write_request_file
 from dtypedoctor.trace.events import NOT_HERE, NOTHING_WATCHED, NotWatched
 from dtypedoctor.trace.ranks import STREAMS, member, rank_directory
 from dtypedoctor.trace.writer import TraceWriter
@@ -74,6 +74,27 @@ def serve_rank(directory: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # the trace is complete: libraries' exit handlers can only hang or fail here
+
+
+def serve_launched(directory: Path) -> None:
+    """The same for a process that a launcher of the user's has started; it records beside the others in ``directory``.
+
+    A process that the launcher starts a second time, after a failure, runs the script without being recorded.
+    """
+    here = member()
+    place = rank_directory(directory, here.rank if here is not None else 0)
+    request = from_json(read_request(directory))
+    settings = request["scenario"]["steps"][0]["workload"]
+    if request["repeats"]:
+        request["repeats"] = str(rank_directory(Path("..") / request["repeats"], int(place.name.rpartition("-")[2])))
+    try:
+        place.mkdir()
+        write_request_file(place, to_json(request))
+    except OSError:
+        program = main_module.program(settings["path"], settings["module"], settings["code"])
+        main_module.run(program, settings["args"])
+        return
+    serve(place)
 
 
 def _enter_rank(directory: Path) -> Path:
