@@ -126,11 +126,17 @@ def execute(
         overhead_budget=_budget(overhead_budget),
         remedies=remedies,
         distributed=Distributed(processes=nproc_per_node) if nproc_per_node is not None else None,
-        steps=[ScenarioStep(workload=Script(kind="script", args=list(launch.arguments), launcher=list(launch.launcher), **target))],
+        steps=[
+            ScenarioStep(
+                workload=Script(kind="script", args=list(launch.arguments), launcher=list(launch.launcher), **target)
+            )
+        ],
     )
     here = member()
     if launch.launcher and (here is not None or nproc_per_node is not None):
-        why = "this process is one of several already" if here is not None else "--nproc-per-node starts torchrun itself"
+        why = (
+            "this process is one of several already" if here is not None else "--nproc-per-node starts torchrun itself"
+        )
         raise UsageError(f"{launch.launcher[0]}: {why}", "Give the script without the launcher.")
     if here is not None and nproc_per_node is not None:
         raise UsageError(

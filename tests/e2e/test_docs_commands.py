@@ -28,7 +28,7 @@ OURS = [command for command in COMMANDS if command.words[0] == "dtypedoctor" and
 """Those of this program; what the package of docs/extending.md adds is typed by test_extension.py, which installs it."""
 STARTS_NO_RUN = frozenset({"scenarios", "report", "compare", "explain", "env"})
 CHEAP = [c for c in OURS if not c.inline and c.arguments[0] in STARTS_NO_RUN and not c.has_placeholder]
-OTHER_PROGRAMS = frozenset({"git", "cd", "python3", "python", "pip"})
+OTHER_PROGRAMS = frozenset({"git", "cd", "python3", "python", "pip", "pytest"})
 
 
 def test_nothing_is_shown_that_is_not_checked_here() -> None:
