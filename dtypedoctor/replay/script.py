@@ -109,7 +109,12 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
         "recurrent": "torch.nn.modules.rnn:" in str(capture["recipe"]),
         "partial": "'partial': " in str(capture),
         "forward": "'forward': " in str(capture["recipe"]),
+        "output": claim.check != "dtype" or bool(capture["calls"] or capture.get("own")),
+        "autocast": bool(capture["autocast"]),
+        "buffers": any(recipe["buffers"] for recipe in _recipes(capture["recipe"])),
+        "children": bool(capture["recipe"]["children"]),
     }
+    needed |= {"raises": not needed["output"], "plain": not needed["autocast"]}
     needless = tuple(f" @{name}" for name, is_needed in needed.items() if not is_needed)
     body = _without(needless, HEAD).format(
         about=_comment((claim.title, *claim.about, f"Made with {claim.made_with}.")),
@@ -129,6 +134,14 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
     end = _without(needless, END)
     functions = _without(needless, "".join(_helpers(body + end)) + end)
     return body + functions.replace("\n\n\n", "\n\n")
+
+
+def _recipes(recipe: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The recipe of a module and of those in it."""
+    yield recipe
+    for child in recipe["children"].values():
+        if child is not None:
+            yield from _recipes(child)
 
 
 def _source(text: str) -> str:
@@ -212,7 +225,7 @@ def _without(needless: tuple[str, ...], text: str) -> str:
     """The text without the lines that end in one of the marks, and without all marks."""
     lines = [line for line in text.split("\n") if not line.endswith(needless)]
     return re.sub(
-        r"(  #)? @(own|backward|accuracy|random|file|recurrent|forward|partial)$",
+        r"(  #)? @(own|backward|accuracy|random|file|recurrent|forward|partial|output|raises|autocast|plain|buffers|children)$",
         "",
         "\n".join(lines),
         flags=re.MULTILINE,
@@ -390,7 +403,7 @@ import importlib
 import json  # @file
 import sys
 import types
-from contextlib import ExitStack
+from contextlib import ExitStack  # @autocast
 from pathlib import Path  # @file
 
 import torch
@@ -398,7 +411,7 @@ import torch
 {source}CHECK = {check!r}
 LIMIT = {limit!r}  # of the relative error @accuracy
 GRAD = {grad!r}
-AUTOCAST = {autocast!r}
+AUTOCAST = {autocast!r}  # @autocast
 RANDOM = {random!r}  # the tensor that holds the state of the random generator @random
 DEVICE = "cpu"
 CAST = {{}}  # dtypes that stand for others, while the call is made in float32
@@ -421,7 +434,7 @@ def kept():
 
 CALLS = [{calls}]  # what the modules inside returned, in order @own
 GRADIENTS = {{{gradients}}}  # of what has left the module @backward
-LEFT = []  # what has left the module, in order: to the modules in it, and as its output
+LEFT = []  # what has left the module, in order: to the modules in it, and as its output @output
 RETURNED = []  # what the modules in it are going to return @own
 '''
 
@@ -453,10 +466,10 @@ def made(cls, attributes, parameters={}, buffers={}, children={}, forward=None):
         if value is not None and not hasattr(value, "quant_state"):
             value = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
         instance.register_parameter(name, value)
-    for name, value in buffers.items():
-        instance.register_buffer(name, value)
-    for name, child in children.items():
-        instance.add_module(name, child)
+    for name, value in buffers.items():  # @buffers
+        instance.register_buffer(name, value)  # @buffers
+    for name, child in children.items():  # @children
+        instance.add_module(name, child)  # @children
     if hasattr(instance, "_init_flat_weights"):  # @recurrent
         instance._init_flat_weights()  # @recurrent
     if forward is not None:  # @forward
@@ -516,6 +529,11 @@ def tensors(value):
         for item in (vars(value) if isinstance(value, types.SimpleNamespace) else value).values():
             yield from tensors(item)
 """,
+    "bad": """
+
+def bad(tensor):
+    return int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+""",
     "drawn": '''
 
 def drawn(shape, dtype, scale, seed):
@@ -553,10 +571,6 @@ def load(path):
 
 END = '''
 
-def bad(tensor):
-    return int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
-
-
 def attempt(wide):
     """Makes the call; in float32 with ``wide``. What has left the module, and what it raised."""
     T = kept()
@@ -567,16 +581,18 @@ def attempt(wide):
     fixed = [name for name, t in T.items() if not t.is_floating_point() or "gradient" in name or ".packed" in name]  # @backward
     T = {name: t if name in fixed else t.requires_grad_() for name, t in T.items()}  # @backward
     torch.set_rng_state(T.pop(RANDOM))  # @random
-    LEFT.clear()
+    LEFT.clear()  # @output
     RETURNED[:] = [(name, result(T)) for name, result in CALLS]  # @own
     raised = None
-    with ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(GRAD))
-        for device, name in [] if wide else AUTOCAST:
-            stack.enter_context(torch.autocast(device, dtype=getattr(torch, name)))
+    with torch.set_grad_enabled(GRAD):  # @plain
+    with ExitStack() as stack:  # @autocast
+        stack.enter_context(torch.set_grad_enabled(GRAD))  # @autocast
+        for device, name in [] if wide else AUTOCAST:  # @autocast
+            stack.enter_context(torch.autocast(device, dtype=getattr(torch, name)))  # @autocast
         try:
             args, kwargs = arguments(T)
-            LEFT.append(("the output", list(tensors(module(T)(*args, **kwargs)))))
+            LEFT.append(("the output", list(tensors(module(T)(*args, **kwargs)))))  # @output
+            module(T)(*args, **kwargs)  # @raises
         except Ended:  # @own
             pass  # @own
         except RuntimeError as error:
@@ -586,7 +602,8 @@ def attempt(wide):
             return gradients(T), raised  # @backward
         except RuntimeError as error:  # @backward
             raised = error  # @backward
-    return list(LEFT), raised
+    return list(LEFT), raised  # @output
+    return [], raised  # @raises
 
 
 def main():
@@ -596,20 +613,20 @@ def main():
         return done(2, f"float32 raises too: {raised_wide}")
     if CHECK == "dtype" or raised is not None:
         return done(1, f"FAILS: {raised} (in float32 nothing is raised)") if raised else done(0, "nothing is raised")
-    for (what, given), (_, exact) in zip(narrow, wide):
-        for tensor, reference in zip(given, exact):
-            if not tensor.is_floating_point():
-                continue
-            count, largest = bad(tensor), reference.detach().abs().amax().item() if reference.numel() else 0.0
-            print(f"{what}: {tensor.dtype}, {count} not finite; the largest in float32: {largest:g}")
-            if bad(reference):
-                return done(2, f"{what} is not finite in float32 either")
-            if CHECK != "accuracy" and count:
-                return done(1, f"FAILS: {what}: {count} of {tensor.numel()} elements are inf or NaN in {tensor.dtype}")
+    for (what, given), (_, exact) in zip(narrow, wide):  # @output
+        for tensor, reference in zip(given, exact):  # @output
+            if not tensor.is_floating_point():  # @output
+                continue  # @output
+            count, largest = bad(tensor), reference.detach().abs().amax().item() if reference.numel() else 0.0  # @output
+            print(f"{what}: {tensor.dtype}, {count} not finite; the largest in float32: {largest:g}")  # @output
+            if bad(reference):  # @output
+                return done(2, f"{what} is not finite in float32 either")  # @output
+            if CHECK != "accuracy" and count:  # @output
+                return done(1, f"FAILS: {what}: {count} of {tensor.numel()} elements are inf or NaN in {tensor.dtype}")  # @output
             error = float((tensor.float() - reference).norm() / reference.norm().clamp_min(1e-30))  # @accuracy
             if error > LIMIT:  # @accuracy
                 return done(1, f"FAILS: {what} has a relative error of {error:.3g} against float32")  # @accuracy
-    return done(0, "everything is as it should be")
+    return done(0, "everything is as it should be")  # @output
 
 
 def done(status, sentence):
