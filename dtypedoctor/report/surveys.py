@@ -75,16 +75,21 @@ _TORCH_BUILD = re.compile(r"(?P<version>[\w.]+)\+(?P<build>cpu|xpu|cu\d+|rocm[\d
 
 
 def install_command(environment: Mapping[str, Any]) -> str:
-    """``pip install`` of dtypedoctor and of the recorded versions.
+    """``pip install`` of dtypedoctor and of the recorded versions, for a shell.
 
+    No package index has dtypedoctor, so the shell variable ``DTYPEDOCTOR`` says where it is; without one the shell stops and says so.
     Builds of torch are taken from the index that has them, because a CPU build and a CUDA build do not compute the same.
     Of other local labels (``+git1a2b3c4``), which no index knows, only the version is kept.
     """
     recorded = environment.get("versions")
     versions = {name: str(version) for name, version in recorded.items()} if isinstance(recorded, Mapping) else {}
     indices = dict.fromkeys(_indices(versions))
-    pins = [f"dtypedoctor=={__version__}", *(f"{name}=={_pinned(version)}" for name, version in versions.items())]
-    return shlex.join(["pip", "install", *(f"--extra-index-url={index}" for index in indices), *pins])
+    pins = [f"{name}=={_pinned(version)}" for name, version in versions.items()]
+    options = shlex.join(["pip", "install", *(f"--extra-index-url={index}" for index in indices)])
+    return f"{options} {_DOCTOR} {shlex.join(pins)}".rstrip()
+
+
+_DOCTOR = f'"${{DTYPEDOCTOR:?set it to the path of a wheel or checkout of dtypedoctor {__version__}}}"'
 
 
 def _indices(versions: Mapping[str, str]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import TypeVar
 
+from dtypedoctor import __version__
 from dtypedoctor.report.document import (
     Bar,
     Beside,
@@ -55,7 +56,7 @@ def render_markdown(document: Document, limit: int = LIMIT) -> str:
     """
     head = f"## {prose(document.title, 600)}" if document.headline else ""
     if document.about:
-        tool = "" if "dtypedoctor" in document.about else " (report by dtypedoctor)"
+        tool = "" if "dtypedoctor" in document.about else f" (report by dtypedoctor {__version__})"
         head += f"\n\n{prose(document.about, 600)}{tool}"
     last = prose(document.last_line, 600)
     room = limit - size(head) - size(last) - 200

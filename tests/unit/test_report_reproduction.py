@@ -1,5 +1,6 @@
 """The script that shows somebody else the same: it installs what was used, and its last line is a command that works."""
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,22 @@ def test_a_program_that_watched_itself_is_started_by_itself() -> None:
 def test_a_build_of_torch_is_pinned_with_the_index_that_has_it(recorded: str, pin: str, index: str) -> None:
     """A CPU build and a CUDA build are different programs; a local build is nowhere to be had."""
     line = install_command({"versions": {"torch": recorded, "peft": "0.21.2"}})
-    assert line.startswith(f"pip install {index}dtypedoctor==")
+    assert line.startswith(f'pip install {index}"${{DTYPEDOCTOR:?set it to ')
     assert line.endswith(f" {pin} peft==0.21.2")
 
 
 def test_without_recorded_versions_the_doctor_alone_is_installed() -> None:
     """A report of a worker that died early has no environment."""
-    assert install_command({}).count("==") == 1
+    assert install_command({}).count("==") == 0
+
+
+def test_the_shell_says_how_to_get_the_doctor() -> None:
+    """No package index has it; a script that pins a version nobody has would end in an error that helps nobody."""
+    line = install_command({}).replace("pip install", "echo")
+    missing = subprocess.run(["sh", "-c", line], env={}, capture_output=True, text=True, check=False)
+    assert missing.returncode != 0
+    assert "set it to the path of a wheel or checkout of dtypedoctor" in missing.stderr
+    given = subprocess.run(
+        ["sh", "-c", line], env={"DTYPEDOCTOR": "/a b/x.whl"}, capture_output=True, text=True, check=True
+    )
+    assert given.stdout == "/a b/x.whl\n"
