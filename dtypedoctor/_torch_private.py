@@ -436,6 +436,44 @@ def unit_policy(unit: Any) -> Any:
     return getattr(state, "_mp_policy", None)
 
 
+HOOKS_OF_SHARDING = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+"""How the modules begin whose hooks gather the parameters of a unit before its forward, and free them after it."""
+
+
+def class_before_sharding(unit: nn.Module) -> type[nn.Module]:
+    """The class of a module before ``fully_shard`` put one in front of it, which is its third base."""
+    return type(unit).__mro__[2]
+
+
+def marks_of_sharding(module: nn.Module) -> Sequence[str]:
+    """Names of the attributes that ``fully_shard`` leaves in the dictionary of a module; none without the names."""
+    own = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+    return [name for name in vars(module) if name in own or name.startswith("__composable_api_state_key")]
+
+
+def cast_for_unit(unit: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """What casts positional and keyword arguments as the precision policy of an FSDP2 unit wants; leaves them without the names."""
+    state = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
+    cast: Any = getattr(state, "_cast_forward_inputs", None)
+    return cast if cast is not None else lambda args, kwargs: (args, kwargs)
+
+
+def hooks_of(module: nn.Module) -> Sequence[Any]:
+    """The dictionaries of the hooks that run before and after the forward of a module; none without the names."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    return [getattr(module, name) for name in names if hasattr(module, name)]
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Has ``function`` called when the backward pass that is running has computed its gradients; those that asked first come first.
+
+    Without the name it is not called.
+    """
+    queue: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
+    if queue is not None:
+        queue(function)
+
+
 def defined_operators() -> Sequence[str]:
     """Qualified names of the operators that were defined from Python; empty without the name."""
     return tuple(getattr(torch.library, "_defs", ()))

@@ -27,6 +27,7 @@ from dtypedoctor._torch_private import (
     UNIT_FILE,
     after_autograd,
     close_library,
+    schema_of,
     uncompiled,
     unit_fqn,
     version_of,
@@ -73,6 +74,12 @@ UNFOLLOWED = ("barrier", "monitored_barrier_", "recv_any_source_")
 """The other operators of that namespace that wait for other ranks."""
 SHARED = frozenset(one.name for one in FOLLOWED.values()) - {"broadcast", "scatter", "send", "recv"}
 """Collectives to which every rank of the group sends something."""
+
+
+def name_of_collective(operator: Any) -> str:
+    """The public name of an operator that waits for other ranks; of one that is not followed its own."""
+    own = schema_of(operator).name.split("::")[-1]
+    return FOLLOWED[own].name if own in FOLLOWED else own.strip("_")
 
 
 def root_of(name: str, args: tuple[Any, ...], group: int) -> int | None:

@@ -10,15 +10,17 @@ so they stand where they would stand if the op trace had been on.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.cuda import is_current_stream_capturing
 
-from dtypedoctor._torch_private import hook_gradient, transformation
+from dtypedoctor._torch_private import at_end_of_backward, hook_gradient, transformation
+from dtypedoctor.instrument.alone import calls_alone, is_of_several, is_sharded, parameter_not_here
 from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.live_call import LiveCall, mapped, tensors_of
@@ -32,6 +34,7 @@ from dtypedoctor.instrument.repeated_call import (
     Made,
     RepeatedCall,
     bytes_of,
+    is_finite,
     itself,
     type_and_message,
 )
@@ -73,14 +76,30 @@ HELD_BYTES = 1 << 20
 """Calls of which small integer inputs are copied to the host, and bytes for each."""
 HELD_FILE = "held-inputs.safetensors"
 
-OF_SEVERAL = (
-    "a process of several cannot repeat a call alone: the others would wait for it; --rerun runs all of them again"
-)
+MAX_WAITING = 4
+"""Failed calls that wait until their parameters are unsharded again."""
+SHARE_HELD = 0.02
+"""Share of the device's memory that the inputs of kept calls may take together, where that is more than :data:`MAX_HELD`."""
+NOT_HERE = "{} was resharded before it was known that the call had failed, and was not gathered again; --rerun runs all ranks again"
+FIRST_GENERATION = "FullyShardedDataParallel (FSDP1) keeps parameters in flat tensors; with fully_shard (FSDP2), or --rerun, the call can be replayed"
 _NOT_FAILURES = (torch.OutOfMemoryError, StopIteration, StopAsyncIteration, MemoryError)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    """A failed call whose parameters are sharded: the call, why and how it is to be replayed, and a parameter that is not there."""
+
+    kept: KeptCall
+    why: str
+    backward: bool
+    gone: str
+
+
 class InPlaceReplays:
-    """Keeps outermost calls, and replays those that fail.
+    """Keeps outermost calls, and replays those that fail; in a job of several ranks those calls that a rank can make alone.
+
+    Under FSDP2 a call is replayed while its parameters are unsharded: at its end, in the backward pass when its gradients are computed, and
+    before the first unit gives its own away. What becomes known later waits until they are unsharded again.
 
     Args:
         session: of the process.
@@ -101,18 +120,23 @@ class InPlaceReplays:
         self._aside = aside
         self._calls: list[KeptCall] = []
         self._current: KeptCall | None = None
+        self._waiting: list[_Waiting] = []
+        self._alone: WeakKeyDictionary[nn.Module, tuple[type, frozenset[int], bool]] = WeakKeyDictionary()
+        self._sharded = False
+        self._asked = False
         self._failed: tuple[str, str] | None = None
         self._places: set[tuple[object, ...]] = set()
         self._spent = 0.0
         self._next_id = 1
         self._packed: dict[int, set[str]] = {}
         self._held = HeldInputs(session)
+        self._written: set[str] = set()
         self.count = 0
         self.begun = False
         self._every = 0
 
     def _is_forced(self, kept: KeptCall) -> bool:
-        return bool(self._every) and kept.call % self._every == 0 and not kept.moved
+        return bool(self._every) and kept.call % self._every == 0 and not kept.old
 
     def begin(self, *, force: int = 0) -> None:
         """Begins to keep calls. Listens after the instruments, which have then seen what happened.
@@ -122,10 +146,13 @@ class InPlaceReplays:
         """
         self.begun, self._every = True, force
         modules, phases = self._modules, self._phases
-        modules.before_root.append(self._enter)
+        modules.before_root.append(self._enter_root)
         modules.on_error.append(self._raised)
-        modules.on_return.append(self._returned)
+        modules.on_return.append(self._root_returned)
         modules.when_left.append(self._left)
+        modules.before_alone.append(self._enter)
+        modules.alone_returned.append(self._returned)
+        modules.alone_left.append(self._left)
         phases.before_backward.append(self._before_backward)
         phases.on_failure.append(self._backward_raised)
         phases.after_backward.append(self._after_backward)
@@ -133,16 +160,42 @@ class InPlaceReplays:
         phases.after_scaler.append(self._after_scaler)
         phases.after_step.append(self._after_step)
 
+    def finish(self) -> None:
+        """The program is over: says which calls could not be replayed because their parameters did not come back."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            self._session.guard.tell(REPLAY_OF_FAILURES, NOT_HERE.format(one.gone))
+
     # What happens in the program ---------------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module) -> None:
+    def _enter_root(self, module: nn.Module) -> None:
         """An outermost call begins."""
+        self._current = None
+        if self._session.position.backward_depth:
+            return
+        alone, self._sharded = frozenset({id(module)}), False
+        if is_of_several():
+            alone, self._sharded = self._calls_alone(module)
+        self._modules.alone = alone - {id(module)}
+        if id(module) in alone:
+            self._enter(module)
+
+    def _calls_alone(self, root: nn.Module) -> tuple[frozenset[int], bool]:
+        """Identities of the modules in ``root`` that a rank can call alone, and whether they are units of FSDP2 or between such."""
+        kind, found, sharded = self._alone.get(root, (None, frozenset[int](), False))
+        if kind is not type(root):  # fully_shard changes it
+            found = frozenset(map(id, calls_alone(root)))
+            sharded = any(map(is_sharded, root.modules()))
+            self._alone[root] = (type(root), found, sharded)
+        if not found:
+            self._session.guard.tell(REPLAY_OF_FAILURES, FIRST_GENERATION)
+        return found, sharded
+
+    def _enter(self, module: nn.Module) -> None:
+        """A call begins that may be replayed."""
         self._current = None
         position = self._session.position
         if position.backward_depth or _is_capturing() or transformation() is not None:
-            return
-        if dist.is_available() and dist.is_initialized():
-            self._session.guard.tell(REPLAY_OF_FAILURES, OF_SEVERAL)
             return
         args, kwargs = call_arguments(module)
         memo: dict[int, Any] = {}
@@ -153,22 +206,36 @@ class InPlaceReplays:
             mapped(tuple(args), itself, memo),
             mapped(dict(kwargs), itself, memo),
         )
-        if bytes_of(tensor for _, tensor in live.inputs()) > MAX_HELD:
+        size = bytes_of(tensor for _, tensor in live.inputs())
+        if size > MAX_HELD:
             return
         self._current = KeptCall(
             live=live,
+            size=size,
             number=self._session.writer.next_n(RESERVED),
             step=position.step,
             call=position.call,
             overrides=tuple(position.overrides),
             regions=self._session.autocast.open_regions,
         )
-        if not torch.is_grad_enabled():
-            self._calls = self._calls[
-                -1:
-            ]  # nothing comes back from an optimizer step: what arrives late is of the last call
-        self._calls = [*self._calls[1 - MAX_KEPT :], self._current]
+        self._keep(self._current)
         self._held.keep(position.call, live)
+
+    def _keep(self, entered: KeptCall) -> None:
+        """Keeps a call, and lets go of those before it as far as they are too old or too large."""
+        calls = [kept for kept in self._calls if kept.call > entered.call - MAX_KEPT]
+        if (
+            not torch.is_grad_enabled()
+        ):  # nothing comes back from an optimizer step: what arrives late is of the last call
+            calls = calls[-1:]
+        left = max(MAX_HELD, _share_of_device()) - entered.size
+        kept_calls = [entered]
+        for kept in reversed(calls):
+            left -= kept.size
+            if left < 0:
+                break
+            kept_calls.append(kept)
+        self._calls = kept_calls[::-1]
 
     def _raised(self, module: nn.Module, args: Any, error: BaseException) -> None:
         """The innermost module call has raised, and the exception is on its way out."""
@@ -176,30 +243,38 @@ class InPlaceReplays:
         if self._current is not None:
             self._current.error = type_and_message(error) if _is_failure(error) else None
 
-    def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _root_returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The outermost call has returned."""
+        self._returned(module, args, kwargs, output)
+        if self._sharded:
+            for tensor in filter(_comes_back, tensors_of(output)):
+                hook_gradient(tensor, _AtEndOfBackward(self._ask_for_end))
+
+    def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A call that may be replayed has returned."""
         kept = self._current
-        if kept is None or kept.call != self._session.position.call:
+        if kept is None or kept.live.module is not module or kept.call != self._session.position.call:
             return
         kept.error = None  # the program has caught what was raised inside
         tensors = list(tensors_of(output))
         with torch.no_grad(), out_of_their_sight():
             kept.made = [Made.of(tensor) for tensor in tensors]
         for index, tensor in enumerate(tensors):
-            if tensor.requires_grad and not tensor.is_leaf and bytes_of([tensor]) <= MAX_HELD:
+            if _comes_back(tensor) and bytes_of([tensor]) <= MAX_HELD:
                 hook_gradient(tensor, _KeepGradient(kept.live.gradients, index))
+        for tensor in filter(_comes_back, tensors_of((args, kwargs)) if self._sharded else ()):
+            hook_gradient(tensor, _WentBack(self._went_back, kept))
 
     def _left(self, module: nn.Module) -> None:
-        """The outermost call is over, and its module's name is off the stack."""
+        """A call that may be replayed is over, and its module's name is off the stack; the parameters of a unit are there."""
         kept, self._current = self._current, None
-        if kept is None or kept.live.module is not module:
-            return
-        if kept.error is not None and self._is_new("raised", kept.live.fqn, *kept.error):
-            self._replay(kept, "raised")
-        elif self._is_forced(kept):
-            self._replay(kept, "forced")
-        elif self._is_doubtful(module):
-            self._replay(kept, "packed")
+        if kept is not None and kept.live.module is module:
+            if kept.error is not None and self._is_new("raised", kept.live.fqn, *kept.error):
+                self._replay(kept, "raised")
+            elif self._is_forced(kept):
+                self._replay(kept, "forced")
+            elif self._is_doubtful(module):
+                self._replay(kept, "packed")
         self._look()
 
     def noticed(self, error: BaseException) -> None:
@@ -208,9 +283,42 @@ class InPlaceReplays:
             self._held.write()
 
     def _before_backward(self, tensors: object) -> None:
-        first = self._session.writer.next_n(RESERVED)
+        self._asked = False
+        part = RESERVED // MAX_KEPT
+        first = self._session.writer.next_n(part * max(MAX_KEPT, len(self._calls)))
         for number, kept in enumerate(self._calls):
-            kept.backward = first + number * (RESERVED // MAX_KEPT)
+            kept.backward = first + number * part
+
+    def _ask_for_end(self) -> None:
+        """A backward pass comes to what an outermost call has returned, before FSDP2 hears of it, and so does its end."""
+        if not self._asked:
+            self._asked = True
+            at_end_of_backward(self._session.guard.shield(self._before_reduction, REPLAY_OF_FAILURES))
+
+    def _went_back(self, kept: KeptCall, gradient: Tensor) -> None:
+        """The backward pass through a call is over, and the parameters of its unit are still there."""
+        if self._session.position.muted or self._modules.is_replaying:
+            return
+        if self._is_forced(kept):
+            self._through([kept], "forced", None)
+        elif not gradient.is_cuda and (not is_finite(gradient) or _has_bad_gradient(kept)):
+            self._fails_backward(kept)
+        self._look()
+
+    def _before_reduction(self) -> None:
+        """A backward pass has computed all gradients, and the units that nothing else has told of have their parameters."""
+        for kept in reversed(self._calls):
+            if not kept.old and kept.live.gradients and not parameter_not_here(kept.live.module):
+                if self._is_forced(kept):
+                    self._through([kept], "forced", None)
+                elif _has_bad_gradient(kept):
+                    self._fails_backward(kept)
+        self._look()
+
+    def _fails_backward(self, kept: KeptCall) -> None:
+        """A gradient that leaves a call is not finite, on a CPU; the one that made it is replayed."""
+        if kept.gets_finite_gradients() and self._is_new("gradient", kept.step):
+            self._through([kept], "gradient", None)
 
     def _backward_raised(self, error: BaseException) -> None:
         self.noticed(error)
@@ -220,7 +328,7 @@ class InPlaceReplays:
     def _after_backward(self) -> None:
         failed, self._failed = self._failed, None
         if failed is not None and self._is_new("backward", *failed):
-            self._through([kept for kept in reversed(self._calls) if not kept.moved], "backward raised", failed)
+            self._through([kept for kept in reversed(self._calls) if not kept.old], "backward raised", failed)
         elif forced := list(filter(self._is_forced, self._calls)):
             self._through(forced, "forced", None)
         self._look()
@@ -232,12 +340,17 @@ class InPlaceReplays:
     def _after_scaler(self, scaler: object, optimizer: object, skipped: bool) -> None:
         if skipped:
             self._before_step(optimizer)
-            self._after_step(optimizer)
+            self._step_is_over()
 
     def _after_step(self, optimizer: object) -> None:
-        self._calls = [kept for kept in self._calls if not kept.moved]
-        for kept in self._calls:
+        self._step_is_over()
+        for kept in (*self._calls, *(one.kept for one in self._waiting)):
             kept.moved = True
+
+    def _step_is_over(self) -> None:
+        self._calls = [kept for kept in self._calls if not kept.old]
+        for kept in self._calls:
+            kept.old = True
 
     # What is replayed --------------------------------------------------------------------------------------------------------------------
 
@@ -262,23 +375,62 @@ class InPlaceReplays:
         forward = next((one for one in news if one.kind in RESULTS), None)
         backward = next((one for one in news if one.kind in GRADIENTS), None)
         if forward is not None:
-            for kept in self._calls:
-                if kept.call == forward.call:
-                    self._replay(kept, "value")
-        if backward is not None:
+            self._replay_forward(forward)
+        if backward is not None and (not self._sharded or self._is_new("gradient", backward.step)):
             self._through(self._calls_behind(backward), "gradient", None)
+        self._replay_waiting()
+
+    def _replay_forward(self, found: Nonfinite) -> None:
+        """Replays the call that holds a result that is not finite; of a job of several ranks not where it got such values itself."""
+        for kept in self._calls:
+            if kept.holds(found.call, found.fqn) and not (self._modules.alone and kept.is_spoilt()):
+                self._replay_or_wait(kept, "value")
+
+    def _replay_waiting(self) -> None:
+        """Replays those calls whose parameters are unsharded again, and still finite."""
+        for one in list(self._waiting):
+            if not parameter_not_here(one.kept.live.module) and not one.kept.is_spoilt():
+                self._waiting.remove(one)
+                self._replay(one.kept, one.why, backward=one.backward)
 
     def _calls_behind(self, gradient: Nonfinite) -> list[KeptCall]:
         """The calls through which a gradient may have come back, the likeliest first."""
         calls = [kept for kept in reversed(self._calls) if kept.step == gradient.step]
+        if self._sharded:
+            return self._calls_that_spoil(gradient, calls)
         own = [kept for kept in calls if kept.call == gradient.call] if gradient.kind == "grad_output" else []
         return own or calls
+
+    def _calls_that_spoil(self, gradient: Nonfinite, calls: list[KeptCall]) -> list[KeptCall]:
+        """Of ``calls``, in the order of the backward pass, the last one whose upstream gradients are finite before one where they are not."""
+        last: KeptCall | None = None
+        for kept in calls:
+            if not kept.gets_finite_gradients():
+                return [last or kept]
+            if kept.live.gradients:
+                last = kept
+            if kept.live.fqn and kept.holds(kept.call, gradient.fqn):
+                return [kept]
+        return calls[:1] if last is None else [last]
 
     def _through(self, calls: list[KeptCall], why: str, error: tuple[str, str] | None) -> None:
         """Replays the backward pass through ``calls``, until one of them shows what is looked for."""
         for kept in calls:
-            if kept.live.gradients and self._replay(kept, why, backward=True, error=error) and why != "forced":
+            found = bool(kept.live.gradients) and self._replay_or_wait(kept, why, backward=True, error=error)
+            if found and why != "forced":
                 return
+
+    def _replay_or_wait(
+        self, kept: KeptCall, why: str, *, backward: bool = False, error: tuple[str, str] | None = None
+    ) -> bool:
+        """Makes the call again, as :meth:`_replay` does, or has it wait until its parameters are unsharded."""
+        gone = parameter_not_here(kept.live.module) if self._sharded else ""
+        if not gone:
+            return self._replay(kept, why, backward=backward, error=error)
+        if why in ("value", "gradient") and len(self._waiting) < MAX_WAITING:
+            name = f"{kept.live.fqn}.{gone}" if kept.live.fqn else gone
+            self._waiting.append(_Waiting(kept=kept, why=why, backward=backward, gone=name))
+        return False
 
     def _replay(
         self, kept: KeptCall, why: str, *, backward: bool = False, error: tuple[str, str] | None = None
@@ -292,8 +444,8 @@ class InPlaceReplays:
             error: what the backward pass has raised.
         """
         pass_ = "backward" if backward else "forward"
-        spent = pass_ in kept.replayed or self.count >= MAX_REPLAYS or self._spent > MAX_SECONDS
-        if spent and why != "forced":
+        spent = why != "forced" and (self.count >= MAX_REPLAYS or self._spent > MAX_SECONDS)
+        if spent or pass_ in kept.replayed:
             return False
         kept.replayed.add(pass_)
         self.count += 1
@@ -309,14 +461,19 @@ class InPlaceReplays:
             self._session.guard.tell(REPLAY_OF_FAILURES, replay.why_not)
             return False
         if replay.capsule is not None:
-            description, tensors = replay.capsule
-            name = IN_PLACE.format(call=kept.call, kind=description["kind"])
-            self._session.writer.write_beside(f"{name}.safetensors", tensors)
-            self._session.writer.write_beside(f"{name}.json", to_json(description).encode("utf-8"))
+            self._write_capsule(kept, *replay.capsule)
         if why != "forced":
             record = ReplayedCall(why=why, compared=replay.compared, doubt=doubt or None, late=kept.moved)
             self._session.emit(record, fqn=kept.live.fqn)
         return not doubt
+
+    def _write_capsule(self, kept: KeptCall, description: dict[str, Any], tensors: bytes) -> None:
+        """Writes the first capsule of a kind and an outermost call beside the trace; one inside of a later unit has only got what is not finite."""
+        name = IN_PLACE.format(call=kept.call, kind=description["kind"])
+        if name not in self._written:
+            self._written.add(name)
+            self._session.writer.write_beside(f"{name}.safetensors", tensors)
+            self._session.writer.write_beside(f"{name}.json", to_json(description).encode("utf-8"))
 
 
 class HeldInputs:
@@ -379,6 +536,37 @@ class HeldInputs:
         self._session.emit(record)
 
 
+class _AtEndOfBackward:
+    """Tells that a backward pass has come to an output of an outermost call."""
+
+    __slots__ = ("_told",)
+    __torch_unserializable__ = True
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        self._told = told
+
+    def __call__(self, gradient: Tensor) -> None:
+        """It has."""
+        self._told()
+
+
+class _WentBack:
+    """Tells that the gradient of an input of a call has been computed; the call may have been let go of."""
+
+    __slots__ = ("_kept", "_told")
+    __torch_unserializable__ = True
+
+    def __init__(self, told: Callable[[KeptCall, Tensor], None], kept: KeptCall) -> None:
+        self._told = told
+        self._kept = ref(kept)  # a tensor that holds what holds it would stay until Python's collector comes
+
+    def __call__(self, gradient: Tensor) -> None:
+        """It has come back."""
+        kept = self._kept()
+        if kept is not None:
+            self._told(kept, gradient)
+
+
 class _KeepGradient:
     """Keeps the first gradient of an output, by reference."""
 
@@ -393,6 +581,23 @@ class _KeepGradient:
     def __call__(self, gradient: Tensor) -> None:
         """It has come back."""
         self._gradients.setdefault(self._index, gradient)
+
+
+def _comes_back(tensor: Tensor) -> bool:
+    """Whether a backward pass makes a gradient of a tensor, and hands it on."""
+    return tensor.requires_grad and not tensor.is_leaf
+
+
+def _has_bad_gradient(kept: KeptCall) -> bool:
+    """Whether a gradient of one of the parameters of a call, on a CPU, is not finite before it is reduced."""
+    gradients = (parameter.grad for _, parameter in kept.live.parameters())
+    return not all(gradient.is_cuda or is_finite(gradient) for gradient in gradients if gradient is not None)
+
+
+def _share_of_device() -> int:
+    if not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.get_device_properties().total_memory * SHARE_HELD)
 
 
 def _is_capturing() -> bool:

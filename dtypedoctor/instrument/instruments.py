@@ -179,6 +179,7 @@ class Instruments:
             self._dtype_lines.stop()
             self.collectives.stop()
             self.sharding.stop()
+        self.in_place.finish()
         self._ops.close()
         self._samples.look_closer()
         self.modules.stop()

@@ -174,13 +174,17 @@ class Sites:
     def __init__(self, writer: "TraceWriter") -> None:
         self._writer = writer
         self._numbers = count(1)
-        self._kinds: dict[int, str] = {}
+        self._described: dict[int, tuple[str, str]] = {}
         self.dtypes: dict[int, torch.dtype] = {}
         """The dtype of each site."""
 
     def kind(self, number: int) -> str:
         """The kind of the site with this number."""
-        return self._kinds[number]
+        return self._described[number][0]
+
+    def kind_and_fqn(self, number: int) -> tuple[str, str]:
+        """The kind of the site with this number, and the dotted name of what lies there."""
+        return self._described[number]
 
     def id_of(self, place: Place, looks: Looks) -> int:
         """The number of the site, which is written to the trace when it is new."""
@@ -215,7 +219,7 @@ class Sites:
                  index=looks.path, dtype=short_name(looks.dtype), shape=shape,
                  device=looks.device.type, autocast=looks.autocast)
         )  # fmt: skip
-        self._kinds[found] = looks.kind
+        self._described[found] = (looks.kind, place.fqn)
         self.dtypes[found] = looks.dtype
         place.sites[key] = found  # not before: an interruption would leave a number that is described nowhere
         return found

@@ -30,12 +30,13 @@ from dtypedoctor.trace.writer import SampleRow, TraceWriter
 
 
 class Nonfinite(NamedTuple):
-    """A place that has become known not to be finite: number of its first sample, step, call, kind of the site."""
+    """A place that has become known not to be finite: number of its first sample, step, call, kind and dotted name of the site."""
 
     n: int
     step: int
     call: int
     kind: str
+    fqn: str
 
 
 class News:
@@ -50,7 +51,7 @@ class News:
         """Sample ``n`` is not finite."""
         if site not in self._known:
             self._known.add(site)
-            self._found.append(Nonfinite(n, step, call, self._sites.kind(site)))
+            self._found.append(Nonfinite(n, step, call, *self._sites.kind_and_fqn(site)))
 
     def take(self) -> list[Nonfinite]:
         """What has become known since this was asked last."""

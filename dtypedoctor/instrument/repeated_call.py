@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import version_of
+from dtypedoctor.instrument.alone import Given, unit_set_aside
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.values import dataclass
 
-__all__ = ["InnerCalls", "KeptCall", "Made", "RepeatedCall", "bytes_of", "itself", "type_and_message"]
+__all__ = ["InnerCalls", "KeptCall", "Made", "RepeatedCall", "bytes_of", "is_finite", "itself", "type_and_message"]
 
 MAX_RESULT = 16 << 20
 """Bytes of a result that is kept alive, to compare that of the replay with it."""
@@ -51,22 +53,25 @@ class Made(NamedTuple):
         return cls(lambda: held, version)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, weakref_slot=True, eq=False)
 class KeptCall:
-    """An outermost call that may be replayed.
+    """A call that may be replayed: an outermost one, or one of those below it that a rank can make alone.
 
     Attributes:
         live: the call.
+        size: bytes of its inputs.
         number: the first of the numbers that are reserved for it.
         backward: the first of those that are reserved for it in the backward pass that began last.
         step, call, overrides, regions: the position and the autocast regions at entry.
         made: what it has returned.
         error: type and message of what it has raised.
         replayed: what of it has been replayed, ``forward`` or ``backward``.
+        old: a step has ended since, which may have been skipped.
         moved: an optimizer has stepped since.
     """
 
     live: LiveCall
+    size: int
     number: int
     backward: int = 0
     step: int
@@ -76,7 +81,27 @@ class KeptCall:
     made: list[Made] = field(default_factory=list)
     error: tuple[str, str] | None = None
     replayed: set[str] = field(default_factory=set)
+    old: bool = False
     moved: bool = False
+
+    def holds(self, call: int, fqn: str) -> bool:
+        """Whether the module ``fqn`` is called in this call, in the outermost one of that number."""
+        own = self.live.fqn
+        return self.call == call and (not own or fqn == own or fqn.startswith(f"{own}."))
+
+    def is_spoilt(self) -> bool:
+        """Whether an input or a parameter was not finite before it; asks the device, and waits for it. -inf is what masks are made of."""
+        given = [
+            tensor.detach()
+            for _, tensor in (*self.live.inputs(), *self.live.parameters())
+            if tensor.is_floating_point()
+        ]
+        with out_of_their_sight():
+            return any(bool((tensor.isnan() | (tensor == torch.inf)).any()) for tensor in given)
+
+    def gets_finite_gradients(self) -> bool:
+        """Whether all gradients that have come back to its results are finite; asks the device, and waits for it."""
+        return all(map(is_finite, self.live.gradients.values()))
 
 
 class RepeatedCall:
@@ -100,6 +125,7 @@ class RepeatedCall:
         self._kept = kept
         self._inner = inner
         self._reducing = False
+        self._given: Given = lambda args, kwargs: (args, kwargs)
         self._error: BaseException | None = None
         self.capsule: tuple[dict[str, Any], bytes] | None = None
         self.ops = ops
@@ -138,6 +164,7 @@ class RepeatedCall:
                 stack.enter_context(as_before(roots, get_ident(), lambda: position.muted and not self._reducing))
                 stack.enter_context(self._position(first))
                 stack.enter_context(self._session.autocast.unheard())
+                self._given = stack.enter_context(unit_set_aside(live.module))
                 memory.keep_buffers(live.module)
                 stack.enter_context(memory)
                 said = self._attempt(backward=backward)
@@ -162,7 +189,8 @@ class RepeatedCall:
             self.ops.enter_root(args, kwargs)
             with live.modes(), contained() as forward:
                 self._session.autocast.open_again(self._kept.regions)
-                output = live.module(*args, **kwargs)
+                passed, named = self._given(args, kwargs)
+                output = live.module(*passed, **named)
             self.ops.leave_root()
             self._error = forward.error
             if self._error is None and backward:
@@ -268,7 +296,7 @@ class InnerCalls:
         while self._open[-1].module is not module:
             self._open.pop()
         with self._session.position.mute():
-            if self._kind == "nonfinite" and not self._found and not all(map(_is_finite, tensors_of(output))):
+            if self._kind == "nonfinite" and not self._found and not all(map(is_finite, tensors_of(output))):
                 self._found = self._open[::-1]
             call = self._open.pop()
             if self._kind == "backward":
@@ -285,6 +313,10 @@ class InnerCalls:
         from dtypedoctor.instrument.capsule import Failing, Kind, Wanted, capsule_of, signature
 
         kind = Kind.RAISED if error is not None else Kind(self._kind)
+        if kind is Kind.RAISED:
+            self._found.sort(
+                key=_mixes_dtypes
+            )  # stable: the innermost first, and first those where the dtypes do not meet yet
         through = sorted((call for call in self._returned if call.gradients), key=lambda call: -len(call.fqn))
         wanted = Wanted(module="", call=number, kind=kind, limit=CAPSULE_LIMIT, finding={})
         with self._session.position.mute(), contained():
@@ -296,13 +328,24 @@ class InnerCalls:
         return None
 
 
+def _mixes_dtypes(call: LiveCall) -> bool:
+    """Whether a call, without autocast, already gets another floating-point dtype than its parameters have: what it shows comes from outside."""
+    given = {tensor.dtype for _, tensor in call.inputs() if tensor.is_floating_point()}
+    own = {tensor.dtype for _, tensor in call.parameters() if tensor.is_floating_point()}
+    return not call.autocast and bool(given and own) and given != own
+
+
 def itself(tensor: Tensor) -> Tensor:
     """Keeps a tensor itself where :func:`mapped` copies the containers around it."""
     return tensor
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.detach().isfinite().all())
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are; waits for the device."""
+    if not tensor.is_floating_point():
+        return True
+    with torch.no_grad(), out_of_their_sight():
+        return bool(tensor.detach().isfinite().all())
 
 
 def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> None:

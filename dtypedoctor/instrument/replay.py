@@ -210,7 +210,7 @@ class AttentionReplay:
 
     def saw(self, ran: Ran) -> None:
         """Follows products of activations to a softmax, and from one that made NaN to the product with the values."""
-        if self._replays >= MAX_REPLAYS or any(map(is_spread, ran.results)):
+        if not ran.results or self._replays >= MAX_REPLAYS or any(map(is_spread, ran.results)):
             return
         given = {note.id for note in ran.inputs}
         for scores in [s for s in self._open if not s.derived.isdisjoint(given)]:

@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from dtypedoctor._torch_private import (
+    COALESCING,
     COMPILER,
     EnableTorchFunction,
     buffers_of,
@@ -30,6 +32,7 @@ from dtypedoctor._torch_private import (
     version_of,
     without_modes,
 )
+from dtypedoctor.instrument.collectives import name_of_collective
 from dtypedoctor.instrument.operators import (
     Arguments,
     OperatorMode,
@@ -118,7 +121,7 @@ class KeptMemory(OperatorMode):
             if taken > self._allowed:
                 self._give_up(f"it takes more than the {self._allowed >> 20:,} MiB that are free for it")
         if is_unfinished(func):
-            self._give_up("it communicates with other processes")
+            self._give_up(f"{name_of_collective(func)} needs the other ranks")
         for generator in flat(arguments):
             if isinstance(generator, torch.Generator):
                 self._generators.append((generator, generator.get_state()))
@@ -241,10 +244,37 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
         if COMPILER in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_modes())
+        stack.enter_context(saved_tensors_hooks(_unchanged, _unchanged))  # those of checkpointing count what is saved
         stack.enter_context(EnableTorchFunction())  # a default device is a mode of functions
         stack.enter_context(_silent(thread))
+        stack.enter_context(_nothing_put_together(thread))
         stack.enter_context(_audit.rejecting(thread, ours))
         yield
+
+
+def _unchanged(tensor: Any) -> Any:
+    return tensor
+
+
+@contextmanager
+def _nothing_put_together(thread: int) -> Iterator[None]:
+    """Inside, ``thread`` cannot begin to put collectives together: a group whose operators never come would leave the process group waiting."""
+    groups = torch.distributed.ProcessGroup if torch.distributed.is_available() else None
+    begin: Any = getattr(groups, COALESCING[0], None)
+    if begin is None:
+        yield
+        return
+
+    def rejected(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise CannotReplayError("a group of collectives needs the other ranks")
+        return begin(group, *args, **kwargs)
+
+    setattr(groups, COALESCING[0], rejected)
+    try:
+        yield
+    finally:
+        setattr(groups, COALESCING[0], begin)
 
 
 class _Silent:

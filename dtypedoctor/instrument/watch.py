@@ -89,6 +89,12 @@ class ModuleWatch:
         """Called with the module before each outermost call, in whatever thread."""
         self.when_left: list[CallListener] = []
         """Called with the module when all of these have heard that its outermost call, with which ``before_root`` was called, is over."""
+        self.alone: frozenset[int] = frozenset()
+        """Identities of modules below the outermost one whose calls are heard of as well, none of them inside of another."""
+        self.before_alone: list[CallListener] = []
+        self.alone_returned: list[Callable[[nn.Module, Any, Any, Any], None]] = []
+        self.alone_left: list[CallListener] = []
+        """Called before such a call, when it has returned, and when it is over, also by an exception; torch's hooks of the module run later."""
         self._replay: Replay | None = None
         self.after_any: list[Callable[[], None]] = []
         """Called after each outermost call, in whatever thread."""
@@ -133,6 +139,11 @@ class ModuleWatch:
             position = self._position
             here = position.of.here or position.last
             self._writer.mark(position.step, here.call, self._sites.entry(place, here.phase))
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a call is being made again."""
+        return self._replay is not None
 
     @contextmanager
     def following(self, replay: Replay) -> Iterator[None]:
@@ -201,6 +212,7 @@ class ModuleWatch:
             or not here.stack
             or here.backward_depth
             or here.overrides
+            or id(module) in self.alone
             or here.thread != get_ident()
             or self._places.version != self._names.version
             or self._replay is not None
@@ -233,8 +245,11 @@ class ModuleWatch:
             here.thread = get_ident()
             self._enter_root(module, here)
             place = self._places.of(module)
+        is_alone = id(module) in self.alone and bool(stack) and self._leader is here
         stack.append(module)
         self._note_entry(place)
+        for listener in self.before_alone if is_alone else ():
+            listener(module)
 
     def _enter_root(self, module: nn.Module, here: Here) -> None:
         if self._names.find(module) is None:
@@ -285,6 +300,7 @@ class ModuleWatch:
             or output is _RAISED
             or len(stack) < 2
             or stack[-1] is not module
+            or id(module) in self.alone
             or here.thread != get_ident()
             or self._places.version != self._names.version
             or self._replay is not None
@@ -313,11 +329,8 @@ class ModuleWatch:
         self._coverage.module_calls += whole  # first of all: whatever goes wrong from here on, this call has run
         if stack and here.thread != get_ident() and self._in_another_thread():
             return
-        if not stack or stack[-1] is not module:
-            if not any(open_module is module for open_module in stack):
-                return  # entered while muted, or before the watch began
-            while stack[-1] is not module:
-                stack.pop()
+        if not _unwound_to(module, stack):
+            return  # entered while muted, or before the watch began
         try:
             if raised and (error := sys.exc_info()[1]) is not None:
                 self._note_error(module, args, error)
@@ -326,13 +339,24 @@ class ModuleWatch:
                 if whole or self._measures(place):
                     self._coverage.module_calls += not whole
                     self._returned.record(module, place, args, kwargs, output)
-                if len(stack) == 1 and self._leader is here:
-                    for listener in self.on_return:
+                if self._leader is here:
+                    for listener in self._return_listeners(module, stack):
                         listener(module, args, kwargs, output)
         finally:  # whatever goes wrong in here, the call is over
             stack.pop()
             if not stack:
                 self._leave_root(module, here)
+            elif id(module) in self.alone:
+                self._leave_alone(module, here)
+
+    def _return_listeners(self, module: nn.Module, stack: list[nn.Module]) -> Sequence[Callable[..., None]]:
+        if len(stack) == 1:
+            return self.on_return
+        return self.alone_returned if id(module) in self.alone else ()
+
+    def _leave_alone(self, module: nn.Module, here: Here) -> None:
+        for listener in self.alone_left if self._leader is here else ():
+            listener(module)
 
     def _leave_replayed(self, module: nn.Module, args: Any, output: Any) -> None:
         """A module call inside of a replay is over; ``output`` is :data:`_RAISED` where it raised."""
@@ -416,3 +440,12 @@ class ModuleWatch:
     def suspicious(self) -> bool:
         """Whether something that was not finite has become known since this was asked last."""
         return self._recorders.suspicious()
+
+
+def _unwound_to(module: nn.Module, stack: list[nn.Module]) -> bool:
+    """Takes calls that an exception has left off ``stack``, so that ``module`` is the last on it; False where it is not on it."""
+    if not any(open_module is module for open_module in stack):
+        return False
+    while stack[-1] is not module:
+        stack.pop()
+    return True

@@ -17,6 +17,7 @@ from torch.distributed import is_available, is_initialized
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import COMPILER, compute_alone
+from dtypedoctor.instrument.alone import is_sharded
 from dtypedoctor.instrument.capsule import CapsuleWatch, Kind, Wanted
 from dtypedoctor.instrument.contents import tensors_given
 from dtypedoctor.instrument.naming import dtype_name
@@ -109,7 +110,7 @@ class Standbys:
         if self._windows:
             self._end_in_time()
             self._compute_alone(module)
-        if not self._windows and (torch.cuda.is_initialized() or self._in_place):
+        if not self._windows and self._is_replayed_in_place(module):
             self._replay_in_place()
             return
         now = perf_counter() - self._began
@@ -134,6 +135,10 @@ class Standbys:
             with OrEnd():
                 self._go_on(made, module)
                 self._compute_alone(module)
+
+    def _is_replayed_in_place(self, module: nn.Module) -> bool:
+        """Whether no fork of this process can go on: CUDA does not work in one, and a unit of FSDP2 waits for the other ranks."""
+        return bool(torch.cuda.is_initialized() or self._in_place or is_sharded(module))
 
     def _replay_in_place(self) -> None:
         """No fork of this process can go on: what fails is made again in the process itself."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from command import Finished, dtypedoctor, forked, report_of
 
-from dtypedoctor.trace.events import Root
+from dtypedoctor.trace.events import Op, Root
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import LEADING
 from dtypedoctor.trace.reader import read_trace
@@ -218,6 +218,65 @@ def test_the_rank_that_failed_is_replayed_alone(fault: str, wanted: tuple[str, s
     assert any(
         "Op trace: replayed from before call 2 of this run; bitwise identical" in line for line in report["coverage"]
     )
+
+
+TRAINING = Path(__file__).with_name("sharded_training.py")
+
+
+def trained(tmp_path: Path, *arguments: str, **environment: str) -> tuple[dict[str, Any], list[str], Path]:
+    """The report on two ranks of ``sharded_training.py``, run once, and the line in which each rank says what it has trained."""
+    out = tmp_path / "run"
+    done = dtypedoctor("exec", "--once", "--nproc-per-node", "2", "--out", out, TRAINING, *arguments, OMP_NUM_THREADS="1",
+                       **environment)  # fmt: skip
+    return report_of(out), sorted(line for line in done.out.splitlines() if ": weights" in line), out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["fsdp", "forward"], ("float16-overflow", "blocks.2", "aten.mul.Tensor", "forward")),
+        (["fsdp", "forward", "--recompute"], ("float16-overflow", "blocks.2", "aten.mul.Tensor", "forward")),
+        (["fsdp", "backward"], ("backward-overflow", "blocks.2", "aten.mul.Tensor", "backward")),
+        (["fsdp", "dtype"], ("operand-dtype-mismatch", "blocks.2.up", "aten.addmm.default", "forward")),
+    ],
+    ids=["forward", "recomputed", "backward", "dtype"],
+)
+def test_a_failing_call_of_fsdp_is_replayed_while_its_parameters_are_unsharded(
+    arguments: list[str], wanted: tuple[str, str, str, str], tmp_path: Path
+) -> None:
+    """The rank that failed replays the call of the unit alone, in the process itself, and leaves a capsule."""
+    report, _, out = trained(tmp_path, *arguments)
+    first = report["findings"][0]
+    assert (first["id"], first["fqn"], first["op"], first["phase"]) == wanted
+    assert (first["rank"], first["step"], first["confidence"]) == (1, 2, "proven")
+    assert any("replayed in the process itself, at the moment" in line for line in report["coverage"])
+    assert not any("dtypedoctor failed there" in line for line in report["coverage"])
+    again = dtypedoctor("replay", out / "capsule", "--allow-code", cwd=tmp_path)
+    assert f"Same verdict as in the run: {wanted[0]}, {wanted[2]}" in " ".join(again.out.split()), again.out
+
+
+def test_a_collective_of_the_failing_call_ends_its_replay_and_is_named(tmp_path: Path) -> None:
+    """The call has an all_reduce of its own: nothing hangs, both ranks come to their end, and the report says why there is no op trace."""
+    report, ended, _ = trained(tmp_path, "fsdp", "collective")
+    assert len(ended) == 2
+    assert (report["findings"][0]["rank"], report["findings"][0]["step"]) == (1, 2)
+    assert any("all_reduce needs the other ranks" in line for line in report["coverage"])
+
+
+@pytest.mark.parametrize("arguments", [["fsdp"], ["ddp"], ["fsdp", "--recompute"]], ids=" ".join)
+def test_forced_replays_leave_the_results_of_all_ranks_bitwise_unchanged(arguments: list[str], tmp_path: Path) -> None:
+    """Weights, optimizer states, losses and random states, although each call of each unit is made again, forward and backward."""
+    strategy, *others = arguments
+    report, forced, out = trained(tmp_path, strategy, "none", *others, DTYPEDOCTOR_REPLAY_IN_PLACE="1")
+    assert not report["findings"]
+    assert not any("dtypedoctor failed there" in line or "replay" in line for line in report["coverage"])
+    phases = {(op.call, op.phase) for trace in ranks_of(out) for op in trace.all(Op)}
+    assert {(call, phase) for call in (1, 2, 3, 4) for phase in ("forward", "backward")} <= phases
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    bare = subprocess.run([*torchrun, str(TRAINING), strategy, "none", *others], env=os.environ | {"OMP_NUM_THREADS": "1"},
+                          capture_output=True, text=True, check=True, timeout=240)  # fmt: skip
+    assert forced == sorted(line for line in bare.stdout.splitlines() if ": weights" in line)
+    assert len(forced) == 2
 
 
 def test_a_replay_ends_at_a_collective_and_names_it(tmp_path: Path) -> None:

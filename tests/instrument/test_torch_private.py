@@ -107,6 +107,9 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_callback_from_stance": of_module("torch._dynamo.eval_frame"),
     "_foreach_norm": lambda: torch,
     "_fused_sdp_choice": lambda: torch,
+    "_forward_pre_hooks": lambda: nn.Linear(1, 1),
+    "_forward_hooks": lambda: nn.Linear(1, 1),
+    "_execution_engine": lambda: torch.autograd.Variable,
 }
 """Something that has the attribute, by the attribute."""
 
@@ -114,6 +117,9 @@ WRITTEN_IN: dict[str, Callable[[], Any]] = {
     "_local_tensor": of_module("torch.distributed.tensor._api"),
     "_module_fqn": sharded("_fsdp_param_group"),
     "_mp_policy": sharded("_fsdp_state"),
+    "_cast_forward_inputs": sharded("_fsdp_state"),
+    "_is_fsdp_managed_module": of_module("torch.distributed.fsdp._dynamo_utils"),
+    "_fsdp_use_orig_params": of_module("torch.distributed.fsdp._dynamo_utils"),
     "_use_python_reducer": of_module("torch.nn.parallel.distributed"),
 }
 """The module whose code gives an object the attribute, by the attribute: such objects need several processes."""

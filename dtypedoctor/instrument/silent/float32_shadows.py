@@ -300,6 +300,8 @@ class RouterFlips:
             self.session.once(choice, (fqn, choice.scores_source, choice.source), fqn=fqn)
 
     def _follow(self, seen: Seen, product: _Product, numbers: Sequence[int]) -> None:
+        if not seen.results:  # it writes to an argument, as what copies gathered parameters does
+            return
         others = [t for t, number in zip(seen.operands, numbers, strict=True) if number not in product.derived]
         product.held += bytes_of([*others, *seen.results])
         if len(product.after) < MAX_BETWEEN and self._there_is_room(seen):
