@@ -91,8 +91,14 @@ def short(fqn: str | None) -> str:
     if fqn is None:
         return "the code outside of all modules"
     if fqn.isdigit():
-        return f"model[{fqn}]"
+        return indexed(fqn)
     return ".".join(fqn.split(".")[-3:]) or "the outermost module"
+
+
+def indexed(fqn: str) -> str:
+    """A dotted name as it can be typed: ``model[1].up`` for ``1.up``, a part of a model that is a sequence; other names as they are."""
+    first, dot, rest = fqn.partition(".")
+    return f"model[{first}]{dot}{rest}" if first.isdigit() else fqn
 
 
 def named_module(fqn: str | None) -> str:

@@ -155,7 +155,8 @@ def _assignment_to_data(file: str) -> Call | None:
     if len(found) != 1:
         return None
     node = found[0]
-    span = [node.lineno, node.end_lineno or node.lineno, node.col_offset, node.end_col_offset or node.col_offset]
+    call = node.value if isinstance(node, ast.Assign) else node  # what the new value comes from is what has to change
+    span = [call.lineno, call.end_lineno or call.lineno, call.col_offset, call.end_col_offset or call.col_offset]
     called = callee(node) if isinstance(node, ast.Call) else f"{callee(node.targets[0])} = …"
     return Call(f"{file}:{node.lineno}", called, span)
 

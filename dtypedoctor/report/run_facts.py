@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
-from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, short
+from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, indexed, short
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.report.document import (
     Block,
@@ -362,7 +362,7 @@ def place(finding: Finding) -> list[tuple[str, str]]:
     number = f"step {finding.step}" if finding.call is None else f"call {finding.call}"
     when = [finding.phase or "", number if finding.step is not None else ""]
     rows = [
-        ("module", finding.fqn),
+        ("module", indexed(finding.fqn) if finding.fqn else finding.fqn),
         ("op", finding.op),
         ("when", ", ".join(part for part in when if part)),
         (_dtype_of_what(finding), finding.dtype),
@@ -509,12 +509,21 @@ def _facts(report: Report) -> Iterator[_Fact]:
         yield "error", named(error)
     yield "what", (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}")
     for label, value in place(finding):
-        yield label, Words(value, Look.MODULE if label == "module" else Look.NAME)
+        if label == "module":
+            yield label, (Words(value, Look.MODULE), _class_in_words(report, finding))
+        else:
+            yield label, named(value)
     yield from (_surface(other) for other in report.findings[1:] if other.consequence_of == finding.id)
     yield from _fixed_by(report)
     yield from _diagnoses(report)
     if same := watched_and_not(report.observer):
         yield "uninstrumented", same
+
+
+def _class_in_words(report: Report, finding: Finding) -> str:
+    """The class of the module that a finding names, in parentheses and with a space in front; empty where it was not measured."""
+    cls = next((row.cls for row in report.strip if row.fqn == finding.fqn and row.cls), "")
+    return f" ({one_line(cls)})" if cls else ""
 
 
 def _surface(consequence: Finding) -> _Fact:
