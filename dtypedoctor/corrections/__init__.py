@@ -46,6 +46,12 @@ CORRECTIONS = (
         fixes=(("head-dtype-mismatch", "ModulesToSaveWrapper"),),
         prefer="the adapters were float32 until a trainer cast them; 2 more bytes for each of their parameters",
     ),
+    Correction(
+        id="bfloat16-weights",
+        summary="cast the float16 weights of a live model, and its float16 inputs, to bfloat16",
+        install="dtypedoctor.corrections.casts:install_bfloat16_weights",
+        prefer="a script loads its model in float16 and is not to be edited",
+    ),
     *_of_libraries(),
 )
 """The corrections that come with dtypedoctor and are for no ticket."""

@@ -18,6 +18,7 @@ from dtypedoctor.corrections.contract import (
     runs_other_forward,
     wrap_forwards,
 )
+from dtypedoctor.corrections.float32_frames import mapped
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -205,3 +206,45 @@ def _trained_parts(module: nn.Module) -> dict[str, nn.Module]:
         if original is not None and original.dtype == torch.float32:
             return {"modules_to_save": module.modules_to_save}
     return {}
+
+
+def install_bfloat16_weights(model: nn.Module, modules: Sequence[str]) -> Installed:
+    """Casts a live model's float16 parameters and buffers to bfloat16, and the float16 inputs of the model with each call.
+
+    ``hits`` is the number of tensors that were cast. ``undo`` has the float16 ones back, which are kept in memory as long as it is.
+
+    Raises:
+        TargetMismatchError: nothing is float16, a weight is packed, a parameter has a gradient already, or the call is in a float16
+            autocast region.
+    """
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    narrow = {name: tensor for name, tensor in named.items() if tensor.dtype == torch.float16}
+    if not narrow:
+        raise TargetMismatchError(f"{type(model).__name__} has no float16 parameters")
+    if any(getattr(tensor, "quant_state", None) is not None for tensor in named.values()):
+        raise TargetMismatchError(f"{type(model).__name__} has packed weights, which were quantized from float16")
+    if any(tensor.grad is not None for tensor in narrow.values()):
+        raise TargetMismatchError("a parameter has a gradient already, which would stay float16")
+    devices = {tensor.device.type for tensor in narrow.values()}
+    if any(torch.is_autocast_enabled(one) and torch.get_autocast_dtype(one) == torch.float16 for one in devices):
+        raise TargetMismatchError("the model is called in a float16 autocast region")
+    before = {name: tensor.data for name, tensor in narrow.items()}
+    for tensor in narrow.values():
+        tensor.data = tensor.data.to(torch.bfloat16)
+    hook = model.register_forward_pre_hook(_float16_inputs_cast, with_kwargs=True)
+
+    def undo() -> None:
+        hook.remove()
+        for name, data in before.items():
+            narrow[name].data = data
+
+    return Installed(
+        target=type(model).__name__,
+        proof=f"{len(before)} of {len(named)} parameters and buffers were torch.float16 and are torch.bfloat16",
+        undo=undo,
+        counters=Counters(hits=len(before)),
+    )
+
+
+def _float16_inputs_cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return mapped((args, kwargs), lambda tensor: tensor.to(torch.bfloat16) if tensor.dtype == torch.float16 else tensor)

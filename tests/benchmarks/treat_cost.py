@@ -2,7 +2,7 @@
 
     python tests/benchmarks/treat_cost.py [--rounds 7]
 
-Two scripts, each bare and treated in turn: one that calls a corrected function of a library 300,000 times (the edit of
+Two scripts, each bare and treated in turn: one that calls a corrected function of a library 3,000,000 times (the edit of
 ``unsloth-buffer-of-its-dtype``, in a package with the lines that it is for), and one that trains adapters with TRL (``float32-adapters``,
 which changes a model). Prints for each the seconds of the loop or of the training, and of the whole process: median, smallest and largest
 ratio of pairs.
@@ -32,7 +32,7 @@ from types import SimpleNamespace
 from unsloth.kernels.utils import fast_dequantize
 weight = SimpleNamespace(dtype="half")
 began = time.perf_counter()
-for _ in range(300_000):
+for _ in range(3_000_000):
     fast_dequantize(weight, "half")
 print("seconds", time.perf_counter() - began)
 """
@@ -68,9 +68,9 @@ def seconds(command: list[str], folder: Path) -> tuple[float, float]:
     return float(found[1]), whole
 
 
-def ratios(name: str, script: Path, correction: str, rounds: int) -> None:
-    """Prints a line for the script's own time and one for the process."""
-    bare = [sys.executable, str(script)]
+def ratios(name: str, script: Path, correction: str, rounds: int, beside: Path | None = None) -> None:
+    """Prints a line for the script's own time and one for the process; the bare script is ``beside`` if given."""
+    bare = [sys.executable, str(beside or script)]
     treated = [sys.executable, "-m", "dtypedoctor", "treat", "--with", correction, str(script)]
     pairs = [(seconds(bare, script.parent), seconds(treated, script.parent)) for _ in range(rounds)]
     for index, what in enumerate(("in the script", "whole process")):
@@ -84,21 +84,34 @@ def ratios(name: str, script: Path, correction: str, rounds: int) -> None:
         )
 
 
+def script_with_library(folder: Path, source: str) -> Path:
+    """The script that calls the library, with a library of this source beside it."""
+    package = folder / "unsloth" / "kernels"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "utils.py").write_text(source)
+    script = folder / "calls.py"
+    script.write_text(CALLS)
+    return script
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder) / "unsloth" / "kernels"
-        package.mkdir(parents=True)
-        (package.parent / "__init__.py").touch()
-        (package / "__init__.py").touch()
-        (package / "utils.py").write_text(LIBRARY)
-        calls, trains = Path(folder) / "calls.py", Path(folder) / "trains.py"
-        calls.write_text(CALLS)
+        calls = script_with_library(Path(folder) / "released", LIBRARY)
+        fixed = script_with_library(
+            Path(folder) / "fixed", LIBRARY.replace("is None:", "is None or WEIGHT_BUFFER.dtype != dtype:")
+        )
+        trains = Path(folder) / "trains.py"
         trains.write_text(f"PROGRAMS = {str(ROOT / 'scenarios/trainers/programs')!r}\n{TRAINS}")
         ratios("edited function", calls, "unsloth-buffer-of-its-dtype", rounds)
+        ratios(
+            "edited function beside the library's own fix", calls, "unsloth-buffer-of-its-dtype", rounds, beside=fixed
+        )
         ratios("corrected model", trains, "float32-adapters", rounds)
 
 

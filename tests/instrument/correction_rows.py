@@ -144,6 +144,7 @@ ROWS: Mapping[str, Row] = {
         build=llama("bf16", "f16"), unit=LLAMA_MLP, dtype="bf16", fault="raises", beside=("backward-autocast-off",)
     ),
     "float32-adapters": Row(build=narrow_adapters, unit="base_model.model.proj", dtype="bf16", fault="right"),
+    "bfloat16-weights": Row(build=gemma, unit="model.layers.0.mlp", dtype="bf16", fault="raises"),
     "quant-state-dtype": Row(build=llama("bf16", "f16"), unit=LLAMA_MLP, dtype="bf16", fault="raises"),
     "backward-autocast-off": Row(
         build=llama("bf16", "f16"), unit=LLAMA_MLP, dtype="bf16", fault="raises", autocast="bf16"
