@@ -57,6 +57,8 @@ MAX_KEPT = 8
 """Outermost calls that are kept at a time."""
 MAX_HELD = 256 << 20
 """Bytes of inputs and upstream gradients that one call may keep alive."""
+CAPSULE_LIMIT = 64 << 20
+"""Bytes that a capsule may take if nobody says otherwise."""
 IN_PLACE = "capsule-{call}-{kind}"
 """Name of the files of a capsule, beside the trace, until it is known whether it is of what is found."""
 _KINDS = {"raised": "raised", "value": "nonfinite", "gradient": "backward", "backward raised": "backward"}
@@ -134,17 +136,19 @@ class InPlaceReplays:
         self.count = 0
         self.begun = False
         self._every = 0
+        self._capsule_limit = CAPSULE_LIMIT
 
     def _is_forced(self, kept: KeptCall) -> bool:
         return bool(self._every) and kept.call % self._every == 0 and not kept.old
 
-    def begin(self, *, force: int = 0) -> None:
+    def begin(self, *, force: int = 0, capsule_limit: int = CAPSULE_LIMIT) -> None:
         """Begins to keep calls. Listens after the instruments, which have then seen what happened.
 
         Args:
             force: each so-manieth call is replayed, forward and backward, although nothing is wrong; for tests, and without a bound.
+            capsule_limit: bytes that the capsule of a failing call may take.
         """
-        self.begun, self._every = True, force
+        self.begun, self._every, self._capsule_limit = True, force, capsule_limit
         modules, phases = self._modules, self._phases
         modules.before_root.append(self._enter_root)
         modules.on_error.append(self._raised)
@@ -451,7 +455,7 @@ class InPlaceReplays:
         self.count += 1
         began = perf_counter()
         ops = OpTrace(self._session, self._originals, first_id=self._next_id)
-        inner = InnerCalls(self._session, _KINDS[why]) if why in _KINDS else None
+        inner = InnerCalls(self._session, _KINDS[why], self._capsule_limit) if why in _KINDS else None
         replay = RepeatedCall(self._session, kept, ops, inner)
         with self._aside(), self._modules.following(replay), self._phases.standing_aside():
             doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)

@@ -31,8 +31,6 @@ MAX_RESULT = 16 << 20
 """Bytes of a result that is kept alive, to compare that of the replay with it."""
 SHARE_OF_FREE = 0.5
 """Share of the free memory of the device that a replay may take."""
-CAPSULE_LIMIT = 64 << 20
-"""Bytes of a capsule."""
 REPEATS = 60
 """How often an inner call may be made again to reduce it."""
 
@@ -265,11 +263,13 @@ class InnerCalls:
     Args:
         session: of the process.
         kind: how the call fails: ``raised``, ``nonfinite`` or ``backward``.
+        limit: bytes that its capsule may take.
     """
 
-    def __init__(self, session: Session, kind: str) -> None:
+    def __init__(self, session: Session, kind: str, limit: int) -> None:
         self._session = session
         self._kind = kind
+        self._limit = limit
         self._open: list[LiveCall] = []
         self._returned: list[LiveCall] = []
         self._found: list[LiveCall] = []
@@ -318,7 +318,7 @@ class InnerCalls:
                 key=_mixes_dtypes
             )  # stable: the innermost first, and first those where the dtypes do not meet yet
         through = sorted((call for call in self._returned if call.gradients), key=lambda call: -len(call.fqn))
-        wanted = Wanted(module="", call=number, kind=kind, limit=CAPSULE_LIMIT, finding={})
+        wanted = Wanted(module="", call=number, kind=kind, limit=self._limit, finding={})
         with self._session.position.mute(), contained():
             for call in self._found or through:
                 failing = Failing(kind=kind, error=signature(error), left=REPEATS)

@@ -367,7 +367,8 @@ class Capture(Strict):
 class Request(Strict):
     """One run of a worker. The trace goes to the directory that holds the request file.
 
-    ``standby`` has a script leave processes that can go on from moments of its run (:mod:`dtypedoctor.replay`).
+    ``standby`` has a script leave processes that can go on from moments of its run (:mod:`dtypedoctor.replay`); where a failing call is replayed
+    in the process itself, ``capsule_limit`` is how many bytes its capsule may take.
     ``repeats`` and ``witness`` are for scripts, which seed their random numbers themselves or not at all: the label of the run whose
     random state this one begins with, and whether a digest of the parameters is taken after each optimizer step.
     """
@@ -376,6 +377,7 @@ class Request(Strict):
     watch: bool = True
     windows: list[Window] = Field(default_factory=list)
     standby: bool = False
+    capsule_limit: int = 64 << 20
     repeats: str | None = None
     witness: bool = False
     capture: Capture | None = None

@@ -47,7 +47,10 @@ def first_run(run: Callable[[str, Request], Run], scenario: Scenario, plan: Plan
     """
     is_script = any(isinstance(step.workload, Script) for step in scenario.steps)
     try:
-        return run("before", Request(scenario=scenario, witness=plan.certify, standby=is_script))
+        return run(
+            "before",
+            Request(scenario=scenario, witness=plan.certify, standby=is_script, capsule_limit=plan.capsule_limit),
+        )
     except OSError as error:
         raise UsageError(
             f"it cannot be run here: {error.strerror or error}", "Free some space, or give another --out."

@@ -185,7 +185,7 @@ class ScriptRecording:
             self._recording.torch_is_there(watch)
             watch.start()
             if self._request["standby"]:
-                keep_standbys(self._directory, self._recording, watch)
+                keep_standbys(self._directory, self._recording, watch, self._request["capsule_limit"])
             keep_out_of_compiler(FirstRunFiles.heard)
         if ours.error is not None:
             self._failed(NOTHING_WATCHED, ours.error)
@@ -211,11 +211,11 @@ class ScriptRecording:
         os._exit(2)
 
 
-def keep_standbys(directory: Path, recording: Recording, watch: "ProcessWatch") -> None:
-    """Has the process leave forks from which parts of it can be replayed."""
+def keep_standbys(directory: Path, recording: Recording, watch: "ProcessWatch", capsule_limit: int) -> None:
+    """Has the process leave forks from which parts of it can be replayed, or replay them itself, with capsules of so many bytes."""
     from dtypedoctor.worker.standbys import Standbys
 
-    Standbys(directory, recording, watch).begin()
+    Standbys(directory, recording, watch, capsule_limit).begin()
 
 
 def edited_libraries(request: Mapping[str, Any], writer: TraceWriter) -> list["EditedLibrary"]:

@@ -20,6 +20,7 @@ from dtypedoctor._torch_private import COMPILER, compute_alone
 from dtypedoctor.instrument.alone import is_sharded
 from dtypedoctor.instrument.capsule import CapsuleWatch, Kind, Wanted
 from dtypedoctor.instrument.contents import tensors_given
+from dtypedoctor.instrument.in_place import CAPSULE_LIMIT
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.optrace import OpWindow
 from dtypedoctor.instrument.places import Rows, Source
@@ -73,9 +74,13 @@ class Standbys:
         directory: where they listen.
         recording: of this process.
         watch: the watch of this process.
+        capsule_limit: bytes that the capsule of a call may take that is replayed in this process itself.
     """
 
-    def __init__(self, directory: Path, recording: "Recording", watch: "ProcessWatch") -> None:
+    def __init__(
+        self, directory: Path, recording: "Recording", watch: "ProcessWatch", capsule_limit: int = CAPSULE_LIMIT
+    ) -> None:
+        self._capsule_limit = capsule_limit
         self._directory = directory
         self._recording = recording
         self._watch = watch
@@ -144,7 +149,8 @@ class Standbys:
         """No fork of this process can go on: what fails is made again in the process itself."""
         replays = self._watch.instruments.in_place
         if not replays.begun and getpid() == self._owner:
-            replays.begin(force=int(self._in_place) if self._in_place.isdecimal() else 0)
+            force = int(self._in_place) if self._in_place.isdecimal() else 0
+            replays.begin(force=force, capsule_limit=self._capsule_limit)
 
     def _give_up(self, why: str) -> None:
         self._impossible = True

@@ -138,6 +138,18 @@ def test_the_smallest_call_is_left_as_a_capsule(
     assert (tmp_path / f"{name}.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize(("limit", "is_left"), [(1, False), (1 << 40, True)])
+def test_a_capsule_keeps_the_limit_that_was_given(tmp_path: Path, limit: int, is_left: bool) -> None:
+    """Also one above the usual 64 MiB; a capsule that is larger is not left."""
+
+    def work(instruments: Instruments) -> None:
+        instruments.in_place.begin(capsule_limit=limit)
+        overflows_backward()
+
+    watched(tmp_path, work)
+    assert bool(list(tmp_path.glob("capsule-*.safetensors"))) is is_left
+
+
 @pytest.mark.parametrize(
     ("program", "finding", "op", "phase"),
     [
