@@ -23,7 +23,7 @@ SHARE = {
     "overflow_residual_sum",
 }
 """Scripts of an ordinary run: torch alone, a few seconds each."""
-GOAL = 0.5
+GOAL = 0.8
 """Share of the failing scripts whose failure the shown edit removes, at least."""
 CASES = [pytest.param(case, id=case.name, marks=() if case.name in SHARE else pytest.mark.soak) for case in failing()]
 
