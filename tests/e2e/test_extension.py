@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor, report_of
+from command import Finished, forked, python, report_of
 
 PACKAGE = Path(__file__).with_name("extension")
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def treated(site: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finis
 def with_package(site: Path, *arguments: str | Path, cwd: Path, **environment: str) -> Finished:
     """Runs dtypedoctor where the package is installed."""
     path = os.pathsep.join([*sys.path, str(site)])
-    return dtypedoctor(*arguments, cwd=cwd, PYTHONPATH=path, **environment)
+    return forked(*arguments, cwd=cwd, PYTHONPATH=path, **environment)
 
 
 def test_a_scenario_of_the_package_fails_and_is_fixed_by_its_correction(treated: tuple[Finished, Path]) -> None:
@@ -73,10 +73,9 @@ def test_a_rule_of_the_package_finds_what_raises_nothing_and_its_remedy_proves_i
     for file in (SILENT, OWN_TEST):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     path = os.pathsep.join([*sys.path, str(site)])
-    own_test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "temp", OWN_TEST.name]
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(own_test, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    own_test = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "temp", OWN_TEST.name]
+    done = python(*own_test, cwd=tmp_path, PYTHONPATH=path)
+    assert done.code == 0, done.out
     (found,) = report_of(tmp_path / "temp" / "test_zeros0" / "out")["findings"]
     assert found["severity"] == "warning"
     assert found["references"] == ["https://github.com/example/tinylab/issues/1"]
@@ -87,7 +86,7 @@ def test_a_rule_of_the_package_finds_what_raises_nothing_and_its_remedy_proves_i
 def test_without_the_package_the_scenario_is_refused_with_what_there_is(tmp_path: Path) -> None:
     """Exit 2 and the names that are known."""
     (tmp_path / SCENARIO.name).write_text(SCENARIO.read_text().replace("tinylab-gate-float32, ", ""))
-    finished = dtypedoctor("run", SCENARIO.name, cwd=tmp_path)
+    finished = forked("run", SCENARIO.name, cwd=tmp_path)
     assert finished.code == 2
     assert "there is no builtin model 'tinylab-gated'" in finished.err
     assert "builtin:llama-tiny" in finished.err

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ from dtypedoctor.scenario.model import Scenario
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 ALL = {path.stem: load_scenario(path) for path in sorted(SCENARIOS.glob("*.yaml"))}
 FAILING = {name: scenario for name, scenario in ALL.items() if scenario.expect.findings and not scenario.expect.only_on}
+NIGHTLY = {
+    "bnb4bit_grpo_decode": "bnb4bit_grpo_quant_state",
+    "custom_model_rmsnorm_fp32_all_lora": "custom_model_rmsnorm_fp32",
+    "gemma4_four_patches": "gemma4_grpo_fp16",
+    "nf4_dequant_compile_fullgraph": "nf4_dequant_compile",
+    "sequential_loads_fp16_bf16": "sequential_loads_bf16_fp16",
+    "sequential_loads_fp16_bf16_autocast": "sequential_loads_bf16_fp16_autocast",
+    "sequential_loads_single_dtype_fp16": "sequential_loads_single_dtype_bf16",
+}
+"""Variants of scenarios that are always run; only the long runs (``-m soak``) run them."""
 SILENT = ("sequential_loads_bf16_fp16_autocast", "sequential_loads_fp16_bf16_autocast", "quant_state_float32")
 FOLDERS = re.compile(
     "|".join(re.escape(str(folder)) for folder in {SCENARIOS.parent, Path(sys.prefix), Path.home()}) + "|/tmp/"
@@ -37,11 +48,25 @@ STRICT = [name for name, scenario in FAILING.items() if "strict" in scenario.exp
 pytestmark = pytest.mark.timeout(900)
 
 
+def each(names: Iterable[str]) -> list[Any]:
+    """Scenarios as parameters of a test."""
+    return [pytest.param(name, marks=pytest.mark.soak) if name in NIGHTLY else name for name in names]
+
+
 @pytest.fixture(scope="session")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
-    """One run of all scenarios."""
+def chosen(pytestconfig: pytest.Config) -> list[str]:
+    """The scenarios that are run: the variants with ``-m soak``, all with ``-m "soak or not soak"``, else those without variants."""
+    marks = pytestconfig.getoption("markexpr")
+    if "soak" not in marks:
+        return [name for name in ALL if name not in NIGHTLY]
+    return list(ALL if "not soak" in marks else NIGHTLY)
+
+
+@pytest.fixture(scope="session")
+def everything(chosen: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
+    """One run of the chosen scenarios."""
     out = tmp_path_factory.mktemp("scenarios") / "out"
-    return dtypedoctor("run", SCENARIOS, "--out", out, timeout=840), out
+    return dtypedoctor("run", *(SCENARIOS / f"{name}.yaml" for name in chosen), "--out", out, timeout=840), out
 
 
 @pytest.fixture(scope="session")
@@ -56,15 +81,17 @@ def trials(everything: tuple[Finished, Path], name: str) -> dict[str, dict[str, 
     return {trial["remedy"]: trial for trial in report_of(everything[1] / name)["trials"]}
 
 
-def test_the_command_exits_with_zero_and_prints_one_matrix(everything: tuple[Finished, Path]) -> None:
+def test_the_command_exits_with_zero_and_prints_one_matrix(
+    chosen: list[str], everything: tuple[Finished, Path]
+) -> None:
     """All of them are as they say."""
     finished, _ = everything
     assert finished.code == 0, finished.out
-    assert f"{len(ALL)} of {len(ALL)} scenarios as expected" in finished.out
+    assert f"{len(chosen)} of {len(chosen)} scenarios as expected" in finished.out
     assert "Traceback" not in finished.err
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", each(ALL))
 def test_a_scenario_is_as_it_says(name: str, rows: dict[str, dict[str, Any]]) -> None:
     """Findings, the first one first, and what cures and what does not."""
     expect, row = ALL[name].expect, rows[name]
@@ -76,7 +103,14 @@ def test_a_scenario_is_as_it_says(name: str, rows: dict[str, dict[str, Any]]) ->
     assert set(expect.not_cured_by) <= set(row["not_cured_by"])
 
 
-@pytest.mark.parametrize("name", ALL)
+def test_a_variant_has_a_scenario_of_its_kind_that_is_always_run() -> None:
+    """Both have the same finding first, or none."""
+    assert set(NIGHTLY.values()) <= ALL.keys() - NIGHTLY.keys()
+    for name, kin in NIGHTLY.items():
+        assert ALL[name].expect.findings[:1] == ALL[kin].expect.findings[:1], name
+
+
+@pytest.mark.parametrize("name", each(ALL))
 def test_all_findings_and_trials_are_those_of_the_snapshot(
     name: str, rows: dict[str, dict[str, Any]], everything: tuple[Finished, Path], rewrite_snapshot: bool
 ) -> None:
@@ -92,13 +126,13 @@ def test_the_snapshot_holds_no_other_scenario(rewrite_snapshot: bool) -> None:
     assert read_snapshot()["scenarios"].keys() <= ALL.keys()
 
 
-@pytest.mark.parametrize("name", sorted(ALL.keys() - FAILING.keys()))
+@pytest.mark.parametrize("name", each(sorted(ALL.keys() - FAILING.keys())))
 def test_a_control_yields_nothing(name: str, rows: dict[str, dict[str, Any]]) -> None:
     """No finding at all: a doctor who finds something in the healthy is of no use."""
     assert (rows[name]["status"], rows[name]["findings"], rows[name]["before"]) == ("healthy", [], "completed")
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", each(FAILING))
 def test_a_cause_is_proven_and_watching_does_not_change_the_run(
     name: str, rows: dict[str, dict[str, Any]], everything: tuple[Finished, Path]
 ) -> None:
@@ -108,7 +142,7 @@ def test_a_cause_is_proven_and_watching_does_not_change_the_run(
     assert observer["bitwise_equal"] is True or (observer["bitwise_equal"] is None and observer["same_error"]), observer
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", each(FAILING))
 def test_a_cured_run_computes_what_float32_computes(name: str, everything: tuple[Finished, Path]) -> None:
     """All steps done, and the outputs are those of the float32 twin but for rounding."""
     scenario = FAILING[name]
@@ -119,7 +153,7 @@ def test_a_cured_run_computes_what_float32_computes(name: str, everything: tuple
             assert trial["output_error"] < 0.05
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", each(FAILING))
 def test_a_cure_has_its_price_in_the_table(name: str, everything: tuple[Finished, Path]) -> None:
     """Step time and peak memory against the untreated run or the healthy one, the output error, and whether it is safe."""
     cures = [trial for trial in trials(everything, name).values() if trial["outcome"] == "fixed"]
@@ -140,7 +174,7 @@ def test_streams_are_said_to_be_not_covered_where_there_are_none(everything: tup
     assert report["status"] == "healthy"
 
 
-@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("name", each(SILENT))
 def test_garbage_that_nothing_complains_about_is_found(
     name: str, rows: dict[str, dict[str, Any]], everything: tuple[Finished, Path]
 ) -> None:
@@ -152,17 +186,15 @@ def test_garbage_that_nothing_complains_about_is_found(
     assert cast["output_error"] > 0.5
 
 
-@pytest.mark.parametrize("order", ["bf16_fp16", "fp16_bf16"])
-def test_casting_the_stale_buffer_turns_an_exception_into_garbage(
-    order: str, everything: tuple[Finished, Path]
-) -> None:
+@pytest.mark.parametrize("name", each(["sequential_loads_bf16_fp16", "sequential_loads_fp16_bf16"]))
+def test_casting_the_stale_buffer_turns_an_exception_into_garbage(name: str, everything: tuple[Finished, Path]) -> None:
     """The run with the casts of the other ticket completes, and is called not fixed."""
-    cast = trials(everything, f"sequential_loads_{order}")["casts-forward-and-backward"]
+    cast = trials(everything, name)["casts-forward-and-backward"]
     assert (cast["run"]["ended"], cast["outcome"], cast["safe"]) == ("completed", "not-fixed", False)
     assert cast["output_error"] > 0.5
 
 
-@pytest.mark.parametrize("name", STRICT)
+@pytest.mark.parametrize("name", each(STRICT))
 def test_strict_mode_raises_where_a_cast_would_have_hidden_it(name: str, everything: tuple[Finished, Path]) -> None:
     """The message names the dtypes that disagree."""
     trial = trials(everything, name)["strict"]
@@ -171,7 +203,7 @@ def test_strict_mode_raises_where_a_cast_would_have_hidden_it(name: str, everyth
     assert trial["reason"].endswith("A cast would have hidden it")
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", each(ALL))
 def test_the_report_of_a_scenario_renders_in_every_format(name: str, everything: tuple[Finished, Path]) -> None:
     """Each format holds the headline; JSON meets its schema, Markdown fits into one comment, nothing names this machine's folders."""
     directory = everything[1] / name
@@ -204,7 +236,7 @@ def _variant(scenario: Scenario) -> tuple[Any, ...]:
 
 def test_the_variants_of_the_grpo_ticket_look_alike_and_are_told_apart(rows: dict[str, dict[str, Any]]) -> None:
     """The same model and trainer; finding, operator and phase together are different for each."""
-    names = [name for name in FAILING if name.startswith("bnb4bit_grpo")]
+    names = [name for name in FAILING if name.startswith("bnb4bit_grpo") and name in rows]
     assert len({_variant(FAILING[name]) for name in names}) == 1
     places = {name: (rows[name]["finding"], rows[name]["op"], rows[name]["phase"]) for name in names}
     del places["bnb4bit_grpo_bf16_float16_state"]  # two causes, of which the first is that of bnb4bit_grpo_bf16

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import dtypedoctor, report_of
+from command import dtypedoctor, forked, report_of
 
 TRAINING = """
     import sys, torch
@@ -75,7 +75,7 @@ def test_training_in_spawned_processes_is_measured(way: str, tmp_path: Path) -> 
 
 def test_an_overflow_in_a_spawned_process_is_found_there(tmp_path: Path) -> None:
     """The op trace of a second run is that of the same process, and the report says which one it is."""
-    done = dtypedoctor("exec", "--rerun", "--out", "run", spawning(tmp_path, "mp.spawn", 1), cwd=tmp_path)
+    done = forked("exec", "--rerun", "--out", "run", spawning(tmp_path, "mp.spawn", 1), cwd=tmp_path)
     report = report_of(tmp_path / "run")
     finding = report["findings"][0]
     assert (done.code, finding["id"], finding["step"], finding["confidence"]) == (10, "float16-overflow", 2, "proven")
@@ -85,7 +85,7 @@ def test_an_overflow_in_a_spawned_process_is_found_there(tmp_path: Path) -> None
 def test_a_dtype_error_in_a_spawned_process_is_found_and_printed_as_ever(tmp_path: Path) -> None:
     """What multiprocessing prints of it names no frame of the doctor's."""
     path = spawning(tmp_path, "process", 2)
-    done = dtypedoctor("exec", "--rerun", "--out", "run", path, cwd=tmp_path)
+    done = forked("exec", "--rerun", "--out", "run", path, cwd=tmp_path)
     report = report_of(tmp_path / "run")
     printed = done.err.partition("FOUND")[0]
     assert printed.count("RuntimeError: mat1 and mat2 must have the same dtype") == 2
