@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor, forked, in_this_process, report_of
+from command import Finished, dtypedoctor, in_this_process, report_of
 
 from dtypedoctor.trace.events import SCHEMA, Header, Site
 from dtypedoctor.trace.lines import EVENTS
@@ -67,7 +67,7 @@ def goes_on(finished: Finished, steps: int, code: int = 10) -> None:
 def test_a_training_goes_on_when_the_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
     """A real small file system that fills up in the middle; there is no room for a report either, so it is only shown."""
     script = training(tmp_path, steps=1500)
-    finished = forked("exec", "--out", small_disk / "run", script)
+    finished = dtypedoctor("exec", "--out", small_disk / "run", script)
     goes_on(finished, 1500)
     assert "recording stopped (No space left on device" in finished.err
     assert "cannot write the report to" in finished.err
@@ -113,7 +113,7 @@ def test_a_run_that_is_over_and_what_it_saved_outlive_a_replay_that_cannot_be_ma
     """The script is gone, the disk is full, or the place is taken: the run is diagnosed, and the rest is a line."""
     script, out = tmp_path / "train.py", small_disk / "run"
     script.write_text(OVERFLOWING + ending)
-    finished = forked("exec", "--out", out, script, out, OMP_NUM_THREADS="1")
+    finished = dtypedoctor("exec", "--out", out, script, out, OMP_NUM_THREADS="1")
     assert finished.code == 10, finished.err
     assert "Traceback" not in finished.err
     assert "overflow" in finished.err or "inf" in finished.err
@@ -162,7 +162,7 @@ def fill(disk: Path) -> None:
 def test_a_disk_that_was_full_before_is_said_at_once(small_disk: Path, tmp_path: Path) -> None:
     """Nothing can be begun, so nothing is run."""
     fill(small_disk)
-    finished = forked("exec", "--out", small_disk / "run", training(tmp_path))
+    finished = dtypedoctor("exec", "--out", small_disk / "run", training(tmp_path))
     assert finished.code == 2
     assert "cannot be" in finished.err
     assert "Traceback" not in finished.err
@@ -171,7 +171,7 @@ def test_a_disk_that_was_full_before_is_said_at_once(small_disk: Path, tmp_path:
 def test_a_training_goes_on_when_its_files_may_not_grow(tmp_path: Path) -> None:
     """A limit on the size of files, as batch systems set; the report is written and says what is missing."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))"
-    finished = forked("exec", "--out", tmp_path / "run", training(tmp_path, steps=400, before=limit))
+    finished = dtypedoctor("exec", "--out", tmp_path / "run", training(tmp_path, steps=400, before=limit))
     goes_on(finished, 400)
     report = report_of(tmp_path / "run")
     assert report["status"] == "unknown"
@@ -184,7 +184,7 @@ def test_a_training_goes_on_when_its_files_may_not_grow(tmp_path: Path) -> None:
 def test_a_training_goes_on_when_its_run_directory_is_removed(tmp_path: Path) -> None:
     """Somebody cleans up in the middle of a run; there is no trace that could be used then."""
     remove = f"import shutil; shutil.rmtree({str(tmp_path / 'run')!r})"
-    finished = forked("exec", "--out", tmp_path / "run", training(tmp_path, middle=remove))
+    finished = dtypedoctor("exec", "--out", tmp_path / "run", training(tmp_path, middle=remove))
     goes_on(finished, 40, code=3)
     assert "cannot write the report to" in finished.err
     assert not (tmp_path / "run").exists()
@@ -206,7 +206,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
 def test_a_clock_that_jumps_changes_nothing(tmp_path: Path) -> None:
     """The time of day stands in the header only: order comes from numbers, durations from a clock that cannot jump."""
     jump = "import random, time; time.time = lambda: random.choice((0.0, 2**31 - 1.0, 4e9)); time.time_ns = lambda: 0"
-    finished = forked("exec", "--out", tmp_path / "run", training(tmp_path, before=jump))
+    finished = dtypedoctor("exec", "--out", tmp_path / "run", training(tmp_path, before=jump))
     assert finished.code == 0, finished.err
     assert report_of(tmp_path / "run")["before"]["steps_completed"] == 40
 

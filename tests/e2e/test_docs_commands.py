@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from command import dtypedoctor, forked
+from command import dtypedoctor
 from documented import ROOT, Command, documented_commands, marked_examples
 
 from dtypedoctor.cli.main import app
@@ -85,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as the documentation assumes it: the scenarios, and the first run of the first page."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "scenarios").symlink_to(ROOT / "scenarios")
-    finished = forked("run", "gemma4_grpo_fp16", "--out", "runs/first", cwd=folder)
+    finished = dtypedoctor("run", "gemma4_grpo_fp16", "--out", "runs/first", cwd=folder)
     assert finished.code == 0, finished.err
     (folder / "dtype-report").mkdir()
     shutil.copytree(folder / "runs" / "first", folder / "dtype-report" / "gemma4_grpo_fp16")

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import forked as dtypedoctor
-from command import report_of
+from command import dtypedoctor, report_of
 
 from dtypedoctor.cli.reported import ENDINGS, exit_code
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity

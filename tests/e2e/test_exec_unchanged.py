@@ -6,11 +6,10 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command import Finished, dtypedoctor, forked, report_of
+from command import Finished, dtypedoctor, report_of
 
 PROBE = """
 import atexit, copy, hashlib, io, json, os, pickle, random, sys, threading, warnings
@@ -127,9 +126,9 @@ def script(folder: Path, source: str, name: str = "work.py") -> Path:
     return path
 
 
-def execute(folder: Path, *arguments: str | Path, command: Callable[..., Finished] = dtypedoctor) -> Finished:
+def execute(folder: Path, *arguments: str | Path) -> Finished:
     """Runs ``dtypedoctor exec --out FOLDER/run ARGUMENTS`` in ``folder``."""
-    return command("exec", "--out", folder / "run", *arguments, cwd=folder, OMP_NUM_THREADS="1")
+    return dtypedoctor("exec", "--out", folder / "run", *arguments, cwd=folder, OMP_NUM_THREADS="1")
 
 
 def test_a_script_sees_no_difference_in_itself(tmp_path: Path) -> None:
@@ -228,7 +227,7 @@ def test_a_failure_that_vanishes_when_it_is_watched_is_reported_so(tmp_path: Pat
         if not module._global_forward_hooks:
             raise RuntimeError("nobody looks")
     """
-    finished = execute(tmp_path, "--verify-uninstrumented", script(tmp_path, source), command=forked)
+    finished = execute(tmp_path, "--verify-uninstrumented", script(tmp_path, source))
     report = report_of(tmp_path / "run")
     assert finished.code == 10
     assert report["findings"] == []
@@ -249,7 +248,7 @@ def test_a_failure_that_a_second_run_would_not_have_is_proven_from_one(tmp_path:
             net.weight.fill_(6e4 if first else 1.0)
         net(torch.ones(2, 4).half())
     """
-    finished = execute(tmp_path, script(tmp_path, source), command=forked)
+    finished = execute(tmp_path, script(tmp_path, source))
     report = report_of(tmp_path / "run")
     assert finished.code == 10
     assert report["findings"][0]["id"] == "float16-overflow"
@@ -307,7 +306,7 @@ def test_a_script_may_watch_itself(tmp_path: Path) -> None:
         with dtypedoctor.watch(net, out="own"):
             net(torch.ones(2, 4).half())
     """
-    finished = execute(tmp_path, script(tmp_path, source), command=forked)
+    finished = execute(tmp_path, script(tmp_path, source))
     assert finished.code == 10, finished.err
     for directory in ("run", "own"):
         finding = report_of(tmp_path / directory)["findings"][0]

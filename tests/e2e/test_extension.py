@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import Finished, forked, python, report_of
+from command import Finished, forked, report_of
 
 PACKAGE = Path(__file__).with_name("extension")
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -73,9 +73,10 @@ def test_a_rule_of_the_package_finds_what_raises_nothing_and_its_remedy_proves_i
     for file in (SILENT, OWN_TEST):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     path = os.pathsep.join([*sys.path, str(site)])
-    own_test = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "temp", OWN_TEST.name]
-    done = python(*own_test, cwd=tmp_path, PYTHONPATH=path)
-    assert done.code == 0, done.out
+    own_test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", "temp", OWN_TEST.name]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(own_test, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
     (found,) = report_of(tmp_path / "temp" / "test_zeros0" / "out")["findings"]
     assert found["severity"] == "warning"
     assert found["references"] == ["https://github.com/example/tinylab/issues/1"]

@@ -142,11 +142,11 @@ def written(folder: Path, text: str, name: str) -> Path:
 
 
 def execute(
-    folder: Path, source: str, *arguments: str, command: Callable[..., Finished] = forked
+    folder: Path, source: str, *arguments: str, command: Callable[..., Finished] = dtypedoctor
 ) -> tuple[Finished, Path]:
     """``dtypedoctor exec --nproc-per-node 2`` on a script, options before ``--`` and the script's own arguments behind it.
 
-    torchrun and its ranks are forks, unless ``command`` starts interpreters.
+    With ``command=forked`` the doctor and torchrun are forks; the ranks are interpreters, since torchrun has threads.
     """
     path, out = written(folder, source, "work.py"), folder / "run"
     options, own = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
@@ -165,7 +165,7 @@ def said(report: dict[str, Any]) -> str:
 
 def test_a_healthy_ddp_run_has_no_findings_and_is_bitwise_what_it_is_unwatched(tmp_path: Path) -> None:
     """Each rank has a trace, its own output and a line in the report; each is equal to itself without the watch."""
-    finished, out = execute(tmp_path, DDP, "--once", "--verify-uninstrumented", "--", "ok", command=dtypedoctor)
+    finished, out = execute(tmp_path, DDP, "--once", "--verify-uninstrumented", "--", "ok")
     assert finished.code == 0, finished.err
     report = report_of(out)
     assert (report["status"], report["findings"]) == ("healthy", [])
@@ -181,7 +181,7 @@ def test_a_healthy_ddp_run_has_no_findings_and_is_bitwise_what_it_is_unwatched(t
 
 def test_an_overflow_on_one_rank_is_told_with_the_all_reduce_that_carried_it(tmp_path: Path) -> None:
     """Rank, module and op of the origin, and the collective by which it came to the rank whose own gradients were finite."""
-    finished, out = execute(tmp_path, DDP, "--rerun", "--", "overflow")
+    finished, out = execute(tmp_path, DDP, "--rerun", "--", "overflow", command=forked)
     assert finished.code == 10
     report = report_of(out)
     first = report["findings"][0]
@@ -289,7 +289,7 @@ def test_a_replay_ends_at_a_collective_and_names_it(tmp_path: Path) -> None:
 
 def test_an_overflow_in_one_stage_of_a_pipeline_is_told_with_the_message_that_carried_it(tmp_path: Path) -> None:
     """There is no collective at all: the second stage gets infinities, and sends gradients that are not finite back."""
-    finished, out = execute(tmp_path, PIPELINE, "--rerun", "--")
+    finished, out = execute(tmp_path, PIPELINE, "--rerun", "--", command=forked)
     assert finished.code == 10
     report = report_of(out)
     first = report["findings"][0]
@@ -315,7 +315,7 @@ def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path) -> None:
     """Both are stopped at the time limit; the report is about the one that never entered the collective."""
-    finished, out = execute(tmp_path, DDP, "--time-limit", "12", "--", "hang")
+    finished, out = execute(tmp_path, DDP, "--time-limit", "20", "--", "hang")
     assert finished.code == 10
     report = report_of(out)
     assert report["status"] == "worker-died"
@@ -327,7 +327,7 @@ def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path
 def test_a_sharded_scenario_with_a_precision_policy_is_healthy(tmp_path: Path) -> None:
     """FSDP2 in ``run``: local shards of parameters and gradients are measured, and what units gather and scatter."""
     path, out = written(tmp_path, FSDP, "sharded.yaml"), tmp_path / "run"
-    finished = forked("run", "--out", out, path)
+    finished = dtypedoctor("run", "--out", out, path)
     assert finished.code == 0, finished.err
     report = report_of(out)
     assert report["status"] == "healthy"
