@@ -227,7 +227,7 @@ def test_a_module_call_keeps_few_objects_and_makes_few_calls(tmp_path: Path, mon
         calls = own_calls(training.step)
     modules = sum(1 for _ in training.model.modules())
     assert 0 < objects / modules <= 14
-    # 49 when this was written. How much is written in the step depends on when the results of the step before arrive.
+    # 48 when this was written. How much is written in the step depends on when the results of the step before arrive.
     assert 0 < calls / modules <= 62
 
 
