@@ -22,7 +22,16 @@ from types import CodeType, FunctionType, ModuleType
 from dtypedoctor.plugins import Edit
 from dtypedoctor.values import dataclass
 
-__all__ = ["AlreadyCorrectedError", "Hit", "TargetMismatchError", "files_of", "install", "patched", "release_of"]
+__all__ = [
+    "AlreadyCorrectedError",
+    "Hit",
+    "TargetMismatchError",
+    "file_of",
+    "files_of",
+    "install",
+    "patched",
+    "release_of",
+]
 
 _HIT = "__dtypedoctor_hit__"
 """Name under which corrected code finds what counts its uses."""
@@ -143,7 +152,7 @@ def _put(function: FunctionType, state: _Corrected, code: CodeType) -> None:
         function.__code__ = state.original
 
 
-def _file_of(module: str, folders: Sequence[str]) -> Path | None:
+def file_of(module: str, folders: Sequence[str]) -> Path | None:
     """The source file of ``module`` as it would be found in ``folders``; nothing is imported. None where there is none."""
     top, *rest = module.split(".")
     spec = PathFinder.find_spec(top, list(folders))
@@ -164,7 +173,7 @@ def files_of(edits: Sequence[Edit], folders: Sequence[str]) -> Iterator[tuple[Pa
         The file, its name from the folder of its package on, and the edits of it.
     """
     for module in dict.fromkeys(edit.module for edit in edits):
-        file = _file_of(module, folders)
+        file = file_of(module, folders)
         if file is not None:
             yield file, _shown(str(file)), [edit for edit in edits if edit.module == module]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction
-from dtypedoctor.source_edits import AlreadyCorrectedError, TargetMismatchError, files_of, patched, release_of
+from dtypedoctor.source_edits import AlreadyCorrectedError, TargetMismatchError, file_of, files_of, patched, release_of
 
 
 def about(correction: Correction) -> str:
@@ -61,7 +61,12 @@ def patch_of(correction: Correction, folders: list[str]) -> str:
     """
     library = correction.library
     found = list(files_of(correction.edits, folders))
-    if len(found) < len({edit.module for edit in correction.edits}):
+    missing = [edit.module for edit in correction.edits if file_of(edit.module, folders) is None]
+    package = file_of(library, folders)
+    if missing and package is not None:
+        with _fitting(correction, package):
+            raise TargetMismatchError(f"it has no {missing[0]}")
+    if missing:
         hint = f"pip install --no-deps --target DIR {library}=={correction.seen[-1]}, then pass --source DIR."
         raise UsageError(f"{correction.id}: the package {library} was not found", hint)
     diffs: list[str] = []

@@ -53,6 +53,7 @@ def test_the_release_with_its_own_fix_is_quiet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "refusal"),
     [
+        ("0.2.0", "nemo_automodel 0.2.0: it has no nemo_automodel.components.models.common.utils"),
         ("0.3.0", "defines no cast_model_to_dtype"),
         ("0.4.0", ""),
         ("0.5.0", MISSING),

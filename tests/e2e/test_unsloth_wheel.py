@@ -1,5 +1,6 @@
 """unsloth's released kernels, unchanged: a second 4-bit model in another dtype is read from memory of the first one's."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -115,6 +116,19 @@ def test_a_state_of_another_dtype_than_the_activations_is_right_in_every_use(ver
     answers = [line.split("\t")[-1] for line in treated.out.splitlines()]
     assert len(answers) == 18, treated.err
     assert max(float(answer.removeprefix("error ")) for answer in answers) < 0.01
+
+
+def test_grpo_on_a_checkpoint_saved_in_float16_finishes_near_float32_with_the_correction_alone(tmp_path: Path) -> None:
+    """TRL's trainer on a 4-bit Llama in bfloat16, through the kernels of the last release: without the correction its first product raises."""
+    program, release = REAL / "programs" / "unsloth_grpo.py", released("unsloth", "2026.10.9")
+    command = program, release, "2", "saved"
+    treated = forked("treat", "--with", STATE_CORRECTION, *command, cwd=tmp_path, **ALONE)
+    assert "trained 2 steps" in treated.out.splitlines(), treated.err
+    divergences = [float(text) for text in re.findall(r"texts: (\S+)", treated.out)]
+    assert len(divergences) == 4
+    assert max(divergences) < 2e-4
+    untreated = python(*command, cwd=tmp_path, **ALONE)
+    assert "to have the same dtype, but got: c10::BFloat16 != c10::Half" in untreated.err
 
 
 def test_untreated_a_state_of_another_dtype_raises_or_gives_wrong_weights_in_silence() -> None:

@@ -1,12 +1,9 @@
 """unsloth_zoo's released patches, unchanged: one that a new signature leaves out in silence, and that of Gemma-4's MLP beside ours."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from command import dtypedoctor, report_of
+from command import forked, python, report_of
 from released_wheels import released
 
 PROGRAMS = Path(__file__).parents[2] / "scenarios" / "real" / "programs"
@@ -18,9 +15,7 @@ PRODUCT = "transformers-gemma4-mlp-product"
 def test_a_patch_that_the_signature_of_the_model_leaves_out_is_found_in_one_run(version: str, tmp_path: Path) -> None:
     """Nothing raises and nothing is logged; the line is the zoo's own. A release whose patch fits is quiet."""
     program = PROGRAMS / "zoo_gemma3.py"
-    done = dtypedoctor(
-        "exec", "--out", tmp_path / "run", program, released("unsloth_zoo", version), cwd=tmp_path, **ALONE
-    )
+    done = forked("exec", "--out", tmp_path / "run", program, released("unsloth_zoo", version), cwd=tmp_path, **ALONE)
     findings = report_of(tmp_path / "run")["findings"]
     if version == "2026.10.9":
         assert (done.code, findings) == (0, [])
@@ -36,20 +31,13 @@ def test_both_corrections_of_the_gemma4_mlp_train_bitwise_alike_where_nothing_tr
 ) -> None:
     """Three steps of TRL's GRPO in float16: rewards, losses and gradient norms."""
     program, steps = str(PROGRAMS / "zoo_gemma4.py"), ("float16", "3", "1e-2")
-    ours = dtypedoctor("treat", "--with", PRODUCT, program, "none", *steps, cwd=tmp_path, **ALONE)
+    ours = forked("treat", "--with", PRODUCT, program, "none", *steps, cwd=tmp_path, **ALONE)
     assert f"{PRODUCT} is in place: transformers" in ours.err
-    theirs = trained(program, str(released("unsloth_zoo", "2026.10.9")), *steps)
-    untreated = trained(program, "none", *steps)
-    assert steps_of(theirs.stdout) == steps_of(ours.out)
+    theirs = python(program, released("unsloth_zoo", "2026.10.9"), *steps, cwd=tmp_path, **ALONE)
+    untreated = python(program, "none", *steps, cwd=tmp_path, **ALONE)
+    assert steps_of(theirs.out) == steps_of(ours.out)
     assert len(steps_of(ours.out)) == 3
-    assert "probability tensor contains either `inf`, `nan`" in untreated.stderr
-
-
-def trained(*command: str) -> subprocess.CompletedProcess[str]:
-    """The program, run as it is."""
-    return subprocess.run(
-        [sys.executable, *command], env=os.environ | ALONE, capture_output=True, text=True, check=False, timeout=300
-    )
+    assert "probability tensor contains either `inf`, `nan`" in untreated.err
 
 
 def steps_of(output: str) -> list[str]:

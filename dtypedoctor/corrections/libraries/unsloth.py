@@ -20,7 +20,7 @@ CORRECTIONS = (
         proves=("stale-dequant-buffer",),
         prefer="models of several dtypes share a process and unsloth cannot be updated to 2026.3.1",
         library="unsloth",
-        seen=("2025.9.1", "2026.1.1", "2026.2.1"),
+        seen=("2025.9.1", "2025.12.1", "2026.1.1", "2026.2.1"),
         test="unsloth_buffer_of_its_dtype.txt",
         edits=(
             Edit(
@@ -40,7 +40,7 @@ CORRECTIONS = (
         proves=("quant-state-dtype",),
         prefer="a checkpoint's packed weights say another dtype than the run's, and no one place loads all models",
         library="unsloth",
-        seen=("2025.9.1", "2026.2.1", "2026.7.6", "2026.10.9"),
+        seen=("2025.9.1", "2025.12.1", "2026.2.1", "2026.7.6", "2026.9.1", "2026.10.9"),
         test="unsloth_state_of_input_dtype.txt",
         edits=(
             Edit(
