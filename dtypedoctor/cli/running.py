@@ -4,6 +4,7 @@ Of several scenarios each gets a directory of its own, and all of them one matri
 """
 
 import os
+import shlex
 import sys
 import time
 from collections import Counter
@@ -30,7 +31,7 @@ from dtypedoctor.runner.directories import new_directory
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher
 from dtypedoctor.runner.process import run_launched, run_ranks, run_script
 from dtypedoctor.runner.run import Run
-from dtypedoctor.scenario.loading import resolve
+from dtypedoctor.scenario.loading import resolve, shipped_beside
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trials.plan import Plan
 from dtypedoctor.trials.treatment import treat
@@ -94,10 +95,10 @@ def _with_releases(scenario: Scenario, wheels: Path | None) -> Iterator[None]:
             folders.append(str(folder.resolve()))
         elif _installed(name) != version:
             where = f"neither installed nor in {wheels}" if wheels is not None else "not installed"
-            given = "" if wheels is not None else f", then pass --wheels {folder.parent}"
+            given = "" if wheels is not None else f"  # then pass --wheels {folder.parent}"
             raise UsageError(
                 f"{scenario.name} requires {wanted}, which is {where}",
-                f"pip install --no-deps --target {folder} {wanted}{given}",
+                f"pip install --no-deps --target {shlex.quote(str(folder))} {wanted}{given}",
             )
     before = os.environ.get("PYTHONPATH")
     if folders:
@@ -167,8 +168,10 @@ def load_all(texts: Sequence[str], *, allow_code: bool) -> list[Scenario]:
 
 def _paths(text: str) -> list[Path]:
     folder = Path(text)
+    if not folder.exists():
+        folder = shipped_beside(text) or folder
     if not folder.is_dir():
-        return [resolve(text)]
+        return [resolve(str(folder))]
     found = sorted(folder.glob("*.yaml"))
     if not found:
         raise UsageError(f"{text}: no scenarios here", "A scenario is a file that ends in .yaml.")
@@ -210,6 +213,8 @@ def _treated(
             scenario, new_directory(directory / scenario.name, scenario.name), plan, view, wheels=wheels
         )
     except DoctorError as refused:
+        if refused.hint:
+            view.say(f"{scenario.name}: {refused.hint}")
         row = refused_row(scenario.name, refused.message, exit_code=int(refused.exit_code))
         return row, refused_report(scenario.name, refused.message)
     seconds = round(time.monotonic() - began, 2)

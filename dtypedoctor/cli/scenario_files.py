@@ -14,7 +14,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.report.text import one_line
-from dtypedoctor.scenario.loading import available, load_scenario
+from dtypedoctor.scenario.loading import is_shipped, load_scenario
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.trials.remedies import remedies
 
@@ -28,7 +28,7 @@ def allow_scenario(scenario: Scenario, path: Path, *, allowed: bool) -> None:
         UsageError: it is from elsewhere and names code, and nobody has said yes.
     """
     named = list(_code_of(scenario))
-    if named and not allowed and not _is_shipped(path):
+    if named and not allowed and not is_shipped(path):
         _ask(path, f"this scenario runs code: {', '.join(named)}")
 
 
@@ -87,10 +87,6 @@ def _code_of(scenario: Scenario) -> Iterator[str]:
         if isinstance(step.workload, Script):
             script = step.workload.path or step.workload.module or "in its source text"
             yield f"the script {one_line(str(script))} (steps[{number}].workload)"
-
-
-def _is_shipped(path: Path) -> bool:
-    return path.resolve() in {shipped.resolve() for shipped in available()}
 
 
 def _is_the_users(path: Path) -> bool:

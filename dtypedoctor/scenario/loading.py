@@ -37,6 +37,21 @@ def available() -> tuple[Path, ...]:
     return tuple(found[name] for name in sorted(found))
 
 
+def shipped_beside(text: str) -> Path | None:
+    """The folder of further shipped scenarios, or the file in it, meant by ``scenarios/real`` or ``real/NAME.yaml``; None if there is none."""
+    name = text.removeprefix("scenarios/").rstrip("/")
+    if not re.fullmatch(r"[a-z]+(/[a-z0-9_]+\.yaml)?", name):
+        return None
+    found = (directory / name for directory in _directories(_PACKAGE))
+    return next((path for path in found if path.is_file() or any(path.glob("*.yaml"))), None)
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether a file came with this package."""
+    shipped = [*available(), *(one for top in _directories(_PACKAGE) for one in top.glob("*/*.yaml"))]
+    return path.resolve() in {one.resolve() for one in shipped}
+
+
 def resolve(text: str) -> Path:
     """The file that a person means: a path, or the bare name of a shipped scenario (``gemma4_grpo_fp16``).
 

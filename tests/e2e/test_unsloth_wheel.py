@@ -168,3 +168,9 @@ def test_a_release_that_is_not_there_is_asked_for_in_one_line(tmp_path: Path) ->
     assert done.code == 2
     assert "unsloth_two_loads requires unsloth==2026.2.1, which is neither installed nor in" in done.err
     assert f"hint: pip install --no-deps --target {tmp_path}/unsloth-2026.2.1 unsloth==2026.2.1\n" in done.err
+    several = dtypedoctor(
+        "run", "scenarios/real", "--out", tmp_path / "out", cwd=tmp_path
+    )  # they come with the package
+    assert several.code == 2
+    command = "pip install --no-deps --target wheels/unsloth-2026.2.1 unsloth==2026.2.1  # then pass --wheels wheels"
+    assert f"unsloth_two_loads: {command}\n" in several.err
