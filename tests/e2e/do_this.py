@@ -6,6 +6,7 @@ As a program it measures scripts and prints a line of JSON for each: ``python te
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -40,8 +41,8 @@ class Applied:
 
 def apply_advice(case: Case, folder: Path) -> Applied:
     """Diagnoses a copy of the script in ``folder``, changes it as the report says, and diagnoses it again."""
-    (folder / "before").mkdir()
-    (folder / "after").mkdir()
+    for name in ("before", "after"):
+        shutil.copytree(case.path.parent / "textkit", folder / name / "textkit")  # what some scripts import
     copy = folder / "before" / case.path.name
     copy.write_bytes(case.path.read_bytes())
     found, advice, _ = _diagnosed(copy, folder / "before")
