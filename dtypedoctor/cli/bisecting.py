@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
-from dtypedoctor.cli.at_hand import require_at_hand
+from dtypedoctor.cli.at_hand import require_at_hand, why_no_cuda
 from dtypedoctor.cli.live import IMPORTS, Narrowing, label_in_words
 from dtypedoctor.cli.output import kept
 from dtypedoctor.cli.pace import Pace
@@ -131,15 +131,19 @@ MOST_JOBS = 4
 """Runs at a time where nobody says: each holds a model of its own."""
 
 
-def bisect_case(case: Case, jobs: int | None) -> Report:
-    """Bisects ``case`` and leaves the report in its directory.
+def bisect_case(case: Case, jobs: int | None, *, resident: bool | None = None) -> Report:
+    """Bisects ``case`` and leaves the report in its directory; ``resident`` as in :class:`WarmServer`.
 
     Raises:
         UsageError: it cannot be run at all; a new directory is not left behind.
         WorkerDiedError: the worker died before there was a model.
     """
     pace = Pace(case.directory, "bisect", case.asked.scenario)
-    with _kept_only_if_used(case), _narrowing(pace) as view, _probe_runner(case, jobs, view) as runner:
+    with (
+        _kept_only_if_used(case),
+        _narrowing(pace) as view,
+        _probe_runner(case, jobs, view, resident=resident) as runner,
+    ):
         journal = Journal(case.directory)
 
         def probe(measured: Measured) -> None:
@@ -184,8 +188,11 @@ def _kept_only_if_used(case: Case) -> Iterator[None]:
 
 
 @contextmanager
-def _probe_runner(case: Case, jobs: int | None, view: Narrowing) -> Iterator[ProbeRunner]:
-    """Runs requests in workers forked from a server that has the models built; on GPUs each worker gets one for itself."""
+def _probe_runner(case: Case, jobs: int | None, view: Narrowing, *, resident: bool | None) -> Iterator[ProbeRunner]:
+    """Runs requests where the models are built already: in forks of a server, or on a GPU in the server itself, one after the other.
+
+    Workers that build their models themselves get a GPU each.
+    """
     directory, gpus = case.directory, _visible_gpus()
     journal = Journal(directory)
     server = directory / "server"
@@ -194,9 +201,12 @@ def _probe_runner(case: Case, jobs: int | None, view: Narrowing) -> Iterator[Pro
     with (
         Launcher(directory / "server.log") as launcher,
         _ready(launcher, view),
-        WarmServer(launcher, Request(scenario=case.asked.scenario), server) as warm,
+        WarmServer(launcher, Request(scenario=case.asked.scenario), server, resident=resident, say=view.say) as warm,
     ):
-        on_gpu = warm.device == "cuda"
+        on_gpu = (
+            not why_no_cuda() if resident is False else warm.device == "cuda"
+        ) and case.asked.scenario.device != "cpu"
+        width = jobs or (max(1, len(gpus)) if on_gpu else min(len(os.sched_getaffinity(0)), MOST_JOBS))
 
         def note(place: str, run: Run | UsageError) -> None:
             journal.note("run", place=place, ended=run.message if isinstance(run, UsageError) else ending_of(run).words)
@@ -204,7 +214,7 @@ def _probe_runner(case: Case, jobs: int | None, view: Narrowing) -> Iterator[Pro
         yield ProbeRunner(
             directory,
             lambda request, place, slot: warm.start(request, place, _gpu_environment(slot, gpus) if on_gpu else {}),
-            jobs or (max(1, len(gpus)) if on_gpu else min(len(os.sched_getaffinity(0)), MOST_JOBS)),
+            1 if warm.runs_in_place else width,
             note=note,
         )
 

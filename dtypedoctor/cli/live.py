@@ -25,7 +25,11 @@ from dtypedoctor.values import dataclass
 IMPORTS = "imports"
 """The part of a run before its first one, in which torch is imported; it has no directory."""
 
+LOADING = "loading"
+"""The part in which a model is loaded that stays loaded for all runs; its directory is called otherwise."""
+
 _LABELS = {
+    LOADING: "loading the model",
     IMPORTS: "importing torch and the trainers",
     "before": "baseline",
     "closer": "op trace",
@@ -282,6 +286,10 @@ class Narrowing:
             self._region.leave(f"{self._stage:<48} {time.monotonic() - self._began:6.1f} s", cut=True)
         self._stage, self._began, self._last = words, time.monotonic(), Text()
         self._region.show(self)
+
+    def say(self, line: str) -> None:
+        """Leaves a line that is not about a single probe."""
+        self._region.leave(line)
 
     def forest(self, forest: Forest) -> None:
         """The candidates are known."""

@@ -29,6 +29,16 @@ def register(app: typer.Typer) -> None:
     )
 
 
+ResidentWorkers = Annotated[
+    bool | None,
+    typer.Option(
+        "--resident-workers/--fresh-workers",
+        help="Keep the model loaded for all runs, or load it anew in a new process for each.",
+        show_default="loaded once on a CPU, anew on a GPU",
+    ),
+]
+
+
 def run(
     scenarios: Annotated[
         list[str],
@@ -54,6 +64,7 @@ def run(
         ),
     ] = None,
     allow_code: AllowCode = False,
+    resident_workers: ResidentWorkers = None,
     format: FormatOption = TERMINAL,
 ) -> int:
     """Run scenarios: reproduce the failure, diagnose it, try each proposed fix and compare with the reference run.
@@ -85,10 +96,12 @@ def run(
         for one in load_all(scenarios, allow_code=allow_code)
     ]
     if len(loaded) == 1 and not Path(scenarios[0]).is_dir():
-        report = treat_scenario(loaded[0], new_directory(out, loaded[0].name), plan, wheels=wheels)
+        report = treat_scenario(
+            loaded[0], new_directory(out, loaded[0].name), plan, wheels=wheels, resident=resident_workers
+        )
         show(run_document(report if format == TERMINAL else redact(report)), format)
         return exit_code(report)
-    rows, reports = treat_all(loaded, new_directory(out, "scenarios"), plan, wheels)
+    rows, reports = treat_all(loaded, new_directory(out, "scenarios"), plan, wheels, resident=resident_workers)
     shown = reports if format == TERMINAL else list(map(redact, reports))
     show(matrix_document(rows, shown, exit_code=matrix_exit(rows)), format)
     return matrix_exit(rows)
@@ -144,6 +157,7 @@ def bisect(
     time_limit: TimeLimit = None,
     allow_code: AllowCode = False,
     jobs: Jobs = None,
+    resident_workers: ResidentWorkers = None,
 ) -> int:
     """Find the smallest set of modules to keep in float32, the corrections needed, and the modes that fail.
 
@@ -168,6 +182,6 @@ def bisect(
         allow_code=allow_code,
     )
     case = resumed_case(resume, options) if resume is not None else new_case(options)
-    report = bisect_case(case, jobs)
+    report = bisect_case(case, jobs, resident=resident_workers)
     show(bisection_document(report), TERMINAL)
     return exit_code(report)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.at_hand import require_at_hand
-from dtypedoctor.cli.live import IMPORTS, LiveView
+from dtypedoctor.cli.live import IMPORTS, LOADING, LiveView
 from dtypedoctor.cli.pace import Pace
 from dtypedoctor.cli.reported import exit_code, reported
 from dtypedoctor.cli.scenario_files import load_checked
@@ -28,7 +28,7 @@ from dtypedoctor.report.files import MATRIX_JSON
 from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_report, refused_row, render_matrix_json, row_of
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import new_directory
-from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher
+from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, WarmServer, may_share_process, run_to_end
 from dtypedoctor.runner.process import run_launched, run_ranks, run_script
 from dtypedoctor.runner.run import Run
 from dtypedoctor.scenario.loading import resolve, shipped_beside
@@ -47,11 +47,14 @@ def treat_scenario(
     view: LiveView | None = None,
     preload: Sequence[str] | None = None,
     wheels: Path | None = None,
+    *,
+    resident: bool | None = None,
 ) -> Report:
     """Treats a scenario in ``directory``, which is new, and leaves its report there.
 
     Progress goes to ``view``, which shows it on stderr if left out. ``preload`` names the modules that its workers are forked with, beside
     those that every worker needs; if left out, all that a scenario may need. What the scenario requires is taken from ``wheels``, if given.
+    ``resident`` as in :class:`WarmServer`.
 
     Raises:
         UsageError: the scenario cannot be run, or the directory cannot be used. It is gone then, unless something else lies in it.
@@ -66,7 +69,7 @@ def treat_scenario(
         _with_releases(scenario, wheels),
         view,
         _kept(pace, view),
-        _starter(scenario, directory, view, preload) as start,
+        _starter(scenario, directory, view, preload, resident=resident) as start,
     ):
 
         def launch(label: str, request: Request) -> Run:
@@ -129,8 +132,13 @@ def _kept(pace: Pace, view: LiveView) -> Iterator[None]:
 
 
 @contextmanager
-def _starter(scenario: Scenario, directory: Path, view: LiveView, preload: Sequence[str] | None) -> Iterator[Start]:
-    """What runs a scenario: torchrun for several processes, a fresh interpreter for a script, else a warm server."""
+def _starter(
+    scenario: Scenario, directory: Path, view: LiveView, preload: Sequence[str] | None, *, resident: bool | None
+) -> Iterator[Start]:
+    """What runs a scenario: torchrun for several processes, a fresh interpreter for a script, else forks of a warm server.
+
+    Where the model takes long to load, a server that has loaded it.
+    """
     if scenario.distributed is not None:
         yield lambda request, place: run_ranks(request, place, live=False, progress=view.progress)
     elif isinstance(workload := scenario.steps[0].workload, Script):
@@ -143,7 +151,15 @@ def _starter(scenario: Scenario, directory: Path, view: LiveView, preload: Seque
                 view.begin(IMPORTS)
                 launcher.wait_for_imports()
                 view.end("")
-            yield launcher.run
+            if resident is False or not may_share_process(scenario):
+                yield launcher.run
+                return
+            view.begin(LOADING)
+            with WarmServer(
+                launcher, Request(scenario=scenario), directory / "server", resident=resident, say=view.say
+            ) as warm:
+                view.end("")
+                yield lambda request, place: run_to_end(warm.start(request, place), view.progress)
 
 
 _GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)
@@ -179,7 +195,12 @@ def _paths(text: str) -> list[Path]:
 
 
 def treat_all(
-    scenarios: Sequence[Scenario], directory: Path, plan: Plan, wheels: Path | None = None
+    scenarios: Sequence[Scenario],
+    directory: Path,
+    plan: Plan,
+    wheels: Path | None = None,
+    *,
+    resident: bool | None = None,
 ) -> tuple[list[MatrixRow], list[Report]]:
     """Treats each scenario in a folder of its name in ``directory``, which is new, and leaves the matrix there.
 
@@ -192,7 +213,7 @@ def treat_all(
     reports: list[Report] = []
     for scenario in scenarios:
         view = LiveView(sys.stderr, every_run=False)
-        row, report = _treated(scenario, directory, plan, view, wheels)
+        row, report = _treated(scenario, directory, plan, view, wheels, resident=resident)
         rows.append(row)
         reports.append(report)
         view.say(f"{len(rows)}/{len(scenarios)} {in_one_line(rows[-1])}")
@@ -205,12 +226,17 @@ def treat_all(
 
 
 def _treated(
-    scenario: Scenario, directory: Path, plan: Plan, view: LiveView, wheels: Path | None
+    scenario: Scenario, directory: Path, plan: Plan, view: LiveView, wheels: Path | None, *, resident: bool | None
 ) -> tuple[MatrixRow, Report]:
     began = time.monotonic()
     try:
         report = treat_scenario(
-            scenario, new_directory(directory / scenario.name, scenario.name), plan, view, wheels=wheels
+            scenario,
+            new_directory(directory / scenario.name, scenario.name),
+            plan,
+            view,
+            wheels=wheels,
+            resident=resident,
         )
     except DoctorError as refused:
         if refused.hint:

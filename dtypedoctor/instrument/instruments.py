@@ -49,6 +49,7 @@ class Instruments:
         every: everything is measured in each ``every``-th training step, the first one included; in the others (and always
             where this is 0) only the residual stream and the loss.
         budget: says what is measured in each step, where ``every`` is 1 and there are no windows; None for everything.
+        look: look at the operators of some calls for failures that leave finite values.
 
     Attributes:
         session: what all instruments share; ``writer``, ``position``, ``names``, ``guard`` and ``coverage`` are its own.
@@ -58,9 +59,15 @@ class Instruments:
     """
 
     def __init__(
-        self, writer: TraceWriter, *, watch: bool = True, windows: Sequence[OpWindow] = (), every: int = 1,
+        self,
+        writer: TraceWriter,
+        *,
+        watch: bool = True,
+        windows: Sequence[OpWindow] = (),
+        every: int = 1,
         budget: Budget | None = None,
-    ) -> None:  # fmt: skip
+        look: bool = True,
+    ) -> None:
         self.session = session = Session(writer)
         self.writer = writer
         self.position, self.names, self.guard = session.position, session.names, session.guard
@@ -88,7 +95,7 @@ class Instruments:
         self._dtype_lines = DtypeLines(session.guard)
         session.names.set_by = self._dtype_lines.set_by
         originals = Originals()
-        self.silent = SilentChecks(session, originals)
+        self.silent = SilentChecks(session, originals, look=look)
         self.silent.make_again(window.call for window in windows if window.eager)
         self._ops = OpTrace(session, originals)
         self.in_place = InPlaceReplays(session, self.modules, self.phases, originals, self._operators_unseen)

@@ -235,7 +235,10 @@ def perturb(model: nn.Module, spec: Perturbation) -> None:
     that was rounded when the model was cast, a gradient is rounded in each backward pass anew. In float16 that is most of what a
     training step rounds.
     """
-    generator = torch.Generator().manual_seed(spec.seed)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    generator = torch.Generator(device=device).manual_seed(
+        spec.seed
+    )  # on the host it takes minutes for some billion weights
     limits = torch.finfo(getattr(torch, spec.dtype))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -269,7 +272,7 @@ def _unit(tensor: Tensor, eps: float, at_least: float = 0.0) -> Tensor:
 
 
 def _signs(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    bits = torch.randint(0, 2, tensor.shape, generator=generator)
+    bits = torch.randint(0, 2, tensor.shape, generator=generator, device=generator.device, dtype=torch.int8)
     return (2 * bits - 1).to(device=tensor.device, dtype=tensor.dtype)
 
 

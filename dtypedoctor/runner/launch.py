@@ -28,7 +28,7 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import noticing
 from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.run import STDERR, STDOUT, Run, WorkerExit, collect, write_request
-from dtypedoctor.scenario.model import Request
+from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep
 
 _SAFE_PATH = "PYTHONSAFEPATH"
 POLL_SECONDS = 0.05
@@ -41,6 +41,9 @@ WARM = "dtypedoctor.worker.warm"
 
 PRELOAD = "dtypedoctor.worker.preload"
 """What the warm server imports before it forks workers."""
+
+IN_PLACE = "DTYPEDOCTOR_RESIDENT_IN_PLACE"
+"""Variable that has a server make its runs itself on a CPU, too; see ``worker/warm.py``."""
 
 NO_ANSWER = 1
 """Exit status of a worker whose server has died with it."""
@@ -105,6 +108,21 @@ def _leave() -> None:
     """What a process does that is only started to see that processes can be started."""
 
 
+def run_to_end(started: StartedWorker, progress: Progress | None) -> Run:
+    """Waits for a worker, and stops it if this is interrupted.
+
+    Raises:
+        UsageError: the worker says that the scenario cannot be run at all.
+    """
+    try:
+        while not started.wait(POLL_SECONDS):
+            if progress is not None:
+                progress(started.directory)
+    finally:
+        started.stop()
+    return started.collect()
+
+
 class Launcher:
     """Runs requests in worker processes. Use as a context manager.
 
@@ -155,14 +173,7 @@ class Launcher:
         Raises:
             UsageError: the directory cannot be written, or the worker says that the scenario cannot be run at all.
         """
-        started = self.start(request, directory)
-        try:
-            while not started.wait(POLL_SECONDS):
-                if self._progress is not None:
-                    self._progress(directory)
-        finally:
-            started.stop()
-        return started.collect()
+        return run_to_end(self.start(request, directory), self._progress)
 
     def start(self, request: Request, directory: Path, environment: Mapping[str, str] | None = None) -> StartedWorker:
         """Starts a worker and comes back at once; the caller stops and collects it.
@@ -182,7 +193,9 @@ class Launcher:
             process.start()
         return StartedWorker(directory, request.scenario.time_limit, partial(_status, process), partial(_kill, process))
 
-    def start_warm(self, request: Request, directory: Path) -> "tuple[ForkServerProcess, Connection]":
+    def start_warm(
+        self, request: Request, directory: Path, *, in_place: bool
+    ) -> "tuple[ForkServerProcess, Connection]":
         """Starts a server that builds the models of ``request`` in advance and forks workers; see ``worker/warm.py``.
 
         Raises:
@@ -191,7 +204,7 @@ class Launcher:
         make_directory(directory)
         write_request(directory, request)
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=begin_warm, args=(str(directory), theirs), daemon=False)
+        process = self._context.Process(target=begin_warm, args=(str(directory), theirs, in_place), daemon=False)
         with _safe_path():
             process.start()
         theirs.close()
@@ -243,44 +256,103 @@ def _streams_to(path: Path) -> Iterator[None]:
             os.close(original)
 
 
-class WarmServer:
-    """Starts workers in milliseconds. Use as a context manager.
+PLAIN = ("forward", "generate")
+"""Workloads after which a model can be made what it was; trainers change more of a process than anybody knows."""
+KEEP_FLOAT32 = "keep-float32"
+"""The correction that is undone in the model alone; others change classes and functions."""
 
-    Where the models cannot be built in advance (on a GPU, whose state does not survive a fork, or because building raises),
-    workers are started by the launcher and build for themselves.
+
+def may_share_process(scenario: Scenario) -> bool:
+    """Whether runs of ``scenario`` may follow each other in one process: nothing in it changes more than the model."""
+    if scenario.distributed is not None or scenario.conditions:
+        return False
+    if any(one.id != KEEP_FLOAT32 for one in scenario.corrections):
+        return False
+    return all(map(_changes_only_the_model, scenario.steps))
+
+
+def _changes_only_the_model(step: ScenarioStep) -> bool:
+    if step.model is None or step.compile is not None or step.side_stream:
+        return False
+    foreign = ":" in step.model.name  # code of others, and builtin models that carry the faults of their libraries
+    adapted = step.model.lora is not None or step.model.quantization is not None
+    return step.workload.kind in PLAIN and not foreign and not adapted
+
+
+class WarmServer:
+    """Starts workers in milliseconds, because the models are built already. Use as a context manager.
+
+    On a CPU each run is a fork of the server. On a GPU, whose state does not survive a fork, the server makes one run after the other in
+    place; what must not follow other runs in a process gets one of its own from the launcher, as everything does where building the models
+    raised. A server that has died or has retired is replaced at the next run.
 
     Args:
         launcher: started already.
         request: its scenario names the models to build.
         directory: for what the server prints; must not exist yet.
+        resident: False builds nothing in advance and starts each run in a new process; True makes runs in place on a GPU, too. None does
+            what is certified: forks on a CPU, new processes on a GPU.
+        say: is called with what the user should know of the server.
     """
 
-    def __init__(self, launcher: Launcher, request: Request, directory: Path) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        request: Request,
+        directory: Path,
+        *,
+        resident: bool | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._launcher = launcher
         self._request = request
         self._directory = directory
+        self._resident = resident
+        self._say = say
         self._process: ForkServerProcess | None = None
+        self._channel: Connection | None = None
+        self._starts = 0
         self._ended: dict[str, int] = {}
+        self._in_place = ""
+        """Directory of the run that the server itself is making; empty where there is none."""
         self.is_warm = False
         """Whether the models are built."""
         self.device = "cpu"
-        """Type of the device that the scenario runs on."""
+        """Type of the device that the scenario runs on, if models were built."""
 
     def __enter__(self) -> Self:
-        self._process, self._channel = self._launcher.start_warm(self._request, self._directory)
+        if self._resident is not False:
+            self._begin()
+        return self
+
+    def _begin(self) -> bool:
+        """Starts the server, and waits until its models are built; whether they are."""
+        self._starts += 1
+        place = self._directory.with_name(self._directory.name + (f"-{self._starts}" if self._starts > 1 else ""))
+        self._process, self._channel = self._launcher.start_warm(self._request, place, in_place=bool(self._resident))
         with noticing(lambda _: self.__exit__(None, None, None)):  # Ctrl-C, say: nobody else ends the server then
             try:
                 _, self.is_warm, self.device = self._channel.recv()
             except EOFError:  # the server has died while building: a worker will tell of what
                 self.is_warm = False
-        return self
+        return self.is_warm
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
         if self._process is not None:
             self._process.join(1.0)
-            self._process.kill()
+            if self._process.exitcode is None:
+                _kill(self._process)
             self._process.join()
+        self._process = None
+
+    @property
+    def runs_in_place(self) -> bool:
+        """Whether the server makes runs itself, one after the other."""
+        return self.is_warm and (
+            self.device != "cpu" or os.environ.get(IN_PLACE) == "1"
+        )  # on a GPU it is warm in no other way
 
     def start(self, request: Request, directory: Path, environment: Mapping[str, str] | None = None) -> StartedWorker:
         """Starts a worker and comes back at once; the caller stops and collects it.
@@ -295,14 +367,57 @@ class WarmServer:
         """
         if not self.is_warm:
             return self._launcher.start(request, directory, environment)
+        if not self.runs_in_place:
+            make_directory(directory)
+            write_request(directory, request)
+            self._send("run", directory)
+            status, kill = partial(self._status, directory), partial(self._send, "stop", directory)
+            return StartedWorker(directory, request.scenario.time_limit, status, kill)
+        if self._in_place or not may_share_process(request.scenario):
+            return self._launcher.start(request, directory, environment)
+        if self._process is None and not self._begin():
+            return self._launcher.start(request, directory, environment)
         make_directory(directory)
         write_request(directory, request)
+        self._in_place = str(directory)
         self._send("run", directory)
-        status, kill = partial(self._status, directory), partial(self._send, "stop", directory)
-        return StartedWorker(directory, request.scenario.time_limit, status, kill)
+        status = partial(self._status_in_place, directory)
+        return StartedWorker(directory, request.scenario.time_limit, status, self._kill_in_place)
+
+    def _status_in_place(self, directory: Path, seconds: float) -> int | None:
+        """The exit status of the run that the server makes; where it has ended with it, the server's own."""
+        process, channel = self._process, self._channel
+        assert process is not None
+        assert channel is not None
+        if not wait([channel, process.sentinel], max(0.0, seconds)):
+            return None
+        try:
+            what, where, status = channel.recv() if channel.poll() else ("died", "", NO_ANSWER)
+        except (EOFError, ConnectionError):
+            what, where, status = "died", "", NO_ANSWER
+        if what == "ended":
+            self._in_place = ""
+            return int(status)
+        process.join()
+        self.__exit__(None, None, None)
+        if (directory / STDOUT).exists():  # it had begun with this run
+            self._in_place = ""
+            return process.exitcode or NO_ANSWER
+        self._say(f"the models are loaded again in a new process: {where or 'theirs has died'}")
+        if not self._begin():
+            self._in_place = ""
+            return NO_ANSWER
+        self._send("run", directory)
+        return None
+
+    def _kill_in_place(self) -> None:
+        """Ends the run that the server makes, and the server with it; the next run finds another one."""
+        if self._process is not None:
+            _kill(self._process)
 
     def _status(self, directory: Path, seconds: float) -> int | None:
         """The exit status of the worker of ``directory``, for which it waits at most so long; None while it runs."""
+        assert self._channel is not None  # it has been started
         deadline = time.monotonic() + seconds
         while str(directory) not in self._ended:
             left = deadline - time.monotonic()
@@ -316,6 +431,7 @@ class WarmServer:
         return self._ended.get(str(directory))
 
     def _send(self, verb: str, directory: Path) -> None:
+        assert self._channel is not None  # it has been started
         try:
             self._channel.send((verb, str(directory)))
         except (BrokenPipeError, ConnectionError):
@@ -338,10 +454,10 @@ def begin(directory: str, environment: Mapping[str, str] | None = None) -> None:
     os._exit(status)  # the trace is complete: libraries' exit handlers can only hang or fail here
 
 
-def begin_warm(directory: str, channel: Connection) -> None:
+def begin_warm(directory: str, channel: Connection, in_place: bool) -> None:
     """The same for a server of workers, which ends when the doctor closes ``channel``."""
     place = _set_apart(directory)
-    import_module(WARM).serve_warm(place, channel, redirect)
+    import_module(WARM).serve_warm(place, channel, redirect, _leave_with_the_doctor, in_place=in_place)
     os._exit(0)
 
 

@@ -371,6 +371,8 @@ class Request(Strict):
     in the process itself, ``capsule_limit`` is how many bytes its capsule may take.
     ``repeats`` and ``witness`` are for scripts, which seed their random numbers themselves or not at all: the label of the run whose
     random state this one begins with, and whether a digest of the parameters is taken after each optimizer step.
+    Without ``look`` the operators of the first calls are not looked at for failures that leave finite values: a probe of a bisection asks
+    where values stop being finite.
     """
 
     scenario: Scenario
@@ -381,3 +383,4 @@ class Request(Strict):
     repeats: str | None = None
     witness: bool = False
     capture: Capture | None = None
+    look: bool = True

@@ -12,21 +12,22 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.optrace import OpWindow
-from dtypedoctor.models.build import BUILTIN, Built, build, set_seed
+from dtypedoctor.models.build import BUILTIN, set_seed
 from dtypedoctor.plugins import Workload, known, registered, resolve
 from dtypedoctor.redaction.redact import read_request
 from dtypedoctor.replay.capsule import MODEL
-from dtypedoctor.scenario.model import Autocast, Model, Plugin, Request, Scenario, ScenarioStep
+from dtypedoctor.scenario.model import Autocast, Plugin, Request, Scenario, ScenarioStep
 from dtypedoctor.trace.events import Environment, Stage
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.worker.environment import MemoryMeter, checksum, describe_environment
 from dtypedoctor.worker.interventions import Conditions, StageCorrections, record_left_out
 from dtypedoctor.worker.recording import Recording, Totals
 from dtypedoctor.worker.stage import capturing, compiling, parallel, streaming, take_device
+from dtypedoctor.worker.stock import Stock
 from dtypedoctor.workloads.context import Context, Holder
 
 
-def serve(directory: Path, stock: "Stock | None" = None) -> int:
+def serve(directory: Path, stock: Stock | None = None) -> int:
     """Does what ``DIRECTORY/request.json`` asks for and leaves the trace beside it.
 
     Args:
@@ -56,7 +57,7 @@ def serve(directory: Path, stock: "Stock | None" = None) -> int:
 class _Run:
     """The scenario's stages in one process."""
 
-    def __init__(self, request: Request, writer: TraceWriter, directory: Path, stock: "Stock") -> None:
+    def __init__(self, request: Request, writer: TraceWriter, directory: Path, stock: Stock) -> None:
         self._scenario = request.scenario
         self._capture = request.capture
         self._stock = stock
@@ -67,6 +68,7 @@ class _Run:
             windows=[OpWindow(**window.model_dump()) for window in request.windows],
             every=1 if request.windows else request.scenario.watch_every,
             budget=budget_of(request.scenario.overhead_budget),
+            look=request.look,
         )
         self._conditions = Conditions(writer, request.scenario.conditions)
         self._corrections = StageCorrections(writer, request.scenario.corrections)
@@ -114,7 +116,7 @@ class _Run:
             return Totals(
                 steps=self._steps,
                 device=str(self._device),
-                peak_memory=self._meter.peak() if self._meter else 0,
+                peak_memory=self._meter.peak() + self._stock.taken_bytes if self._meter else 0,
                 checksum=checksum(self._holder.built.model) if self._holder.built else None,
             )
         except RuntimeError as failed:
@@ -170,39 +172,6 @@ class _Run:
         )
 
 
-class Stock:
-    """Built models, each to be taken once.
-
-    A forked worker has a stock of its own, so what it does to a model never reaches the next worker.
-    """
-
-    def __init__(self) -> None:
-        self._built: dict[str, Built] = {}
-
-    def fill(self, scenario: Scenario, device: torch.device) -> None:
-        """Builds the scenario's models, the first of each kind where a scenario builds several alike.
-
-        Raises:
-            UsageError: a model cannot be built.
-        """
-        for step in scenario.steps:
-            if step.model is not None and _key(step.model, device, scenario.seed) not in self._built:
-                self._built[_key(step.model, device, scenario.seed)] = build(step.model, device, scenario.seed)
-
-    def take(self, spec: Model, device: torch.device, seed: int) -> Built:
-        """The model that ``spec`` asks for, out of the stock or built now.
-
-        Raises:
-            UsageError: it cannot be built.
-        """
-        found = self._built.pop(_key(spec, device, seed), None)
-        return found if found is not None else build(spec, device, seed)
-
-
-def _key(spec: Model, device: torch.device, seed: int) -> str:
-    return f"{device} {seed} {spec.model_dump_json()}"
-
-
 def _is_builtin(stage: ScenarioStep) -> bool:
     return stage.model is None or stage.model.name.startswith((BUILTIN, MODEL))
 
@@ -229,7 +198,7 @@ def prepare_process(scenario: Scenario) -> None:
     """Settings of the whole process, made before a model is built."""
     if scenario.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(scenario.deterministic, warn_only=True)
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -1,7 +1,11 @@
-"""A server that builds a scenario's models once and forks a worker for each request that comes.
+"""A server that builds a scenario's models once, for many runs.
 
-It must not start threads: a forked child has only the thread that forked it, and a lock held by another stays locked. So
-models are built on one thread (OpenMP's pool does not survive a fork either), and each child takes the usual number.
+On a CPU it forks a worker for each request that comes. It must not start threads: a forked child has only the thread that forked it, and a lock
+held by another stays locked. So models are built on one thread (OpenMP's pool does not survive a fork either), and each child takes the usual
+number.
+
+A CUDA context does not survive a fork. There the server is the worker: it makes one run after the other, each with the model as it was built
+(:mod:`dtypedoctor.worker.stock`), and ends when it cannot promise that any more. Whoever asked then starts another one.
 """
 
 import ctypes
@@ -17,8 +21,9 @@ import torch
 
 from dtypedoctor.interruptions import contained, noticing
 from dtypedoctor.redaction.redact import read_request
-from dtypedoctor.scenario.model import Request
-from dtypedoctor.worker.main import Stock, choose_device, prepare_process, serve
+from dtypedoctor.scenario.model import Request, Scenario
+from dtypedoctor.worker.main import choose_device, prepare_process, serve
+from dtypedoctor.worker.stock import ResidentStock, Stock
 
 PR_SET_PDEATHSIG = 1
 
@@ -26,29 +31,75 @@ Redirect = Callable[[Path], None]
 """Has this process write its standard streams into files of a directory: the runner says which."""
 
 
-def serve_warm(directory: Path, channel: Connection, redirect: Redirect) -> None:
-    """Builds what ``DIRECTORY/request.json`` needs, then forks a worker for each directory that comes through ``channel``.
+IN_PLACE = "DTYPEDOCTOR_RESIDENT_IN_PLACE"
+"""Variable that has the server make its runs itself on a CPU, too, so that this can be tested without a GPU."""
 
-    Sends ``("ready", built, device)`` once; ``built`` is False where the models are not kept, because a device cannot be shared
-    by forked processes or because building raised (each worker will then find out for itself). Takes ``("run", directory)``
-    and ``("stop", directory)``; sends ``("ended", directory, status)``, where a negative status is a signal's number. Ends when
-    the channel is closed, and ends its workers then. Each worker begins with ``redirect``.
+
+def serve_warm(
+    directory: Path,
+    channel: Connection,
+    redirect: Redirect,
+    leave_with_the_doctor: Callable[[], None],
+    *,
+    in_place: bool,
+) -> None:
+    """Builds what ``DIRECTORY/request.json`` needs, then makes a run for each directory that comes through ``channel``.
+
+    Sends ``("ready", built, device)`` once; ``built`` is False where building raised (each worker will then find out for itself), or where
+    the device cannot be shared by forked processes and runs may not be made ``in_place``.
+    Takes ``("run", directory)`` and ``("stop", directory)``; sends ``("ended", directory, status)``, where a negative status is a
+    signal's number. Ends when the channel is closed, and ends its workers then. Each run begins with ``redirect``. A server that makes
+    its runs itself sends ``("retired", why, 0)`` and ends when the models are no longer what they were.
     """
     scenario = Request.model_validate_json(read_request(directory)).scenario
+    device = choose_device(scenario.device).type
+    if (in_place and device != "cpu") or os.environ.get(IN_PLACE) == "1":
+        leave_with_the_doctor()  # by a thread, so not where workers are forked
+        _serve_in_place(scenario, directory, channel, redirect)
+        return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     stock = Stock()
-    device = choose_device(scenario.device).type
-    built = device == "cpu"
-    if built:
-        prepare_process(scenario)
-        with contained() as refused:  # the first worker meets it again and reports it
-            stock.fill(scenario, torch.device("cpu"))
-        if (error := refused.error) is not None:
-            built = False
-            print(f"not built in advance: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    prepare_process(scenario)
+    built = device == "cpu" and _filled(stock, scenario, torch.device("cpu"))
     channel.send(("ready", built, device))
     _Workers(channel, stock, threads, redirect).answer()
+
+
+def _filled(stock: Stock, scenario: Scenario, device: torch.device) -> bool:
+    """Whether the models of ``scenario`` could be built; if not, the first worker meets the reason again and reports it."""
+    with contained() as refused:
+        stock.fill(scenario, device)
+    if (error := refused.error) is not None:
+        print(f"not built in advance: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return error is None
+
+
+def _serve_in_place(scenario: Scenario, home: Path, channel: Connection, redirect: Redirect) -> None:
+    """Makes each run in this process, which the doctor ends when one takes too long."""
+    device = choose_device(scenario.device)
+    prepare_process(scenario)
+    stock = ResidentStock()
+    built = _filled(stock, scenario, device)
+    channel.send(("ready", built, device.type))
+    while built:
+        try:
+            verb, directory = channel.recv()
+        except (EOFError, ConnectionError):
+            return
+        if verb != "run":
+            continue  # what was to be stopped has ended
+        redirect(Path(directory))
+        status = serve(Path(directory), stock)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        redirect(home)
+        channel.send(("ended", directory, status))
+        with contained() as failed:  # a device that no longer answers, for example
+            stock.put_back()
+        if failed.error is not None:
+            channel.send(("retired", f"{type(failed.error).__name__}: {failed.error}", 0))
+            return
 
 
 class _Workers:

@@ -25,9 +25,10 @@ class SilentChecks:
     Args:
         session: where the observations go.
         originals: what half-precision tensors were before they were cast; shared with the op trace.
+        look: take the routine look.
     """
 
-    def __init__(self, session: Session, originals: Originals) -> None:
+    def __init__(self, session: Session, originals: Originals, *, look: bool = True) -> None:
         whereabouts = Whereabouts(session)
         self._loading = LoadingCheck(session, originals)
         self._rotary = RotaryTables(session, self._loading.rounded_at)
@@ -38,6 +39,7 @@ class SilentChecks:
             PositionCheck(session, whereabouts),
             self._rotary,
         )
+        self._looks = look
         self._look = RoutineLook(seeing, session)
         self._cache = CacheCheck(session)
         self._updates = UpdateCheck(session)
@@ -78,7 +80,8 @@ class SilentChecks:
         self._patches.before_call(module)
         self._rotary.before_call(module)
         self._cache.before_call(module)
-        self._look.before_call(module)
+        if self._looks:
+            self._look.before_call(module)
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned."""

@@ -11,7 +11,7 @@ from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trace.events import Root
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup, measure, measure_cost, set_up
 from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
-from dtypedoctor.trials.bisection.probes import KEEP, Workload, cheaper, describe, modes, unrounded, with_kept
+from dtypedoctor.trials.bisection.probes import KEEP, Workload, cheaper, describe, modes, probe_of, unrounded, with_kept
 from dtypedoctor.trials.bisection.questions import (
     Forest,
     Question,
@@ -122,7 +122,7 @@ class _Bisecting:
         """Whether a cheaper workload fails in the same way at the same place."""
         self._progress.stage(f"trying {workload.words}")
         try:
-            run = self._runner.run(Request(scenario=workload.scenario))
+            run = self._runner.run(probe_of(workload.scenario))
         except UsageError:
             return False
         seen = symptom_of(run) if failure.kind is not Kind.INACCURATE else self._set_up(workload).judge(run)
@@ -154,12 +154,12 @@ class _Bisecting:
         """What it means that the float32 reference is not healthy either."""
         if setup.healthy.outcome(found.failure) is not Outcome.FAIL:
             return End.UNRESOLVED
-        before_rounding = self._runner.run(Request(scenario=unrounded(setup.workload.scenario)))
+        before_rounding = self._runner.run(probe_of(unrounded(setup.workload.scenario)))
         return End.ROUNDED_WEIGHTS if symptom_of(before_rounding).healthy else End.DOMAIN_ERROR
 
     def _forest(self, setup: ReferenceSetup, found: Bisection) -> Forest:
         before = found.treatment.before.trace
-        untreated = self._runner.run(Request(scenario=setup.workload.scenario)).trace
+        untreated = self._runner.run(probe_of(setup.workload.scenario)).trace
         called = called_modules([before, untreated], setup.reference)
         return plant(called, suspicion(untreated, found.failure.fqn))
 

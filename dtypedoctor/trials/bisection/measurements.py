@@ -18,6 +18,7 @@ from dtypedoctor.trials.bisection.probes import (
     Workload,
     describe,
     perturbed,
+    probe_of,
     reference,
     samples_tokens,
     with_kept,
@@ -57,7 +58,7 @@ def set_up(runner: ProbeRunner, workload: Workload, given: float | None) -> Refe
     scenario = workload.scenario
     wanted = [reference(scenario), *(() if given is not None else perturbed(scenario))]
     found: dict[int, Run] = {}
-    for done in runner.run_all([Request(scenario=one) for one in wanted]):
+    for done in runner.run_all([probe_of(one) for one in wanted]):
         if isinstance(done.run, UsageError):
             raise done.run
         found[done.index] = done.run
@@ -84,7 +85,7 @@ def measure(
     """
     order = sorted(wanted, key=lambda mode: not _compiles(mode))  # the slowest first
     found: dict[str, Symptom] = {}
-    for done in runner.run_all([Request(scenario=mode.scenario) for mode in order]):
+    for done in runner.run_all([probe_of(mode.scenario) for mode in order]):
         mode, run = order[done.index], done.run
         symptom = (
             refused(run.message) if isinstance(run, UsageError) else symptom_of(run, _tolerance(setup, mode, failure))

@@ -6,7 +6,7 @@ Cheaper workloads, runs with some modules in float32, the float32 reference, and
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from dtypedoctor.scenario.model import Forward, Generate, Grpo, Scenario, Sft, Train
+from dtypedoctor.scenario.model import Forward, Generate, Grpo, Request, Scenario, Sft, Train
 from dtypedoctor.values import dataclass
 
 KEEP = "keep-float32"
@@ -37,6 +37,11 @@ class Workload:
 
     words: str
     scenario: Scenario
+
+
+def probe_of(scenario: Scenario) -> Request:
+    """The run that answers a question of the search: where it fails and how near it comes, without a look at what stays finite."""
+    return Request(scenario=scenario, look=False)
 
 
 def cheaper(scenario: Scenario, phase: str | None, step: int | None) -> tuple[Workload, ...]:

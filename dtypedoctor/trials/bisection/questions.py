@@ -10,10 +10,11 @@ from math import log2
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.errors import UsageError
-from dtypedoctor.scenario.model import Request, Scenario
+from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
 from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
+from dtypedoctor.trials.bisection.probes import probe_of
 from dtypedoctor.trials.bisection.results import OWN, Answer, Symptom
 from dtypedoctor.trials.reduction import BaselineError, Options, Probe, Reduction
 from dtypedoctor.trials.remedies import remedies, with_corrections
@@ -269,6 +270,6 @@ def _run(runner: ProbeRunner, setup: ReferenceSetup, question: Question, sets: S
     """Runs sets, those of one attempt together, as they end."""
     for attempt in sorted({attempts[treated] for treated in sets}):
         same = [treated for treated in sets if attempts[treated] == attempt]
-        requests = [Request(scenario=question.scenario(treated)) for treated in same]
+        requests = [probe_of(question.scenario(treated)) for treated in same]
         for done in runner.run_all(requests, attempt=attempt):
             yield same[done.index], setup.judge(done.run), done.repeated

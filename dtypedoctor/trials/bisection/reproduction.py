@@ -14,6 +14,7 @@ from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, Claim, scri
 from dtypedoctor.scenario.model import Capture, Request
 from dtypedoctor.trials.bisection.measurements import ReferenceSetup
 from dtypedoctor.trials.bisection.probe_runner import ProbeRunner
+from dtypedoctor.trials.bisection.probes import probe_of
 from dtypedoctor.trials.bisection.results import OWN, Kind, Reproduction, Symptom
 from dtypedoctor.trials.bisection.symptoms import symptom_of
 
@@ -45,7 +46,7 @@ def reproduce(runner: ProbeRunner, setup: ReferenceSetup, culprits: Sequence[str
 
     The script is run once in a fresh interpreter and kept only if it fails as it says.
     """
-    untreated = runner.run(Request(scenario=setup.workload.scenario))
+    untreated = runner.run(probe_of(setup.workload.scenario))
     failure = symptom_of(untreated, setup.tolerance)
     if failure.phase == "optimizer" or failure.call is None:
         return Reproduction(module=culprits[0], reason="it fails outside of the modules' own calls")

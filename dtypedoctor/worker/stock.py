@@ -1,0 +1,215 @@
+"""Models that are built already: for one run of a forked process, or for all runs of a process in which they stay loaded.
+
+Where they stay, each run gets them as they were built, bit for bit, or a process that can no longer promise that ends.
+
+What a run may have changed is put back (parameters, buffers, gradients, modes of training), then everything is compared with what was
+noted when the model was built. Nothing else is repaired: where a module has another class, method, hook or tensor than before, the model is
+given up, and the next run is made in a new process.
+"""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtypedoctor._torch_private import buffers_of, parameters_of
+from dtypedoctor.models.build import Built, build
+from dtypedoctor.scenario.model import Model, Scenario
+from dtypedoctor.worker.environment import tensor_digest
+
+_SHARE_FOR_COPY = 4
+"""A copy of the weights is kept beside them where it takes at most one part in so many of the device's free memory."""
+
+
+class NotRestoredError(Exception):
+    """A model is not what it was when it was built; the message says in what."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A parameter or buffer as it was built.
+
+    Attributes:
+        name: dotted name.
+        tensor: the object.
+        digest: of its bits.
+        copy: the bits themselves; None where there was no room for them.
+        trained: whether it required gradients.
+    """
+
+    name: str
+    tensor: Tensor
+    digest: int
+    copy: Tensor | None
+    trained: bool
+
+
+class Pristine:
+    """A model as it was built.
+
+    Args:
+        model: just built.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        keeps_copy = _bytes(model) * _SHARE_FOR_COPY <= _free(model)
+        self._places = [
+            _Place(
+                name=name,
+                tensor=tensor,
+                digest=tensor_digest(tensor),
+                copy=tensor.detach().clone() if keeps_copy else None,
+                trained=tensor.requires_grad,
+            )
+            for name, tensor in _tensors(model)
+        ]
+        self._training = {module: module.training for module in model.modules()}
+        self._shape = _shape(model)
+
+    def put_back(self) -> None:
+        """Makes the model what it was.
+
+        Raises:
+            NotRestoredError: it cannot be made so.
+        """
+        for module, training in self._training.items():
+            module.training = training
+        if (changed := _difference(self._shape, _shape(self._model))) is not None:
+            raise NotRestoredError(changed)
+        for place in self._places:
+            place.tensor.grad = None
+            place.tensor.requires_grad_(place.trained)
+            if tensor_digest(place.tensor) == place.digest:
+                continue
+            if place.copy is not None:
+                with torch.no_grad():
+                    place.tensor.copy_(place.copy)
+            if tensor_digest(place.tensor) != place.digest:
+                raise NotRestoredError(f"{place.name} has other values")
+
+
+class Stock:
+    """Built models, each to be taken once.
+
+    A forked worker has a stock of its own, so what it does to a model never reaches the next worker.
+    """
+
+    def __init__(self) -> None:
+        self._built: dict[str, Built] = {}
+        self.taken_bytes = 0
+        """Memory of the models that were taken out of the stock: a run that builds them itself measures it as its own."""
+
+    def fill(self, scenario: Scenario, device: torch.device) -> None:
+        """Builds the scenario's models, the first of each kind where a scenario builds several alike.
+
+        Raises:
+            UsageError: a model cannot be built.
+        """
+        for step in scenario.steps:
+            if step.model is not None and (key := self.key(step.model, device, scenario.seed)) not in self._built:
+                self._built[key] = build(step.model, device, scenario.seed)
+
+    def take(self, spec: Model, device: torch.device, seed: int) -> Built:
+        """The model that ``spec`` asks for, out of the stock or built now.
+
+        Raises:
+            UsageError: it cannot be built.
+        """
+        found = self._found(self.key(spec, device, seed))
+        if found is None:
+            return build(spec, device, seed)
+        self.taken_bytes += sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
+        return found
+
+    def _found(self, key: str) -> Built | None:
+        return self._built.pop(key, None)
+
+    @staticmethod
+    def key(spec: Model, device: torch.device, seed: int) -> str:
+        """Says of a model all that its building depends on."""
+        return f"{device} {seed} {spec.model_dump_json()}"
+
+
+class ResidentStock(Stock):
+    """Models that several runs of this process take one after the other; the first scenario's stay, others go after their run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pristine: dict[str, Pristine] = {}
+
+    def fill(self, scenario: Scenario, device: torch.device) -> None:
+        """Builds the scenario's models, which stay.
+
+        Raises:
+            UsageError: a model cannot be built.
+        """
+        super().fill(scenario, device)
+        self._pristine = {key: Pristine(built.model) for key, built in self._built.items()}
+        gc.collect()
+        gc.freeze()  # what stays need not be searched for garbage before each run
+
+    def _found(self, key: str) -> Built | None:
+        return self._built.get(key)
+
+    def put_back(self) -> None:
+        """Makes all models that stay what they were.
+
+        Raises:
+            NotRestoredError: one cannot be made so.
+        """
+        self.taken_bytes = 0
+        gc.collect()
+        for pristine in self._pristine.values():
+            pristine.put_back()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter and buffer once, however many names it has."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in _tensors(model))
+
+
+def _free(model: nn.Module) -> int:
+    """Bytes that are free where the model lies; as good as none on a CPU, where runs are forked and change nothing here."""
+    device = next((tensor.device for _, tensor in _tensors(model)), torch.device("cpu"))
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 32
+
+
+_Shape = dict[str, tuple[Any, ...]]
+
+
+def _shape(model: nn.Module) -> _Shape:
+    """By dotted name what each module is: its class, its attributes, hooks and tensors by identity, dtype, shape and place in memory."""
+    found: _Shape = {}
+    for name, module in model.named_modules():
+        tensors = {**parameters_of(module), **buffers_of(module)}
+        own = {key: _identity(value) for key, value in vars(module).items() if key != "training"}
+        hooks = [list(table) for key, table in vars(module).items() if key.endswith("_hooks") and table]
+        facts = {key: _facts(tensor) for key, tensor in tensors.items() if tensor is not None}
+        found[name] = (type(module), own, hooks, facts)
+    return found
+
+
+def _identity(value: Any) -> Any:
+    """What an attribute is told by: plain values by themselves, everything else as the object that it is."""
+    return value if isinstance(value, (str, int, float, bool, type(None))) else id(value)
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    return id(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device)
+
+
+def _difference(before: _Shape, after: _Shape) -> str | None:
+    """The first module that is not what it was; None where all are."""
+    for name in before.keys() | after.keys():
+        if before.get(name) != after.get(name):
+            return f"{name or 'the model'} is not what was built"
+    return None
