@@ -28,8 +28,6 @@ from dtypedoctor.unpatched import monotonic, sleep
 
 KEPT_BYTES = 192 << 20
 """Memory of tensors kept alive for a batch: a fraction of what one layer of a large model keeps for its backward pass."""
-KEPT_SHARE = 256
-"""Of a CUDA device that is larger, one part of so many of its memory: 560 MiB of an H200. A launch costs the host as much as several module calls."""
 
 
 AHEAD = 4
@@ -115,9 +113,6 @@ class Batches:
         self._open: dict[int, list[Row]] = {}
         self._gated: list[Row] = []
         self._kept = 0
-        self._most = KEPT_BYTES
-        if device.type == "cuda":
-            self._most = max(KEPT_BYTES, torch.cuda.get_device_properties(device).total_memory // KEPT_SHARE)
         self._current_stream = _stream_getter(device)
         self._streams: dict[int, torch.cuda.Stream | None] = {}
         self._home = 0
@@ -168,7 +163,7 @@ class Batches:
         if waiting is None:
             waiting = self._open[stream] = []
         waiting.append(row)
-        if len(waiting) >= self._rows.limit or self._kept >= self._most:
+        if len(waiting) >= self._rows.limit or self._kept >= KEPT_BYTES:
             self.launch()
         return row
 
