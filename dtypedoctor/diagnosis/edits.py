@@ -660,7 +660,8 @@ def _names_of_operator(scene: Scene) -> set[str]:
     family = overload_free(scene.finding.op or "").rstrip("_")
     here = [op for op in scene.trace.all(Op) if op.source == scene.finding.source]
     derived = {name for op in here if (name := differentiated(op))}
-    return {family, family.removesuffix("_backward"), *derived}
+    of_division = {"sqrt"} if family == "div" else set()  # the backward pass of a square root divides by it
+    return {family, family.removesuffix("_backward"), *derived, *of_division}
 
 
 def _bounded(source: Source, node: ast.expr, names: set[str]) -> list[Change]:

@@ -29,6 +29,7 @@ def scene(tmp_path: Path, *lines: str, op: str = "aten.log.default", folder: Pat
         ("keep-in-domain", "aten.log.default", "y = torch.log(a + b)", "y = torch.log((a + b).clamp_min(1e-6))"),
         ("keep-in-domain", "aten.log.default", "y = x.log()", "y = x.clamp_min(1e-6).log()"),
         ("keep-in-domain", "aten.div.Tensor", "y = a / b.sum(1)", "y = a / b.sum(1).clamp_min(1e-6)"),
+        ("keep-in-domain", "aten.div.Tensor", "y = d.sum(-1).sqrt()", "y = d.sum(-1).clamp_min(1e-12).sqrt()"),
         ("half-to-bfloat16", "aten.mul.Tensor", "m = m.half()", "m = m.bfloat16()"),
         ("half-to-bfloat16", "aten.mul.Tensor", "m = m.to(torch.float16)", "m = m.to(torch.bfloat16)"),
         ("half-to-bfloat16", "aten.mul.Tensor", "m = load('x', dtype='float16')", "m = load('x', dtype='bfloat16')"),
