@@ -42,7 +42,7 @@ def test_the_script_runs_corrected_and_ends_with_its_own_status(tmp_path: Path) 
     assert (done.code, done.out) == (7, "half ['--lr', '1']\nfloat ['--lr', '1']\n")
     assert done.err == (
         f"dtypedoctor: {CORRECTION} is in place: unsloth, unsloth/kernels/utils.py:4; "
-        "it was tried on 2025.9.1, 2026.1.1, 2026.2.1, not on this release\n"
+        "it was tried on 2025.9.1, 2025.12.1, 2026.1.1, 2026.2.1, not on this release\n"
     )
 
 
