@@ -34,8 +34,11 @@ _SYSTEM = (
 )
 """How the names of libraries begin that every program on torch loads."""
 _TOOLS = frozenset(
-    {"cc", "g++", "gcc", "git", "ld", "ldconfig", "lscpu", "nvidia-smi", "objdump", "rocminfo", "uname", "which"}
-)
+    {
+        "c++", "cc", "clang", "clang++", "cuobjdump", "file", "g++", "gcc", "git", "hostname", "ld", "ldconfig", "lscpu", "ninja",
+        "nvcc", "nvdisasm", "nvidia-smi", "objdump", "ptxas", "ptxas-blackwell", "rocminfo", "uname", "which",
+    }
+)  # fmt: skip
 """Programs that libraries start to find out about the system or to build something."""
 
 _INDUCTOR = f"torch{os.sep}_inductor{os.sep}"

@@ -88,7 +88,7 @@ PLANTED = "import os, sys\nopen(os.environ['PLANTED'], 'a').write(__name__)\n"
         (("bisect", "--model", "gemma4-tiny"), "did you mean 'builtin:gemma4-tiny'?"),
         (("bisect", "--model", "builtin:gemma4-tiny", "--device", "cuda"), "needs a CUDA device"),
         (("bisect", "--model", "builtin:gemma4-tiny", "--workload", "generat"), "did you mean 'generate'?"),
-        (("exec", "python", "-X", "dev", "train.py"), "give the script without the interpreter"),
+        (("exec", sys.executable, "-X", "dev", "train.py"), "give the script without the interpreter"),
         (("exec", "trian.py"), "did you mean 'train.py'?"),
         (("exec", "--try", "bflaot16", "train.py"), "did you mean 'bfloat16'?"),
         (("exec", "--ablate", "autocats", "train.py"), "did you mean 'autocast'?"),

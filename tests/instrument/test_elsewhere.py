@@ -79,6 +79,18 @@ def test_a_process_without_children_has_none_to_tell_of() -> None:
     assert list(seen(ask).processes()) == []
 
 
+def test_a_kernel_that_is_compiled_is_no_work_of_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton starts ptxas in each rank while the other ranks load torch: that is nobody's computation."""
+    monkeypatch.setattr(TorchOpened, "by_another", True)
+
+    def build() -> None:
+        for program in ("/opt/triton/backends/nvidia/bin/ptxas", "/usr/bin/file", "/usr/bin/c++"):
+            sys.audit("subprocess.Popen", program, [program, "-v"], None, None)
+
+    assert list(seen(build).processes()) == []
+    assert ("torch in programs that were started", WORKED_ELSEWHERE) in seen(start_with_posix_spawn).processes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "works"),
     [
