@@ -476,7 +476,8 @@ class InPlaceReplays:
         name = IN_PLACE.format(call=kept.call, kind=description["kind"])
         if name not in self._written:
             self._written.add(name)
-            self._session.writer.write_beside(f"{name}.safetensors", tensors)
+            if tensors:
+                self._session.writer.write_beside(f"{name}.safetensors", tensors)
             self._session.writer.write_beside(f"{name}.json", to_json(description).encode("utf-8"))
 
 

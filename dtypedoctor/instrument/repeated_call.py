@@ -304,7 +304,7 @@ class InnerCalls:
                 self._returned.append(call)
 
     def smallest(self, error: BaseException | None, number: int) -> tuple[dict[str, Any], bytes] | None:
-        """The capsule of the innermost call that fails by itself; None where none does.
+        """The capsule of the innermost call that fails by itself; why there is none, and nothing, where it is too large; None where no call does.
 
         Args:
             error: what the replay has raised.
@@ -324,7 +324,7 @@ class InnerCalls:
                 failing = Failing(kind=kind, error=signature(error), left=REPEATS)
                 if failing.shows(call):
                     description, tensors = capsule_of(call, failing, wanted)
-                    return (description, tensors) if tensors else None
+                    return (description if tensors else {**description, "kind": kind, "fqn": call.fqn}), tensors
         return None
 
 

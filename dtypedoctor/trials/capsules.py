@@ -149,7 +149,11 @@ def _made_in_place(made: Sequence[Path], wanted: dict[str, Any], directory: Path
             inside = f"{wanted['finding']['fqn'] or ''}.".startswith(
                 f"{description['fqn']}." if description["fqn"] else ""
             )
-            if description["kind"] != wanted["kind"] or not inside or not tensors.is_file():
+            if description["kind"] != wanted["kind"] or not inside:
+                continue
+            if "why" in description:
+                return NoCapsule(why=str(description["why"]))
+            if not tensors.is_file():
                 continue
             size = tensors.stat().st_size
             if size > wanted["limit"]:
