@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.rule import Edit, Finding
-from dtypedoctor.diagnosis.wording import differentiated, shown_line
+from dtypedoctor.diagnosis.wording import differentiated
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.foreign_files import read_file
 from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
@@ -69,6 +69,10 @@ class Source:
         """The source of ``node``."""
         return self.data[self.start(node) : self.end(node)].decode()
 
+    def has(self, line: int) -> bool:
+        """Whether there is such a line (from 1): a file that is shorter is not the one that ran."""
+        return 0 < line < len(self._starts)
+
     def spanned(self, span: Sequence[int]) -> ast.expr | None:
         """The expression that stands at first and last line, first and last column; None where there is none."""
         for node in ast.walk(self.tree):
@@ -106,12 +110,14 @@ class Scene:
         trace: where it was seen.
         folders: files below these may be read, and no others; the first is what paths are told relative to.
         script: the program's own file, where it has one.
+        began: when the run began (seconds since the epoch); a file that was written later is not the one that ran. 0 where that is not known.
     """
 
     finding: Finding
     trace: Trace
     folders: tuple[Path, ...]
     script: Path | None
+    began: float = 0.0
     _read: dict[str, Source | None] = field(default_factory=dict)
 
     def source(self, path: str | Path) -> Source | None:
@@ -126,10 +132,16 @@ class Scene:
         installed = {"site-packages", "dist-packages"} & set(whole.parts) or whole.is_relative_to(_DOCTOR)
         if whole.suffix != ".py" or installed or not any(whole.is_relative_to(folder) for folder in self.folders):
             return None
+        return self._parsed(whole)
+
+    def _parsed(self, path: Path) -> Source | None:
+        """A file as it was when the run began; None where it has changed since, or is no Python in UTF-8."""
         try:
-            data = read_file(whole, LARGEST_SOURCE)
-            return Source(whole, data, ast.parse(data))
-        except (OSError, ValueError, SyntaxError):
+            if self.began and path.stat().st_mtime > self.began:
+                return None
+            data = read_file(path, LARGEST_SOURCE)
+            return Source(path, data, ast.parse(data.decode()))  # decoded here: columns are told in bytes of UTF-8
+        except (OSError, ValueError, SyntaxError, RecursionError):
             return None
 
     def shown(self, path: Path) -> str:
@@ -170,7 +182,7 @@ class Scene:
             path, _, line = frame.rpartition(" ")[0].rpartition(":")
             source = self.source(path)
             if source is not None:
-                return source, int(line), span, others
+                return (source, int(line), span, others) if source.has(int(line)) else None
             others = others or not any(part in path for part in _BETWEEN)
         return None
 
@@ -184,11 +196,7 @@ class Scene:
         if key not in self._read:
             whole = Path(path)
             known = whole.suffix == ".py" and {"site-packages", "dist-packages"} & set(whole.parts)
-            try:
-                data = read_file(whole, LARGEST_SOURCE) if known else b""
-                self._read[key] = Source(whole, data, ast.parse(data)) if known else None
-            except (OSError, ValueError, SyntaxError):
-                self._read[key] = None
+            self._read[key] = self._parsed(whole) if known else None
         return self._read[key]
 
     def failing_file(self) -> Source | None:
@@ -199,13 +207,13 @@ class Scene:
         return self.source(self.script) if self.script is not None else None
 
     def line_at(self, place: str) -> tuple[Source, int] | None:
-        """The file and line of ``train.py:31``; None for a place in none of the program's files."""
+        """The file and line of ``train.py:31``; None for a place in none of the program's files, or in one of several of that name."""
         name, _, line = place.rpartition(":")
-        for path in self._files():
-            source = self.source(path)
-            if source is not None and line.isdigit() and shown_line(str(source.path)).endswith(name.rpartition("/")[2]):
-                return source, int(line)
-        return None
+        named = {str(Path(file).resolve()) for file in self._files() if f"/{file}".endswith(f"/{name}")}
+        if len(named) != 1 or not line.isdigit():
+            return None
+        source = self.source(*named)
+        return (source, int(line)) if source is not None and source.has(int(line)) else None
 
     def _files(self) -> Iterator[str]:
         if self.script is not None:
@@ -227,14 +235,13 @@ def edits_for(scene: Scene, makers: Iterable[str]) -> tuple[tuple[Edit, ...], st
 
 def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit, ...]:
     """The changed lines; empty where the result is no Python, has other lines, or a line that must not be shown."""
-    data = source.data
-    for start, end, text in sorted(set(changes), reverse=True):
-        data = data[:start] + text + data[end:]
+    data = _changed(source.data, changes)
     try:
-        ast.parse(data)
-        before, after = source.data.decode().splitlines(), data.decode().splitlines()
-    except (SyntaxError, ValueError):
+        ast.parse(data.decode())
+    except (SyntaxError, ValueError, RecursionError):
         return ()
+    # split as bytes: a text has more ends of lines than Python's source has, form feeds for one
+    before, after = ([line.decode() for line in each.splitlines()] for each in (source.data, data))
     if len(before) != len(after):
         return ()
     lines = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
@@ -242,6 +249,16 @@ def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit,
         return ()
     file = scene.shown(source.path)
     return tuple(Edit(file=file, line=i + 1, old=before[i], new=after[i]) for i in lines)
+
+
+def _changed(data: bytes, changes: list[Change]) -> bytes:
+    """The file with the changes; as it is where one of them lies inside of another."""
+    changed, done = data, len(data)
+    for start, end, text in sorted(set(changes), reverse=True):
+        if end > done:
+            return data
+        changed, done = changed[:start] + text + changed[end:], start
+    return changed
 
 
 def masked_line(source: Source, line: int) -> str:
@@ -266,14 +283,6 @@ def _is_text(node: ast.AST) -> bool:
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str | bytes):
         return False
     return isinstance(node.value, bytes) or not _HARMLESS_TEXT.fullmatch(node.value)
-
-
-_TEXT = re.compile(r"[A-Za-z_]{1,12}|[a-z]{1,8}\d{1,2}")
-
-
-def _is_harmless(node: ast.AST) -> bool:
-    """Whether a text is a word such as ``cpu``, ``float16`` or ``gelu``."""
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(_HARMLESS_TEXT.fullmatch(node.value))
 
 
 _TEXT = re.compile(
@@ -393,11 +402,23 @@ def _odd_arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Chan
     wanted = _wanted_dtype(op, scene)
     if wanted is None:
         return None
-    given = [*_method_of(node), *_positional(node), *(keyword.value for keyword in node.keywords)]
-    odd = _operands_unlike(op, wanted)
-    if max(odd, default=0) >= len(given):
+    given = _given_operands(node, op)
+    if len(given) != len(op.inputs):  # which of them is which operand is not known
         return None
+    odd = _operands_unlike(op, wanted)
     return source, [change for i in odd for change in source.after(given[i], _cast(wanted))]
+
+
+def _given_operands(node: ast.Call, op: Op) -> list[ast.expr]:
+    """What a call gives that may be tensors, in the order of the operands of ``op``."""
+    named = [keyword.value for keyword in node.keywords if not isinstance(keyword.value, ast.Constant)]
+    given = [*_method_of(node), *_positional(node)]
+    if len(given) < len(op.inputs):
+        given += named
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    if called == "linear" and overload_free(op.op) == "addmm":  # addmm(bias, input, weight)
+        return [*given[-1:], *given[:-1]]
+    return given
 
 
 def _operands_unlike(op: Op, dtype: str) -> list[int]:
@@ -617,20 +638,36 @@ def _without_half(source: Source, node: ast.AST, dtype: str) -> list[Change]:
     """The change of a node that names float16: ``torch.float16``, ``.half()``, or an option."""
     if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.float16", "torch.half"):
         return [source.instead(node, f"torch.{dtype}")]
-    if isinstance(node, ast.Call) and source.text(node.func).endswith(".half") and not node.args:
-        return [_other_method(source, node, "half", "float()" if dtype == "float32" else f"{dtype}()")]
+    if isinstance(node, ast.Call):
+        return _call_without_half(source, node, dtype)
     if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
         return _option_without_half(source, node.arg or "", node.value, dtype)
     return []
 
 
 def _option_without_half(source: Source, name: str, value: ast.Constant, dtype: str) -> list[Change]:
-    """``dtype="float16"``, ``mixed_precision="fp16"``, ``fp16=True``."""
-    if value.value == "float16":
+    """``dtype="float16"``, ``mixed_precision="fp16"``; not ``variant="fp16"``, which names a file."""
+    if value.value == "float16" and "dtype" in name:
         return [source.instead(value, repr(dtype))]
-    if value.value == "fp16":
+    if value.value == "fp16" and "precision" in name:
         return [source.instead(value, repr("bf16" if dtype == "bfloat16" else "no"))]
-    return [source.instead(value, "False")] if name == "fp16" and value.value is True else []
+    return []
+
+
+def _call_without_half(source: Source, call: ast.Call, dtype: str) -> list[Change]:
+    """``x.half()``; ``fp16=True``, which becomes ``bf16=True``, or ``fp16=False`` for float32."""
+    if source.text(call.func).endswith(".half") and not call.args:
+        return [_other_method(source, call, "half", "float()" if dtype == "float32" else f"{dtype}()")]
+    options = {keyword.arg: keyword for keyword in call.keywords}
+    half = options.get("fp16")
+    if half is None or ast.unparse(half.value) != "True":
+        return []
+    if dtype == "float32":
+        return [source.instead(half.value, "False")]
+    if "bf16" in options:
+        return [source.instead(half.value, "False"), source.instead(options["bf16"].value, "True")]
+    start = source.at(half.lineno, half.col_offset)
+    return [(start, start + len("fp16"), b"bf16")]
 
 
 _ARGUMENT = {

@@ -166,7 +166,7 @@ _QUOTE = "|".join(map(re.escape, _QUOTES))
 _VALUE = re.compile(
     rf"""(?:[({{\[][^(){{}}\[\]\n]{{0,2000}}[)}}\]])|({_QUOTE})(?:(?!\1)[^\n])*\1|(?!\\["'])[^\s"',;&)\]}}|]+"""
 )
-_ASSIGNED = re.compile(rf"""(?<![\w.-])((?:{_QUOTE})?)([\w.-]++)\1(\s*+(?:=|:(?!:|//))\s*+)""")
+_ASSIGNED = re.compile(rf"""(?<![\w.-])((?:{_QUOTE})?)([\w.-]++)\1((?:(?<=["'])\s*+\])?\s*+(?:=|:(?!:|//))\s*+)""")
 _OPTION = re.compile(r"(?<![\w-])(?P<option>--?[\w-]++)\s++(?!-)")
 _PAIR = re.compile(rf"""({_QUOTE})(?P<option>[\w.-]{{2,60}})\1\s*+,\s*+(?={_QUOTE})""")
 """A name and its value as two items of a tuple or a list."""

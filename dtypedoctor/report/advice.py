@@ -32,7 +32,14 @@ def _scene(treatment: Treatment, finding: Finding) -> Scene:
     workload = treatment.scenario.steps[0].workload
     script = Path(workload.path).resolve() if isinstance(workload, Script) and workload.path else None
     here = Path.cwd().resolve()
-    return Scene(finding, treatment.diagnosed, (here, *([script.parent] if script is not None else [])), script)
+    header = treatment.before.trace.header
+    return Scene(
+        finding,
+        treatment.diagnosed,
+        (here, *([script.parent] if script is not None else [])),
+        script,
+        began=header.created if header is not None else 0.0,
+    )
 
 
 def excerpts_of(treatment: Treatment, *, own_files: bool) -> tuple[Excerpt, ...]:
@@ -64,10 +71,11 @@ def _along(scene: Scene, frames: list[Frame]) -> Iterator[Excerpt]:
 
 
 def _opened(scene: Scene, frame: str) -> tuple[Source | None, bool]:
-    """The file of a frame, and whether it is the program's own."""
-    path = frame.rpartition(" ")[0].rpartition(":")[0]
+    """The file of a frame, and whether it is the program's own; None for one that cannot be read, or has no such line."""
+    path, _, line = frame.rpartition(" ")[0].rpartition(":")
     own = scene.source(path)
-    return (own, True) if own is not None else (scene.installed(path), False)
+    source = own if own is not None else scene.installed(path)
+    return (source, own is not None) if source is not None and source.has(int(line)) else (None, False)
 
 
 def _excerpt_of(scene: Scene, frame: Frame, *, skipped: int) -> Excerpt:

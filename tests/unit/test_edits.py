@@ -1,14 +1,16 @@
 """Edits of a program's source: what each maker changes, and what is never read or shown."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from traces import TraceBuilder
+from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis.edits import MAKERS, Scene, edits_for, masked_line, safe_line
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Severity
+from dtypedoctor.trace.events import Raised
 
 FINDING = Finding(
     id="domain-error", severity=Severity.ERROR, confidence=Confidence.LIKELY, summary="", cause="", dtype="float16",
@@ -33,6 +35,10 @@ def scene(tmp_path: Path, *lines: str, op: str = "aten.log.default", folder: Pat
         ("half-to-bfloat16", "aten.mul.Tensor", "m = m.half()", "m = m.bfloat16()"),
         ("half-to-bfloat16", "aten.mul.Tensor", "m = m.to(torch.float16)", "m = m.to(torch.bfloat16)"),
         ("half-to-bfloat16", "aten.mul.Tensor", "m = load('x', dtype='float16')", "m = load('x', dtype='bfloat16')"),
+        ("half-to-bfloat16", "aten.mul.Tensor", "m = load('x', variant='fp16').half()", "m = load('x', variant='fp16').bfloat16()"),
+        ("half-to-bfloat16", "aten.mul.Tensor", "a = Arguments(fp16=True)", "a = Arguments(bf16=True)"),
+        ("half-to-bfloat16", "aten.mul.Tensor", "a = Arguments(fp16=True, bf16=False)", "a = Arguments(fp16=False, bf16=True)"),
+        ("half-to-float32", "aten.mul.Tensor", "a = Arguments(fp16=True)", "a = Arguments(fp16=False)"),
         ("finite-mask", "aten._softmax.default", "s = (a / 2).masked_fill(k, -torch.inf)",
          "s = (a / 2).masked_fill(k, torch.finfo((a / 2).dtype).min)"),
         ("without-scaler", "aten.mul.Tensor", "s = torch.amp.GradScaler('cpu')", "s = torch.amp.GradScaler('cpu', enabled=False)"),
@@ -59,6 +65,7 @@ def test_a_line_with_what_may_be_a_secret_is_not_shown(tmp_path: Path) -> None:
         "login(password='hunter2')",
         "api_key = \"abc\"",
         "h = {'authorization_token': 'abc'}",
+        "os.environ['HF_TOKEN'] = 'abc'",
         "t = 'hf_" + "aBcD1234" * 5 + "'",
         "x = 'the patient said " + "something private " * 3 + "'",
     ],
@@ -118,3 +125,65 @@ def test_texts_of_an_excerpt_are_masked_letter_by_letter(tmp_path: Path) -> None
     assert "'cpu', 'float16'" in shown[0]
     assert shown[2].endswith(" + x.half()")
     assert not any(word in line for line in shown for word in ("otter", "Jane", "key", "Patient", "pneumonia"))
+
+
+def test_a_file_that_was_written_after_the_run_began_is_not_read(tmp_path: Path) -> None:
+    """Its lines are not those that ran; one that has become shorter has no such line at all."""
+    read = scene(tmp_path, "y = x.log()")
+    assert read.script is not None
+    began = read.script.stat().st_mtime
+    assert edits_for(replace(read, began=began, _read={}), ["keep-in-domain"])[0]
+    os.utime(read.script, (began + 60, began + 60))
+    assert edits_for(replace(read, began=began, _read={}), ["keep-in-domain"])[0] == ()
+    assert read.line_at("train.py:2") is not None
+    assert read.line_at("train.py:3") is None
+
+
+def test_a_place_is_looked_for_in_the_file_of_its_whole_name(tmp_path: Path) -> None:
+    """`library/train.py:2` and `n.py:2` are no lines of the script `train.py`."""
+    read = scene(tmp_path, "y = x.log()")
+    assert read.line_at("train.py:2") is not None
+    assert read.line_at("library/train.py:2") is None
+    assert read.line_at("n.py:2") is None
+
+
+def test_a_file_in_another_encoding_is_left_alone(tmp_path: Path) -> None:
+    """Columns are told in bytes of UTF-8."""
+    read = scene(tmp_path)
+    assert read.script is not None
+    read.script.write_bytes(b"# -*- coding: latin-1 -*-\nimport torch\nx = load('caf\xe9').half()\n")
+    assert edits_for(read, ["half-to-bfloat16", "without-scaler", "lower-learning-rate"]) == ((), "")
+
+
+def test_lines_are_numbered_as_python_numbers_them(tmp_path: Path) -> None:
+    """A form feed ends no line of a program."""
+    found, _ = edits_for(scene(tmp_path, "m = 1\x0c", "m = m.half()"), ["half-to-bfloat16"])
+    assert [edit.line for edit in found] == [3]
+
+
+@pytest.mark.parametrize(
+    ("line", "op", "dtypes", "new"),
+    [
+        ("F.linear(x, w, b)", "aten.addmm.default", ["bfloat16", "float32", "bfloat16"], "F.linear(x.to(torch.bfloat16), w, b)"),
+        ("torch.mm(x, w)", "aten.mm.default", ["float32", "bfloat16"], "torch.mm(x.to(torch.bfloat16), w)"),
+        ("F.layer_norm(x, s, w, b, e)", "aten.native_layer_norm.default", ["float32", "bfloat16", "bfloat16"], None),
+    ],
+)  # fmt: skip
+def test_the_argument_that_is_the_odd_operand_is_cast(
+    line: str, op: str, dtypes: list[str], new: str | None, tmp_path: Path
+) -> None:
+    """Operators have their operands in an order of their own; where they cannot be told apart nothing is changed."""
+    read = scene(tmp_path, line)
+    builder = TraceBuilder()
+    operands = [
+        tensor(number, dtype=dtype, origin=None if dtype == "float32" else "parameter")
+        for number, dtype in enumerate(dtypes)
+    ]
+    builder.op(op, "", operands, [], error="same dtype")
+    builder.add(
+        Raised(n=builder.n(), step=1, call=1, phase="forward", type="RuntimeError", message="same dtype", modules=[],
+               frames=[f"{read.script}:2 forward"], spans=[[2, 2, 0, len(line)]])
+    )  # fmt: skip
+    read = replace(read, finding=replace(read.finding, dtype="float32"), trace=builder.build())
+    found, _ = edits_for(read, ["cast-operand"])
+    assert [edit.new for edit in found] == ([new] if new else [])
