@@ -45,10 +45,14 @@ def tried_fixes(call: LiveCall, kind: Kind, fixes: Sequence[str]) -> list[dict[s
         if process_time() > until:
             found.append(_row(fix, NOT_TRIED, f"the fixes before it took {LONGEST:.0f} s"))
             continue
-        found += _tried(fix, change, call)
-        if not _objection(call):
-            break  # it is still in place
+        rows = list(_tried(fix, change, call))
+        if not _objection(call):  # it is still in place, or the call fails now and then
+            return [*found, *(row if row["outcome"] != FIXED else _row(fix, NOT_TRIED, _PASSES_TOO) for row in rows)]
+        found += rows
     return found
+
+
+_PASSES_TOO = "after it the call passes without it too, so that what made the difference is not known"
 
 
 def _tried(fix: str, change: "Change", call: LiveCall) -> Iterator[dict[str, str]]:

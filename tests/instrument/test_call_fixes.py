@@ -102,3 +102,23 @@ def test_nothing_is_said_of_a_call_that_passes_or_that_fails_silently() -> None:
     assert outcomes(nn.Linear(4, 4), torch.ones(2, 4), fixes=["bfloat16"]) == {}
     module, x = overflowing()
     assert outcomes(module, x, fixes=["bfloat16"], kind=Kind.SILENT) == {}
+
+
+class Once(nn.Module):
+    """Its first two calls overflow."""
+
+    calls = 0
+
+    def forward(self, x):
+        """Finite from the third call on."""
+        Once.calls += 1
+        return x * (1e5 if Once.calls <= 2 else 1)
+
+
+def test_nothing_is_fixed_where_the_call_passes_without_the_fix_too() -> None:
+    """The control call after a fix must fail as the one before it did."""
+    call = LiveCall.entered(Once(), "", (torch.ones(2, dtype=torch.float16),), {})
+    Once.calls = 1
+    (row,) = tried_fixes(call, Kind.NONFINITE, ["bfloat16", "keep-float32"])
+    assert row["outcome"] == "not-tried"
+    assert "without it" in row["reason"]
