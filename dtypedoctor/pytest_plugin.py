@@ -111,7 +111,7 @@ def _check(report: WatchReport | None, allowed: tuple[str, ...]) -> None:
     if any(finding.id not in allowed for finding in report.findings):
         pytest.fail(_text(report), pytrace=False)
     if report.status == "unknown":
-        pytest.fail(f"dtypedoctor: {report.headline}", pytrace=False)
+        pytest.fail(f"dtypedoctor: {_text(report)}", pytrace=False)
 
 
 def _text(report: WatchReport) -> str:

@@ -249,7 +249,10 @@ class Watched:
         if ours.error is not None:
             self._say(f"dtypedoctor: no report: {type(ours.error).__name__}: {ours.error}")
         if self.report is not None:
-            self._say(f"dtypedoctor: {one_line(self.report.headline, 600)}\ndtypedoctor: report in {self.directory}")
+            headline = one_line(
+                redact(self.report).headline, 600
+            )  # a notebook keeps what is printed, and a job's log too
+            self._say(f"dtypedoctor: {headline}\ndtypedoctor: report in {self.directory}")
             if "directory" in (self.report.capsule or {}):
                 self._say(f"dtypedoctor: failing call: {replay_command(self.report, shlex.quote(str(self.directory)))}")
 
