@@ -150,16 +150,21 @@ class Budget:
         if not thinned:
             return
         total = sum(self.steps.values())
-        what = f"some layers in {sum(thinned.values()):,} of {total:,} steps"
+        what = f"some layers in {sum(thinned.values()):,} of {_steps(total)}"
         how = [
-            f"{steps:,} steps with each layer measured in 1 of {period} steps"
+            f"{_steps(steps)} with each layer measured in 1 of {period} steps"
             if period
-            else f"{steps:,} steps with the residual stream and the loss alone"
+            else f"{_steps(steps)} with the residual stream and the loss alone"
             for period, steps in sorted(thinned.items())
         ]
-        limit = f"1/{self._fixed}" if self._fixed else f"{self._share:.0%}"
-        why = f"the overhead budget ({limit}): {self.steps[1]:,} steps were measured whole, {', '.join(how)}"
+        limit = f"1/{self._fixed}" if self._fixed else f"{self._share * 100:g}%"
+        why = f"the overhead budget ({limit}): {_steps(self.steps[1])} measured whole, {', '.join(how)}"
         if self.signs:
             step, sign = self.signs[0]
-            why += f"; {len(self.signs):,} times whole steps again, first in step {step} ({sign})"
+            times = "once" if len(self.signs) == 1 else f"{len(self.signs):,} times"
+            why += f"; {times} whole steps again, first in step {step} ({sign})"
         yield NotWatched(what=what, why=f"{why}. Without a budget (--overhead-budget off) all are measured")
+
+
+def _steps(number: int) -> str:
+    return f"{number:,} step{'' if number == 1 else 's'}"

@@ -7,7 +7,7 @@ torch's takes the gradients, they are measured where a backward pass leaves them
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -81,9 +81,15 @@ class OptimizerSamples:
                 held.append((root, name, grad if type(grad) is Tensor else local_part(grad)))
         found = [one for one in held if measurable(one[-1])]
         self._coverage.gradients += len(held)
+        if each > 1:
+            self._coverage.gradients_skipped += _with_gradient(kept.named) - len(held)
         if found:
             self._sample("grad", found, "backward", None)
             self._coverage.gradients_measured += len(found)
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Counts the gradients of a step in which none is measured."""
+        self._coverage.gradients_skipped += _with_gradient(self._of(optimizer).named)
 
     def gradients_left(self) -> list[Rooted]:
         """The gradients of all optimizers that no step has taken."""
@@ -161,6 +167,11 @@ class OptimizerSamples:
                     unknown = (0, f"param_groups.{group_number}.{number}")
                     found.append((*known.get(id(parameter), unknown), parameter))
         return found
+
+
+def _with_gradient(named: Sequence[Rooted]) -> int:
+    """How many of these parameters have a gradient."""
+    return sum([parameter.grad is not None for _, _, parameter in named])
 
 
 def _held(named: Rooted) -> Rooted:

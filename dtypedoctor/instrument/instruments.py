@@ -32,7 +32,7 @@ from dtypedoctor.instrument.silent.checks import SilentChecks
 from dtypedoctor.instrument.statistics import Rooted
 from dtypedoctor.instrument.watch import ModuleWatch
 from dtypedoctor.instrument.whereabouts import CaughtLog, RegionLog, behind, call_arguments, raised_record
-from dtypedoctor.trace.events import WORKED_ELSEWHERE
+from dtypedoctor.trace.events import WORKED_ELSEWHERE, NotWatched
 from dtypedoctor.trace.writer import TraceWriter
 
 MAX_ACCUMULATED = 100
@@ -195,9 +195,19 @@ class Instruments:
         self.arrivals.finish()
         if self.watching and not self._counted:
             self._counted = True
-            for note in self._budget.left_out() if self._budget is not None else ():
+            for note in self._left_out():
                 self.writer.write(note)
             self.writer.write(self.coverage)
+
+    def _left_out(self) -> Iterator[NotWatched]:
+        """What was not measured because it was not its turn, in words."""
+        if self._budget is not None:
+            yield from self._budget.left_out()
+        elif self.coverage.module_calls_skipped or self.coverage.gradients_skipped:
+            every = self.modules.every
+            when = f"measured in step 1 and every {every} steps after it only" if every else "not measured in any step"
+            what = "modules inside the layers, and gradients of parameters"
+            yield NotWatched(what=what, why=f"{when} (watch_every={every}). With watch_every=1 all are measured")
 
     def begin_stage(self, step: int) -> None:
         """A step of the scenario begins: its first training step is number ``step`` of the process."""
@@ -270,6 +280,8 @@ class Instruments:
         if self.watching and (period := self.modules.period):
             self._samples.before_step(optimizer, period)
             self.modules.flush()
+        elif self.watching:
+            self._samples.leave_out(optimizer)
         self._windows.before_step()
 
     def _after_step(self, optimizer: Optimizer) -> None:

@@ -313,6 +313,8 @@ class ModuleWatch:
             if (self.every == 1 and self._budget is None) or self._measures(place):
                 self._coverage.module_calls += 1
                 self._returned.record(module, place, args, kwargs, output)
+            else:
+                self._coverage.module_calls_skipped += 1
         finally:  # whatever goes wrong in here, the call is over
             stack.pop()
 
@@ -339,6 +341,8 @@ class ModuleWatch:
                 if whole or self._measures(place):
                     self._coverage.module_calls += not whole
                     self._returned.record(module, place, args, kwargs, output)
+                else:
+                    self._coverage.module_calls_skipped += not raised
                 if self._leader is here:
                     for listener in self._return_listeners(module, stack):
                         listener(module, args, kwargs, output)

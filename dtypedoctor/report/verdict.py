@@ -4,7 +4,7 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import field, fields
 
 from dtypedoctor.analysis import How, analysis_of, ending_of
 from dtypedoctor.diagnosis.incidents import GRADIENTS
@@ -47,12 +47,14 @@ class Measured:
 
     Attributes:
         counts: for each kind of thing how many were measured, and how many ran.
+        skipped: how many of those that ran were left out on purpose: ``--every-n-steps`` or ``--overhead-budget`` asks for that.
         bad: the first value that is not finite, in words, whether it matters or not; empty where everything measured is finite.
         matters: the first one that reaches a loss, gradient, parameter or result, and that no op trace shows to be meant so, in
             words; empty where there is none.
     """
 
     counts: Mapping[str, tuple[int, int]]
+    skipped: Mapping[str, int] = field(default_factory=dict)
     bad: str = ""
     matters: str = ""
 
@@ -69,8 +71,14 @@ class Measured:
     def missing(self) -> Iterator[str]:
         """For each kind of which a relevant share was not measured, how much was, e.g. ``0 of 214 module calls``."""
         for name, (measured, total) in self.counts.items():
-            if measured < (total * ENOUGH if name != "operators" else min(total, 1)):
+            due = total - self.skipped.get(name, 0)
+            enough = due * ENOUGH if name != "operators" else min(due, 1)
+            if measured < enough or (self.skipped.get(name) and name == "module_calls" and not measured):
                 yield measured_share(name, measured, total)
+
+    def left_out(self) -> Iterator[str]:
+        """For each kind of which some was left out on purpose, how much was measured."""
+        yield from (measured_share(name, *self.counts[name]) for name, amount in self.skipped.items() if amount)
 
 
 def measured_in(traces: Sequence[Trace], diagnosed: Trace | None = None) -> Measured:
@@ -86,7 +94,8 @@ def measured_in(traces: Sequence[Trace], diagnosed: Trace | None = None) -> Meas
     seen = [*traces, *([diagnosed] if diagnosed is not None and diagnosed not in traces else [])]
     judged = [diagnosed] if diagnosed is not None and len(traces) == 1 else seen
     return Measured(
-        counts={name: (total[f"{name}_measured"], total[name]) for name in MEASURED},
+        counts={name: (total[f"{name}_measured"], total[name] + total[f"{name}_skipped"]) for name in MEASURED},
+        skipped={name: total[f"{name}_skipped"] for name in MEASURED},
         bad=next(filter(None, map(_first_bad, seen)), ""),
         matters=next(filter(None, map(_first_that_matters, judged)), ""),
     )
@@ -332,7 +341,8 @@ def _nothing_ran(trace: Trace) -> str:
 def _finiteness(measured: Measured) -> str:
     """What may be said of the values: the one place that says that they are finite."""
     if not measured.bad:
-        return "everything measured is finite"
+        thinned = ", ".join(measured.left_out())
+        return f"everything measured ({thinned}) is finite" if thinned else "everything measured is finite"
     return f"inf or NaN ({measured.bad}) reaches no loss, used gradient or parameter"
 
 

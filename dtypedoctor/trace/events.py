@@ -419,14 +419,18 @@ class Coverage:
         operators: operators that ran outside of module calls.
         gradients: gradients of parameters.
         losses: tensors that a backward pass was started from, and other losses that were noticed.
+        module_calls_skipped: further module calls, which ended when it was not their turn: ``watch_every`` or a budget says so.
+        gradients_skipped: further gradients of parameters, in the same way.
     """
 
     module_calls: int = 0
     module_calls_measured: int = 0
+    module_calls_skipped: int = 0
     operators: int = 0
     operators_measured: int = 0
     gradients: int = 0
     gradients_measured: int = 0
+    gradients_skipped: int = 0
     losses: int = 0
     losses_measured: int = 0
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from watched import watched
 
-from dtypedoctor.trace.events import Caught, Coverage
+from dtypedoctor.instrument.budget import Budget
+from dtypedoctor.trace.events import Caught, Coverage, NotWatched
 
 
 class Returning(nn.Module):
@@ -37,6 +38,34 @@ def test_a_training_step_is_counted_and_measured_whole(tmp_path: Path) -> None:
     assert (found.module_calls, found.module_calls_measured) == (3, 3)
     assert (found.gradients, found.gradients_measured) == (4, 4)
     assert (found.losses, found.losses_measured) == (1, 1)
+
+
+@pytest.mark.parametrize("thinned", [{"every": 3}, {"every": 0}, {"budget": Budget(fixed=2)}])
+def test_what_is_left_out_on_purpose_is_counted_among_what_ran(tmp_path: Path, thinned: Any) -> None:
+    """Whatever is measured, the same calls and gradients ran; those that were not measured are named."""
+
+    def work(_: Any) -> None:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = {}
+    for name, options in (("whole", {}), ("thin", thinned)):
+        (tmp_path / name).mkdir()
+        found[name] = watched(tmp_path / name, work, **options)
+    whole, thin = found["whole"].last(Coverage), found["thin"].last(Coverage)
+    assert whole is not None
+    assert thin is not None
+    assert whole.module_calls_skipped == whole.gradients_skipped == 0
+    assert thin.module_calls + thin.module_calls_skipped == whole.module_calls
+    assert thin.gradients + thin.gradients_skipped == whole.gradients
+    assert thin.module_calls_measured < whole.module_calls
+    assert thin.gradients_measured < whole.gradients
+    assert [note for note in found["thin"].all(NotWatched) if "layers" in note.what]
+    assert not found["whole"].all(NotWatched)
 
 
 def test_a_result_that_cannot_be_looked_into_is_seen_and_not_measured(tmp_path: Path) -> None:

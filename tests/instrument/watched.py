@@ -15,12 +15,13 @@ from dtypedoctor.trace.writer import TraceWriter
 
 def watched(
     directory: Path, work: Callable[[Instruments], Any], window: OpWindow | None = None, *, watch: bool = True,
-    budget: Budget | None = None,
+    every: int = 1, budget: Budget | None = None,
 ) -> Trace:  # fmt: skip
     """The trace of ``work``; an exception that it raises is recorded as the worker would."""
     writer = TraceWriter(directory)
     writer.write(Header(watched=watch))
-    instruments = Instruments(writer, watch=watch, windows=[window] if window is not None else [], budget=budget)
+    windows = [window] if window is not None else []
+    instruments = Instruments(writer, watch=watch, windows=windows, every=every, budget=budget)
     instruments.start()
     outcome = "completed"
     try:
