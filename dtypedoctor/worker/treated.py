@@ -152,7 +152,12 @@ def serve(asked: str) -> None:
     request = from_json(asked.encode())
     descriptor, notes = tempfile.mkstemp(prefix="dtypedoctor-treat-")
     os.close(descriptor)
-    family = {"root": getpid(), "notes": notes, "python": _python(), "corrections": request["corrections"]}
+    family = {
+        "root": getpid(),
+        "notes": notes,
+        "python": [sys.prefix, sys.version],
+        "corrections": request["corrections"],
+    }
     os.environ[INHERITED] = to_json(family)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([_SITE, *([before] if before else [])])
@@ -178,16 +183,9 @@ _PYTHONS = ("python", "pypy", "torchrun", "accelerate", "deepspeed")
 """How the names of programs begin that run Python programs."""
 
 
-def _python() -> list[str]:
-    """By which an interpreter is told from one of another environment, where the corrections may be about other code."""
-    return [sys.prefix, sys.version]
-
-
 def follow() -> None:
-    """Puts the corrections of a treated script into this process, which that script, or one of its processes, has started."""
-    family = from_json(os.environ[INHERITED].encode())
-    if family["python"] == _python():
-        _Treatment(family).begin()
+    """Puts the corrections of a treated script into this process, an interpreter of its environment that it, or one of its processes, has started."""
+    _Treatment(from_json(os.environ[INHERITED].encode())).begin()
 
 
 class _Treatment:

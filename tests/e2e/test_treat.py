@@ -1,7 +1,9 @@
 """``dtypedoctor treat``: a script with a correction and nothing else."""
 
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -148,3 +150,29 @@ def test_every_rank_of_torchrun_is_treated(tmp_path: Path) -> None:
     assert (done.code, sorted(done.out.split())) == (0, sorted(["half", "[]", "float", "[]"] * 2)), done.err
     assert f"{CORRECTION} is in place in 2 processes that the script started\n" in done.err
     assert "not treated" not in done.err
+
+
+OTHERS = """
+import os, subprocess, sys
+root = dict(os.environ)
+print("own", subprocess.run([sys.executable, "-c", ""], env=root, capture_output=True, text=True).stdout)
+del root["DTYPEDOCTOR_TREATED"]
+print("cleaned", subprocess.run([sys.executable, "-c", ""], env=root, capture_output=True, text=True).stdout)
+other = subprocess.run([sys.argv[1], "-c", "import sys; print('dtypedoctor.worker.treated' in sys.modules)"], capture_output=True, text=True)
+print("other", other.stdout, other.stderr)
+"""
+
+
+def test_the_users_own_sitecustomize_runs_in_every_process_and_other_pythons_are_left_alone(tmp_path: Path) -> None:
+    """Also where a process does not inherit all variables; an interpreter of another environment imports nothing of this package."""
+    script = package(tmp_path, "if WEIGHT_BUFFER is None:")
+    script.write_text(OTHERS)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("print('mine')\n")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True)
+    path, other = os.pathsep.join([str(tmp_path / "own"), *sys.path]), tmp_path / "other" / "bin" / "python"
+    done = dtypedoctor("treat", "--with", CORRECTION, script, other, PYTHONPATH=path)
+    assert done.code == 0, done.err
+    assert "own mine" in done.out
+    assert "cleaned mine" in done.out
+    assert "other mine\nFalse\n \n" in done.out

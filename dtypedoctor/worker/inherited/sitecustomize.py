@@ -1,16 +1,22 @@
-"""What Python runs first in each process that a treated script starts: puts the corrections into it, then the user's own such file."""
+"""What Python runs first in each process that a treated script starts: puts the corrections into it, then the user's own such file.
+
+Any interpreter may find this file through ``PYTHONPATH``, of whatever environment and release, so nothing of the package is imported
+before it is known that this is the script's own.
+"""
 
 import contextlib
 import importlib
+import json
 import os
 import sys
 
 
-def begin() -> None:
-    """Takes this folder off ``sys.path`` and treats the process; whatever goes wrong, the program runs."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    before = [entry for entry in sys.path if os.path.abspath(entry) != here]
-    sys.path[:] = [*before, os.path.dirname(os.path.dirname(os.path.dirname(here)))]
+def begin(before: "list[str]") -> None:
+    """Treats the process where its interpreter is that of the treated script; ``before`` is ``sys.path`` without this folder."""
+    if json.loads(os.environ["DTYPEDOCTOR_TREATED"])["python"] != [sys.prefix, sys.version]:
+        return
+    home = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
+    sys.path[:] = [*before, home]
     try:
         from dtypedoctor.worker.treated import follow
 
@@ -19,16 +25,16 @@ def begin() -> None:
         sys.path[:] = before
 
 
-if os.environ.get("DTYPEDOCTOR_TREATED"):
-    with contextlib.suppress(
-        ImportError, KeyError, OSError, ValueError
-    ):  # the package is gone, or the variable is not ours
-        begin()
-    this = sys.modules.pop("sitecustomize")
-    try:
-        importlib.import_module("sitecustomize")
-    except ImportError as error:
-        if error.name != "sitecustomize":  # the user's own fails
-            raise
-    finally:
-        sys.modules.setdefault("sitecustomize", this)
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
+ODD = (ImportError, SyntaxError, KeyError, TypeError, AttributeError, OSError, ValueError)
+with contextlib.suppress(*ODD):  # the package is gone, or the variable is not there or not ours: the program runs
+    begin(list(sys.path))
+this = sys.modules.pop("sitecustomize")
+try:
+    importlib.import_module("sitecustomize")
+except ImportError as error:
+    if error.name != "sitecustomize":  # the user's own fails
+        raise
+finally:
+    sys.modules.setdefault("sitecustomize", this)
