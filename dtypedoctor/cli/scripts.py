@@ -60,7 +60,7 @@ def treat_script(scenario: Scenario, directory: Path, plan: Plan, *, in_place: b
         from dtypedoctor.cli.reported import reported
         from dtypedoctor.trials.treatment import treat
 
-        treatment = treat(scenario, again, plan)
+        treatment = treat(scenario, again, plan, loads_checkpoints=before is None)
         code = treatment.before.exit.code
         return reported(treatment, directory), code if code >= 0 else 128 - code
 

@@ -261,7 +261,8 @@ class Expectation(Strict):
     )
 
 
-OVERHEAD_BUDGET = Annotated[str, Field(pattern=r"^(off|1/[1-9][0-9]{0,3}|[0-9]{1,2}(\.[0-9]{1,3})?%)$")]
+_BUDGET = r"^(off|1/[1-9][0-9]{0,3}|([1-9][0-9]?(\.[0-9]{1,3})?|0\.([1-9][0-9]{0,2}|0[1-9][0-9]?|00[1-9]))%)$"
+OVERHEAD_BUDGET = Annotated[str, Field(pattern=_BUDGET)]
 """How much may be left unmeasured: see :attr:`Scenario.overhead_budget`."""
 
 

@@ -58,20 +58,23 @@ CALL_NOT_COMPARED = Observer(
 )
 
 
-def treat(scenario: Scenario, run: RunRequest, plan: Plan | None = None) -> Treatment:
+def treat(
+    scenario: Scenario, run: RunRequest, plan: Plan | None = None, *, loads_checkpoints: bool = True
+) -> Treatment:
     """Runs ``scenario``, explains it, tries what may cure it and compares with the reference.
 
     Args:
         scenario: what to run.
         run: runs one request.
         plan: how far to go; everything if left out.
+        loads_checkpoints: False where it has been run already and was given no folder then: one that is there now is its own output.
 
     Raises:
         UsageError: the scenario cannot be run at all. Once it has been run, nothing that comes later raises: what cannot be
             run any more (the disk is full, the script is gone) stands in the treatment's ``refusals``.
     """
     plan = plan or Plan()
-    static = check_checkpoints(scenario)
+    static = check_checkpoints(scenario) if loads_checkpoints else ()
     run = led_by_spawned(led(_judging_caught(run)))
     before = first_run(run, scenario, plan)
     later = LaterRuns(run, before)

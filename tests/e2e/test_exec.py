@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command import Finished, dtypedoctor, report_of
+from safetensors.torch import save_file
 
 from dtypedoctor.report.files import read_report, with_pictures
 from dtypedoctor.report.formats import FORMATS, format_named
@@ -461,3 +463,31 @@ def test_a_run_directory_is_never_overwritten(tmp_path: Path) -> None:
     finished, _ = execute(tmp_path, script(tmp_path, "print('started')"))
     assert finished.code == 2
     assert finished.out == ""
+
+
+SAVING = """
+    import shutil, sys, torch
+    torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    shutil.copytree("saved", sys.argv[1], dirs_exist_ok=True)
+"""
+
+
+def test_a_checkpoint_that_the_script_itself_writes_is_not_one_that_it_has_loaded(tmp_path: Path) -> None:
+    """``--output_dir out`` names a folder that is not there before the run; the second time it is, and is checked."""
+    (tmp_path / "saved").mkdir()
+    save_file({"model.norm.weight": torch.ones(4, dtype=torch.bfloat16)}, tmp_path / "saved" / "model.safetensors")
+    (tmp_path / "saved" / "config.json").write_text('{"model_type": "llama", "dtype": "float16"}')
+    path = script(tmp_path, SAVING)
+    for run, found in (("first", []), ("second", ["checkpoint-dtype-mismatch"])):
+        dtypedoctor("exec", "--out", run, path, "out", cwd=tmp_path)
+        assert [finding["id"] for finding in report_of(tmp_path / run)["findings"]] == found
+
+
+@pytest.mark.parametrize(
+    "options", [["--overhead-budget", "0%"], ["--overhead-budget", "0.0%"], ["--every-n-steps", "-1"]]
+)
+def test_a_wrong_option_is_refused_before_the_script_runs(options: list[str], tmp_path: Path) -> None:
+    """Nothing of it has run, and no directory is left."""
+    done = dtypedoctor("exec", *options, script(tmp_path, "open('ran', 'w')"), cwd=tmp_path)
+    assert done.code == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["work.py"]
