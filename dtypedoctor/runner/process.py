@@ -403,7 +403,8 @@ def run_launched(
         hint = "What it printed is above." if live else f"What it printed: {directory / STDERR}"
         raise UsageError(f"{module} ended with {ended.code} before it started {workload.path or workload.module}", hint)
     failures = _failures(directory)
-    runs = [_collect(directory, rank, ended, failures, foreign=True) for rank in ranks]
+    started = sorted({*ranks, *failures})  # one that failed before it came to the script has no directory
+    runs = [_collect(directory, rank, ended, failures, foreign=True) for rank in started]
     return led_by(tuple(runs), min(failures, key=lambda rank: float(failures[rank]["time"]), default=min(ranks)))
 
 

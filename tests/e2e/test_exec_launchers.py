@@ -1,5 +1,6 @@
 """``exec`` with a launcher in front of the script: real torchrun, real accelerate; each process is recorded, and one report tells of all."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -71,3 +72,26 @@ def test_the_interpreter_in_front_of_the_script(folder: Path) -> None:
     done = dtypedoctor("exec", "--out", "run", sys.executable, "train.py", "7", cwd=folder)
     assert "arguments ['7'] name __main__" in done.out
     assert report_of(folder / "run")["status"] == "healthy"
+
+
+FAILING_START = """
+import os, time
+if os.environ.get("RANK") == "1":
+    while not os.path.exists("finished"):
+        time.sleep(0.05)
+    os._exit(3)
+"""
+
+
+def test_a_rank_that_fails_before_it_comes_to_the_script_is_reported(folder: Path) -> None:
+    """The other one has run to its end and is finite, but the job has failed: that is said of the rank, which left no trace."""
+    (folder / "sitecustomize.py").write_text(FAILING_START)
+    with (folder / "train.py").open("a") as script:
+        script.write("open('finished', 'w').close()\n")
+    path = os.pathsep.join([str(folder), *sys.path])
+    command = ("torchrun", "--standalone", "--nproc-per-node", "2", "train.py", "7")
+    done = dtypedoctor("exec", "--out", "run", *command, cwd=folder, PYTHONPATH=path)
+    report = report_of(folder / "run")
+    assert (done.code, report["status"]) == (10, "error")
+    assert report["headline"].endswith("ended with status 3")
+    assert any(line.startswith("rank 1: ended with status 3") for line in report["coverage"])
