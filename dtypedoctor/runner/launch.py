@@ -400,7 +400,8 @@ class WarmServer:
             return int(status)
         process.join()
         self.__exit__(None, None, None)
-        if (directory / STDOUT).exists():  # it had begun with this run
+        has_begun, is_wanted = (directory / STDOUT).exists(), self._in_place != ""
+        if has_begun or not is_wanted:
             self._in_place = ""
             return process.exitcode or NO_ANSWER
         self._say(f"the models are loaded again in a new process: {where or 'theirs has died'}")
@@ -411,7 +412,8 @@ class WarmServer:
         return None
 
     def _kill_in_place(self) -> None:
-        """Ends the run that the server makes, and the server with it; the next run finds another one."""
+        """Ends the run that the server makes or is about to make, and the server with it; the next run finds another one."""
+        self._in_place = ""
         if self._process is not None:
             _kill(self._process)
 

@@ -152,7 +152,7 @@ def test_what_a_run_changes_is_put_back_or_noticed(folder: Path) -> None:
 
 
 STOPPED = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from dtypedoctor.runner.launch import Launcher, WarmServer, run_to_end
 from dtypedoctor.scenario.loading import load_scenario
@@ -171,6 +171,9 @@ def main():
         run = run_to_end(warm.start(Request(scenario=scenario), place / "next"), None)
         assert run.trace.end.outcome == "completed", run.exit
         assert (place / "server-2").is_dir()
+        os.kill(warm._process.pid, signal.SIGSTOP)  # busy, so that it does not come to the next run
+        warm.start(Request(scenario=scenario), place / "unwanted").stop()
+        assert not (place / "server-3").exists()
 
 if __name__ == "__main__":  # processes that are started import this file
     main()
@@ -178,7 +181,7 @@ if __name__ == "__main__":  # processes that are started import this file
 
 
 def test_a_server_whose_run_is_stopped_is_replaced(folder: Path, tmp_path: Path) -> None:
-    """A run that takes too long ends with its server, and the next one finds another."""
+    """A run that takes too long ends with its server, and the next one finds another; for one that is stopped before it begins none is started."""
     program = tmp_path / "program.py"
     program.write_text(STOPPED)
     command = [sys.executable, str(program), str(folder / "case.yaml"), str(tmp_path)]
