@@ -245,7 +245,7 @@ def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit,
     if len(before) != len(after):
         return ()
     lines = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-    if any(safe_line(before[i]) != before[i] for i in lines):
+    if not all(_may_be_shown(source, i + 1, before[i]) for i in lines):
         return ()
     file = scene.shown(source.path)
     return tuple(Edit(file=file, line=i + 1, old=before[i], new=after[i]) for i in lines)
@@ -259,6 +259,15 @@ def _changed(data: bytes, changes: list[Change]) -> bytes:
             return data
         changed, done = changed[:start] + text + changed[end:], start
     return changed
+
+
+def _may_be_shown(source: Source, line: int, content: str) -> bool:
+    """Whether a line holds nothing that may be a secret or data, and no part of a text of several lines, whose end cannot be told from the line alone."""
+    if safe_line(content) != content:
+        return False
+    texts = (node for node in ast.walk(source.tree) if isinstance(node, ast.expr) and _is_text(node))
+    spans = ((node.lineno, node.end_lineno or node.lineno) for node in texts)
+    return not any(first <= line <= last for first, last in spans if first != last)
 
 
 def masked_line(source: Source, line: int) -> str:
@@ -831,6 +840,7 @@ def _in_calls(
 
 
 REMARKS = {
+    "half-to-float32": "The edit computes all of it in float32: the simplest change, and the slowest.",
     "bfloat16-to-float32": "The edit computes all of it in float32: the simplest change, and the slowest.",
     "lower-learning-rate": "The edit divides it by 100.",
 }

@@ -43,6 +43,7 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
     """Watches everything that runs inside of the ``with`` block and leaves a run directory with ``report.json``.
 
     As a decorator, ``@dtypedoctor.watch()``, it watches each call of the function; the second goes to ``OUT-2``, and so on.
+    A call from inside of a recording is a part of that one.
 
     Every module that is called is watched, also others than ``model``. An exception leaves the block as it was raised.
 
@@ -87,6 +88,8 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
 
         @functools.wraps(function)
         def watched(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            if watched_for() is not None:  # it has called itself, or is called from what is recorded already
+                return function(*args, **kwargs)
             call = next(calls)
             if call > 1:
                 self._watched = self._again(numbered(self._out, call))

@@ -80,6 +80,22 @@ def test_a_decorated_function_is_watched_in_each_call(tmp_path: Path) -> None:
     assert str(block.report).startswith("findings: ")
 
 
+def test_a_decorated_function_may_call_itself(tmp_path: Path) -> None:
+    """The inner calls are a part of the outer one's recording; inside of another recording so is the whole call."""
+    block = dtypedoctor.watch(out=tmp_path / "run")
+
+    @block
+    def doubled(x: Tensor, times: int) -> Tensor:
+        return doubled(nn.Identity()(x * 2), times - 1) if times else x
+
+    assert doubled(torch.ones(1), 3).item() == 8
+    assert report_in(tmp_path / "run")["status"] == "healthy"
+    with dtypedoctor.watch(out=tmp_path / "outer"):
+        assert doubled(torch.ones(1), 1).item() == 2
+    assert report_in(tmp_path / "outer")["status"] == "healthy"
+    assert not (tmp_path / "run-2").exists()
+
+
 def test_an_exception_leaves_the_block_as_it_was_raised(tmp_path: Path) -> None:
     """The same object, arguments and lines of the program; neither its traceback nor the report shows the doctor's frames."""
     error = None

@@ -57,6 +57,8 @@ def test_a_line_with_what_may_be_a_secret_is_not_shown(tmp_path: Path) -> None:
     """An edit quotes its whole line."""
     assert edits_for(scene(tmp_path, "y = x.log(); login(password='hunter2')"), ["keep-in-domain"])[0] == ()
     assert edits_for(scene(tmp_path, f"y = x.log(); say('{'word ' * 20}')"), ["keep-in-domain"])[0] == ()
+    of_two_lines = scene(tmp_path, 't = """Patient', 'has pneumonia""" + str(x.half())')
+    assert edits_for(of_two_lines, ["half-to-bfloat16"])[0] == ()
 
 
 @pytest.mark.parametrize(
