@@ -162,10 +162,7 @@ def install_float32_adapters(model: nn.Module, modules: Sequence[str]) -> Instal
         raise TargetMismatchError(f"{type(model).__name__} has no trainable adapter of peft in float16 or bfloat16")
     if any(parameter.grad is not None for parameter in narrow.values()):
         raise TargetMismatchError("an adapter has a gradient already, which would keep its dtype")
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise TargetMismatchError(
-            "gradients of several ranks are reduced in buckets of the dtypes that the adapters had"
-        )
+    _require_one_rank()
     before = {name: parameter.dtype for name, parameter in narrow.items()}
     for parameter in narrow.values():
         parameter.data = parameter.data.float()
@@ -181,6 +178,18 @@ def install_float32_adapters(model: nn.Module, modules: Sequence[str]) -> Instal
         undo=undo,
         counters=Counters(hits=len(before)),
     )
+
+
+def _require_one_rank() -> None:
+    """A parameter whose dtype changes gets another node in the graph than the one through which its gradient is reduced.
+
+    Raises:
+        TargetMismatchError: this process is one of several ranks.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise TargetMismatchError(
+            "gradients of several ranks are reduced in buckets of the dtypes that the weights had"
+        )
 
 
 def _peft_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -214,8 +223,8 @@ def install_bfloat16_weights(model: nn.Module, modules: Sequence[str]) -> Instal
     ``hits`` is the number of tensors that were cast. ``undo`` has the float16 ones back, which are kept in memory as long as it is.
 
     Raises:
-        TargetMismatchError: nothing is float16, a weight is packed, a parameter has a gradient already, or the call is in a float16
-            autocast region.
+        TargetMismatchError: nothing is float16, a weight is packed, a parameter has a gradient already, gradients are reduced over
+            several ranks, or the call is in a float16 autocast region.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     narrow = {name: tensor for name, tensor in named.items() if tensor.dtype == torch.float16}
@@ -225,6 +234,7 @@ def install_bfloat16_weights(model: nn.Module, modules: Sequence[str]) -> Instal
         raise TargetMismatchError(f"{type(model).__name__} has packed weights, which were quantized from float16")
     if any(tensor.grad is not None for tensor in narrow.values()):
         raise TargetMismatchError("a parameter has a gradient already, which would stay float16")
+    _require_one_rank()
     devices = {tensor.device.type for tensor in narrow.values()}
     if any(torch.is_autocast_enabled(one) and torch.get_autocast_dtype(one) == torch.float16 for one in devices):
         raise TargetMismatchError("the model is called in a float16 autocast region")

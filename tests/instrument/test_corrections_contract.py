@@ -9,7 +9,9 @@ import torch
 from correction_rows import ROWS, Subject, gemma, rotation_of
 from fused_llama import ROUNDING, corrected, normal
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dtypedoctor.corrections.contract import TargetMismatchError, put_in
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.tickets.fused_llama import dequantize, fused_lora
 from dtypedoctor.tickets.nf4_compiled import nf4_ctypes
@@ -135,3 +137,16 @@ def test_what_float16_cannot_hold_is_finite_with_the_correction(name: str) -> No
         assert torch.isfinite(result()).all()
     assert installed.counters.elements("rescued") == 0
     assert (installed.counters.elements("clamped") > 0) == (name != "gemma4-attention-float32")
+
+
+@pytest.mark.parametrize("correction", ["float32-adapters", "bfloat16-weights"])
+def test_weights_whose_gradients_are_reduced_over_ranks_keep_their_dtype(correction: str) -> None:
+    """DistributedDataParallel listens to a node of the graph that is another one once the dtype has changed: ranks would drift apart."""
+    model = ROWS[correction].build()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(TargetMismatchError, match="gradients of several ranks"):
+            put_in(correction, model, [])
+    finally:
+        torch.distributed.destroy_process_group()
+    put_in(correction, model, []).undo()
