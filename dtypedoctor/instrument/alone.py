@@ -3,7 +3,8 @@
 Of ``DistributedDataParallel`` that is the module inside of it, of a program that communicates by itself the outermost module. Under FSDP2
 (``fully_shard``) it is each unit that holds no other, and each module between units, as long as their parameters are unsharded: from the
 all-gather before a unit's forward to its end, and in the backward pass from the next all-gather to the reduce-scatter. Nothing is gathered here.
-FSDP1 keeps its parameters in flat tensors of its own; its modules are not made again.
+FSDP1 keeps its parameters in flat tensors of its own, and DeepSpeed's ZeRO-3 gathers them inside of each call and notes on the parameters
+that it does; their modules are not made again.
 """
 
 import sys
@@ -56,9 +57,14 @@ def _communicates(module: nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel) or is_sharded(module) or _is_first_generation(module)
 
 
+def _is_partitioned(module: nn.Module) -> bool:
+    """Whether DeepSpeed has partitioned parameters of ``module``: each then has a number of its own."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
 def calls_alone(root: nn.Module) -> list[nn.Module]:
     """The outermost ones of those modules in ``root`` that a rank can call alone; of none of them is one inside of another."""
-    if _is_first_generation(root):
+    if _is_first_generation(root) or _is_partitioned(root):
         return []
     inside = (part for part in root.modules() if part is not root)
     is_wrapper = isinstance(root, DistributedDataParallel) or type(root) in _UNCALLED

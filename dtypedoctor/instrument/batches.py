@@ -111,6 +111,7 @@ class Batches:
         self._rows = rows
         self._device = device
         self._open: dict[int, list[Row]] = {}
+        self._changed: list[Row] = []
         self._gated: list[Row] = []
         self._kept = 0
         self._current_stream = _stream_getter(device)
@@ -164,7 +165,7 @@ class Batches:
             waiting = self._open[stream] = []
         waiting.append(row)
         if len(waiting) >= self._rows.limit or self._kept >= KEPT_BYTES:
-            self.launch()
+            self._launch_open()
         return row
 
     def _meet(self, handle: int) -> None:
@@ -178,11 +179,16 @@ class Batches:
         """Launches what has been put together.
 
         Returns:
-            The rows that were left out, because their tensors have been changed in place or freed since they were handed over.
+            The rows that were left out since this was called last, also where :meth:`add` has launched them, because their tensors
+            have been changed in place or freed since they were handed over.
         """
+        self._launch_open()
+        changed, self._changed = self._changed, []
+        return changed
+
+    def _launch_open(self) -> None:
         waiting, self._open = self._open, {}
         self._kept = 0
-        changed = []
         # The home stream comes last: results are written in the order of launches, and what modules have returned is only
         # known then if what went into the collectives before it is known as well.
         for stream in sorted(waiting, key=lambda stream: stream == self._home):
@@ -196,7 +202,7 @@ class Batches:
                 if tensor is not None and (
                     tensor.data_ptr() != row.address or (row.version >= 0 and row.version != version_now(tensor))
                 ):
-                    changed.append(row)
+                    self._changed.append(row)
                     row.lost = True
                 else:
                     sent.append(row)
@@ -204,7 +210,6 @@ class Batches:
             for row in batch:
                 row.tensor = None
         self._let_gated_in()
-        return changed
 
     def _let_gated_in(self) -> None:
         """The gates of these have been launched, so that a batch from now on can ask for them."""

@@ -83,7 +83,11 @@ MAX_WAITING = 4
 SHARE_HELD = 0.02
 """Share of the device's memory that the inputs of kept calls may take together, where that is more than :data:`MAX_HELD`."""
 NOT_HERE = "{} was resharded before it was known that the call had failed, and was not gathered again; --rerun runs all ranks again"
-FIRST_GENERATION = "FullyShardedDataParallel (FSDP1) keeps parameters in flat tensors; with fully_shard (FSDP2), or --rerun, the call can be replayed"
+SPOILT = "that a call of {} had failed was known only when its inputs or parameters were not finite any more; --rerun runs all ranks again"
+NONE_ALONE = (
+    "FullyShardedDataParallel (FSDP1) and DeepSpeed's ZeRO-3 gather parameters in ways that one rank cannot repeat; "
+    "with fully_shard (FSDP2), or --rerun, the call can be replayed"
+)
 _NOT_FAILURES = (torch.OutOfMemoryError, StopIteration, StopAsyncIteration, MemoryError)
 
 
@@ -192,7 +196,7 @@ class InPlaceReplays:
             sharded = any(map(is_sharded, root.modules()))
             self._alone[root] = (type(root), found, sharded)
         if not found:
-            self._session.guard.tell(REPLAY_OF_FAILURES, FIRST_GENERATION)
+            self._session.guard.tell(REPLAY_OF_FAILURES, NONE_ALONE)
         return found, sharded
 
     def _enter(self, module: nn.Module) -> None:
@@ -391,10 +395,14 @@ class InPlaceReplays:
                 self._replay_or_wait(kept, "value")
 
     def _replay_waiting(self) -> None:
-        """Replays those calls whose parameters are unsharded again, and still finite."""
+        """Replays those calls whose parameters are unsharded again; what is not finite then will not be later, so nobody looks twice."""
         for one in list(self._waiting):
-            if not parameter_not_here(one.kept.live.module) and not one.kept.is_spoilt():
-                self._waiting.remove(one)
+            if parameter_not_here(one.kept.live.module):
+                continue
+            self._waiting.remove(one)
+            if one.kept.is_spoilt():
+                self._session.guard.tell(REPLAY_OF_FAILURES, SPOILT.format(one.kept.live.fqn or "the model"))
+            else:
                 self._replay(one.kept, one.why, backward=one.backward)
 
     def _calls_behind(self, gradient: Nonfinite) -> list[KeptCall]:
@@ -499,11 +507,9 @@ class HeldInputs:
         found = [(n, t) for n, t in live.inputs() if t.is_cuda and t.dtype in (torch.int64, torch.int32)]
         if not found or bytes_of(tensor for _, tensor in found) > HELD_BYTES:
             return
-        if len(self._rooms) < HELD_CALLS:
-            self._rooms.append(torch.empty(HELD_BYTES, dtype=torch.uint8, pin_memory=True))
-        else:
-            self._rooms.append(self._rooms.pop(0))  # that of the oldest call
-        room = self._rooms[-1]
+        if self._calls and self._calls[-1][0] == call:  # units of FSDP2 get positions, and would push out the token ids
+            return
+        room = self._next_room()
         copies: dict[str, Tensor] = {}
         begin = 0
         with self._session.position.mute(), out_of_their_sight(), torch.no_grad():
@@ -512,6 +518,14 @@ class HeldInputs:
                 copies[name] = room[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
                 begin = end
         self._calls = [*self._calls[1 - HELD_CALLS :], (call, live.module, copies)]
+
+    def _next_room(self) -> Tensor:
+        """Page-locked memory for one more call: that of the oldest one where there are enough."""
+        if len(self._rooms) < HELD_CALLS:
+            self._rooms.append(torch.empty(HELD_BYTES, dtype=torch.uint8, pin_memory=True))
+        else:
+            self._rooms.append(self._rooms.pop(0))
+        return self._rooms[-1]
 
     def write(self) -> None:
         """The device has stopped: writes what has come to the host, once."""

@@ -34,7 +34,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
 
 
-_COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"})
+_GROUP = "group_name"
+"""Argument by which DTensor's ``shard_dim_alltoall``, and operators of libraries, are told which ranks they are for."""
 _BEFORE_A_COLLECTIVE = frozenset({"fsdp.all_gather_copy_in.default"})
 _UNCOMPUTED = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize", "resize_as", "set"}
@@ -57,12 +59,15 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [item for item in flat(value) if isinstance(item, Tensor)]
 
 
+@cache
 def is_unfinished(func: Any) -> bool:
-    """Whether the results of an operator hold nothing yet when it returns: a collective at work, or what it is to fill.
+    """Whether an operator is a collective, whose results may hold nothing yet when it returns, or fills what one is to send.
 
     Such an operator is neither measured nor ever run again: one rank that repeats a collective alone breaks those of all.
     """
-    return func.namespace in _COLLECTIVES or str(func) in _BEFORE_A_COLLECTIVE
+    if func.namespace in _COLLECTIVES or str(func) in _BEFORE_A_COLLECTIVE:
+        return True
+    return isinstance(func, OpOverload) and any(argument.name == _GROUP for argument in schema_of(func).arguments)
 
 
 def leaves_memory_as_it_was(func: Any) -> bool:

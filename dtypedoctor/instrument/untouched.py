@@ -28,6 +28,7 @@ from dtypedoctor._torch_private import (
     EnableTorchFunction,
     buffers_of,
     memory_key,
+    number_of_modes,
     set_versions,
     version_of,
     without_modes,
@@ -258,7 +259,10 @@ def _unchanged(tensor: Any) -> Any:
 
 @contextmanager
 def _nothing_put_together(thread: int) -> Iterator[None]:
-    """Inside, ``thread`` cannot begin to put collectives together: a group whose operators never come would leave the process group waiting."""
+    """Inside, the replay cannot begin to put collectives together: a group whose operators never come would leave the process group waiting.
+
+    On CUDA its backward pass runs in a thread of autograd's, which takes the modes of ``thread`` along.
+    """
     groups = torch.distributed.ProcessGroup if torch.distributed.is_available() else None
     begin: Any = getattr(groups, COALESCING[0], None)
     if begin is None:
@@ -266,7 +270,7 @@ def _nothing_put_together(thread: int) -> Iterator[None]:
         return
 
     def rejected(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
+        if threading.get_ident() == thread or number_of_modes():
             raise CannotReplayError("a group of collectives needs the other ranks")
         return begin(group, *args, **kwargs)
 

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,13 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.window import suspicious_windows
+from dtypedoctor.instrument.alone import calls_alone
+from dtypedoctor.instrument.in_place import _Waiting
 from dtypedoctor.instrument.instruments import Instruments
-from dtypedoctor.instrument.untouched import KeptMemory
+from dtypedoctor.instrument.live_call import LiveCall
+from dtypedoctor.instrument.operators import is_unfinished
+from dtypedoctor.instrument.repeated_call import KeptCall
+from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched, Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import ReplayedCall
@@ -376,3 +382,72 @@ def test_memory_that_was_written_to_is_put_back_with_its_version() -> None:
     memory.restore()
     assert base.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert base._version == 0
+
+
+def test_an_operator_of_several_ranks_is_not_run_again(tmp_path: Path) -> None:
+    """Also one of a library's own, of symmetric memory or of DTensor: they are known by the ranks that they are told."""
+    calls: list[str] = []
+
+    @torch.library.custom_op("dtypedoctor_tests::sum_of_ranks", mutates_args=())
+    def sum_of_ranks(x: Tensor, group_name: str) -> Tensor:
+        calls.append(group_name)
+        return x.clone()
+
+    class Sums(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return sum_of_ranks(x, "all") * x
+
+    with torch.no_grad():
+        trace = in_place(tmp_path, lambda: Sums()(torch.full((2,), 300.0, dtype=torch.float16)))
+    (why,) = [note.why for note in trace.all(NotWatched) if note.what == REPLAY_OF_FAILURES]
+    assert why == "sum_of_ranks needs the other ranks"
+    assert calls == ["all"]
+    others = (torch.ops._dtensor.shard_dim_alltoall, torch.ops.symm_mem.one_shot_all_reduce, torch.ops.c10d.barrier)
+    assert all(is_unfinished(one.default) for one in others)
+    assert not is_unfinished(torch.ops.aten.native_group_norm.default)
+
+
+def test_collectives_are_not_put_together_in_a_replay_nor_in_a_thread_that_works_for_it() -> None:
+    """Autograd's threads for CUDA devices take the modes of the thread that calls them."""
+    said: list[str] = []
+
+    def work() -> None:
+        with KeptMemory():
+            try:
+                torch.distributed.ProcessGroup._start_coalescing(None, torch.device("cpu"))
+            except (CannotReplayError, TypeError) as error:
+                said.append(str(error))
+
+    with as_before((), threading.get_ident(), lambda: False):
+        work()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert said == ["a group of collectives needs the other ranks"] * 2
+
+
+def test_a_waiting_call_whose_parameters_come_back_spoilt_is_given_up(tmp_path: Path) -> None:
+    """Each look at them waits for the device, and what is not finite stays so."""
+    net = nn.Linear(2, 2)
+
+    def work(instruments: Instruments) -> None:
+        replays = instruments.in_place
+        replays.begin()
+        live = LiveCall.entered(net, "", (torch.ones(1, 2),), {})
+        kept = KeptCall(live=live, size=8, number=0, step=0, call=1, overrides=(), regions=())
+        replays._waiting.append(_Waiting(kept=kept, why="value", backward=False, gone="weight"))
+        nn.init.constant_(net.weight, float("nan"))
+        net(torch.ones(1, 2))
+        assert not replays._waiting
+
+    trace = watched(tmp_path, work)
+    assert any("not finite any more" in note.why for note in trace.all(NotWatched) if note.what == REPLAY_OF_FAILURES)
+
+
+def test_a_model_whose_parameters_deepspeed_has_partitioned_is_not_called_alone() -> None:
+    """A gather that is broken off would leave its mark on the parameters, and the next step would wait for it."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert calls_alone(net) == [net]
+    for number, parameter in enumerate(net.parameters()):
+        parameter.ds_id = number  # type: ignore[attr-defined]
+    assert not calls_alone(net)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from watched import watched
 
-from dtypedoctor.instrument import recorders
+from dtypedoctor.instrument import batches, recorders
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.model import Trace
 
@@ -118,8 +118,12 @@ def test_a_tensor_changed_in_place_before_its_batch_is_left_out_once_and_then_me
 
 
 @pytest.mark.usefixtures("behind")
-def test_a_tensor_freed_before_its_batch_is_left_out(tmp_path: Path) -> None:
-    """FSDP frees parameters by resizing their storage: nothing is read at an address that is not the tensor's any more."""
+@pytest.mark.parametrize("kept", [batches.KEPT_BYTES, 66], ids=["launched at the end", "launched as it is full"])
+def test_a_tensor_freed_before_its_batch_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """FSDP frees parameters by resizing their storage: nothing is read at an address that is not the tensor's any more, and that is said."""
+    monkeypatch.setattr(batches, "KEPT_BYTES", kept)
 
     class Frees(nn.Module):
         def __init__(self) -> None:
