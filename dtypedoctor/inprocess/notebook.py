@@ -26,6 +26,10 @@ def unload(shell: InteractiveShell) -> None:
     shell.magics_manager.magics["cell"].pop("doctor", None)
 
 
+_VALUE = "__dtypedoctor_value__"
+"""What the last expression of a cell is kept as, until it is returned."""
+
+
 class _Options(ArgumentParser):
     """The options behind ``%%doctor``; a wrong one is the user's error and does not end the kernel."""
 
@@ -76,11 +80,11 @@ class _Doctor:
         source = shell.transform_cell(cell)
         name = shell.compile.cache(source, shell.execution_count, raw_code=cell)
         tree = ast.parse(source, name)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        if tree.body and isinstance(last := tree.body[-1], ast.Expr):
+            kept = ast.copy_location(ast.Name(_VALUE, ast.Store()), last)
+            tree.body[-1] = ast.copy_location(ast.Assign([kept], last.value), last)
         exec(shell.compile(tree, name, "exec"), shell.user_ns)  # noqa: S102  (the user's own cell)
-        if last is None:
-            return None
-        value = eval(shell.compile(ast.Expression(last.value), name, "eval"), shell.user_ns)
+        value = shell.user_ns.pop(_VALUE, None)
         return None if source.rstrip().endswith(";") else value
 
     def _show_when_over(self, block: watch) -> None:
