@@ -111,7 +111,8 @@ class DtypeLines:
 
         @functools.wraps(original)
         def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._is_applying:  # the modules inside of it
+            # nothing for the modules inside of it, nor where this is over and a patch of the program's has kept it
+            if self._is_applying or not self._undo:
                 return original(module, *args, **kwargs)
             self._is_applying = True
             try:
@@ -123,8 +124,12 @@ class DtypeLines:
                 self._is_applying = False
                 before.clear()
 
+        def put_back() -> None:
+            if getattr(nn.Module, CAST) is apply:  # else the program has patched it since
+                setattr(nn.Module, CAST, original)
+
         setattr(nn.Module, CAST, apply)
-        self._undo.append(lambda: setattr(nn.Module, CAST, original))
+        self._undo.append(put_back)
 
     def _cast(self, module: nn.Module, before: dict[tuple[int, str], torch.dtype]) -> None:
         statement = own_statement(sys._getframe())

@@ -80,6 +80,25 @@ def test_a_decorated_function_is_watched_in_each_call(tmp_path: Path) -> None:
     assert str(block.report).startswith("findings: ")
 
 
+def test_a_patch_that_the_program_makes_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has kept to call is ours, which then only passes on."""
+    casts: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "_apply", nn.Module._apply)  # what stands there after the test
+    with dtypedoctor.watch(out=tmp_path / "run"):
+        before = nn.Module._apply
+
+        def patched(module: nn.Module, *args: object, **kwargs: object) -> nn.Module:
+            casts.append(module)
+            return before(module, *args, **kwargs)
+
+        monkeypatch.setattr(nn.Module, "_apply", patched)
+        nn.Linear(2, 2).half()
+    assert nn.Module._apply is patched
+    layer = nn.Linear(2, 2).half()
+    assert layer.weight.dtype is torch.float16
+    assert casts[-1] is layer
+
+
 def test_a_decorated_function_may_call_itself(tmp_path: Path) -> None:
     """The inner calls are a part of the outer one's recording; inside of another recording so is the whole call."""
     block = dtypedoctor.watch(out=tmp_path / "run")

@@ -90,7 +90,8 @@ class LoadingCheck:
 
         @functools.wraps(original)
         def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._is_applying:  # the modules inside of it
+            # nothing for the modules inside of it, nor where this is over and a patch of the program's has kept it
+            if self._is_applying or not self._undo:
                 return original(module, *args, **kwargs)
             self._is_applying = True
             try:
@@ -101,8 +102,12 @@ class LoadingCheck:
             finally:
                 self._is_applying = False
 
+        def put_back() -> None:
+            if getattr(nn.Module, CAST) is apply:  # else the program has patched it since
+                setattr(nn.Module, CAST, original)
+
         setattr(nn.Module, CAST, apply)
-        self._undo.append(lambda: setattr(nn.Module, CAST, original))
+        self._undo.append(put_back)
 
     def _before_cast(self, module: nn.Module) -> None:
         with self._position.mute(), torch.no_grad():
