@@ -283,8 +283,9 @@ class WarmServer:
     """Starts workers in milliseconds, because the models are built already. Use as a context manager.
 
     On a CPU each run is a fork of the server. On a GPU, whose state does not survive a fork, the server makes one run after the other in
-    place; what must not follow other runs in a process gets one of its own from the launcher, as everything does where building the models
-    raised. A server that has died or has retired is replaced at the next run.
+    place. What must not follow other runs in a process gets one of its own from the launcher, and so does a run with conditions, which
+    have to be there before the model is built, and everything where building the models raised. A server that has died or has retired is
+    replaced at the next run.
 
     Args:
         launcher: started already.
@@ -365,7 +366,7 @@ class WarmServer:
         Raises:
             UsageError: the directory cannot be written.
         """
-        if not self.is_warm:
+        if not self.is_warm or request.scenario.conditions:  # eager attention is chosen when a model is built
             return self._launcher.start(request, directory, environment)
         if not self.runs_in_place:
             make_directory(directory)

@@ -37,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"name": str(place / "llama"), "dtype": "float16"},
         "workload": {"kind": "forward", "backward": True, "batch_size": 1, "sequence_length": 8},
     }
-    (place / "case.yaml").write_text(yaml.safe_dump({"name": "case", "summary": "A case.", "steps": [step]}))
+    (place / "case.yaml").write_text(
+        yaml.safe_dump({"name": "case", "summary": "A case.", "remedies": ["eager-attention"], "steps": [step]})
+    )
     return place
 
 
