@@ -117,6 +117,8 @@ def execute(
     from dtypedoctor.trials.plan import Plan
 
     remedies = _remedies(ablate or [], attempt or [])
+    if every_n_steps not in (None, 1) and overhead_budget not in (None, "off"):
+        raise UsageError("--every-n-steps and --overhead-budget: each says what is measured when", "Give one of them.")
     scenario = Scenario(
         name=scenario_name("command" if text else "stdin" if script == "-" else script),
         summary="A script, run unchanged.",

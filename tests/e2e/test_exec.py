@@ -484,10 +484,10 @@ def test_a_checkpoint_that_the_script_itself_writes_is_not_one_that_it_has_loade
 
 
 @pytest.mark.parametrize(
-    "options", [["--overhead-budget", "0%"], ["--overhead-budget", "0.0%"], ["--every-n-steps", "-1"]]
-)
-def test_a_wrong_option_is_refused_before_the_script_runs(options: list[str], tmp_path: Path) -> None:
+    "options", ["--overhead-budget 0%", "--overhead-budget 0.0%", "--every-n-steps -1", "--every-n-steps 4 --overhead-budget 5%"]
+)  # fmt: skip
+def test_a_wrong_option_is_refused_before_the_script_runs(options: str, tmp_path: Path) -> None:
     """Nothing of it has run, and no directory is left."""
-    done = dtypedoctor("exec", *options, script(tmp_path, "open('ran', 'w')"), cwd=tmp_path)
+    done = dtypedoctor("exec", *options.split(), script(tmp_path, "open('ran', 'w')"), cwd=tmp_path)
     assert done.code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["work.py"]
