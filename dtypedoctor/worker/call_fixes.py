@@ -123,6 +123,8 @@ def _corrected(call: LiveCall, correction: str, modules: Sequence[str]) -> Itera
 
     def done() -> str:
         clamped = installed.counters.elements("clamped")
+        if clamped == 1:
+            return "1 element beyond the range of its dtype is clamped to its max"
         return f"{clamped:,} elements beyond the range of their dtype are clamped to its max" if clamped else ""
 
     try:
