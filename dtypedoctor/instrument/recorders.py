@@ -362,7 +362,7 @@ class StreamRecorder:
             if counts[1] or counts[2]:
                 bad.append(row)
         self._write(found)
-        self._confirm(bad)
+        self._confirm(sorted(bad, key=lambda row: row.entries))  # a batch measures the newest tensors first
         self._write_what_is_settled()
 
     def _write_what_is_settled(self) -> None:

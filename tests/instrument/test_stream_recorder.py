@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from watched import watched
 
 from dtypedoctor.instrument import batches, recorders
+from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.model import Trace
 
@@ -81,6 +82,28 @@ def test_results_are_bitwise_equal_behind_the_stream(tmp_path: Path) -> None:
     found: list[list[Tensor]] = []
     watched(tmp_path, lambda _: found.append(train(two)))
     assert all(torch.equal(a, b) for a, b in zip(expected, found[0], strict=True))
+
+
+def test_what_is_not_finite_first_is_told_first_by_both_recorders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that is called twice is known by its first call, though a batch measures the newest tensors first."""
+    shared, between = nn.Linear(4, 4), nn.Linear(4, 4)
+    net = nn.Sequential(shared, between, shared).half()
+    found: list[list[tuple[int, str]]] = []
+
+    def work(instruments: Instruments) -> None:
+        net(torch.ones(2, 4).half())  # new sites are measured at once
+        net(torch.full((2, 4), torch.inf).half())
+        instruments.modules.flush()
+        found.append(sorted((one.n, one.fqn) for one in instruments.modules.news() if one.kind == "output"))
+
+    for name, behind in (("now", frozenset[str]()), ("later", frozenset({"cpu"}))):
+        monkeypatch.setattr(recorders, "BEHIND", behind)
+        (tmp_path / name).mkdir()
+        watched(tmp_path / name, work)
+    now, later = ([fqn for _, fqn in one] for one in found)
+    assert now == later == ["0", "1", ""]
 
 
 @pytest.mark.usefixtures("behind")
