@@ -44,6 +44,7 @@ from dtypedoctor.instrument.operators import (
     tensors_of,
     written,
 )
+from dtypedoctor.interruptions import contained
 from dtypedoctor.lasting import at_audit
 
 __all__ = ["CannotReplayError", "KeptMemory", "as_before"]
@@ -245,7 +246,8 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
         if COMPILER in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_modes())
-        stack.enter_context(saved_tensors_hooks(_unchanged, _unchanged))  # those of checkpointing count what is saved
+        with contained():  # where the program has switched such hooks off, there are none to hide from
+            stack.enter_context(saved_tensors_hooks(_unchanged, _unchanged))  # those of checkpointing count what is saved
         stack.enter_context(EnableTorchFunction())  # a default device is a mode of functions
         stack.enter_context(_silent(thread))
         stack.enter_context(_nothing_put_together(thread))

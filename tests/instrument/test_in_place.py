@@ -451,3 +451,15 @@ def test_a_model_whose_parameters_deepspeed_has_partitioned_is_not_called_alone(
     for number, parameter in enumerate(net.parameters()):
         parameter.ds_id = number  # type: ignore[attr-defined]
     assert not calls_alone(net)
+
+
+def test_a_program_that_allows_no_hooks_of_saved_tensors_is_replayed(tmp_path: Path) -> None:
+    """Then there are none that the replay would have to hide from."""
+
+    def program() -> None:
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            Square()(torch.full((2,), 300.0, dtype=torch.float16))
+
+    trace = in_place(tmp_path, program)
+    assert [seen.what.why for seen in trace.observed(ReplayedCall)] == ["value"]
+    assert not trace.all(NotWatched)
