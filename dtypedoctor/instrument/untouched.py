@@ -247,7 +247,9 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_modes())
         with contained():  # where the program has switched such hooks off, there are none to hide from
-            stack.enter_context(saved_tensors_hooks(_unchanged, _unchanged))  # those of checkpointing count what is saved
+            stack.enter_context(
+                saved_tensors_hooks(_unchanged, _unchanged)
+            )  # those of checkpointing count what is saved
         stack.enter_context(EnableTorchFunction())  # a default device is a mode of functions
         stack.enter_context(_silent(thread))
         stack.enter_context(_nothing_put_together(thread))
