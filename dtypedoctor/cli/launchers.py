@@ -89,7 +89,9 @@ def _behind(launcher: str, words: Sequence[str], name: str) -> Launch:
 def _of_interpreter(program: str, words: Sequence[str]) -> Launch:
     """``python`` in front of a script; it must be the one that dtypedoctor is installed in."""
     found = shutil.which(program)
-    if found is None or Path(found).parent.resolve() != Path(sys.executable).parent.resolve():
+    release = ".".join(map(str, sys.version_info[:2]))
+    is_ours = release.startswith(Path(program).name.removeprefix("python"))  # python, python3 or python3.11
+    if found is None or not is_ours or Path(found).parent.resolve() != Path(sys.executable).parent.resolve():
         raise UsageError(
             f"{program}: this is another Python than dtypedoctor's ({found})",
             "Install dtypedoctor into it, and start dtypedoctor from there.",

@@ -390,14 +390,16 @@ def run_launched(
     is_torchrun = module == _TORCHRUN
     start = ["-P", str(ELASTIC), str(directory.resolve() / FAILURES)] if is_torchrun else ["-P", "-m", module]
     script = [str(BOOT), "--launched", str(directory.resolve())]
-    ended = run_process(
-        [*through, sys.executable, *start, *options, *script],
-        directory,
-        live=live,
-        time_limit=request.scenario.time_limit,
-        meanwhile=meanwhile,
-    )
-    forget_request(directory)
+    try:
+        ended = run_process(
+            [*through, sys.executable, *start, *options, *script],
+            directory,
+            live=live,
+            time_limit=request.scenario.time_limit,
+            meanwhile=meanwhile,
+        )
+    finally:
+        forget_request(directory)
     ranks = rank_directories(directory)
     if not ranks:
         hint = "What it printed is above." if live else f"What it printed: {directory / STDERR}"

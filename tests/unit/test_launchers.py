@@ -70,3 +70,13 @@ def test_another_python_is_refused(tmp_path: Path) -> None:
     other.symlink_to("/bin/true")
     with pytest.raises(UsageError, match="this is another Python than dtypedoctor's"):
         taken_apart(str(other), ["train.py"], module=False, text=False)
+
+
+def test_another_release_in_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``/usr/bin`` holds several: ``python3.99 train.py`` is not run by this one."""
+    for name in ("python3", "python3.99"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    assert taken_apart(str(tmp_path / "python3"), ["train.py"], module=False, text=False).script == "train.py"
+    with pytest.raises(UsageError, match="another Python"):
+        taken_apart(str(tmp_path / "python3.99"), ["train.py"], module=False, text=False)
