@@ -272,16 +272,16 @@ def _may_be_shown(source: Source, line: int, content: str) -> bool:
 
 def masked_line(source: Source, line: int) -> str:
     """A line of a file with the inside of each text masked, letter by letter: texts may be secrets or data, and are not needed to find a line."""
-    shown = bytearray(source.data.splitlines()[line - 1])
+    raw = source.data.splitlines()[line - 1]
+    shown = list(raw.decode())
     for node in ast.walk(source.tree):
         if _is_text(node) and isinstance(node, ast.expr) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            begin = node.col_offset if node.lineno == line else 0
-            end = (node.end_col_offset or 0) if node.end_lineno == line else len(shown)
-            shown[begin:end] = _MASK * (end - begin)
-    return without_secrets(shown.decode("utf-8", "replace"))
+            begin = len(raw[: node.col_offset].decode("utf-8", "ignore")) if node.lineno == line else 0
+            end = len(raw[: node.end_col_offset].decode("utf-8", "ignore")) if node.end_lineno == line else len(shown)
+            shown[begin:end] = "*" * (end - begin)
+    return without_secrets("".join(shown))
 
 
-_MASK = b"*"
 _HARMLESS_TEXT = re.compile(r"[A-Za-z_]{1,12}|[a-z]{1,8}\d{1,2}")
 
 

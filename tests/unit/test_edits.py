@@ -115,7 +115,7 @@ def test_texts_of_an_excerpt_are_masked_letter_by_letter(tmp_path: Path) -> None
     """So that the caret still stands under what failed; words such as `cpu` and `float16` stay, also in the middle of a long text nothing does."""
     read = scene(
         tmp_path,
-        "raise ValueError(f'no {batch} for velvet-otter', 'Jane Doe', 'cpu', 'float16', b'key')",
+        "raise ValueError(f'né {batch[\"é\"]} for velvet-otter', 'Jané Doe', 'cpu', 'float16', b'key')",
         'text = """Patient',
         'has pneumonia""" + x.half()',
     )
@@ -126,7 +126,7 @@ def test_texts_of_an_excerpt_are_masked_letter_by_letter(tmp_path: Path) -> None
     assert shown[0].startswith("raise ValueError(***")
     assert "'cpu', 'float16'" in shown[0]
     assert shown[2].endswith(" + x.half()")
-    assert not any(word in line for line in shown for word in ("otter", "Jane", "key", "Patient", "pneumonia"))
+    assert not any(word in line for line in shown for word in ("otter", "Jan", "key", "Patient", "pneumonia"))
 
 
 def test_a_file_that_was_written_after_the_run_began_is_not_read(tmp_path: Path) -> None:
