@@ -150,7 +150,7 @@ class Budget:
         if not thinned:
             return
         total = sum(self.steps.values())
-        what = f"some layers in {sum(thinned.values()):,} of {_steps(total)}"
+        what = f"some layers, and operators outside of modules, in {sum(thinned.values()):,} of {_steps(total)}"
         how = [
             f"{_steps(steps)} with each layer measured in 1 of {period} steps"
             if period

@@ -206,7 +206,7 @@ class Instruments:
         elif self.coverage.module_calls_skipped or self.coverage.gradients_skipped:
             every = self.modules.every
             when = f"measured in step 1 and every {every} steps after it only" if every else "not measured in any step"
-            what = "modules inside the layers, and gradients of parameters"
+            what = "modules inside the layers, gradients of parameters, and operators outside of modules"
             yield NotWatched(what=what, why=f"{when} (watch_every={every}). With watch_every=1 all are measured")
 
     def begin_stage(self, step: int) -> None:

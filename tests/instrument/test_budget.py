@@ -102,7 +102,7 @@ def test_each_layer_has_its_turn_and_the_residual_stream_is_always_measured(tmp_
     assert set().union(*gradients) == measured(trace, 1, "grad")
     assert sum(map(len, gradients)) == 2 * LAYERS
     (note,) = [note for note in trace.all(NotWatched) if "layers" in note.what]
-    assert note.what == "some layers in 8 of 9 steps"
+    assert note.what == "some layers, and operators outside of modules, in 8 of 9 steps"
     assert "1 of 4" in note.why
 
 
