@@ -2,6 +2,7 @@
 
 import functools
 import html
+import inspect
 import itertools
 import os
 import shlex
@@ -82,7 +83,14 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         self._watched = self._again(self._out)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        """The function, watched in each of its calls; :attr:`report` and :attr:`directory` are those of the last one."""
+        """The function, watched in each of its calls; :attr:`report` and :attr:`directory` are those of the last one.
+
+        Raises:
+            UsageError: it is a generator or a coroutine, whose call returns before anything of it has run.
+        """
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            what = f"{function.__qualname__} returns before anything of it has run"
+            raise UsageError(f"@watch(): {what}", "Put `with dtypedoctor.watch():` inside of it.")
         calls = itertools.count(1)
         model = self._model
 

@@ -12,7 +12,7 @@ from dtypedoctor.scenario.loading import load_scenario
 FOLDER = Path(__file__).parents[2] / "scenarios" / "trainers"
 ALL = {
     name: load_scenario(FOLDER / f"{name}.yaml")
-    for name in ("lora_dpo_adapters", "qlora_dpo_adapters", "qlora_grpo_saved_head", "t5_clamped_float16")
+    for name in ("lora_dpo_adapters", "qlora_dpo_adapters", "qlora_grpo_saved_head")
 }
 """Those that the ordinary suite has time for; ``dtypedoctor run scenarios/trainers`` runs all."""
 pytestmark = pytest.mark.timeout(900)

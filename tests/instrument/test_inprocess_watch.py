@@ -115,6 +115,15 @@ def test_a_decorated_function_may_call_itself(tmp_path: Path) -> None:
     assert not (tmp_path / "run-2").exists()
 
 
+def test_a_generator_is_not_decorated() -> None:
+    """Its call makes nothing run, so a watched one would say nothing of it."""
+
+    async def later() -> None: ...
+
+    with pytest.raises(UsageError, match="later returns before anything of it has run"):
+        dtypedoctor.watch()(later)
+
+
 def test_an_exception_leaves_the_block_as_it_was_raised(tmp_path: Path) -> None:
     """The same object, arguments and lines of the program; neither its traceback nor the report shows the doctor's frames."""
     error = None
