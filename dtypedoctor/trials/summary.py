@@ -146,7 +146,7 @@ def compare_unwatched(watched: Run, unwatched: Run) -> Observer:
 
     Of several ranks each is compared with itself, and the worst of them counts.
     """
-    if len(watched.ranks) == len(unwatched.ranks) > 0:
+    if len(watched.ranks) == len(unwatched.ranks) > 1:
         each = [_compare(one, other) for one, other in zip(watched.ranks, unwatched.ranks, strict=True)]
         rank = min(range(len(each)), key=lambda number: _WORST_FIRST.index(each[number].bitwise_equal))
         everywhere = f"on each of {len(each)} ranks" if each[rank].bitwise_equal else f"on rank {rank}"
@@ -207,10 +207,13 @@ def _compared(run: Run) -> str:
 
 
 def _as_far_as_seen(watched: Run, unwatched: Run) -> str:
-    """For a script, what can be said without losses: how it ended and what it printed."""
+    """For a script, what can be said without losses: how it ended and what it printed, where that is kept for it alone."""
     if not watched.foreign:
         return ""
-    ours, theirs = ((run.directory / STDOUT).read_bytes() for run in (watched, unwatched))
+    printed = [run.directory / STDOUT for run in (watched, unwatched)]
+    if not all(path.is_file() for path in printed):  # a user's launcher has put the output of all ranks into one stream
+        return "; the script ended in the same way"
+    ours, theirs = (path.read_bytes() for path in printed)
     return f"; the script ended in the same way and printed {'the same' if ours == theirs else 'something else'}"
 
 

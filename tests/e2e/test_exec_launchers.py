@@ -35,8 +35,10 @@ def folder(tmp_path: Path) -> Path:
 def test_torchrun_in_front_of_the_script(folder: Path) -> None:
     """The rank that fails is named, with the operator; the other one's trace lies beside it; the command can be typed again."""
     command = ("torchrun", "--standalone", "--nproc-per-node", "2", "train.py", "1")
-    done = dtypedoctor("exec", "--out", "run", *command, cwd=folder)
+    done = dtypedoctor("exec", "--verify-uninstrumented", "--out", "run", *command, cwd=folder)
     report = report_of(folder / "run")
+    assert report["observer"]["reason"].startswith("on rank 0, no step was completed")
+    assert "the script ended in the same way" in report["observer"]["reason"]
     (finding,) = report["findings"]
     assert (finding["id"], finding["rank"]) == ("operand-dtype-mismatch", 1)
     assert "model[1]" in finding["summary"]
@@ -51,7 +53,7 @@ def test_torchrun_in_front_of_the_script(folder: Path) -> None:
 def test_accelerate_in_front_of_a_healthy_script(folder: Path) -> None:
     """It runs as accelerate alone has it run, is measured, and nothing is found; no word of ranks where there is one process."""
     command = ("accelerate", "launch", "--cpu", "--num_processes", "1", "train.py", "7", "--more")
-    done = dtypedoctor("exec", "--out", "run", *command, cwd=folder)
+    done = dtypedoctor("exec", "--verify-uninstrumented", "--out", "run", *command, cwd=folder)
     assert f"arguments ['7', '--more'] name __main__ folder {folder.name}" in done.out
     assert report_of(folder / "run")["status"] == "healthy"
     assert done.code == 0
