@@ -11,6 +11,7 @@ says what was not watched for it. What stands under *Needed* has neither: withou
 which name it misses. Nothing here imports Dynamo, but for functions that say so.
 """
 
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -286,6 +287,40 @@ CAST = "_apply"
 """Method of a module that ``half()`` and ``to(dtype)`` come to."""
 if not hasattr(nn.Module, CAST):
     LOST["what casting a module has rounded"] = f"nn.Module.{CAST}"
+
+
+def follow_casts(begin: Callable[[nn.Module], None], end: Callable[[nn.Module], None]) -> Callable[[], None]:
+    """Calls ``begin`` before and ``end`` after each cast of a module, not for the modules inside of it; returns the undo.
+
+    Neither may raise. Without the name nothing is followed. A cast that raises has no ``end``.
+    """
+    original = getattr(nn.Module, CAST, None)
+    if original is None:
+        return lambda: None
+    is_on, is_casting = True, False
+
+    @functools.wraps(original)
+    def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_casting
+        if is_casting or not is_on:  # off, and a patch of the program's has kept it
+            return original(module, *args, **kwargs)
+        is_casting = True
+        try:
+            begin(module)
+            result = original(module, *args, **kwargs)
+            end(module)
+            return result
+        finally:
+            is_casting = False
+
+    def undo() -> None:
+        nonlocal is_on
+        is_on = False
+        if getattr(nn.Module, CAST) is apply:  # else the program has patched it since
+            setattr(nn.Module, CAST, original)
+
+    setattr(nn.Module, CAST, apply)
+    return undo
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:

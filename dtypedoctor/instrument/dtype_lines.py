@@ -5,12 +5,10 @@ goes through. Nothing is done when a module is called.
 """
 
 import ast
-import functools
 import linecache
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any
 from weakref import ref
 
 import torch
@@ -20,7 +18,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from dtypedoctor._torch_private import CAST, buffers_of, parameters_of
+from dtypedoctor._torch_private import buffers_of, follow_casts, parameters_of
 from dtypedoctor.instrument.frames import Call, Statement, callee, own_statement
 from dtypedoctor.instrument.session import Guard
 
@@ -40,7 +38,7 @@ class DtypeLines:
         self._guard = guard
         self._of: dict[int, tuple[ref[nn.Module], dict[str, tuple[torch.dtype, Statement]]]] = {}
         self._undo: list[Callable[[], None]] = []
-        self._is_applying = False
+        self._dtypes_before: dict[tuple[int, str], torch.dtype] = {}
         self._searches = 0
 
     def start(self) -> None:
@@ -48,7 +46,9 @@ class DtypeLines:
         hook = self._guard.shield(self._registered, _WHAT)
         for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
             self._undo.append(register(hook).remove)
-        self._follow_casts()
+        begin = self._guard.shield(self._before_cast, _WHAT)
+        end = self._guard.shield(self._after_cast, _WHAT)
+        self._undo.append(follow_casts(begin, end))
 
     def stop(self) -> None:
         """Puts everything back as it was."""
@@ -101,37 +101,11 @@ class DtypeLines:
         if held is not None and held[0] is gone:
             del self._of[identity]
 
-    def _follow_casts(self) -> None:
-        original = getattr(nn.Module, CAST, None)
-        if original is None:
-            return
-        before: list[dict[tuple[int, str], torch.dtype]] = []
-        begin = self._guard.shield(lambda module: before.append(_dtypes(module)), _WHAT)
-        end = self._guard.shield(lambda module: self._cast(module, before.pop()) if before else None, _WHAT)
+    def _before_cast(self, module: nn.Module) -> None:
+        self._dtypes_before = _dtypes(module)
 
-        @functools.wraps(original)
-        def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # nothing for the modules inside of it, nor where this is over and a patch of the program's has kept it
-            if self._is_applying or not self._undo:
-                return original(module, *args, **kwargs)
-            self._is_applying = True
-            try:
-                begin(module)
-                result = original(module, *args, **kwargs)
-                end(module)
-                return result
-            finally:
-                self._is_applying = False
-                before.clear()
-
-        def put_back() -> None:
-            if getattr(nn.Module, CAST) is apply:  # else the program has patched it since
-                setattr(nn.Module, CAST, original)
-
-        setattr(nn.Module, CAST, apply)
-        self._undo.append(put_back)
-
-    def _cast(self, module: nn.Module, before: dict[tuple[int, str], torch.dtype]) -> None:
+    def _after_cast(self, module: nn.Module) -> None:
+        before, self._dtypes_before = self._dtypes_before, {}
         statement = own_statement(sys._getframe())
         for child, name, tensor in _tensors(module) if statement is not None else ():
             if before.get((id(child), name), tensor.dtype) is not tensor.dtype:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dtypedoctor._torch_private import CAST
+from dtypedoctor._torch_private import follow_casts
 from dtypedoctor.instrument.float32_program import HALF, SMALL, Originals
 from dtypedoctor.instrument.frames import Line, local_of, source_of
 from dtypedoctor.instrument.naming import dtype_name
@@ -57,7 +57,6 @@ class LoadingCheck:
         self._session = session
         self._position, self._guard = session.position, session.guard
         self._originals = originals
-        self._is_applying = False
         self._before: dict[str, Tensor] = {}
         self._rounding_lines: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
@@ -77,37 +76,10 @@ class LoadingCheck:
 
         setattr(nn.Module, "load_state_dict", load_state_dict)  # noqa: B010  (mypy takes methods for fixed)
         self._undo.append(lambda: setattr(nn.Module, "load_state_dict", original))
-        self._follow_casts()
-        self.follow_pretrained()
-
-    def _follow_casts(self) -> None:
-        """Wraps what ``half()`` and ``to(dtype)`` of a module come to."""
-        original = getattr(nn.Module, CAST, None)
-        if original is None:
-            return
         begin = self._guard.shield(self._before_cast, "what casting a module has rounded")
         end = self._guard.shield(self._after_cast, "what casting a module has rounded")
-
-        @functools.wraps(original)
-        def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # nothing for the modules inside of it, nor where this is over and a patch of the program's has kept it
-            if self._is_applying or not self._undo:
-                return original(module, *args, **kwargs)
-            self._is_applying = True
-            try:
-                begin(module)
-                result = original(module, *args, **kwargs)
-                end(module)
-                return result
-            finally:
-                self._is_applying = False
-
-        def put_back() -> None:
-            if getattr(nn.Module, CAST) is apply:  # else the program has patched it since
-                setattr(nn.Module, CAST, original)
-
-        setattr(nn.Module, CAST, apply)
-        self._undo.append(put_back)
+        self._undo.append(follow_casts(begin, end))
+        self.follow_pretrained()
 
     def _before_cast(self, module: nn.Module) -> None:
         with self._position.mute(), torch.no_grad():
