@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import field
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from dtypedoctor._torch_private import version_of
 from dtypedoctor.instrument.alone import Given, unit_set_aside
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
-from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
@@ -24,6 +23,9 @@ from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import elided
 from dtypedoctor.values import dataclass
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.optrace import OpTrace
 
 __all__ = ["InnerCalls", "KeptCall", "Made", "RepeatedCall", "bytes_of", "is_finite", "itself", "type_and_message"]
 
@@ -118,7 +120,7 @@ class RepeatedCall:
         capsule: description and tensors of the smallest module call in it that fails; None where there is none.
     """
 
-    def __init__(self, session: Session, kept: KeptCall, ops: OpTrace, inner: "InnerCalls | None") -> None:
+    def __init__(self, session: Session, kept: KeptCall, ops: "OpTrace", inner: "InnerCalls | None") -> None:
         self._session = session
         self._kept = kept
         self._inner = inner

@@ -5,15 +5,16 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dtypedoctor.replay.standby import PREFIX
+from dtypedoctor.scenario.model import Window
 from dtypedoctor.unpatched import to_json
 from dtypedoctor.values import dataclass
 
-__all__ = ["DONE", "Waiting", "dismiss", "go_on", "waiting_in"]
+__all__ = ["DONE", "Waiting", "before", "dismiss", "go_on", "waiting_in"]
 
 DONE = "going-on"
 """Name of the pipe, in the directory of the new trace, whose end is the end of the process."""
@@ -38,6 +39,17 @@ def waiting_in(directory: Path) -> list[Waiting]:
         if step.isdecimal() and call.isdecimal() and pipe.is_fifo():
             found.append(Waiting(step=int(step), call=int(call), pipe=pipe))
     return sorted(found, key=lambda one: (one.step, one.call), reverse=True)
+
+
+def before(standbys: Sequence[Waiting], windows: Sequence[Window]) -> Waiting | None:
+    """The latest of ``standbys`` from which all of ``windows`` are still to come."""
+    return next((one for one in standbys if all(_is_to_come(window, one) for window in windows)), None)
+
+
+def _is_to_come(window: Window, standby: Waiting) -> bool:
+    if window.step:
+        return standby.step < window.step or (standby.step == window.step == 1)
+    return standby.call < window.call or (standby.call == window.call and (not window.early or window.call == 1))
 
 
 def dismiss(directory: Path) -> None:

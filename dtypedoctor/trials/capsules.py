@@ -14,12 +14,11 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.redaction.redact import redact, short_paths, without_process_secrets
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, MODEL, Capsule, NoCapsule, read_capsule
-from dtypedoctor.replay.wake import go_on, waiting_in
+from dtypedoctor.replay.wake import before, go_on, waiting_in
 from dtypedoctor.runner.run import BEFORE, Run
 from dtypedoctor.scenario.model import Autocast, Model, Plugin, Scenario, ScenarioStep, Window
 from dtypedoctor.trace.events import Raised
 from dtypedoctor.trials.plan import CAPSULE_LIMIT
-from dtypedoctor.trials.replays import before
 from dtypedoctor.unpatched import to_json
 
 __all__ = ["caught_in", "is_replay", "same_verdict", "scenario_of"]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from dtypedoctor.analysis import analysis_of, with_caught
 from dtypedoctor.diagnosis.window import shows_failure
 from dtypedoctor.errors import UsageError
-from dtypedoctor.replay.wake import Waiting, go_on, waiting_in
+from dtypedoctor.replay.wake import Waiting, before, go_on, waiting_in
 from dtypedoctor.runner.run import Run, WorkerExit, collect
 from dtypedoctor.scenario.model import Request, Window
 from dtypedoctor.trace.events import Metric, Observed, Sample
@@ -26,7 +26,7 @@ from dtypedoctor.trace.records.execution import (
 from dtypedoctor.unpatched import monotonic
 from dtypedoctor.values import dataclass
 
-__all__ = ["LONGEST", "Certificate", "Replays", "before"]
+__all__ = ["LONGEST", "Certificate", "Replays"]
 
 LONGEST = 600.0
 SHORTEST = 30.0
@@ -270,14 +270,3 @@ def _is_close(one: Sample, other: Sample) -> bool:
 def _words(sample: Sample) -> str:
     bad = f" with {sample.num_nan + sample.num_inf:,} inf or NaN" if not sample.finite else ""
     return f"{sample.absmax:.6g}{bad}"
-
-
-def before(standbys: Sequence[Waiting], windows: Sequence[Window]) -> Waiting | None:
-    """The latest of ``standbys`` from which all of ``windows`` are still to come."""
-    return next((one for one in standbys if all(_is_to_come(window, one) for window in windows)), None)
-
-
-def _is_to_come(window: Window, standby: Waiting) -> bool:
-    if window.step:
-        return standby.step < window.step or (standby.step == window.step == 1)
-    return standby.call < window.call or (standby.call == window.call and (not window.early or window.call == 1))
