@@ -7,12 +7,14 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.replay.standby import PREFIX
-from dtypedoctor.scenario.model import Window
 from dtypedoctor.unpatched import to_json
 from dtypedoctor.values import dataclass
+
+if TYPE_CHECKING:  # the process that is watched imports this module, and no pydantic
+    from dtypedoctor.scenario.model import Window
 
 __all__ = ["DONE", "Waiting", "before", "dismiss", "go_on", "waiting_in"]
 
@@ -41,12 +43,12 @@ def waiting_in(directory: Path) -> list[Waiting]:
     return sorted(found, key=lambda one: (one.step, one.call), reverse=True)
 
 
-def before(standbys: Sequence[Waiting], windows: Sequence[Window]) -> Waiting | None:
+def before(standbys: Sequence[Waiting], windows: Sequence["Window"]) -> Waiting | None:
     """The latest of ``standbys`` from which all of ``windows`` are still to come."""
     return next((one for one in standbys if all(_is_to_come(window, one) for window in windows)), None)
 
 
-def _is_to_come(window: Window, standby: Waiting) -> bool:
+def _is_to_come(window: "Window", standby: Waiting) -> bool:
     if window.step:
         return standby.step < window.step or (standby.step == window.step == 1)
     return standby.call < window.call or (standby.call == window.call and (not window.early or window.call == 1))
