@@ -1,6 +1,9 @@
 """Errors that a user can act on, and the exit codes of the command line."""
 
+import sys
+from collections.abc import Iterable
 from enum import IntEnum
+from importlib.util import find_spec
 
 
 class ExitCode(IntEnum):
@@ -50,3 +53,27 @@ class WorkerDiedError(DoctorError):
     """A worker ended without leaving a usable trace (exit 3)."""
 
     exit_code = ExitCode.NO_TRACE
+
+
+INSTALL_HF = "Install them: pip install 'dtypedoctor[hf]'"
+"""The extra that holds the Hugging Face libraries and bitsandbytes."""
+
+
+def is_installed(package: str) -> bool:
+    """Whether ``package``, a top-level name, can be imported; it is not imported for that."""
+    try:
+        return package in sys.modules or find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def require_installed(what: str, packages: Iterable[str]) -> None:
+    """Checks that the libraries which ``what`` needs are there, without importing them.
+
+    Raises:
+        UsageError: at least one of ``packages`` is not installed.
+    """
+    missing = [package for package in dict.fromkeys(packages) if not is_installed(package)]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UsageError(f"{what} needs {', '.join(missing)}, which {verb} not installed", INSTALL_HF)

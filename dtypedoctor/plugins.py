@@ -55,6 +55,8 @@ class Model:
         case: name of a shipped scenario that shows what the model is there for; ``bisect --model`` takes its settings.
         stream_choosers: each a ``"package.module:function"`` that takes a device and returns the ``ctypes.c_void_p`` of the CUDA
             stream on which a kernel of this model is launched next. Only such launches can be compared with the current stream.
+        needs: top-level names of packages that ``build`` imports and that may be missing; without them the model is refused
+            before anything is imported.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Model:
     finished: bool = False
     case: str | None = None
     stream_choosers: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +74,12 @@ class Workload:
     Attributes:
         name: the ``kind`` of a workload that comes with dtypedoctor; of any other, the ``name`` beside ``kind: plugin``.
         run: ``"package.module:function"``, which takes a :class:`dtypedoctor.workloads.context.Context`.
+        needs: packages that it imports, as :attr:`Model.needs`.
     """
 
     name: str
     run: str
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

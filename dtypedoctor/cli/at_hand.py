@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dtypedoctor.diagnosis.checkpoint import cached
-from dtypedoctor.errors import UsageError
+from dtypedoctor.errors import UsageError, require_installed
 from dtypedoctor.plugins import Model, Workload, known, registered
 from dtypedoctor.replay.capsule import MODEL as CAPSULE
 from dtypedoctor.scenario.loading import BUILTIN
-from dtypedoctor.scenario.model import Plugin, Scenario
+from dtypedoctor.scenario.model import Model as ModelSpec
+from dtypedoctor.scenario.model import Plugin, Scenario, ScenarioStep
 from dtypedoctor.scenario.problems import did_you_mean
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -38,6 +39,30 @@ def require_at_hand(scenario: Scenario) -> None:
         if isinstance(step.workload, Plugin) and step.workload.name not in registered(Workload):
             meant = did_you_mean(step.workload.name, registered(Workload))
             raise UsageError(f"there is no workload {step.workload.name!r}{meant}", known(Workload))
+        if not scenario.requires:  # else a worker imports from other places, too
+            _require_libraries(step)
+
+
+def _require_libraries(step: ScenarioStep) -> None:
+    """The libraries of the extra ``hf`` that a step needs; plug-ins say what they need themselves."""
+    workload = step.workload.name if isinstance(step.workload, Plugin) else step.workload.kind
+    if workload in registered(Workload):
+        require_installed(f"the workload {workload}", registered(Workload)[workload].needs)
+    if step.model is not None:
+        require_installed(step.model.name, libraries_of(step.model))
+
+
+def libraries_of(model: ModelSpec) -> list[str]:
+    """The packages that a model's builder, its packed weights and its adapters need beside torch."""
+    needs: list[str] = []
+    if model.name.startswith(BUILTIN):
+        builtin = registered(Model).get(model.name.removeprefix(BUILTIN))
+        needs += builtin.needs if builtin is not None else ()
+    elif not model.name.startswith(CAPSULE) and (Path(model.name).exists() or ":" not in model.name):
+        needs += ["transformers", "accelerate"]  # a folder or a hub id: `from_pretrained(device_map=…)`
+    needs += ["bitsandbytes"] if model.quantization is not None else []
+    needs += ["peft"] if model.lora is not None else []
+    return needs
 
 
 def why_no_cuda() -> str:

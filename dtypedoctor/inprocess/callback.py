@@ -6,7 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from dtypedoctor.errors import INSTALL_HF
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        f"DtypeDoctorCallback needs transformers, which is not installed. {INSTALL_HF}. For a training loop of your own "
+        "use `with dtypedoctor.watch(model):`."
+    ) from error
 
 from dtypedoctor.inprocess import Watched, WatchReport, numbered, watched_for
 from dtypedoctor.interruptions import say

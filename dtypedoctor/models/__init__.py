@@ -2,5 +2,5 @@
 
 from dtypedoctor.plugins import Model
 
-MODELS = (Model(name="llama-tiny", build="dtypedoctor.models.builtin:llama_tiny"),)
+MODELS = (Model(name="llama-tiny", build="dtypedoctor.models.builtin:llama_tiny", needs=("transformers",)),)
 """The models that come with dtypedoctor and are for no ticket."""

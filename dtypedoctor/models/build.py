@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, is_persistent
 from dtypedoctor.corrections.contract import runs_other_forward
-from dtypedoctor.errors import UsageError
+from dtypedoctor.errors import UsageError, is_installed, require_installed
 from dtypedoctor.interruptions import contained
 from dtypedoctor.models.capsule import load_capsule
 from dtypedoctor.plugins import Model as Registered
@@ -37,7 +37,7 @@ class Built:
 
     Attributes:
         model: the model.
-        tokenizer: the tokenizer that belongs to it; None for a checkpoint that has none.
+        tokenizer: the tokenizer that belongs to it; None for a checkpoint that has none, and without transformers.
         stream_choosers: functions that choose the CUDA streams of its kernels; see :class:`dtypedoctor.plugins.Model`.
     """
 
@@ -59,6 +59,9 @@ def builder_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer_of_bytes() -> Any:
+    """None without transformers: what runs without it asks for no tokenizer."""
+    if not is_installed("transformers"):
+        return None
     from dtypedoctor.models.builtin import byte_tokenizer
 
     return byte_tokenizer()
@@ -104,6 +107,7 @@ def _builtin(spec: Model, dtype: torch.dtype, device: torch.device, seed: int) -
     builtin = registered(Registered).get(name)
     if builtin is None:
         raise UsageError(f"there is no builtin model {name!r}", known(Registered, BUILTIN))
+    require_installed(spec.name, builtin.needs)
     arguments = builder_arguments(spec.options)
     if builtin.finished:
         _refuse_changes_of_finished(spec)

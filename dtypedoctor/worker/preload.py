@@ -13,17 +13,20 @@ os.environ.setdefault(
     "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
 )  # so that asking for devices does not initialise CUDA either
 
-import accelerate  # noqa: F401
-import datasets  # noqa: F401
 import torch
-import transformers  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import accelerate  # noqa: F401
+    import datasets  # noqa: F401
+    import transformers  # noqa: F401
 
 if not torch.cuda.is_available():
     import dtypedoctor.worker.main  # noqa: F401
     from dtypedoctor.plugins import own_code, resolve
 
     for reference in own_code():
-        resolve(reference)
+        with contextlib.suppress(ImportError):  # each library of the extra `hf` may be missing
+            resolve(reference)
 
 with contextlib.suppress(ImportError):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

@@ -2,9 +2,11 @@
 
 from dtypedoctor.plugins import Workload
 
+_TRAINERS = ("trl", "transformers", "accelerate", "datasets")
+
 WORKLOADS = (
-    Workload(name="grpo", run="dtypedoctor.workloads.trainers:run_grpo"),
-    Workload(name="sft", run="dtypedoctor.workloads.trainers:run_sft"),
+    Workload(name="grpo", run="dtypedoctor.workloads.trainers:run_grpo", needs=_TRAINERS),
+    Workload(name="sft", run="dtypedoctor.workloads.trainers:run_sft", needs=_TRAINERS),
     Workload(name="train", run="dtypedoctor.workloads.loops:run_train"),
     Workload(name="forward", run="dtypedoctor.workloads.loops:run_forward"),
     Workload(name="generate", run="dtypedoctor.workloads.loops:run_generate"),

@@ -4,7 +4,7 @@ from dtypedoctor.plugins import Correction, Model
 
 _HERE = "dtypedoctor.tickets.custom_moe"
 
-MODELS = (Model(name="custom-moe", build=f"{_HERE}.model:custom_moe", finished=True),)
+MODELS = (Model(name="custom-moe", build=f"{_HERE}.model:custom_moe", finished=True, needs=("transformers",)),)
 
 CORRECTIONS = (
     Correction(

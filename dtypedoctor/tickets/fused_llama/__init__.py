@@ -8,7 +8,9 @@ from dtypedoctor.plugins import Correction, Model
 
 _HERE = "dtypedoctor.tickets.fused_llama"
 
-MODELS = (Model(name="llama-nf4-fused", build=f"{_HERE}.model:llama_nf4_fused"),)
+MODELS = (
+    Model(name="llama-nf4-fused", build=f"{_HERE}.model:llama_nf4_fused", needs=("transformers", "bitsandbytes")),
+)
 
 CORRECTIONS = (
     Correction(

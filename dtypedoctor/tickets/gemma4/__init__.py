@@ -4,7 +4,14 @@ from dtypedoctor.plugins import Correction, Model
 
 _HERE = "dtypedoctor.tickets.gemma4"
 
-MODELS = (Model(name="gemma4-tiny", build=f"{_HERE}.corrections:gemma4_tiny", case="gemma4_grpo_fp16"),)
+MODELS = (
+    Model(
+        name="gemma4-tiny",
+        build=f"{_HERE}.corrections:gemma4_tiny",
+        case="gemma4_grpo_fp16",
+        needs=("transformers",),
+    ),
+)
 
 CORRECTIONS = (
     Correction(

@@ -10,6 +10,7 @@ MODELS = (
         build=f"{_HERE}.model:nf4_compiled",
         finished=True,
         stream_choosers=(f"{_HERE}.nf4_ctypes:launch_stream",),
+        needs=("transformers", "bitsandbytes"),
     ),
 )
 
