@@ -62,6 +62,8 @@ class Finding:
         rank: the process that it was seen on first; None where there is one process only.
         call: number of the outermost module call, only where the process made no optimizer step and it is not the first.
         consequence_of: id of the finding that this one is the surfacing of; None where it stands for itself.
+        module: the module as a report names it, e.g. ``model[1] (Gated)``: the shortest end of its dotted name that no other module
+            of the run has, and its class; empty before a report is made, and where ``fqn`` is None.
     """
 
     id: str
@@ -84,6 +86,7 @@ class Finding:
     met: tuple[Link, ...] = ()
     call: int | None = None
     proven_by: str | None = None
+    module: str = ""
 
 
 def most_severe_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -1,9 +1,11 @@
 """Words: what torch's messages say of dtypes, and how findings name modules, operators, tensors and numbers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import prod
 
+from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
@@ -90,15 +92,66 @@ def short(fqn: str | None) -> str:
     """The tail of a dotted name that a person recognizes."""
     if fqn is None:
         return "the code outside of all modules"
-    if fqn.isdigit():
-        return indexed(fqn)
-    return ".".join(fqn.split(".")[-3:]) or "the outermost module"
+    return module_name(fqn) or "the outermost module"
+
+
+_USUAL_PARTS = 3
+"""Parts of a dotted name that usually say which module it is, where none of them is a number."""
+
+
+def module_name(fqn: str, others: Collection[str] = ()) -> str:
+    """The shortest end of a dotted name by which a person finds the module: ``layers.0.mlp``, ``model[1]``; empty for the outermost one.
+
+    Args:
+        fqn: the dotted name.
+        others: names of the modules beside it; the end is made longer until none of them has it.
+    """
+    parts = fqn.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdigit()]
+    shortest = min(len(parts) - numbers[-1] + 1 if numbers else _USUAL_PARTS, len(parts))
+    for length in range(shortest, len(parts)):
+        end = ".".join(parts[-length:])
+        ambiguous = any(other == end or other.endswith(f".{end}") for other in others if other != fqn)
+        if not end[:1].isdigit() and not ambiguous:
+            return end
+    return indexed(fqn)
+
+
+def named_in(trace: Trace, finding: Finding) -> Finding:
+    """The finding with its module named so that it can be found in the program: in the summary with class and own line, elsewhere by name.
+
+    Args:
+        trace: that the finding comes from; it knows the other modules and the classes.
+        finding: whose ``module`` is set, and whose texts name it.
+    """
+    if finding.fqn is None:
+        return finding
+    name = module_name(finding.fqn, {site.fqn for site in trace.sites.values()})
+    usual = re.compile(rf"(?<![\w.]){re.escape(short(finding.fqn))}(?![\w\[]|\.\w| \()", re.IGNORECASE)
+
+    def renamed(text: str) -> str:
+        return usual.sub(lambda found: name or found[0], text)
+
+    cls = class_of(trace, finding.fqn)
+    own_line = finding.source if finding.source and "/" not in finding.source else ""
+    known = ", ".join(filter(None, (cls, own_line)))
+    summary = usual.sub(lambda found: f"{name or found[0]} ({known})", finding.summary, count=1) if known else ""
+    shown = name or "the outermost module"
+    return replace(
+        finding,
+        module=f"{shown} ({cls})" if cls else shown,
+        summary=summary or renamed(finding.summary),
+        cause=renamed(finding.cause),
+        evidence=tuple(map(renamed, finding.evidence)),
+    )
 
 
 def indexed(fqn: str) -> str:
     """A dotted name as it can be typed: ``model[1].up`` for ``1.up``, a part of a model that is a sequence; other names as they are."""
-    first, dot, rest = fqn.partition(".")
-    return f"model[{first}]{dot}{rest}" if first.isdigit() else fqn
+    found = re.match(r"\d+(?:\.\d+)*(?=\.|$)", fqn)
+    if found is None:
+        return fqn
+    return "model" + "".join(f"[{number}]" for number in found[0].split(".")) + fqn[found.end() :]
 
 
 def named_module(fqn: str | None) -> str:

@@ -123,7 +123,7 @@ def _text(spec: FindingSpec, finding: Finding, other: str | None) -> str:
     if not spec.do_this:
         return _first_way(finding)
     return spec.do_this.format(
-        module=short(finding.fqn),
+        module=finding.module.partition(" (")[0] or short(finding.fqn),
         op=finding.op or "the operator",
         dtype=finding.dtype or "odd",
         other=other or "that of the others",

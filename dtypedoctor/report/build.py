@@ -1,12 +1,13 @@
 """Makes the Report of a run or a bisection, and writes it into the run directory."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.analysis import noted
 from dtypedoctor.diagnosis.distributed import coverage_of
+from dtypedoctor.diagnosis.wording import named_in
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
@@ -45,6 +46,9 @@ def build_report(
         next_command: what to type next.
         own_files: whether the program's source may be read: not where the trace is somebody else's, who could name any file in it.
     """
+    treatment = replace(
+        treatment, findings=tuple(named_in(treatment.diagnosed, finding) for finding in treatment.findings)
+    )
     scenario = treatment.scenario
     expect = expectation_on(scenario.expect, str(treatment.before.trace.environment.get("device", "")))
     judged = bool(expect.findings) and treatment.complete

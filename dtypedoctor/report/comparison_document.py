@@ -1,7 +1,8 @@
 """The document about two compared runs: the verdict in a sentence, where they diverge, and why they are not equal."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+from dtypedoctor.diagnosis.wording import indexed, module_name
 from dtypedoctor.dtypes import short_name
 from dtypedoctor.report.document import (
     Block,
@@ -16,7 +17,6 @@ from dtypedoctor.report.document import (
     Table,
     named,
 )
-from dtypedoctor.report.magnitude_table import shared_prefix
 from dtypedoctor.report.text import ABSENT, count, counted, number, series
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.trials.comparison import (
@@ -129,11 +129,11 @@ def _drift(found: TraceComparison) -> Section:
     beyond = sorted((module for module in modules if module.beyond), key=_first_beyond)
     drifting = sorted((module for module in modules if module.max_error), key=_largest_first)
     rows = (beyond or drifting)[:_MOST_ROWS]
-    shared = shared_prefix([module.fqn for module in rows if module.lane != "loss"])
+    names = {module.fqn for module in modules}
     return _section(
         "Drift per module, " + ("in the order in which they exceed the tolerance" if beyond else "largest first"),
         header=("module", "in", "dtype", "beyond", "drift", "step"),
-        rows=tuple(_drift_row(module, shared) for module in rows),
+        rows=tuple(_drift_row(module, names) for module in rows),
         notes=tuple(_drift_notes(modules, beyond, drifting)),
     )
 
@@ -152,12 +152,12 @@ def _drift_notes(
     yield f"{count(len(beyond))} of {counted(len(modules), 'row')} exceed the tolerance; --format json has every one."
     if drifting:
         far = drifting[0]
-        yield f"The largest drift is {number(far.max_error)}, of {_name(far, 0)} in step {far.max_error_step} ({far.lane})."
+        yield f"The largest drift is {number(far.max_error)}, of {_name(far, {module.fqn for module in modules})} in step {far.max_error_step} ({far.lane})."
 
 
-def _drift_row(module: ModuleDrift, shared: int) -> tuple[Line, ...]:
+def _drift_row(module: ModuleDrift, names: Collection[str]) -> tuple[Line, ...]:
     return (
-        named(_name(module, shared)),
+        named(_name(module, names)),
         module.lane,
         _dtypes(module),
         f"{count(module.beyond)} of {count(module.compared)}",
@@ -166,10 +166,10 @@ def _drift_row(module: ModuleDrift, shared: int) -> tuple[Line, ...]:
     )
 
 
-def _name(module: ModuleDrift, shared: int) -> str:
+def _name(module: ModuleDrift, names: Collection[str]) -> str:
     if module.lane == "loss":
         return "(loss)"
-    return ("…" if shared else "") + module.fqn[shared:] if module.fqn else module.cls or "(model)"
+    return module_name(module.fqn, names) or module.cls or "(model)"
 
 
 def _dtypes(module: ModuleDrift) -> str:
@@ -295,7 +295,7 @@ def _place(place: Divergence) -> str:
         "parameter": "the parameter {}",
         "loss": "the loss",
     }
-    named = (place.fqn or place.cls or "the model") + (f" (output {place.path})" if place.path else "")
+    named = (indexed(place.fqn) or place.cls or "the model") + (f" (output {place.path})" if place.path else "")
     return what.get(place.lane, "{}").format(named)
 
 

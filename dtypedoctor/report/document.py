@@ -33,10 +33,11 @@ class Look(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A text with a look."""
+    """A text with a look; ``target`` is the dotted name of the module that it leads to, where that is not the text."""
 
     text: str
     look: Look = Look.PLAIN
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)

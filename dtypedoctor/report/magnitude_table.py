@@ -6,7 +6,7 @@ from dtypedoctor.analysis import analysis_of
 from dtypedoctor.diagnosis.incidents import same_call
 from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding
-from dtypedoctor.diagnosis.wording import class_of
+from dtypedoctor.diagnosis.wording import class_of, module_name
 from dtypedoctor.dtypes import headroom, short_name
 from dtypedoctor.report.document import Bar, Line, Look, Paragraph, Section, Table, Words, named
 from dtypedoctor.report.model import Report, StripRow
@@ -24,12 +24,14 @@ class MagnitudeLine:
     """One module of the strip in words.
 
     Attributes:
-        name: dotted name without the dots and names that all lines share.
+        name: by which the module can be found.
+        cls: its class where its name is a number or the failure originates there; else empty, to keep the table narrow.
         fill: place of absmax between the dtype's smallest (0.0) and largest (1.0) value, None without such a scale.
         note: what is wrong here, or where the origin is; empty for an ordinary module.
     """
 
     name: str
+    cls: str
     dtype: str
     absmax: str
     fill: float | None
@@ -39,10 +41,11 @@ class MagnitudeLine:
 
 def magnitude_lines(rows: Sequence[StripRow]) -> list[MagnitudeLine]:
     """The strip in words, in the order of ``rows``."""
-    shared = shared_prefix([row.fqn for row in rows])
+    names = {row.fqn for row in rows}
     return [
         MagnitudeLine(
-            name=("…" if shared else "") + row.fqn[shared:] if row.fqn else row.cls or "(model)",
+            name=module_name(row.fqn, names) or row.cls or "(model)",
+            cls=row.cls if row.is_origin or row.fqn.replace(".", "").isdigit() else "",
             dtype=short_name(row.dtype),
             absmax=number(row.absmax),
             fill=_fill(row),
@@ -67,21 +70,6 @@ def magnitude_title(rows: Sequence[StripRow]) -> str:
         if any(row.is_origin for row in rows)
         else "Activation magnitudes near the first inf or NaN"
     )
-
-
-def shared_prefix(names: list[str]) -> int:
-    """Length of the leading dotted parts that all ``names`` share, the last part of each always kept."""
-    if len(names) < 2:
-        return 0
-    parts = [name.split(".") for name in names]
-    shared: list[str] = []
-    for column in zip(*(p[:-1] for p in parts), strict=False):
-        if len(set(column)) > 1:
-            break
-        shared.append(column[0])
-    if shared and any(p[len(shared)].isdigit() for p in parts):
-        shared.pop()  # "layers.0" says more than "0"
-    return sum(len(part) + 1 for part in shared)
 
 
 def _fill(row: StripRow) -> float | None:
@@ -111,7 +99,8 @@ def _line_cells(line: MagnitudeLine) -> tuple[Line, ...]:
     look = Look.BAD if line.is_origin else Look.PLAIN
     mark = Words("▶" if line.is_origin else "", look)
     bar = Bar(line.fill, bad=bool(line.note))
-    return (mark, named(line.name), line.dtype, line.absmax, bar, Words(line.note, look))
+    name = (named(line.name), Words(f" ({line.cls})", Look.DIM)) if line.cls else named(line.name)
+    return (mark, name, line.dtype, line.absmax, bar, Words(line.note, look))
 
 
 def origin_strip(trace: Trace, finding: Finding | None) -> tuple[StripRow, ...]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from dtypedoctor.diagnosis.rule import Finding, Link, Severity
+from dtypedoctor.diagnosis.wording import indexed, module_name
 from dtypedoctor.dtypes import short_name
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.advice import do_this, where_it_shows
@@ -29,7 +30,7 @@ from dtypedoctor.report.document import (
     Words,
     named,
 )
-from dtypedoctor.report.magnitude_table import magnitude_section, shared_prefix
+from dtypedoctor.report.magnitude_table import magnitude_section
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_facts import (
     CONFIDENCE,
@@ -148,7 +149,7 @@ def _folded(finding: Finding, position: str, advice: tuple[Block, ...]) -> Fold:
 
 
 def _briefly(findings: Sequence[Finding]) -> Iterator[Fold]:
-    rows = tuple((named(f.id), str(f.severity), named(f.fqn or ABSENT), f.summary) for f in findings)
+    rows = tuple((named(f.id), str(f.severity), named(f.module or f.fqn or ABSENT), f.summary) for f in findings)
     if rows:
         table = Table(("id", "severity", "module", "summary"), rows)
         yield Fold(f"{len(rows)} more findings: less severe, or consequences", (table,))
@@ -174,7 +175,7 @@ def _link(link: Link) -> Line:
         ": ",
         named(link.op),
         " in ",
-        named(link.fqn or "(no module)"),
+        named(indexed(link.fqn or "") or "(no module)"),
         *source,
     )
 
@@ -193,13 +194,14 @@ def _flow(report: Report) -> Section:
     heading = "Dtype changes"
     if not report.pictures:
         return Section(heading, ())
+    names = {module.fqn for module in report.pictures[0].modules}
     phases: dict[tuple[str, ...], list[str]] = {}  # one row for all phases in which the same happens
     for module in report.pictures[0].modules:
         for change in (one for one in module.flows if one.why):
-            key = (module.fqn or module.cls, module.cls, _dtypes(change.inputs), _dtypes(change.outputs), change.why)
+            key = (module.fqn, module.cls, _dtypes(change.inputs), _dtypes(change.outputs), change.why)
             phases.setdefault(key, []).append(change.phase)
     rows = tuple(
-        (Words(fqn, Look.MODULE), cls, ", ".join(dict.fromkeys(when)), into, out, why)
+        (Words(module_name(fqn, names) or cls, Look.MODULE, fqn), cls, ", ".join(dict.fromkeys(when)), into, out, why)
         for (fqn, cls, into, out, why), when in phases.items()
     )
     if not rows:
@@ -252,7 +254,7 @@ def _capsule(report: Report) -> Iterator[Block]:
     if "why" in kept:
         yield Paragraph(f"The failing call was not kept as a capsule: {kept['why']}.")
         return
-    where = kept["module"] or "the whole model"
+    where = indexed(kept["module"]) or "the whole model"
     yield Heading("capsule")
     yield Paragraph(
         f"{kept['directory']}/ holds the failing call of {where} ({kept['class']}), {_in_bytes(kept['bytes'])}: {kept['holds']}."
@@ -328,9 +330,9 @@ def bisection_part(report: Report) -> Section:
     blocks: list[Block] = [Facts(tuple((label, named(value)) for label, value in bisection_summary(found)))]
     verdicts = bisection_verdicts(found)
     if verdicts:
-        shared = shared_prefix([module for _, _, _, module, _ in verdicts if "." in module])
+        names = {module for _, _, _, module, _ in verdicts}
         rows: tuple[tuple[Line, ...], ...] = tuple(
-            (mode, Words(outcome, _LOOKS.get(outcome, Look.PLAIN)), phase, _shortened(module, shared), absmax)
+            (mode, Words(outcome, _LOOKS.get(outcome, Look.PLAIN)), phase, module_name(module, names), absmax)
             for mode, outcome, phase, module, absmax in verdicts
         )
         blocks += [Heading("verdict of each mode"), Table(_VERDICT_HEADER, rows, _VERDICT_NOTE)]
@@ -339,14 +341,10 @@ def bisection_part(report: Report) -> Section:
     return Section("Bisection", tuple(blocks), "bisection")
 
 
-def _shortened(module: str, shared: int) -> str:
-    return f"…{module[shared:]}" if shared and "." in module else module
-
-
 def bisection_summary(bisection: _Found) -> list[tuple[str, str]]:
     """What a bisection found, as labelled values."""
     rows = [
-        ("culprits", _listed(bisection.get("culprits"))),
+        ("culprits", _listed([indexed(str(name)) for name in bisection.get("culprits") or ()])),
         ("corrections", _corrections(bisection)),
         ("minimal", _minimal(bisection)),
         ("probes", _probes(bisection)),

@@ -170,7 +170,7 @@ def replay_command(report: Report, directory: str = "RUN") -> str:
 def replay_title(report: Report) -> str:
     """What a replay of a capsule has made again, and whether it fails as the run did."""
     it = report.replay or {}
-    name = f"{it['module']} ({it['class']})" if it["module"] else f"the whole model ({it['class']})"
+    name = f"{indexed(it['module'])} ({it['class']})" if it["module"] else f"the whole model ({it['class']})"
     failed = f"; in the run {it['op']} failed" if it["op"] and not it["verdict"] else ""
     device = str(report.environment.get("device", ""))
     where = f" on {device}" if device else ""
@@ -362,7 +362,7 @@ def place(finding: Finding) -> list[tuple[str, str]]:
     number = f"step {finding.step}" if finding.call is None else f"call {finding.call}"
     when = [finding.phase or "", number if finding.step is not None else ""]
     rows = [
-        ("module", indexed(finding.fqn) if finding.fqn else finding.fqn),
+        ("module", finding.module or (indexed(finding.fqn) if finding.fqn else None)),
         ("op", finding.op),
         ("when", ", ".join(part for part in when if part)),
         (_dtype_of_what(finding), finding.dtype),
@@ -510,7 +510,8 @@ def _facts(report: Report) -> Iterator[_Fact]:
     yield "what", (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}")
     for label, value in place(finding):
         if label == "module":
-            yield label, (Words(value, Look.MODULE), _class_in_words(report, finding))
+            name, _, cls = value.partition(" (")
+            yield label, (Words(name, Look.MODULE, finding.fqn or ""), f" ({cls}" if cls else "")
         else:
             yield label, named(value)
     yield from (_surface(other) for other in report.findings[1:] if other.consequence_of == finding.id)
@@ -518,12 +519,6 @@ def _facts(report: Report) -> Iterator[_Fact]:
     yield from _diagnoses(report)
     if same := watched_and_not(report.observer):
         yield "uninstrumented", same
-
-
-def _class_in_words(report: Report, finding: Finding) -> str:
-    """The class of the module that a finding names, in parentheses and with a space in front; empty where it was not measured."""
-    cls = next((row.cls for row in report.strip if row.fqn == finding.fqn and row.cls), "")
-    return f" ({one_line(cls)})" if cls else ""
 
 
 def _surface(consequence: Finding) -> _Fact:

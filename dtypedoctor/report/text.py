@@ -15,6 +15,8 @@ _ASCII = str.maketrans({
 })  # fmt: skip
 _PIECES = re.compile(r"(?:[^\s-]|-(?![^\W\d_]))*-(?=[^\W\d_])|(?:[^\s-]|-(?![^\W\d_]))+|\s+")
 """What stays on one line. A hyphen before a digit is a sign."""
+_PARTS = re.compile(r"[^._/]*[._/]+(?=\w)|.+", re.DOTALL)
+"""What dotted names and paths may be broken into."""
 
 
 def one_line(text: str, limit: int = NAME_LIMIT) -> str:
@@ -37,14 +39,23 @@ def paragraphs(text: str, limit: int = TEXT_LIMIT) -> str:
     return f"{shown}… ({left_out:,} characters left out)" if left_out > 0 else shown
 
 
-def fold(text: str, width: int) -> str:
-    """``text`` broken into lines of at most ``width`` characters at spaces and after hyphens inside names (longer words stay whole)."""
-    lines = [""]
-    for piece in _PIECES.findall(text):
-        if lines[-1].strip() and len(lines[-1]) + len(piece.rstrip()) > width:
-            lines.append("")
-        lines[-1] += piece if lines[-1] else piece.lstrip()
-    return "\n".join(line.rstrip() for line in lines)
+def words(text: str, *, parts: bool = False) -> list[str]:
+    """What stays on one line: words with the space behind them, names up to a hyphen inside; with ``parts`` up to a dot, ``_`` or ``/`` too."""
+    found = _PIECES.findall(text)
+    return [part for word in found for part in _PARTS.findall(word)] if parts else found
+
+
+def breaks(text: str, width: int) -> list[int]:
+    """Where lines of at most ``width`` characters begin: at words, inside of longer ones at their parts (longer parts stay whole)."""
+    starts: list[int] = []
+    begin = at = 0
+    for word in words(text):
+        for piece in [word] if len(word) <= width else words(word, parts=True):
+            if text[begin:at].strip() and at - begin + len(piece.rstrip()) > width:
+                starts.append(at)
+                begin = at
+            at += len(piece)
+    return starts
 
 
 def ascii_only(text: str) -> str:

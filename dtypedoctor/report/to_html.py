@@ -290,7 +290,15 @@ class _Blocks:
             case Look.MODULE if self._leads:
                 named = el("code", one_line(part.text))
                 show = el("span", "show", class_="dim")
-                return el("button", named, " ", show, type="button", class_="goto", data_fqn=one_line(part.text))
+                return el(
+                    "button",
+                    named,
+                    " ",
+                    show,
+                    type="button",
+                    class_="goto",
+                    data_fqn=one_line(part.target or part.text),
+                )
             case Look.NAME | Look.MODULE:
                 return el("code", shown)
             case Look.LINK if part.text.startswith("https://") and part.text == shown:

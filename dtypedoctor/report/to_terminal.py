@@ -30,7 +30,7 @@ from dtypedoctor.report.document import (
     parts_of,
     shares,
 )
-from dtypedoctor.report.text import ABSENT, ascii_only, fold, one_line, paragraphs, series
+from dtypedoctor.report.text import ABSENT, ascii_only, breaks, one_line, paragraphs, series, words
 
 _STYLES = {
     Look.STRONG: "bold",
@@ -115,7 +115,9 @@ class _Page:
         shown = self._text(text, style) if isinstance(text, str) else text
         if isinstance(text, Text) and style:
             shown.style = style
-        self._console.print(Padding(shown, (0, 0, 0, indent), expand=False), highlight=False)
+        folded = Text("\n").join(_folded(part, self.width - indent) for part in shown.split("\n", allow_blank=True))
+        folded.style = shown.style
+        self._console.print(Padding(folded, (0, 0, 0, indent), expand=False), highlight=False)
 
     def gap(self) -> None:
         self._console.print()
@@ -195,17 +197,22 @@ def _widths(rows: Sequence[Sequence[Text]], room: int) -> list[int]:
     """Of each column: as wide as its longest cell where there is room, else if possible as wide as its longest word."""
     columns = range(len(rows[0]))
     needs = [max(_width(row[i]) for row in rows) for i in columns]
-    words = [max(_width(row[i], fold(row[i].plain, 1)) for row in rows) for i in columns]
-    words[0] = min(needs[0], max(words[0], _LABEL))
     room -= _GAP * (len(needs) - 1)
-    if sum(words) > room:
-        return shares(needs, room)
-    more = shares([need - word for need, word in zip(needs, words, strict=True)], room - sum(words))
-    return [word + extra for word, extra in zip(words, more, strict=True)]
+    for parts in (False, True):
+        longest = [max(_longest_word(row[i], parts=parts) for row in rows) for i in columns]
+        longest[0] = min(needs[0], max(longest[0], _LABEL))
+        if sum(longest) <= room:
+            more = shares([need - least for need, least in zip(needs, longest, strict=True)], room - sum(longest))
+            return [least + extra for least, extra in zip(longest, more, strict=True)]
+    return shares(needs, room)
 
 
-def _width(cell: Text, text: str | None = None) -> int:
-    return max(map(cell_len, (cell.plain if text is None else text).split("\n")))
+def _width(cell: Text) -> int:
+    return max(map(cell_len, cell.plain.split("\n")))
+
+
+def _longest_word(cell: Text, *, parts: bool) -> int:
+    return max((cell_len(word.rstrip()) for word in words(cell.plain, parts=parts)), default=0)
 
 
 def _is_too_tall(row: Sequence[Text], widths: Sequence[int]) -> bool:
@@ -217,7 +224,10 @@ def _lines(cell: Text, width: int) -> int:
 
 
 def _folded(cell: Text, width: int) -> Text:
-    """Rich breaks lines at spaces only; ids such as float16-overflow are better broken at their hyphens."""
-    if cell.spans or _width(cell) <= width:
+    """Rich breaks lines at spaces only; ids such as float16-overflow are better broken at their hyphens, names at their dots."""
+    if _width(cell) <= width:
         return cell
-    return Text(fold(cell.plain, width), style=cell.style, overflow="fold")
+    lines = cell.divide(breaks(cell.plain, width))
+    for line in lines:
+        line.rstrip()
+    return Text("\n", style=cell.style, overflow="fold").join(lines)

@@ -179,6 +179,7 @@ def _overflow_finding() -> Finding:
         confidence=Confidence.PROVEN,
         proven_by="aten.mul.Tensor run again on the same operands in float32 gives finite values up to 181,000, beyond float16 max (65,504)",
         fqn="model.layers.0.mlp",
+        module="layers.0.mlp (Gemma4TextMLP)",
         op="aten.mul.Tensor",
         phase="generate",
         step=2,

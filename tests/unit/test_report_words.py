@@ -1,5 +1,7 @@
 """Texts, numbers and scales as every format shows them."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,10 +10,10 @@ from dtypedoctor.report.magnitude_table import magnitude_lines
 from dtypedoctor.report.model import StripRow
 from dtypedoctor.report.text import (
     ascii_only,
+    breaks,
     count,
     duration,
     fill,
-    fold,
     memory,
     number,
     one_line,
@@ -58,8 +60,15 @@ def test_paragraphs_keep_their_lines_and_say_what_is_cut() -> None:
 
 def test_a_cell_is_folded_after_hyphens() -> None:
     """Ids break where a reader expects it."""
+
+    def fold(text: str, width: int) -> str:
+        starts = [0, *breaks(text, width), len(text)]
+        return "\n".join(text[a:b].rstrip() for a, b in pairwise(starts))
+
     assert fold("gemma4-mlp-float32-product", 12) == "gemma4-mlp-\nfloat32-\nproduct"
     assert fold("in step 2 (generate)", 10) == "in step 2\n(generate)"
+    assert fold("layers.0.pre_feedforward_layernorm", 20) == "layers.0.pre_\nfeedforward_\nlayernorm"
+    assert fold("at a/long/path.py:12", 10) == "at a/long/\npath.py:12"
 
 
 @given(st.text())
@@ -119,10 +128,16 @@ def row(fqn: str, **more: object) -> StripRow:
     return StripRow(fqn=fqn, **(values | more))  # type: ignore[arg-type]
 
 
-def test_the_strip_leaves_out_what_all_names_share() -> None:
-    """Short names fit a narrow terminal; the layer number keeps its word."""
-    names = [line.name for line in magnitude_lines([row("model.layers.0.mlp"), row("model.layers.1.mlp.up_proj")])]
-    assert names == ["…layers.0.mlp", "…layers.1.mlp.up_proj"]
+def test_modules_are_named_by_the_shortest_end_that_no_other_has() -> None:
+    """The layer number keeps its word, and a number alone is an index."""
+
+    def names(*fqns: str) -> list[str]:
+        return [line.name for line in magnitude_lines([row(fqn) for fqn in fqns])]
+
+    assert names("model.layers.0.mlp", "model.layers.1.mlp.up_proj") == ["layers.0.mlp", "layers.1.mlp.up_proj"]
+    assert names("text.layers.0.mlp", "vision.layers.0.mlp") == ["text.layers.0.mlp", "vision.layers.0.mlp"]
+    assert names("layers.0.experts.3.w1", "layers.1.experts.3.w1")[1] == "layers.1.experts.3.w1"
+    assert names("1", "1.up", "0.1.up") == ["model[1]", "model[1].up", "model[0][1].up"]
     assert [line.name for line in magnitude_lines([row("lm_head")])] == ["lm_head"]
     assert [line.name for line in magnitude_lines([row(""), row("a.b")])] == ["Linear", "a.b"]
 

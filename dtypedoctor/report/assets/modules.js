@@ -17,8 +17,9 @@ function buildTree() {
     if (!known.has(key)) {
       const dot = fqn.lastIndexOf(".");
       const parent = fqn === "" ? null : at(root, dot < 0 ? "" : fqn.slice(0, dot));
-      const label = fqn.slice(dot + 1);
-      const node = { key, fqn, label, cls: "", parent, children: [], runs: [], cache: new Map() };
+      const name = fqn.slice(dot + 1);
+      const label = /^\d+$/.test(name) && parent ? `${parent.fqn === "" ? "model" : parent.label}[${name}]` : name;
+      const node = { key, fqn, name, label, cls: "", parent, children: [], runs: [], cache: new Map() };
       known.set(key, node);
       if (parent) parent.children.push(node);
     }
@@ -39,13 +40,13 @@ function buildTree() {
   return { nodes: [...known.values()].filter((node) => node.runs.some(Boolean)), roots };
 }
 
-/** Joins names such as base_model.model, of which only the last says anything. */
+/** Joins names such as base_model.model, of which only the last says anything. A number names nothing: it is shown with what it counts. */
 function squash(node) {
   node.children = node.children.map((child) => {
     let kept = child;
     while (!kept.runs.some(Boolean) && kept.children.length === 1) {
       const [only] = kept.children;
-      only.label = `${kept.label}.${only.label}`;
+      only.label = `${kept.label}${/^\d+$/.test(only.name) ? `[${only.name}]` : `.${only.name}`}`;
       kept = only;
     }
     kept.parent = node;
