@@ -31,6 +31,7 @@ class Tensors:
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
+        self._once: dict[int, tuple[str, Tensor]] = {}
         self.objects = 0
         """Objects described with tensors in them."""
 
@@ -38,6 +39,13 @@ class Tensors:
         """Keeps a copy of ``tensor`` as it is now; the key under which it is kept."""
         self._kept[key] = tensor.detach().to("cpu", copy=True).contiguous()
         return key
+
+    def keep_once(self, key: str, tensor: Tensor) -> str:
+        """The same, but a tensor that was kept once already, as that of a tied weight, stays under its first key."""
+        known = self._once.get(id(tensor))
+        if known is None or known[1] is not tensor:
+            known = self._once[id(tensor)] = (self.keep(key, tensor), tensor)
+        return known[0]
 
     def named(self) -> dict[str, Tensor]:
         """Everything that is kept."""
@@ -93,7 +101,7 @@ def recipe(
 def _keep(tensor: Tensor, tensors: Tensors, key: str) -> str | dict[str, Any]:
     state: Any = getattr(tensor, "quant_state", None)
     if state is None:
-        return tensors.keep(key, tensor)
+        return tensors.keep_once(key, tensor)
     parts = {name: tensors.keep(f"{key}.packed.{name}", part) for name, part in state.as_dict(packed=True).items()}
     return {"packed": tensors.keep(f"{key}.packed", tensor), "state": parts}
 
@@ -103,7 +111,7 @@ _TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 def describe(value: Any, tensors: Tensors | None, path: str, named: Name | None = None) -> dict[str, Any]:
-    """A value as JSON: ``{"value": ...}``, ``{"float": "nan"}``, ``{"tensor": key}``, ``{"tuple": [...]}``, ``{"list": [...]}``, ``{"dict": {...}}``,
+    """A value as JSON: ``{"value": ...}``, ``{"float": "nan"}``, ``{"tensor": key}``, ``{"tuple": [...]}``, ``{"list": [...]}``, ``{"set": [...]}``, ``{"size": [...]}`` (of torch), ``{"dict": {...}}``,
     ``{"pairs": [[key, value], ...]}`` (a dictionary whose keys are no texts), ``{"mapping": "module:Class", "values": {...}}``, ``{"dtype": name}``, ``{"device": name}``, ``{"function": "module:name"}`` (a class as well),
     ``{"partial": {...}, "args": [...], "kwargs": {...}}`` (of ``functools``),
     ``{"config": "module:Class", "values": {...}}``, ``{"object": "module:Class", "values": {...}}``, else ``{"opaque": class name}``.
@@ -125,12 +133,17 @@ def describe(value: Any, tensors: Tensors | None, path: str, named: Name | None 
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"device": "cpu"}  # where the tensors are kept
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, set, frozenset)):
         items = [describe(item, tensors, f"{path}.{i}", named) for i, item in enumerate(value)]
-        return {"tuple" if isinstance(value, tuple) else "list": items}
+        if isinstance(value, (set, frozenset)) and any("opaque" in item for item in items):
+            return {"opaque": type(value).__name__}
+        return {_CONTAINERS.get(type(value), "tuple" if isinstance(value, tuple) else "list"): items}
     if isinstance(value, Mapping):
         return _describe_mapping(value, tensors, path, named)
     return _describe_object(value, tensors, path, named)
+
+
+_CONTAINERS = {torch.Size: "size", set: "set", frozenset: "set"}
 
 
 def _describe_mapping(value: Mapping[Any, Any], tensors: Tensors | None, path: str, named: Name) -> dict[str, Any]:
@@ -142,7 +155,9 @@ def _describe_mapping(value: Mapping[Any, Any], tensors: Tensors | None, path: s
 
 
 def _describe_object(value: Any, tensors: Tensors | None, path: str, named: Name) -> dict[str, Any]:
-    to_dict = getattr(value, "to_dict", None)
+    to_dict = getattr(value, "to_diff_dict", None) or getattr(
+        value, "to_dict", None
+    )  # the former without what is default
     try:
         if callable(to_dict) and hasattr(type(value), "from_dict"):
             return {

@@ -8,7 +8,8 @@ whether that may be.
 import contextlib
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from math import isfinite, prod
 from typing import Any
@@ -25,11 +26,17 @@ __all__ = ["TENSORS", "CannotBeWrittenError", "Carried", "Claim", "capsule_scrip
 TENSORS = "repro.safetensors"
 """Name of the file with the tensors, beside the script."""
 
-_LINE = 100
-"""Characters of a dictionary that stands in one line."""
+_LINE = 140
+"""Characters of a dictionary, or of a module, that stands in one line."""
+
+_NEVER_READ = frozenset({
+    "_is_hf_initialized", "name_or_path", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_sp_plan", "all_tied_weights_keys", "kernel_config",
+    "generation_config",
+})  # fmt: skip
+"""Attributes of transformers' modules that no forward reads."""
 
 _KINDS = frozenset({
-    "value", "float", "tensor", "dtype", "device", "tuple", "list", "dict", "pairs", "function", "partial", "mapping", "config", "object", "opaque",
+    "value", "float", "tensor", "dtype", "device", "tuple", "list", "set", "size", "dict", "pairs", "function", "partial", "mapping", "config", "object", "opaque",
 })  # fmt: skip
 """The forms of a described value."""
 
@@ -77,6 +84,8 @@ class Carried:
         tensors: name of the file with the tensors, beside the script.
         drawn: by name of a tensor that was left out, how to draw another one: ``shape``, ``dtype``, ``scale``, ``seed``.
         inline: by name of a tensor an expression for it; where it is given, no file is read.
+        inputs: names of the tensors among the arguments that need a gradient; None for all of them, and for what modules inside returned.
+        has_safetensors: whether the libraries that the script needs bring safetensors along.
     """
 
     source: str = ""
@@ -84,6 +93,8 @@ class Carried:
     tensors: str = TENSORS
     drawn: Mapping[str, Any] = field(default_factory=dict)
     inline: Mapping[str, str] | None = None
+    inputs: Sequence[str] | None = None
+    has_safetensors: bool = False
 
 
 def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carried: Carried | None = None) -> str:
@@ -99,41 +110,88 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
         CannotBeWrittenError: an argument of the call cannot be made by a script.
     """
     carried = carried or Carried()
-    writer = _Writer(configs=configs)
+    own = bool(capture["calls"] or capture.get("own"))
+    parts = {
+        "about": _comment((claim.title, *claim.about, f"Made with {claim.made_with}.")),
+        "source": _source(carried.source),
+        "limit": float(claim.limit),
+        "grad": bool(capture["grad"] or claim.check == "backward"),
+        "random": "random" if carried.random else None,
+        "autocast": [tuple(region) for region in capture["autocast"]],
+        "module": _module(capture["recipe"], own=own, configs=configs),
+        "arguments": _arguments(capture, configs=configs),
+        "kept": _kept(carried),
+        "calls": _in_lines([f"({name!r}, lambda T: {_Writer().value(result)})," for name, result in capture["calls"]]),
+        "gradients": _in_lines(_gradients(capture)),
+        "inputs": list(_tensors_in(capture) if carried.inputs is None else carried.inputs),
+    }
+    needless = _needless(capture, claim, carried, own=own)
+    if not any(name in str(parts) for name in ("DEVICE", "packed(")):
+        needless = (*needless, " @device")
+    body, end = _without(needless, HEAD).format(**parts), _without(needless, END)
+    functions = _without(needless, "".join(_helpers(body + end)) + end)
+    return body.rstrip() + "\n" + functions.replace("\n\n\n", "\n\n")
+
+
+def _needless(capture: Mapping[str, Any], claim: Claim, carried: Carried, *, own: bool) -> tuple[str, ...]:
+    """The marks of the lines that this script does not need."""
+    recipes = list(_recipes(capture["recipe"]))
+    reads_file = carried.inline is None
     needed = {
-        "own": bool(capture["calls"] or capture.get("own")),
+        "own": own,
         "backward": claim.check == "backward",
         "accuracy": claim.check == "accuracy",
         "random": carried.random,
-        "file": carried.inline is None,
+        "file": reads_file,
+        "safetensors": reads_file and carried.has_safetensors,
+        "load": reads_file and not carried.has_safetensors,
         "recurrent": "torch.nn.modules.rnn:" in str(capture["recipe"]),
-        "partial": "'partial': " in str(capture),
-        "forward": "'forward': " in str(capture["recipe"]),
-        "output": claim.check != "dtype" or bool(capture["calls"] or capture.get("own")),
+        "forward": any("forward" in recipe for recipe in recipes),
+        "compared": claim.check != "dtype",
+        "output": claim.check != "dtype" or own,
         "autocast": bool(capture["autocast"]),
-        "buffers": any(recipe["buffers"] for recipe in _recipes(capture["recipe"])),
-        "children": bool(capture["recipe"]["children"]),
+        "buffers": any(recipe["buffers"] for recipe in recipes),
+        "children": any(recipe["children"] for recipe in recipes),
     }
-    needed |= {"raises": not needed["output"], "plain": not needed["autocast"]}
-    needless = tuple(f" @{name}" for name, is_needed in needed.items() if not is_needed)
-    body = _without(needless, HEAD).format(
-        about=_comment((claim.title, *claim.about, f"Made with {claim.made_with}.")),
-        source=_source(carried.source),
-        check=claim.check,
-        limit=float(claim.limit),
-        grad=bool(capture["grad"] or claim.check == "backward"),
-        random="random" if carried.random else None,
-        autocast=[tuple(region) for region in capture["autocast"]],
-        module=_indented(writer.module(capture["recipe"]), 4),
-        positional="".join(f"{writer.value(value)}, " for value in capture["args"]).rstrip(),
-        named=writer.mapping(capture["kwargs"]),
-        kept=_kept(carried),
-        calls=_in_lines([f"({name!r}, lambda T: {writer.value(result)})," for name, result in capture["calls"]]),
-        gradients=_in_lines(_gradients(capture)),
-    )
-    end = _without(needless, END)
-    functions = _without(needless, "".join(_helpers(body + end)) + end)
-    return body + functions.replace("\n\n\n", "\n\n")
+    needed |= {"raises": not needed["output"], "plain": not needed["autocast"], "local": not own}
+    shared = claim.check == "backward" or any(count > 1 for count in Counter(_weights(recipes)).values())
+    needed |= {"shared": shared, "alone": not shared}
+    needed |= {"raising": not needed["compared"], "nonfinite": needed["compared"] and not needed["accuracy"]}
+    return tuple(f" @{name}" for name, is_needed in needed.items() if not is_needed)
+
+
+def _weights(recipes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The name of the tensor of each parameter; of a tied one twice."""
+    for recipe in recipes:
+        yield from (kept for kept in recipe["parameters"].values() if isinstance(kept, str))
+
+
+def _tensors_in(capture: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the tensors among the arguments, and of those that modules inside returned."""
+    waiting: list[Any] = [capture["args"], list(capture["kwargs"].values()), [result for _, result in capture["calls"]]]
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, list):
+            waiting[:0] = value
+        elif isinstance(value, Mapping) and isinstance(value.get("tensor"), str):
+            yield value["tensor"]
+        elif isinstance(value, Mapping):
+            waiting[:0] = value.values()
+
+
+def _module(recipe: Mapping[str, Any], *, own: bool, configs: bool) -> str:
+    """The body of the function that gives the module."""
+    writer = _Writer(own=own, configs=configs)
+    made = _indented(writer.module(recipe), 4)
+    return f"{writer.assignments()}    return {made}\n"
+
+
+def _arguments(capture: Mapping[str, Any], *, configs: bool) -> str:
+    """The body of the function that gives positional and named arguments."""
+    writer = _Writer(configs=configs)
+    positional = "".join(f"{writer.value(value)}, " for value in capture["args"]).rstrip()
+    named = {name: writer.named(name, value) for name, value in capture["kwargs"].items()}
+    return f"{writer.assignments()}    return ({positional}), {_dictionary(named)}\n"
 
 
 def _recipes(recipe: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -169,6 +227,10 @@ _INACCURATE = 1e-2
 """Relative error from which on a silent failure shows; rounding to float16 or bfloat16 stays below."""
 
 
+_BRING_SAFETENSORS = frozenset({"transformers", "peft"})
+"""Libraries that depend on safetensors."""
+
+
 def _check(held: Mapping[str, Any]) -> str:
     """What the script looks for; a call that raises in its backward pass was kept with the gradients that come back."""
     goes_back = held["kind"] == "raised" and any(one["gradients"] for one in held["call"]["leaving"])
@@ -195,6 +257,8 @@ def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = F
             tensors=tensors,
             drawn=held["drawn"],
             inline=inline_tensors(data) if inline else None,
+            inputs=[name for name in held["requires_grad"] if name.startswith("input.")],
+            has_safetensors=not _BRING_SAFETENSORS.isdisjoint(capsule.versions),
         )
         where = f"{capsule.cls} ({capsule.fqn or 'the whole model'})"
         claim = Claim(
@@ -212,9 +276,14 @@ def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = F
 def _kept(carried: Carried) -> str:
     """The body of the function that gives the tensors, by name."""
     if carried.inline is not None:
-        lines = ["    T = {", *(f"        {name!r}: {text}," for name, text in carried.inline.items()), "    }"]
+        held = "".join(f"        {name!r}: {text},\n" for name, text in carried.inline.items())
+        read = f"{{\n{held}    }}"
     else:
-        lines = [f"    T = load(Path(__file__).with_name({carried.tensors!r}))"]
+        function = "load_file" if carried.has_safetensors else "load"
+        read = f"{function}(Path(__file__).with_name({carried.tensors!r}))"
+    if not carried.drawn:
+        return f"    return {read}"
+    lines = [f"    T = {read}"]
     for name, how in carried.drawn.items():
         shape, scale, seed = [int(size) for size in how["shape"]], float(how["scale"]), int(how["seed"])
         lines.append(f"    T[{name!r}] = drawn({shape}, {how['dtype']!r}, {scale!r}, {seed})")
@@ -224,12 +293,11 @@ def _kept(carried: Carried) -> str:
 def _without(needless: tuple[str, ...], text: str) -> str:
     """The text without the lines that end in one of the marks, and without all marks."""
     lines = [line for line in text.split("\n") if not line.endswith(needless)]
-    return re.sub(
-        r"(  #)? @(own|backward|accuracy|random|file|recurrent|forward|partial|output|raises|autocast|plain|buffers|children)$",
-        "",
-        "\n".join(lines),
-        flags=re.MULTILINE,
-    )
+    return _MARK.sub("", "\n".join(lines))
+
+
+_MARK = re.compile(r"(  #)? @[a-z]+$", re.MULTILINE)
+"""Ends a line that only some scripts need."""
 
 
 def _helpers(text: str) -> Iterator[str]:
@@ -291,11 +359,19 @@ class _Writer:
     """Writes expressions.
 
     Args:
+        own: whether the modules in a module stand for what they returned.
         configs: whether modules get their configuration objects.
     """
 
-    def __init__(self, *, configs: bool) -> None:
+    def __init__(self, *, own: bool = False, configs: bool = True) -> None:
+        self._own = own
         self._configs = configs
+        self._shared: dict[str, str] = {}
+        """By expression of a configuration object the name of the variable that holds it."""
+
+    def assignments(self) -> str:
+        """The lines that make the configuration objects of the expressions written so far."""
+        return "".join(f"    {name} = {text}\n" for text, name in self._shared.items())
 
     def value(self, described: Mapping[str, Any]) -> str:
         """A Python expression for a described value; ``T`` holds the tensors."""
@@ -304,52 +380,61 @@ class _Writer:
             return repr(redact(content) if isinstance(content, str) else content)
         if kind in _PLAIN:
             return _PLAIN[kind].format(content)
-        if kind in ("tuple", "list", "dict", "pairs"):
+        if kind in ("tuple", "list", "set", "size", "dict", "pairs"):
             return self._holding(kind, content)
         return self._imported(kind, described)
 
     def _holding(self, kind: str, content: Any) -> str:
         """A container as an expression."""
-        if kind == "tuple":
-            return f"({''.join(self.value(item) + ', ' for item in content).rstrip()})" if content else "()"
-        if kind == "list":
-            return f"[{', '.join(self.value(item) for item in content)}]"
         if kind == "dict":
             return self.mapping(content)
-        return "{" + ", ".join(f"{self.value(name)}: {self.value(item)}" for name, item in content) + "}"
+        if kind == "pairs":
+            return "{" + ", ".join(f"{self.value(name)}: {self.value(item)}" for name, item in content) + "}"
+        items = ", ".join(map(self.value, content))
+        if kind == "tuple":
+            return f"({items},)" if content else "()"
+        return {"list": "[{}]", "set": "set([{}])", "size": "torch.Size([{}])"}[kind].format(items)
 
     def module(self, recipe: Mapping[str, Any]) -> str:
         """A Python expression that makes a module."""
-        lines = [f"made({recipe['class']!r},"]
-        lines.append(f"    attributes={_dictionary(self._attributes(recipe))},")
-        for kind in ("parameters", "buffers"):
-            held = {name: _held(kept) for name, kept in recipe[kind].items()}
-            if held:
-                lines.append(f"    {kind}={_dictionary(held)},")
+        given = [f"{name}={text}" for name, text in self._parts(recipe) if text != "{}"]
+        flat = f"made({', '.join([repr(recipe['class']), *given])})"
+        if len(flat) <= _LINE and "\n" not in flat:
+            return flat
+        lines = "".join(f"    {_indented(text, 4)},\n" for text in given)
+        return f"made({recipe['class']!r},\n{lines})"
+
+    def _parts(self, recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """What a module is made of, as expressions by the names that ``made`` has for it."""
+        yield "attributes", _dictionary(self._attributes(recipe))
+        yield "parameters", _dictionary({name: _held(kept) for name, kept in recipe["parameters"].items()})
+        yield "buffers", _dictionary({name: _held(kept) for name, kept in recipe["buffers"].items()})
         if recipe["children"]:
-            lines.append("    children={")
-            for name, child in recipe["children"].items():
-                made = self.module(child) if child is not None else "Recorded()"
-                lines.append(f"        {name!r}: {_indented(made, 8)},")
-            lines.append("    },")
+            yield "children", _nested({name: self._child(child) for name, child in recipe["children"].items()})
         if "forward" in recipe:
-            lines.append(f"    forward={recipe['forward']!r},")
-        return "\n".join(lines) + "\n)"
+            yield "forward", repr(recipe["forward"])
+
+    def _child(self, recipe: Mapping[str, Any] | None) -> str:
+        if recipe is None:
+            return "Recorded()" if self._own else "None"
+        return self.module(recipe)
 
     def _attributes(self, recipe: Mapping[str, Any]) -> dict[str, str]:
         """Attributes as expressions; what no script can make is left out, and missed only if the forward reads it."""
         found = {}
         for name, described in recipe["attributes"].items():
+            if name in _NEVER_READ or (name == "training" and described.get("value") is True):
+                continue
             if self._configs or "config" not in described:
                 with contextlib.suppress(CannotBeWrittenError):
-                    found[name] = self._named(name, described)
+                    found[name] = self.named(name, described)
         return found
 
     def mapping(self, content: Mapping[str, Any]) -> str:
         """A dictionary of described values by name."""
-        return "{" + ", ".join(f"{name!r}: {self._named(name, item)}" for name, item in content.items()) + "}"
+        return "{" + ", ".join(f"{name!r}: {self.named(name, item)}" for name, item in content.items()) + "}"
 
-    def _named(self, name: str, described: Mapping[str, Any]) -> str:
+    def named(self, name: str, described: Mapping[str, Any]) -> str:
         """A value by its name, which may say that it is secret."""
         secret = names_a_secret(name) and isinstance(described.get("value"), str)
         return repr(SECRET) if secret else self.value(described)
@@ -366,7 +451,10 @@ class _Writer:
             )
         if kind == "config":
             values = self.value(described["values"])
-            return f"configured({described['config']!r}, {values}, {self.mapping(described['chosen'])})"
+            chosen = {name: item for name, item in described["chosen"].items() if item.get("value", item) is not None}
+            text = f"configured({described['config']!r}, {values}, {self.mapping(chosen)})"
+            number = len(self._shared) + 1
+            return self._shared.setdefault(text, "config" if number == 1 else f"config_{number}")
         raise CannotBeWrittenError(f"a {described[kind]} cannot be carried into a script")
 
 
@@ -381,9 +469,12 @@ def _held(kept: str | Mapping[str, Any] | None) -> str:
 def _dictionary(expressions: Mapping[str, str]) -> str:
     """A dictionary of expressions, one a line where it is long."""
     flat = "{" + ", ".join(f"{name!r}: {text}" for name, text in expressions.items()) + "}"
-    if len(flat) <= _LINE:
-        return flat
-    return "{\n" + "".join(f"        {name!r}: {text},\n" for name, text in expressions.items()) + "    }"
+    return flat if len(flat) <= _LINE else _nested(expressions)
+
+
+def _nested(expressions: Mapping[str, str]) -> str:
+    """A dictionary of expressions, one a line."""
+    return "{\n" + "".join(f"    {name!r}: {_indented(text, 4)},\n" for name, text in expressions.items()) + "}"
 
 
 def _indented(text: str, spaces: int) -> str:
@@ -398,34 +489,32 @@ Expect:  a line that begins with FAILS, and exit status 1. Exit status 0 means t
 
 {about}
 
-import functools  # @partial
+import functools
 import importlib
-import json  # @file
+import json  # @load
 import sys
 import types
 from contextlib import ExitStack  # @autocast
 from pathlib import Path  # @file
 
 import torch
+from safetensors.torch import load_file  # @safetensors
 
-{source}CHECK = {check!r}
+{source}GRAD = {grad!r}
 LIMIT = {limit!r}  # of the relative error @accuracy
-GRAD = {grad!r}
 AUTOCAST = {autocast!r}  # @autocast
 RANDOM = {random!r}  # the tensor that holds the state of the random generator @random
-DEVICE = "cpu"
+DEVICE = "cpu"  # @device
 CAST = {{}}  # dtypes that stand for others, while the call is made in float32
 
 
 def module(T):
     """The module, with its weights."""
-    return {module}
-
+{module}
 
 def arguments(T):
     """What it is called with."""
-    return ({positional}), {named}
-
+{arguments}
 
 def kept():
     """The tensors of the call, by name."""
@@ -434,7 +523,9 @@ def kept():
 
 CALLS = [{calls}]  # what the modules inside returned, in order @own
 GRADIENTS = {{{gradients}}}  # of what has left the module @backward
-LEFT = []  # what has left the module, in order: to the modules in it, and as its output @output
+INPUTS = {inputs!r}  # what needs a gradient beside the parameters @backward
+LEAVES = {{}}  # the parameters by the identities of the tensors that they are made of @shared
+LEFT = []  # what has left the module, in order: to the modules in it, and as its output @own
 RETURNED = []  # what the modules in it are going to return @own
 '''
 
@@ -450,26 +541,25 @@ class Recorded(torch.nn.Module):
 
     def forward(self, *args, **kwargs):
         name, result = RETURNED.pop(0) if RETURNED else ("the next one", None)
-        LEFT.append((f"what {name} is given", list(tensors((args, kwargs)))))
+        LEFT.append((f"what {name} is given", tensors((args, kwargs))))
         if result is None or any(bad(tensor) for tensor in tensors(result)):
             raise Ended
         return result
 ''',
     "made": '''
 
-def made(cls, attributes, parameters={}, buffers={}, children={}, forward=None):
+def made(cls, attributes={}, parameters={}, buffers={}, children={}, forward=None):
     """An instance of a module class, without calling its constructor."""
     instance = found(cls).__new__(found(cls))
     torch.nn.Module.__init__(instance)
     vars(instance).update(attributes)
     for name, value in parameters.items():
         if value is not None and not hasattr(value, "quant_state"):
-            value = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
-        instance.register_parameter(name, value)
-    for name, value in buffers.items():  # @buffers
-        instance.register_buffer(name, value)  # @buffers
-    for name, child in children.items():  # @children
-        instance.add_module(name, child)  # @children
+            value = torch.nn.Parameter(value, requires_grad=value.is_floating_point())  # @alone
+            value = LEAVES.setdefault(id(value), torch.nn.Parameter(value, requires_grad=value.is_floating_point()))  # @shared
+        instance._parameters[name] = value
+    instance._buffers.update(buffers)  # @buffers
+    instance._modules.update(children)  # @children
     if hasattr(instance, "_init_flat_weights"):  # @recurrent
         instance._init_flat_weights()  # @recurrent
     if forward is not None:  # @forward
@@ -481,8 +571,7 @@ def made(cls, attributes, parameters={}, buffers={}, children={}, forward=None):
 def configured(cls, values, chosen):
     config = found(cls).from_dict(values)
     for name, value in chosen.items():
-        if value is not None:
-            setattr(config, name, value)
+        setattr(config, name, value)
     return config
 """,
     "holding": '''
@@ -507,9 +596,7 @@ def found(name):
     """A class or function by its module and name; ``source`` is this file."""
     module_name, _, path = name.partition(":")
     thing = types.SimpleNamespace(**globals()) if module_name == "source" else importlib.import_module(module_name)
-    for part in path.split("."):
-        thing = getattr(thing, part)
-    return thing
+    return functools.reduce(getattr, path.split("."), thing)
 ''',
     "dtype": '''
 
@@ -521,13 +608,12 @@ def dtype(name):
 
 def tensors(value):
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
-    elif hasattr(value, "values") or isinstance(value, types.SimpleNamespace):
-        for item in (vars(value) if isinstance(value, types.SimpleNamespace) else value).values():
-            yield from tensors(item)
+        return [value]
+    if isinstance(value, types.SimpleNamespace):
+        value = vars(value)
+    if hasattr(value, "values"):
+        value = list(value.values())
+    return [tensor for item in value for tensor in tensors(item)] if isinstance(value, (tuple, list)) else []
 """,
     "bad": """
 
@@ -543,12 +629,13 @@ def drawn(shape, dtype, scale, seed):
 ''',
     "gradients": '''
 
-def gradients(T):
+def gradients(T, left):
     """Goes back with the recorded gradients: what comes out at the inputs and weights."""
-    ends = [(LEFT[place][1][index], T[key]) for (place, index), key in GRADIENTS.items() if place < len(LEFT)]
+    ends = [(left[place][1][index], T[key]) for (place, index), key in GRADIENTS.items() if place < len(left)]
     ends = [(tensor, gradient.to(tensor.dtype)) for tensor, gradient in ends if tensor.requires_grad]
     torch.autograd.backward([tensor for tensor, _ in ends], [gradient for _, gradient in ends])
-    return [(f"the gradient of {name}", [t.grad]) for name, t in T.items() if t.is_leaf and t.grad is not None]
+    leaves = {name: LEAVES.get(id(t), t) for name, t in T.items()}
+    return [(f"the gradient of {name}", [t.grad]) for name, t in leaves.items() if t.is_leaf and t.grad is not None]
 ''',
     "load": '''
 
@@ -574,16 +661,18 @@ END = '''
 def attempt(wide):
     """Makes the call; in float32 with ``wide``. What has left the module, and what it raised."""
     T = kept()
-    CAST.clear()
     if wide:
-        CAST.update({torch.float16: torch.float32, torch.bfloat16: torch.float32})
+        CAST.update({torch.float16: torch.float32, torch.bfloat16: torch.float32})  # @compared
+        CAST.update(dict.fromkeys([torch.float16, torch.bfloat16, torch.float64], torch.float32))  # @raising
         T = {name: t.float() if t.dtype in CAST and ".packed" not in name else t for name, t in T.items()}
-    fixed = [name for name, t in T.items() if not t.is_floating_point() or "gradient" in name or ".packed" in name]  # @backward
-    T = {name: t if name in fixed else t.requires_grad_() for name, t in T.items()}  # @backward
+    for name in INPUTS:  # @backward
+        T[name].requires_grad_()  # @backward
+    LEAVES.clear()  # @shared
     torch.set_rng_state(T.pop(RANDOM))  # @random
-    LEFT.clear()  # @output
+    LEFT.clear()  # @own
     RETURNED[:] = [(name, result(T)) for name, result in CALLS]  # @own
-    raised = None
+    left, raised = [], None  # @local
+    left, raised = LEFT, None  # @own
     with torch.set_grad_enabled(GRAD):  # @plain
     with ExitStack() as stack:  # @autocast
         stack.enter_context(torch.set_grad_enabled(GRAD))  # @autocast
@@ -591,7 +680,7 @@ def attempt(wide):
             stack.enter_context(torch.autocast(device, dtype=getattr(torch, name)))  # @autocast
         try:
             args, kwargs = arguments(T)
-            LEFT.append(("the output", list(tensors(module(T)(*args, **kwargs)))))  # @output
+            left.append(("the output", tensors(module(T)(*args, **kwargs))))  # @output
             module(T)(*args, **kwargs)  # @raises
         except Ended:  # @own
             pass  # @own
@@ -599,34 +688,33 @@ def attempt(wide):
             raised = error
     if raised is None:  # @backward
         try:  # @backward
-            return gradients(T), raised  # @backward
+            return gradients(T, left), None  # @backward
         except RuntimeError as error:  # @backward
             raised = error  # @backward
-    return list(LEFT), raised  # @output
-    return [], raised  # @raises
+    return list(left), raised
 
 
 def main():
     print(f"torch {torch.__version__}")
     (narrow, raised), (wide, raised_wide) = attempt(False), attempt(True)
+    if raised is not None:
+        return done(1, f"FAILS: {raised} ({raised_wide or 'nothing is raised'} in float32)")
     if raised_wide is not None:
-        return done(2, f"float32 raises too: {raised_wide}")
-    if CHECK == "dtype" or raised is not None:
-        return done(1, f"FAILS: {raised} (in float32 nothing is raised)") if raised else done(0, "nothing is raised")
-    for (what, given), (_, exact) in zip(narrow, wide):  # @output
-        for tensor, reference in zip(given, exact):  # @output
-            if not tensor.is_floating_point():  # @output
-                continue  # @output
-            count, largest = bad(tensor), reference.detach().abs().amax().item() if reference.numel() else 0.0  # @output
-            print(f"{what}: {tensor.dtype}, {count} not finite; the largest in float32: {largest:g}")  # @output
-            if bad(reference):  # @output
-                return done(2, f"{what} is not finite in float32 either")  # @output
-            if CHECK != "accuracy" and count:  # @output
-                return done(1, f"FAILS: {what}: {count} of {tensor.numel()} elements are inf or NaN in {tensor.dtype}")  # @output
+        return done(2, f"raises in float32 only: {raised_wide}")
+    for (what, given), (_, exact) in zip(narrow, wide):  # @compared
+        for tensor, reference in zip(given, exact):  # @compared
+            if not tensor.is_floating_point():  # @compared
+                continue  # @compared
+            count, largest = bad(tensor), reference.detach().abs().amax().item() if reference.numel() else 0.0  # @compared
+            print(f"{what}: {tensor.dtype}, {count} not finite; the largest in float32: {largest:g}")  # @compared
+            if count:  # @nonfinite
+                too = ", and in float32" if bad(reference) else ""  # @nonfinite
+                return done(1, f"FAILS: {what}: {count} of {tensor.numel()} elements are inf or NaN in {tensor.dtype}{too}")  # @nonfinite
             error = float((tensor.float() - reference).norm() / reference.norm().clamp_min(1e-30))  # @accuracy
             if error > LIMIT:  # @accuracy
                 return done(1, f"FAILS: {what} has a relative error of {error:.3g} against float32")  # @accuracy
-    return done(0, "everything is as it should be")  # @output
+    return done(0, "everything is as it should be")  # @compared
+    return done(0, "nothing is raised")  # @raising
 
 
 def done(status, sentence):
