@@ -9,7 +9,7 @@ The operators of a replay are recorded in the trace of the run itself, with numb
 so they stand where they would stand if the op trace had been on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.cuda import is_current_stream_capturing
 
 from dtypedoctor._torch_private import at_end_of_backward, hook_gradient, transformation
-from dtypedoctor.instrument.alone import calls_alone, is_of_several, is_sharded, parameter_not_here
+from dtypedoctor.instrument.alone import ParameterCopies, calls_alone, is_of_several, is_sharded, parameter_not_here
 from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.live_call import LiveCall, mapped, tensors_of
@@ -81,7 +81,10 @@ HELD_FILE = "held-inputs.safetensors"
 MAX_WAITING = 4
 """Failed calls that wait until their parameters are unsharded again."""
 SHARE_HELD = 0.02
-"""Share of the device's memory that the inputs of kept calls may take together, where that is more than :data:`MAX_HELD`."""
+"""Share of the device's memory that the inputs of kept calls may take together, where that is more than :data:`MAX_HELD`; copies of
+parameters may take as much."""
+SHARE_COPIED = 0.25
+"""Share of the memory that is still free on the device beyond which copies of parameters are not allowed to grow."""
 NOT_HERE = "{} was resharded before it was known that the call had failed, and was not gathered again; --rerun runs all ranks again"
 SPOILT = "that a call of {} had failed was known only when its inputs or parameters were not finite any more; --rerun runs all ranks again"
 NONE_ALONE = (
@@ -105,7 +108,8 @@ class InPlaceReplays:
     """Keeps outermost calls, and replays those that fail; in a job of several ranks those calls that a rank can make alone.
 
     Under FSDP2 a call is replayed while its parameters are unsharded: at its end, in the backward pass when its gradients are computed, and
-    before the first unit gives its own away. What becomes known later waits until they are unsharded again.
+    before the first unit gives its own away. What becomes known later, as everything on CUDA, is replayed with copies of them, as far as these are
+    still there, or waits until they are unsharded again.
 
     Args:
         session: of the process.
@@ -127,6 +131,8 @@ class InPlaceReplays:
         self._calls: list[KeptCall] = []
         self._current: KeptCall | None = None
         self._waiting: list[_Waiting] = []
+        self._copies = CopiesOfParameters(session)
+        self._late = False
         self._alone: WeakKeyDictionary[nn.Module, tuple[type, frozenset[int], bool]] = WeakKeyDictionary()
         self._sharded = False
         self._asked = False
@@ -145,14 +151,15 @@ class InPlaceReplays:
     def _is_forced(self, kept: KeptCall) -> bool:
         return bool(self._every) and kept.call % self._every == 0 and not kept.old
 
-    def begin(self, *, force: int = 0, capsule_limit: int = CAPSULE_LIMIT) -> None:
+    def begin(self, *, force: int = 0, late: bool = False, capsule_limit: int = CAPSULE_LIMIT) -> None:
         """Begins to keep calls. Listens after the instruments, which have then seen what happened.
 
         Args:
             force: each so-manieth call is replayed, forward and backward, although nothing is wrong; for tests, and without a bound.
+            late: what a CPU computes is looked at when the next outermost call begins, as if it had come from a device; for tests.
             capsule_limit: bytes that the capsule of a failing call may take.
         """
-        self.begun, self._every, self._capsule_limit = True, force, capsule_limit
+        self.begun, self._every, self._late, self._capsule_limit = True, force, late, capsule_limit
         modules, phases = self._modules, self._phases
         modules.before_root.append(self._enter_root)
         modules.on_error.append(self._raised)
@@ -169,7 +176,10 @@ class InPlaceReplays:
         phases.after_step.append(self._after_step)
 
     def finish(self) -> None:
-        """The program is over: says which calls could not be replayed because their parameters did not come back."""
+        """The program is over: replays what was not known before, and says which calls wait for parameters that did not come back."""
+        if self.begun:
+            self._modules.wait()
+            self._session.guard.shield(self._look_now, REPLAY_OF_FAILURES)()
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             self._session.guard.tell(REPLAY_OF_FAILURES, NOT_HERE.format(one.gone))
@@ -181,6 +191,7 @@ class InPlaceReplays:
         self._current = None
         if self._session.position.backward_depth:
             return
+        self._look_now()
         alone, self._sharded = frozenset({id(module)}), False
         if is_of_several():
             alone, self._sharded = self._calls_alone(module)
@@ -283,6 +294,8 @@ class InPlaceReplays:
                 self._replay(kept, "forced")
             elif self._is_doubtful(module):
                 self._replay(kept, "packed")
+            if self._sharded and kept.error is None and self._is_known_later(module):
+                self._copies.keep(kept, self._calls)
         self._look()
 
     def noticed(self, error: BaseException) -> None:
@@ -295,7 +308,8 @@ class InPlaceReplays:
         part = RESERVED // MAX_KEPT
         first = self._session.writer.next_n(part * max(MAX_KEPT, len(self._calls)))
         for number, kept in enumerate(self._calls):
-            kept.backward = first + number * part
+            if not kept.old:
+                kept.backward = first + number * part
 
     def _ask_for_end(self) -> None:
         """A backward pass comes to what an outermost call has returned, before FSDP2 hears of it, and so does its end."""
@@ -309,7 +323,9 @@ class InPlaceReplays:
             return
         if self._is_forced(kept):
             self._through([kept], "forced", None)
-        elif not gradient.is_cuda and (not is_finite(gradient) or _has_bad_gradient(kept)):
+        elif gradient.is_cuda or self._late:
+            self._copies.keep(kept, self._calls)
+        elif not is_finite(gradient) or _has_bad_gradient(kept):
             self._fails_backward(kept)
         self._look()
 
@@ -319,6 +335,8 @@ class InPlaceReplays:
             if not kept.old and kept.live.gradients and not parameter_not_here(kept.live.module):
                 if self._is_forced(kept):
                     self._through([kept], "forced", None)
+                elif self._is_known_later(kept.live.module):
+                    self._copies.keep(kept, self._calls)
                 elif _has_bad_gradient(kept):
                     self._fails_backward(kept)
         self._look()
@@ -377,8 +395,17 @@ class InPlaceReplays:
         dtypes = self._packed[found[0]] = packed_dtypes(self._session.names, found[0])
         return bool(dtypes - USUAL) or bool(before and not dtypes <= before)
 
+    def _is_known_later(self, module: nn.Module) -> bool:
+        """Whether what ``module`` computes is known only when its parameters may have been resharded."""
+        return self._late or any(parameter.is_cuda for parameter in module.parameters())
+
     def _look(self) -> None:
-        """Replays the calls of what has become known not to be finite: the first result of a module, and the first gradient."""
+        """Replays the calls of what has become known by now not to be finite."""
+        if not self._late:
+            self._look_now()
+
+    def _look_now(self) -> None:
+        """Replays the calls of what is known not to be finite: the first result of a module, and the first gradient."""
         news = sorted(self._modules.news())
         forward = next((one for one in news if one.kind in RESULTS), None)
         backward = next((one for one in news if one.kind in GRADIENTS), None)
@@ -436,7 +463,7 @@ class InPlaceReplays:
         self, kept: KeptCall, why: str, *, backward: bool = False, error: tuple[str, str] | None = None
     ) -> bool:
         """Makes the call again, as :meth:`_replay` does, or has it wait until its parameters are unsharded."""
-        gone = parameter_not_here(kept.live.module) if self._sharded else ""
+        gone = parameter_not_here(kept.live.module) if self._sharded and kept.copies is None else ""
         if not gone:
             return self._replay(kept, why, backward=backward, error=error)
         if why in ("value", "gradient") and len(self._waiting) < MAX_WAITING:
@@ -465,7 +492,7 @@ class InPlaceReplays:
         ops = OpTrace(self._session, self._originals, first_id=self._next_id)
         inner = InnerCalls(self._session, _KINDS[why], self._capsule_limit) if why in _KINDS else None
         replay = RepeatedCall(self._session, kept, ops, inner)
-        with self._aside(), self._modules.following(replay), self._phases.standing_aside():
+        with kept.with_its_parameters(), self._aside(), self._modules.following(replay), self._phases.standing_aside():
             doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)
         self._next_id = replay.ops.next_id
         self._spent += perf_counter() - began
@@ -475,7 +502,13 @@ class InPlaceReplays:
         if replay.capsule is not None:
             self._write_capsule(kept, *replay.capsule)
         if why != "forced":
-            record = ReplayedCall(why=why, compared=replay.compared, doubt=doubt or None, late=kept.moved)
+            record = ReplayedCall(
+                why=why,
+                compared=replay.compared,
+                doubt=doubt or None,
+                late=kept.moved and kept.copies is None,
+                copies=kept.copies is not None,
+            )
             self._session.emit(record, fqn=kept.live.fqn)
         return not doubt
 
@@ -487,6 +520,58 @@ class InPlaceReplays:
             if tensors:
                 self._session.writer.write_beside(f"{name}.safetensors", tensors)
             self._session.writer.write_beside(f"{name}.json", to_json(description).encode("utf-8"))
+
+
+class CopiesOfParameters:
+    """Keeps copies of what the last units of FSDP2 computed with, until it is known whether all was finite.
+
+    A copy is made behind the stream; nothing waits for it. The one that was used longest ago makes room for the next.
+
+    Args:
+        session: of the process.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._kept: list[KeptCall] = []
+        self._most = 0
+
+    def keep(self, kept: KeptCall, calls: Sequence[KeptCall]) -> None:
+        """Copies the parameters of a call, which are unsharded at the moment; those of calls that are not among ``calls`` are let go of."""
+        if kept.copies is not None:
+            self._kept.remove(kept)
+            self._kept.append(kept)
+            return
+        module = kept.live.module
+        size = bytes_of(module.parameters())
+        limit = max(MAX_HELD, _share_of_device())
+        if size == 0 or size > limit or parameter_not_here(module):
+            return
+        self._drop([one for one in self._kept if one not in calls])
+        while self._size() + size > limit:
+            self._drop(self._kept[:1])
+        if not self._fits(self._size() + size):
+            return
+        with self._session.position.mute(), out_of_their_sight(), torch.no_grad():
+            kept.copies = ParameterCopies(module)
+        self._kept.append(kept)
+
+    def _drop(self, calls: list[KeptCall]) -> None:
+        for kept in calls:
+            kept.copies = None
+            self._kept.remove(kept)
+
+    def _size(self) -> int:
+        return sum(kept.copies.size for kept in self._kept if kept.copies is not None)
+
+    def _fits(self, size: int) -> bool:
+        """Whether the device has room for copies of ``size`` bytes together; asked only where there were never as many."""
+        if size > self._most and torch.cuda.is_initialized():
+            free, _ = torch.cuda.mem_get_info()
+            if size - self._most > free * SHARE_COPIED:
+                return False
+        self._most = max(self._most, size)
+        return True
 
 
 class HeldInputs:

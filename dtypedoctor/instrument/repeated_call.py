@@ -4,7 +4,7 @@ Which calls are kept, and when one is made again, is decided in :mod:`dtypedocto
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import field
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import version_of
-from dtypedoctor.instrument.alone import Given, unit_set_aside
+from dtypedoctor.instrument.alone import Given, ParameterCopies, unit_set_aside
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import out_of_their_sight
@@ -68,6 +68,7 @@ class KeptCall:
         replayed: what of it has been replayed, ``forward`` or ``backward``.
         old: a step has ended since, which may have been skipped.
         moved: an optimizer has stepped since.
+        copies: of the parameters that it computed with, where these are resharded before its failure can be known.
     """
 
     live: LiveCall
@@ -83,6 +84,11 @@ class KeptCall:
     replayed: set[str] = field(default_factory=set)
     old: bool = False
     moved: bool = False
+    copies: ParameterCopies | None = None
+
+    def with_its_parameters(self) -> AbstractContextManager[None]:
+        """Inside, the module has the parameters of the call, where they were copied; else those of now."""
+        return self.copies.in_place() if self.copies is not None else nullcontext()
 
     def holds(self, call: int, fqn: str) -> bool:
         """Whether the module ``fqn`` is called in this call, in the outermost one of that number."""
@@ -91,11 +97,9 @@ class KeptCall:
 
     def is_spoilt(self) -> bool:
         """Whether an input or a parameter was not finite before it; asks the device, and waits for it. -inf is what masks are made of."""
-        given = [
-            tensor.detach()
-            for _, tensor in (*self.live.inputs(), *self.live.parameters())
-            if tensor.is_floating_point()
-        ]
+        with self.with_its_parameters():
+            held = (*self.live.inputs(), *self.live.parameters())
+        given = [tensor.detach() for _, tensor in held if tensor.is_floating_point()]
         with out_of_their_sight():
             return any(bool((tensor.isnan() | (tensor == torch.inf)).any()) for tensor in given)
 

@@ -166,6 +166,10 @@ class ModuleWatch:
         """A backward pass or an optimizer step begins or ends: sends off what has been put together. Never waits."""
         self._recorders.flush()
 
+    def wait(self) -> None:
+        """The program is over: waits a little for what is still on its way from a device."""
+        self._recorders.finish()
+
     def keep_to(self, budget: Budget) -> None:
         """Measures only as much of each step as ``budget`` says; nothing changes where :attr:`every` is not 1."""
         if self.every == 1:

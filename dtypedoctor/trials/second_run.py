@@ -1,6 +1,6 @@
 """Looks at a failure with the op trace on: in a replay of the part of the run that failed, or in another run of the scenario."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dtypedoctor.analysis import analysis_of
@@ -161,8 +161,7 @@ def _replayed_in_place(before: Run) -> CloserLook:
     """The op trace that the run itself has left, of calls that it made again; where one of these went differently, what is seen without it."""
     seen = [record.what for record in before.trace.observed(ReplayedCall)]
     calls = f"{len(seen)} failed call{'s' if len(seen) > 1 else ''}"
-    late = "after the optimizer's step" if any(what.late for what in seen) else "at the moment of the failure"
-    begun = f"Op trace: {calls} replayed in the process itself, {late}"
+    begun = f"Op trace: {calls} replayed in the process itself, {_moment_of(seen)}"
     doubt = next((what.doubt for what in seen if what.doubt), "")
     if doubt:
         words = f"{begun}; the replay differed: {doubt}."
@@ -175,6 +174,15 @@ def _replayed_in_place(before: Run) -> CloserLook:
     equal = sum(what.compared for what in seen)
     compared = "the results are" if equal == len(seen) else f"{equal} of {len(seen)} results could be compared, and are"
     return CloserLook(before=before, certificate=f"{begun}; {compared} bitwise equal.")
+
+
+def _moment_of(replays: Sequence[ReplayedCall]) -> str:
+    """When calls were made again, and with which parameters, as a clause."""
+    if any(replay.late for replay in replays):
+        return "after the optimizer's step"
+    if any(replay.copies for replay in replays):
+        return "once the failure was known, with copies of the parameters"
+    return "at the moment of the failure"
 
 
 def _why_not_in_place(before: Run) -> str:

@@ -60,7 +60,8 @@ BYTES_TO_COMPARE = 256 << 20
 BYTES_PER_RECORD = 1 << 20
 """Each digest counts as this many bytes more, so that there are at most 256."""
 IN_PLACE = "DTYPEDOCTOR_REPLAY_IN_PLACE"
-"""Environment variable that has calls replayed in the process also on a CPU: ``fails``, or a number for each so-manieth call. For tests."""
+"""Environment variable that has calls replayed in the process also on a CPU: ``fails``, ``late`` for what is known late only, as on a device, or a
+number for each so-manieth call. For tests."""
 ROOM = 2
 """How often the memory of the process must be free as well: what it writes from then on is there twice."""
 
@@ -150,7 +151,7 @@ class Standbys:
         replays = self._watch.instruments.in_place
         if not replays.begun and getpid() == self._owner:
             force = int(self._in_place) if self._in_place.isdecimal() else 0
-            replays.begin(force=force, capsule_limit=self._capsule_limit)
+            replays.begin(force=force, late=self._in_place == "late", capsule_limit=self._capsule_limit)
 
     def _give_up(self, why: str) -> None:
         self._impossible = True

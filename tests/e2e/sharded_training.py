@@ -28,18 +28,17 @@ class Loud(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Two linear layers around an activation, with dropout."""
+    """Two linear layers around an activation, with dropout; the call that is told how fails like that."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.drop = nn.Dropout(0.1)
-        self.gain = 1.0
-        self.loud = self.wide = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(x).float() if self.wide else self.norm(x)
-        hidden = self.up(Loud.apply(hidden) if self.loud else hidden) * self.gain
+    def forward(self, x: Tensor, fault: str = "none") -> Tensor:
+        hidden = self.norm(x).float() if fault == "dtype" else self.norm(x)
+        hidden = self.up(Loud.apply(hidden) if fault == "backward" else hidden)
+        hidden = hidden * (1e6 if fault in ("forward", "collective") else 1.0)
         return x + self.drop(self.down(torch.relu(hidden)))
 
 
@@ -53,10 +52,11 @@ class Net(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64)
         self.recompute = recompute
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, fault: str) -> Tensor:
         x = self.embed(ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        for number, block in enumerate(self.blocks):
+            given = (x, fault if number == len(self.blocks) // 2 else "none")
+            x = checkpoint(block, *given, use_reentrant=False) if self.recompute else block(*given)
         return self.head(self.norm(x)).clone()
 
 
@@ -110,17 +110,11 @@ scaler = torch.amp.GradScaler(device.type, init_scale=1.0, enabled=options.scale
 losses = []
 for step in range(1, options.steps + 1):
     ids = torch.randint(0, 64, (options.rows,), generator=data)
-    block = net.blocks[options.depth // 2]
-    fails = (rank, step) == (1, 2)
-    block.gain = 1e6 if fails and options.fault == "forward" else 1.0
-    block.loud = fails and options.fault == "backward"
-    block.wide = fails and options.fault == "dtype"
-    if fails and options.fault == "collective":
-        block.gain = 1e6
-        block.drop.register_forward_hook(lambda *_: dist.all_reduce(torch.ones(1, device=device)))
-    if step == 2 and rank == 0 and options.fault == "collective":
-        block.drop.register_forward_hook(lambda *_: dist.all_reduce(torch.ones(1, device=device)))
-    loss = nn.functional.cross_entropy(model(ids.to(device)).float(), ids.to(device))
+    fault = options.fault if (rank, step) == (1, 2) else "none"
+    if step == 2 and options.fault == "collective":
+        drop = net.blocks[options.depth // 2].drop
+        drop.register_forward_hook(lambda *_: dist.all_reduce(torch.ones(1, device=device)))
+    loss = nn.functional.cross_entropy(model(ids.to(device), fault).float(), ids.to(device))
     scaler.scale(loss).backward()
     if not options.ahead:
         losses.append(loss.item())

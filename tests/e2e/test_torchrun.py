@@ -255,6 +255,19 @@ def test_a_failing_call_of_fsdp_is_replayed_while_its_parameters_are_unsharded(
     assert f"Same verdict as in the run: {wanted[0]}, {wanted[2]}" in " ".join(again.out.split()), again.out
 
 
+@pytest.mark.parametrize(("fault", "finding"), [("forward", "float16-overflow"), ("backward", "backward-overflow")])
+def test_a_failure_that_is_known_after_its_unit_was_resharded_is_replayed_with_copies(
+    fault: str, finding: str, tmp_path: Path
+) -> None:
+    """Known when the next step begins, as on a device: the optimizer has spoilt the parameters, and the copies are those of the call."""
+    report, _, out = trained(tmp_path, "fsdp", fault, "--ahead", DTYPEDOCTOR_REPLAY_IN_PLACE="late")
+    first = report["findings"][0]
+    assert (first["id"], first["fqn"], first["op"]) == (finding, "blocks.2", "aten.mul.Tensor")
+    assert (first["rank"], first["step"], first["phase"], first["confidence"]) == (1, 2, fault, "proven")
+    assert any("with copies of the parameters; the results are bitwise equal" in line for line in report["coverage"])
+    assert (out / "capsule").is_dir()
+
+
 def test_a_collective_of_the_failing_call_ends_its_replay_and_is_named(tmp_path: Path) -> None:
     """The call has an all_reduce of its own: nothing hangs, both ranks come to their end, and the report says why there is no op trace."""
     report, ended, _ = trained(tmp_path, "fsdp", "collective")

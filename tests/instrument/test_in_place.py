@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 from watched import watched
 
+import dtypedoctor.instrument.in_place as in_place_module
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.window import suspicious_windows
-from dtypedoctor.instrument.alone import calls_alone
-from dtypedoctor.instrument.in_place import _Waiting
+from dtypedoctor.instrument.alone import ParameterCopies, calls_alone
+from dtypedoctor.instrument.in_place import CopiesOfParameters, _Waiting
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.live_call import LiveCall
 from dtypedoctor.instrument.operators import is_unfinished
@@ -426,6 +429,10 @@ def test_collectives_are_not_put_together_in_a_replay_nor_in_a_thread_that_works
     assert said == ["a group of collectives needs the other ranks"] * 2
 
 
+def _kept(live: LiveCall) -> KeptCall:
+    return KeptCall(live=live, size=8, number=0, step=0, call=1, overrides=(), regions=())
+
+
 def test_a_waiting_call_whose_parameters_come_back_spoilt_is_given_up(tmp_path: Path) -> None:
     """Each look at them waits for the device, and what is not finite stays so."""
     net = nn.Linear(2, 2)
@@ -434,7 +441,7 @@ def test_a_waiting_call_whose_parameters_come_back_spoilt_is_given_up(tmp_path: 
         replays = instruments.in_place
         replays.begin()
         live = LiveCall.entered(net, "", (torch.ones(1, 2),), {})
-        kept = KeptCall(live=live, size=8, number=0, step=0, call=1, overrides=(), regions=())
+        kept = _kept(live)
         replays._waiting.append(_Waiting(kept=kept, why="value", backward=False, gone="weight"))
         nn.init.constant_(net.weight, float("nan"))
         net(torch.ones(1, 2))
@@ -451,6 +458,75 @@ def test_a_model_whose_parameters_deepspeed_has_partitioned_is_not_called_alone(
     for number, parameter in enumerate(net.parameters()):
         parameter.ds_id = number  # type: ignore[attr-defined]
     assert not calls_alone(net)
+
+
+def test_copies_of_parameters_stand_in_for_them_and_are_taken_away_again() -> None:
+    """One copy of a tensor that two modules share; what the optimizer does to the originals does not reach them."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    originals = dict(net.named_parameters(remove_duplicate=False))
+    copies = ParameterCopies(net)
+    before = {name: parameter.detach().clone() for name, parameter in originals.items()}
+    with torch.no_grad():
+        net[0].weight.fill_(torch.nan)
+    with copies.in_place():
+        assert net[1].weight is net[0].weight is not originals["0.weight"]
+        assert all(torch.equal(before[name], parameter) for name, parameter in net.named_parameters())
+    assert all(parameter is originals[name] for name, parameter in net.named_parameters(remove_duplicate=False))
+    assert copies.size == 4 * (4 + 2 + 2)
+
+
+def test_copies_that_were_used_longest_ago_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a backward pass these are those of the last units, of which it is known by then whether they were finite."""
+    monkeypatch.setattr(in_place_module, "MAX_HELD", 3 * 24)
+    nets = [nn.Linear(2, 2) for _ in range(4)]
+    calls = [_kept(LiveCall.entered(net, str(number), (), {})) for number, net in enumerate(nets)]
+
+    def work(instruments: Instruments) -> None:
+        copies = CopiesOfParameters(instruments.session)
+        for call in (*calls, calls[1], calls[0]):
+            copies.keep(call, calls)
+        assert [call.copies is not None for call in calls] == [True, True, False, True]
+        copies.keep(calls[0], calls[:1])
+        copies.keep(calls[2], calls[:1])
+        assert [call.copies is not None for call in calls] == [True, False, True, False]
+
+    watched(tmp_path, work)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_of_parameters_are_made_without_waiting_for_the_device(tmp_path: Path) -> None:
+    """A training step whose units of FSDP2 are resharded waits as often as without the watch."""
+    from tests.benchmarks.counting import count_synchronisations
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4))).cuda()
+        for block in net:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+        fully_shard(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+        def step() -> None:
+            net(torch.ones(4, 64, device="cuda")).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(5):
+            step()
+        expected = count_synchronisations(step)
+
+        def work(instruments: Instruments) -> None:
+            instruments.in_place.begin()
+            for _ in range(5):
+                step()
+            assert count_synchronisations(step) == expected
+            assert all(kept.copies is not None for kept in instruments.in_place._calls)
+
+        watched(tmp_path, work)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_program_that_allows_no_hooks_of_saved_tensors_is_replayed(tmp_path: Path) -> None:

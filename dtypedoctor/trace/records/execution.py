@@ -130,7 +130,8 @@ class ReplayedCall:
             dequantized wrongly).
         compared: whether what it returned or raised could be compared with what the call itself had.
         doubt: how it differed, as a clause; None where it did not.
-        late: whether an optimizer had stepped since.
+        late: whether an optimizer had stepped since, and the parameters are those of then.
+        copies: whether its parameters are copies that were made when it was called.
     """
 
     KIND: ClassVar[str] = "replayed-call"
@@ -139,6 +140,7 @@ class ReplayedCall:
     compared: bool
     doubt: str | None = None
     late: bool = False
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
