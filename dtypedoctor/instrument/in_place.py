@@ -83,6 +83,8 @@ MAX_WAITING = 4
 SHARE_HELD = 0.02
 """Share of the device's memory that the inputs of kept calls may take together, where that is more than :data:`MAX_HELD`; copies of
 parameters may take as much."""
+COPIES_ON_CUDA = False
+"""Whether parameters of units that compute on CUDA are copied; not yet confirmed there."""
 SHARE_COPIED = 0.25
 """Share of the memory that is still free on the device beyond which copies of parameters are not allowed to grow."""
 NOT_HERE = "{} was resharded before it was known that the call had failed, and was not gathered again; --rerun runs all ranks again"
@@ -323,9 +325,9 @@ class InPlaceReplays:
             return
         if self._is_forced(kept):
             self._through([kept], "forced", None)
-        elif gradient.is_cuda or self._late:
+        elif self._is_known_later(kept.live.module):
             self._copies.keep(kept, self._calls)
-        elif not is_finite(gradient) or _has_bad_gradient(kept):
+        elif not gradient.is_cuda and (not is_finite(gradient) or _has_bad_gradient(kept)):
             self._fails_backward(kept)
         self._look()
 
@@ -397,7 +399,7 @@ class InPlaceReplays:
 
     def _is_known_later(self, module: nn.Module) -> bool:
         """Whether what ``module`` computes is known only when its parameters may have been resharded."""
-        return self._late or any(parameter.is_cuda for parameter in module.parameters())
+        return self._late or (COPIES_ON_CUDA and any(parameter.is_cuda for parameter in module.parameters()))
 
     def _look(self) -> None:
         """Replays the calls of what has become known by now not to be finite."""
