@@ -138,7 +138,7 @@ def explain(
     ] = None,
 ) -> None:
     """Print the page about a finding (symptoms, cause, evidence, fixes), or what a correction changes in a library."""
-    from dtypedoctor.diagnosis.registry import by_family, page
+    from dtypedoctor.diagnosis.registry import by_family, readable_page
     from dtypedoctor.plugins import Correction, registered
     from dtypedoctor.report.library_patch import about, patch_of
 
@@ -157,10 +157,7 @@ def explain(
     if finding in corrections:
         print(about(corrections[finding]))
         return
-    text = page(finding)
-    if text.startswith("---\n"):  # the front matter is for programs
-        _, _, text = text.removeprefix("---\n").partition("\n---\n")
-    print(text.strip())
+    print(readable_page(finding))
 
 
 def scenarios(

@@ -232,6 +232,14 @@ def page(finding_id: str) -> str:
         ) from error
 
 
+def readable_page(finding_id: str) -> str:
+    """The same page without its front matter, which is for programs."""
+    text = page(finding_id)
+    if text.startswith("---\n"):
+        _, _, text = text.removeprefix("---\n").partition("\n---\n")
+    return text.strip()
+
+
 def folder(package: Path = _PACKAGE) -> Path:
     """The folder with the pages that belongs to the installed ``package``.
 

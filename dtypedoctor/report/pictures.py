@@ -113,13 +113,14 @@ def _tensor(note: TensorNote) -> str:
 MOST_COLUMNS = 200
 """A longer run is shown with several steps to a column, each column at its worst."""
 
-_LANE_OF_PHASE = {
+LANE_OF_PHASE = {
     "forward": "forward",
     "recompute": "forward",
     "compile": "forward",
     "generate": "generate",
     "backward": "backward",
 }
+"""The lane that a module's outputs of a phase stand in."""
 _LANE_OF_PARAMETER = {"grad": "gradients", "param": "parameters"}
 _WORDS = {"output": "output", "grad_output": "gradient of output", "grad": "gradient of", "param": "parameter"}
 
@@ -217,11 +218,11 @@ class _Modules:
         lane = _LANE_OF_PARAMETER.get(site.kind)
         if lane is not None:
             return self.at((site.root, site.fqn.rpartition(".")[0])), lane
-        if site.kind not in ("output", "grad_output") or site.phase not in _LANE_OF_PHASE:
+        if site.kind not in ("output", "grad_output") or site.phase not in LANE_OF_PHASE:
             return None
         module = self.at((site.root, site.fqn))
         module.cls = module.cls or site.cls
-        return module, _LANE_OF_PHASE[site.phase]
+        return module, LANE_OF_PHASE[site.phase]
 
     def add_flow(self, flow: Flow) -> None:
         module = self.at((flow.root, flow.fqn))

@@ -47,6 +47,7 @@ from dtypedoctor.report.run_facts import (
     replay_command,
     replay_title,
     run_title,
+    seconds_of,
     status_word,
     summary_facts,
     title,
@@ -283,7 +284,7 @@ def _checks(report: Report) -> Iterator[Check]:
         kind=report.status.value,
         message=report.headline,
         text=report.headline,
-        seconds=(before.step_time or 0.0) * before.steps_completed if before else 0.0,
+        seconds=seconds_of(before),
     )
     for finding in report.findings:
         harmless = finding.severity is Severity.INFO or as_expected

@@ -23,7 +23,7 @@ from dtypedoctor.report.document import (
     named,
 )
 from dtypedoctor.report.document import Outcome as Gate
-from dtypedoctor.report.model import Observer, Outcome, Report, Status, Trial
+from dtypedoctor.report.model import Observer, Outcome, Report, RunSummary, Status, Trial
 from dtypedoctor.report.text import ABSENT, counted, one_line
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
@@ -189,8 +189,15 @@ def fix_checks(report: Report) -> Iterator[Check]:
             outcome=Gate.PASSED if fixed else Gate.SKIPPED,
             message=words,
             text=words if fixed else "",
-            seconds=(run.step_time or 0.0) * run.steps_completed if run else 0.0,
+            seconds=seconds_of(run),
         )
+
+
+def seconds_of(run: RunSummary | None) -> float:
+    """How long a run took, for a test report: an older report says only how long its steps did, and none may have been completed."""
+    if run is None:
+        return 0.0
+    return run.seconds if run.seconds is not None else (run.step_time or 0.0) * run.steps_completed
 
 
 def outcome_look(words: str) -> Look:

@@ -62,6 +62,8 @@ class RunSummary:
     finding_ids: tuple[str, ...] = ()
     output_error: float | None = None
     """Relative error of the outputs before the first step against the float32 twin, where measured."""
+    seconds: float | None = None
+    """Wall-clock time of the process; None in reports of older versions."""
 
 
 class Bearing(StrEnum):

@@ -126,6 +126,7 @@ def summarise(label: str, run: Run, scenario: Scenario, twin: Trace | None = Non
         ended=ending_of(run).words,
         finding_ids=tuple(dict.fromkeys(f.id for f in analysis_of(trace).findings)),
         output_error=output_error(trace, twin, _models(scenario)) if twin is not None else None,
+        seconds=round(run.exit.seconds, 3),
     )
 
 

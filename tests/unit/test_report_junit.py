@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from report_builders import everything, healthy, hostile, mismatch, overflow, worker_died
 
 from dtypedoctor.diagnosis.rule import Severity
-from dtypedoctor.report.formats import render_junit
 from dtypedoctor.report.matrix import matrix_document, row_of
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.model import Report, RunSummary
 from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_ci import render_junit
 
 
 def merged(reports: list[Report]) -> str:
@@ -93,3 +93,15 @@ def test_any_text_makes_a_document_that_parses(text: str) -> None:
 def test_few_reports_make_a_document_too(reports: list[Report]) -> None:
     """No scenario at all is a valid, empty result."""
     assert ET.fromstring(merged(reports)).get("tests") == str(len(reports))
+
+
+def test_the_time_of_a_crash_in_the_first_step_is_that_of_its_run() -> None:
+    """No step was completed, so step times say nothing; an older report has only these."""
+
+    def time_of(run: RunSummary) -> str | None:
+        suite = ET.fromstring(render_junit(run_document(replace(worker_died(), before=run))))[0]
+        return suite[0].get("time")
+
+    crashed = RunSummary(label="before", steps_completed=0, steps_planned=8, ended="killed by SIGKILL", seconds=12.5)
+    assert time_of(crashed) == "12.500"
+    assert time_of(replace(crashed, seconds=None, step_time=0.5, steps_completed=3)) == "1.500"

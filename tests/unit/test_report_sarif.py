@@ -1,0 +1,124 @@
+"""SARIF and annotations: each finding at a line of the program's source."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_builders import everything, healthy, hostile, mismatch, overflow
+
+from dtypedoctor import __version__
+from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis.rule import Excerpt, Severity
+from dtypedoctor.report.matrix import matrix_document, row_of
+from dtypedoctor.report.model import Report
+from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_ci import render_annotations, render_sarif
+
+SCHEMA = os.environ.get("SARIF_SCHEMA", "")
+OWN = Excerpt(file="sub/train.py", line=11, function="forward", text="        return self.head(y * y)")
+
+
+def sarif(report: Report) -> dict[str, Any]:
+    """The one run of the log."""
+    log = json.loads(render_sarif(run_document(report)))
+    assert log["version"] == "2.1.0"
+    (run,) = log["runs"]
+    return run
+
+
+@pytest.mark.skipif(not SCHEMA, reason="SARIF_SCHEMA does not name OASIS' sarif-schema-2.1.0.json")
+@pytest.mark.parametrize("report", everything(), ids=lambda report: report.name[:30])
+def test_the_log_meets_the_official_schema(report: Report) -> None:
+    """URIs and unique items included."""
+    schema = json.loads(Path(SCHEMA).read_text(encoding="utf-8"))
+    checker = jsonschema.FormatChecker()
+    jsonschema.Draft4Validator(schema, format_checker=checker).validate(json.loads(render_sarif(run_document(report))))
+
+
+def test_a_finding_stands_at_the_line_of_the_program() -> None:
+    """The excerpt's file is relative to the working directory; `source` has the bare name only."""
+    (result,) = sarif(replace(overflow(), excerpts=(OWN,), expectation_met=None))["results"]
+    (place,) = result["locations"]
+    assert place["physicalLocation"]["artifactLocation"]["uri"] == "sub/train.py"
+    assert place["physicalLocation"]["region"] == {"startLine": 11}
+    assert place["logicalLocations"] == [{"fullyQualifiedName": overflow().findings[0].fqn, "kind": "module"}]
+    assert result["level"] == "error"
+    assert "Do this: Use bfloat16 in the place of float16." in result["message"]["text"]
+
+
+def test_what_the_scenario_announces_is_a_note() -> None:
+    """A gate that counts errors passes where the scenario fails as expected."""
+    assert {result["level"] for result in sarif(overflow())["results"]} == {"note"}
+
+
+def test_an_edit_is_a_fix_of_a_whole_line() -> None:
+    """An editor that applies it gets the new line."""
+    (fix,) = sarif(overflow())["results"][0]["fixes"]
+    (change,) = fix["artifactChanges"]
+    old = overflow().do_this[0].edits[0].old
+    assert change["artifactLocation"]["uri"] == "train.py"
+    assert change["replacements"] == [
+        {
+            "deletedRegion": {"startLine": 7, "startColumn": 1, "endLine": 7, "endColumn": len(old) + 1},
+            "insertedContent": {"text": "model = model.bfloat16()"},
+        }
+    ]
+
+
+def test_a_rule_is_described_by_its_spec_and_its_page() -> None:
+    """Code scanning shows the page beside the alert."""
+    driver = sarif(mismatch())["tool"]["driver"]
+    assert driver["version"] == __version__
+    (rule,) = driver["rules"]
+    spec = spec_of("norm-promotes-to-float32")
+    assert rule["shortDescription"]["text"] == spec.title
+    assert rule["properties"]["tags"] == [spec.family.id]
+    assert rule["help"]["markdown"].startswith("# ")
+    assert rule["helpUri"] == spec.references[0]
+
+
+def test_several_scenarios_make_one_run() -> None:
+    """Results name their rules, each of which is described once."""
+    reports = [mismatch(), overflow(), mismatch()]
+    rows = [row_of(report, exit_code=0, seconds=1.0, path="report.json") for report in reports]
+    (run,) = json.loads(render_sarif(matrix_document(rows, reports, exit_code=0)))["runs"]
+    rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    assert [rules[result["ruleIndex"]] for result in run["results"]] == [report.findings[0].id for report in reports]
+    assert len(rules) == 2
+
+
+def test_annotations_are_commands_of_the_runner() -> None:
+    """File and line as properties, the message behind them; colons and commas in a property are escaped."""
+    found = replace(overflow(), excerpts=(replace(OWN, file="a,b:c.py"),), expectation_met=None)
+    (line,) = render_annotations(run_document(found)).splitlines()
+    assert line.startswith("::error file=a%2Cb%3Ac.py,line=11,title=float16-overflow::")
+    warning = replace(mismatch().findings[0], severity=Severity.WARNING)
+    (line,) = render_annotations(run_document(replace(mismatch(), findings=(warning,)))).splitlines()
+    assert line.startswith("::warning file=modeling_llama.py,line=67,")
+
+
+def test_a_healthy_run_is_a_notice() -> None:
+    """So that the job's page says that something was looked at."""
+    assert render_annotations(run_document(healthy())).startswith("::notice title=dtypedoctor::HEALTHY: 8 of 8 steps")
+    assert sarif(healthy())["results"] == []
+
+
+@given(st.text())
+def test_no_text_becomes_a_command(text: str) -> None:
+    """One line per finding, whatever its texts are: a line break would begin a command of somebody else's."""
+    finding = replace(mismatch().findings[0], summary=text, source=text, fqn=text)
+    lines = render_annotations(run_document(replace(mismatch(), findings=(finding,)))).splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["::error"]
+
+
+def test_hostile_names_stay_inside_of_the_log() -> None:
+    """Nothing invisible, and ASCII only."""
+    text = render_sarif(run_document(hostile()))
+    assert text.isascii()
+    assert "\\u202e" not in text.replace("\\\\u202e", "")
