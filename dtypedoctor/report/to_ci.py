@@ -125,9 +125,15 @@ def render_sarif(document: Document) -> str:
         "tool": {"driver": driver},
         "results": [_result(one, ids) for one in placed],
         "columnKind": "unicodeCodePoints",
-        "properties": {"headline": one_line(document.title, 600)},
+        "properties": {"headline": one_line(document.title, 600), "ended": _ends(document)},
     }
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, allow_nan=False) + "\n"
+
+
+def _ends(document: Document) -> list[str]:
+    """How each run ended."""
+    runs = (part.data().get("before") for part in document.parts or (document,))
+    return [one_line(run["ended"], 400) for run in runs if run]
 
 
 def _rule(name: str) -> dict[str, Any]:

@@ -34,10 +34,14 @@ def render_perfetto(document: Document) -> str:
     for run, (picture, findings) in enumerate(_runs(document), 1):
         timeline = _Timeline(run, picture, findings)
         events += timeline.events
-        notes += timeline.notes
+        notes += [*timeline.notes, *(f"{picture.label}: {note}" for note in picture.notes)]
     if not events:
         events = [_instant(1, 0, one) for part in document.parts or (document,) for one in _findings(part)]
-    told = {"headline": one_line(document.title, 600), "time": "order of execution, not duration", "notes": notes}
+    told = {
+        "headline": one_line(document.title, 600),
+        "time": "order of execution, not duration",
+        "notes": [one_line(note, 600) for note in notes],
+    }
     text = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": told}
     return json.dumps(text, separators=(",", ":"), allow_nan=False) + "\n"
 
@@ -101,8 +105,9 @@ class _Timeline:
         return range(start, start + most)
 
     def _column_of(self, step: int) -> int:
-        last = [int(name.rpartition("–")[2]) for name in self._picture.columns]
-        return next((column for column, end in enumerate(last) if step <= end), len(last) - 1)
+        last = [name.rpartition("–")[2] for name in self._picture.columns]
+        ends = [int(end) if end.isdecimal() else position for position, end in enumerate(last, 1)]
+        return next((column for column, end in enumerate(ends) if step <= end), len(ends) - 1)
 
     def _step(self, column: int) -> None:
         name, begin = self._picture.columns[column], self._now
