@@ -108,22 +108,10 @@ def _cell(text: str) -> Words:
 
 
 def _charts(compared: Sequence[_Entry]) -> Iterator[Chart]:
-    for quantity, pick in (("loss", _loss), ("grad_norm", _grad_norm), ("reward", _reward)):
-        lines = tuple((entry.label, pick(entry.run)) for entry in compared)
+    for quantity in ("loss", "grad_norm", "reward"):
+        lines = tuple((entry.label, entry.run.numbers(quantity)) for entry in compared)
         if any(len(values) > 1 for _, values in lines):
             yield Chart(quantity, lines)
-
-
-def _loss(run: RunSummary) -> Sequence[float | None]:
-    return run.loss
-
-
-def _grad_norm(run: RunSummary) -> Sequence[float | None]:
-    return run.grad_norm
-
-
-def _reward(run: RunSummary) -> Sequence[float | None]:
-    return run.reward
 
 
 def runs(report: Report) -> tuple[RunSummary, ...]:
@@ -211,6 +199,7 @@ def _notes(report: Report) -> list[str]:
             f"float32. Below 0.03 is rounding; above {WRONG_OUTPUT:g} is wrong."
         )
     notes += _about_mismatches(report)
+    notes += _about_logs(report)
     return notes
 
 
@@ -220,6 +209,17 @@ def _about_mismatches(report: Report) -> Iterator[str]:
     unexplained_elsewhere = any(trial.run and _UNEXPLAINED in trial.run.finding_ids for trial in report.trials)
     if explained and unexplained_elsewhere:
         yield f"Only the baseline has an op trace, so in the other runs any dtype mismatch is reported as {_UNEXPLAINED}."
+
+
+def _about_logs(report: Report) -> Iterator[str]:
+    """That the program's own log shows other losses than were computed."""
+    run = report.before
+    if run is not None and run.log_filter and run.nonfinite.get("loss"):
+        count_of = f"{len(run.nonfinite['loss'])} of {counted(len(run.loss), 'loss', 'losses')}"
+        yield (
+            f"{run.log_filter} logs 0 in place of NaN or inf (logging_nan_inf_filter=True): {count_of} here, which the table shows as computed. "
+            "TrainingArguments(logging_nan_inf_filter=False) logs them as they are."
+        )
 
 
 def _outcome(entry: _Entry) -> str:
@@ -274,9 +274,9 @@ _ROWS: dict[str, Callable[[_Entry], str]] = {
     "outcome": _outcome,
     "steps completed": _steps,
     "findings": lambda entry: ", ".join(entry.findings) or "none",
-    "loss": lambda entry: span(entry.run.loss),
-    "grad_norm": lambda entry: span(entry.run.grad_norm),
-    "reward": lambda entry: span(entry.run.reward),
+    "loss": lambda entry: span(entry.run.numbers("loss")),
+    "grad_norm": lambda entry: span(entry.run.numbers("grad_norm")),
+    "reward": lambda entry: span(entry.run.numbers("reward")),
     "step time": _step_time,
     "peak memory": _peak_memory,
     "elements replaced": _of_trial(lambda trial: count(trial.rescued_elements)),

@@ -45,9 +45,9 @@ def magnitude_lines(rows: Sequence[StripRow]) -> list[MagnitudeLine]:
     return [
         MagnitudeLine(
             name=module_name(row.fqn, names) or row.cls or "(model)",
-            cls=row.cls if row.is_origin or row.fqn.replace(".", "").isdigit() else "",
+            cls=row.cls if row.fqn and (row.is_origin or row.fqn.replace(".", "").isdigit()) else "",
             dtype=short_name(row.dtype),
-            absmax=number(row.absmax),
+            absmax=_absmax(row),
             fill=_fill(row),
             note=_note(row),
             is_origin=row.is_origin,
@@ -70,6 +70,13 @@ def magnitude_title(rows: Sequence[StripRow]) -> str:
         if any(row.is_origin for row in rows)
         else "Activation magnitudes near the first inf or NaN"
     )
+
+
+def _absmax(row: StripRow) -> str:
+    """The largest finite magnitude; what is there instead where none is finite."""
+    if row.absmax == 0 and (row.num_nan or row.num_inf):
+        return "NaN" if row.num_nan else "inf"
+    return number(row.absmax)
 
 
 def _fill(row: StripRow) -> float | None:

@@ -13,8 +13,8 @@ _ASCII = str.maketrans({
     "→": "->", "←": "<-", "×": "x", "…": "...", "–": "-", "—": "-", "≤": "<=", "≥": ">=", "±": "+/-", "≈": "~", "·": "*",
     "“": '"', "”": '"', "‘": "'", "’": "'", "µ": "u", "−": "-", "∞": "inf", "█": "#", "░": ".", "▶": ">", "✔": "+", "✘": "x",
 })  # fmt: skip
-_PIECES = re.compile(r"(?:[^\s-]|-(?![^\W\d_]))*-(?=[^\W\d_])|(?:[^\s-]|-(?![^\W\d_]))+|\s+")
-"""What stays on one line. A hyphen before a digit is a sign."""
+_PIECES = re.compile(r"-*[^\s-](?:[^\s-]|-(?![^\W\d_]))*-(?=[^\W\d_])|-*[^\s-](?:[^\s-]|-(?![^\W\d_]))*|\s+|-+")
+"""What stays on one line. A hyphen before a digit is a sign, one before a word that of an option."""
 _PARTS = re.compile(r"[^._/]*[._/]+(?=\w)|.+", re.DOTALL)
 """What dotted names and paths may be broken into."""
 
@@ -75,13 +75,15 @@ def _code(character: str) -> str:
 
 _EXPONENT = re.compile(r"e\+?(-?)0*(?=\d)")
 ABSENT = "–"
-"""Stands for a number that is missing or not finite."""
+"""Stands for a number that is missing."""
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, as people write them: ``1.234``, ``65,504``, ``3.403e38``."""
-    if value is None or not math.isfinite(value):
+    """Four significant digits, as people write them: ``1.234``, ``65,504``, ``3.403e38``, ``NaN``, ``-inf``."""
+    if value is None:
         return ABSENT
+    if not math.isfinite(value):
+        return _not_finite(value)
     if 10_000 <= abs(value) < 1_000_000:
         return f"{value:,.0f}"
     return _EXPONENT.sub(r"e\1", f"{value:.4g}")
@@ -136,8 +138,14 @@ def series(values: Sequence[float | None], limit: int = 12) -> str:
     return f"{' '.join(map(number, head))} … {' '.join(map(number, tail))} ({len(values)} steps)"
 
 
+def _not_finite(value: float) -> str:
+    return "NaN" if math.isnan(value) else str(value)
+
+
 def _short(value: float | None) -> str:
-    return ABSENT if value is None or not math.isfinite(value) else _EXPONENT.sub(r"e\1", f"{value:.3g}")
+    if value is None or not math.isfinite(value):
+        return ABSENT if value is None else _not_finite(value)
+    return _EXPONENT.sub(r"e\1", f"{value:.3g}")
 
 
 def fill(absmax: float | None, dtype: str) -> float | None:

@@ -308,13 +308,15 @@ _OF_AN_EXCEPTION = ("n", "step", "call", "phase", "type", "message", "frames", "
 class Metric:
     """Numbers that the workload reports for a finished training step (loss, grad_norm, reward, step_time in seconds…).
 
-    Non-finite numbers are left out of ``values`` and their names listed in ``nonfinite``.
+    Non-finite numbers are left out of ``values`` and their names listed in ``nonfinite``; ``spelled`` says which of ``nan``, ``inf``
+    and ``-inf`` they are, where that was written down.
     """
 
     n: int
     step: int
     values: Mapping[str, float]
     nonfinite: list[str] = field(default_factory=list)
+    spelled: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

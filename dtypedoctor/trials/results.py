@@ -1,5 +1,7 @@
 """What trials find out, as values."""
 
+from collections.abc import Mapping
+from dataclasses import field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -45,7 +47,12 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What one run did, as it stands in the before/after table. None marks a number that is missing or not finite."""
+    """What one run did, as it stands in the before/after table. None marks a number that is missing or not finite.
+
+    Attributes:
+        nonfinite: of each quantity (``loss``) what the numbers are that are not finite (``nan``, ``inf``, ``-inf``), by their place from 0.
+        log_filter: class of the Trainer that leaves such losses out of its log; empty where none does.
+    """
 
     label: str
     steps_completed: int
@@ -64,6 +71,14 @@ class RunSummary:
     """Relative error of the outputs before the first step against the float32 twin, where measured."""
     seconds: float | None = None
     """Wall-clock time of the process; None in reports of older versions."""
+    nonfinite: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    log_filter: str = ""
+
+    def numbers(self, name: str) -> tuple[float | None, ...]:
+        """``loss``, ``grad_norm`` or ``reward`` per step with NaN and inf where they were measured; None where nothing was."""
+        finite: tuple[float | None, ...] = getattr(self, name)
+        spelled = self.nonfinite.get(name, {})
+        return tuple(float(spelled[str(i)]) if str(i) in spelled else value for i, value in enumerate(finite))
 
 
 class Bearing(StrEnum):

@@ -13,6 +13,7 @@ from dtypedoctor.runner.run import STDOUT, Run
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trace.events import Metric, ProbeLogProbs, Raised, Resources
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.execution import LogFilter
 from dtypedoctor.trials.results import Observer, Parity, RunSummary
 
 
@@ -127,7 +128,19 @@ def summarise(label: str, run: Run, scenario: Scenario, twin: Trace | None = Non
         finding_ids=tuple(dict.fromkeys(f.id for f in analysis_of(trace).findings)),
         output_error=output_error(trace, twin, _models(scenario)) if twin is not None else None,
         seconds=round(run.exit.seconds, 3),
+        nonfinite=_nonfinite(metrics),
+        log_filter=next((seen.what.trainer for seen in trace.observed(LogFilter)), ""),
     )
+
+
+def _nonfinite(metrics: Sequence[Metric]) -> dict[str, dict[str, str]]:
+    """``nonfinite`` of a :class:`RunSummary`."""
+    found: dict[str, dict[str, str]] = {}
+    for position, metric in enumerate(metrics):
+        for name in COMPARED:
+            if name in metric.nonfinite:
+                found.setdefault(name, {})[str(position)] = metric.spelled.get(name, "nan")
+    return found
 
 
 def _series(name: str, metrics: Sequence[Metric]) -> tuple[float | None, ...]:

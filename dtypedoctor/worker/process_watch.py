@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from math import isfinite
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from dtypedoctor.instrument.session import FOR_GOOD
 from dtypedoctor.lasting import at_fork
 from dtypedoctor.replay.standby import is_forking
 from dtypedoctor.trace.events import Environment, Metric, NotWatched
+from dtypedoctor.trace.records.execution import LogFilter
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import getpid, perf_counter
 from dtypedoctor.worker.elsewhere import own_kernels
@@ -73,6 +75,7 @@ class ProcessWatch:
         self._compiler = CompileWatch()
         self._compiling = False
         self._loss: float | None = None
+        self._trainer_known = False
         self._step_began = perf_counter()
         self._memory = resident()
         self._described = False
@@ -183,9 +186,21 @@ class ProcessWatch:
             self._writer.write(Environment(values=describe_environment(torch.device(self._device()))))
 
     def _note_loss(self, tensors: list[Tensor]) -> None:
+        if not self._trainer_known and "transformers.trainer" in sys.modules:
+            self._note_log_filter()
         loss = values_of(tensors[0]) if len(tensors) == 1 else None
         if loss is not None and loss.numel() == 1:  # inside of vmap it holds one for each row
             self.instruments.arrivals.ask(loss, self._take_loss)
+
+    def _note_log_filter(self) -> None:
+        """Writes down that a Trainer runs this backward pass which leaves losses that are not finite out of its log."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and not frame.f_code.co_filename.endswith("transformers/trainer.py"):
+            frame = frame.f_back
+        trainer = frame.f_locals.get("self") if frame is not None else None
+        self._trainer_known = trainer is not None
+        if getattr(getattr(trainer, "args", None), "logging_nan_inf_filter", False) is True:
+            self.instruments.session.emit(LogFilter(trainer=type(trainer).__name__))
 
     def _take_loss(self, loss: float) -> None:
         self._loss = loss
@@ -198,12 +213,12 @@ class ProcessWatch:
 
     def _write_step(self, n: int, step: int, seconds: float) -> None:
         values = {"step_time": seconds}
-        nonfinite = []
+        spelled = {}
         if self._loss is not None and isfinite(self._loss):
             values["loss"] = self._loss
         elif self._loss is not None:
-            nonfinite = ["loss"]
-        self._writer.write(Metric(n=n, step=step, values=values, nonfinite=nonfinite))
+            spelled = {"loss": str(self._loss)}
+        self._writer.write(Metric(n=n, step=step, values=values, nonfinite=list(spelled), spelled=spelled))
 
     def _keep_compiler_out(self) -> None:
         keep_compiler_out()

@@ -147,6 +147,7 @@ class Context:
                 step=self.steps_before + step,
                 values=finite,
                 nonfinite=sorted(values.keys() - finite.keys()),
+                spelled={name: str(float(value)) for name, value in sorted(values.items()) if name not in finite},
             )
         )
 

@@ -17,6 +17,8 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import dtypedoctor
 from dtypedoctor.models.builtin import byte_tokenizer
+from dtypedoctor.report.run_document import run_document
+from dtypedoctor.report.to_markdown import render_markdown
 from dtypedoctor.trace.events import Metric, Raised
 
 pytestmark = pytest.mark.slow
@@ -204,3 +206,22 @@ def test_a_training_that_ends_the_program_is_written_up_when_the_process_ends(tm
     assert "ConnectionError" in report["headline"]
     assert report["findings"] == []
     assert len(trace_in(tmp_path / "run").all(Metric)) == 2
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_a_loss_that_the_trainer_logs_as_0_is_shown_as_nan(tmp_path: Path, filters: bool) -> None:
+    """The report shows what was computed, and what the log leaves out."""
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3e38)
+    watch = dtypedoctor.DtypeDoctorCallback(out=tmp_path / "run")
+    trainer = plain(tmp_path, watch, model=model, logging_nan_inf_filter=filters)
+    trainer.train()
+    computed = watch.report.before
+    assert computed.loss == (None, None, None)
+    assert set(computed.nonfinite["loss"].values()) <= {"nan", "inf"}
+    page = run_document(watch.report)
+    table = render_markdown(page)
+    assert "NaN" in table or "inf → " in table
+    assert (losses(trainer)[0] == 0) is filters
+    assert ("Trainer logs 0 in place of NaN or inf (logging_nan_inf_filter=True): 3 of 3 losses" in table) is filters

@@ -62,7 +62,7 @@ def proof(origin: Origin) -> str | None:
             f"{op.op} run again on the same operands in {replay.how} is finite, and its result would fit into {dtype}"
         )
     return (
-        f"{op.op} run again on the same operands in {replay.how} gives finite values up to {replay.absmax:,.6g}, "
+        f"{op.op} run again on the same operands in {replay.how} gives finite values up to {number(replay.absmax)}, "
         f"beyond {dtype} max ({limit_of(dtype):,.6g})"
     )
 

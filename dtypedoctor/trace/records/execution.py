@@ -30,6 +30,19 @@ class NonfiniteReached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogFilter:
+    """A Trainer that leaves losses which are not finite out of the mean that it logs (``logging_nan_inf_filter``): 0 where none is finite.
+
+    Attributes:
+        trainer: its class.
+    """
+
+    KIND: ClassVar[str] = "log-filter"
+
+    trainer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionReplayed:
     """Attention whose softmax made NaN, run again on the same operands.
 
