@@ -118,6 +118,7 @@ class Correction:
         proves: the findings whose cause is proven where this correction alone makes them disappear.
         safe: it keeps the meaning of the run; False where it casts silently what should perhaps have raised.
         prefer: when to prefer this fix; the end of the sentence *prefer it when …*. Empty for none.
+        by_hand: what to write in a script to the same effect, in Markdown, without a full stop; empty if a script cannot do it.
         strict: it is not there to fix but to raise where others would cast.
         in_scripts: it may fit a model that a script has built; False for code that only builtin models run.
         needs_modules: it must be told which modules, so it is no fix by itself: scenarios and ``bisect`` name them.
@@ -134,6 +135,7 @@ class Correction:
     proves: tuple[str, ...] = ()
     safe: bool = True
     prefer: str = ""
+    by_hand: str = ""
     strict: bool = False
     in_scripts: bool = True
     needs_modules: bool = False

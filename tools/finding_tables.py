@@ -1,4 +1,4 @@
-"""Writes the tables of findings in ``README.md`` and ``docs/findings/README.md`` from the specs of the rules.
+"""Writes the tables of findings in ``README.md`` and ``docs/findings/README.md``, and that of fixes in ``docs/remedies.md``, from their specs.
 
     python tools/finding_tables.py
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dtypedoctor.diagnosis.registry import by_family
 from dtypedoctor.diagnosis.rule import FindingSpec
+from dtypedoctor.trials.remedies import Reach, reaches
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- findings: made by tools/finding_tables.py -->", "<!-- end of findings -->"
@@ -38,13 +39,26 @@ def _line(spec: FindingSpec) -> str:
     return f"- [{spec.id}]({spec.id}.md) ({spec.severity}): {spec.title}{also}"
 
 
+def fixes() -> str:
+    """Where each fix can be put in: a row for each."""
+    rows = ["| fix | `exec` | `treat --with` | `explain --patch` | in your own script |", "|---|---|---|---|---|"]
+    return "\n".join([*rows, *map(_row, reaches())])
+
+
+def _row(reach: Reach) -> str:
+    tried = f"`{reach.tried_by.split()[0]}`" if reach.tried_by else "–"
+    released = f"; in a released library: {', '.join(f'`{name}`' for name in reach.released)}" if reach.released else ""
+    by_hand = reach.remedy.by_hand or ("–" if reach.tried_by else f"only our scenarios{released}")
+    return f"| `{reach.remedy.id}` | {tried} | {'yes' if reach.kept else '–'} | {reach.releases or '–'} | {by_hand} |"
+
+
 def tables() -> Iterator[tuple[Path, str, str]]:
     """Each file with a table, its text, and its text with the table made anew.
 
     Raises:
         ValueError: a file does not have the two comments.
     """
-    for name, table in (("README.md", overview()), ("docs/findings/README.md", index())):
+    for name, table in (("README.md", overview()), ("docs/findings/README.md", index()), ("docs/remedies.md", fixes())):
         text = (ROOT / name).read_text(encoding="utf-8")
         before, start, rest = text.partition(START)
         _, end, after = rest.partition(END)

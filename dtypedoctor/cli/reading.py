@@ -127,7 +127,7 @@ def compare(
 
 def explain(
     finding: Annotated[
-        str | None, typer.Argument(help="Finding or correction id; without it, all are listed.", metavar="ID")
+        str | None, typer.Argument(help="Finding or fix id; without it, all are listed.", metavar="ID")
     ] = None,
     patch: Annotated[
         bool, typer.Option("--patch", help="Print a library's correction as a diff against its source, with a test.")
@@ -137,27 +137,28 @@ def explain(
         typer.Option("--source", help="Folder with the library's package [default: the installed one]", metavar="DIR"),
     ] = None,
 ) -> None:
-    """Print the page about a finding (symptoms, cause, evidence, fixes), or what a correction changes in a library."""
-    from dtypedoctor.diagnosis.registry import by_family, readable_page
-    from dtypedoctor.plugins import Correction, registered
+    """Print the page about a finding (symptoms, cause, evidence, fixes), or what a fix changes and where it can be put in."""
+    from dtypedoctor.diagnosis.registry import by_family, finding_ids, readable_page
     from dtypedoctor.report.library_patch import about, patch_of
+    from dtypedoctor.trials.remedies import edits_of, reaches
 
-    corrections = {name: one for name, one in registered(Correction).items() if one.edits}
+    fixes = {one.remedy.id: one for one in reaches()}
     if finding is None:
         for family, specs in by_family().items():
             print(f"{family.id}: {', '.join(spec.id for spec in specs)}")
-        print(f"corrections of libraries: {', '.join(corrections)}")
+        print(f"fixes: {', '.join(fixes)}")
         print("\nNext: dtypedoctor explain ID", file=sys.stderr)
         return
-    if patch and finding not in corrections:
-        raise UsageError(f"--patch: {finding} changes no library", f"Those that do: {', '.join(corrections)}.")
+    fix = fixes.get(finding)
     if patch:
-        print(patch_of(corrections[finding], sys.path if source is None else [source]), end="")
+        print(patch_of(edits_of(finding), sys.path if source is None else [source]), end="")
         return
-    if finding in corrections:
-        print(about(corrections[finding]))
+    if fix is not None and finding not in finding_ids():
+        print(about(fix))
         return
     print(readable_page(finding))
+    if fix is not None:  # a finding and its fix may have one id
+        print(f"\n## The fix of this name\n\n{about(fix)}")
 
 
 def scenarios(

@@ -30,6 +30,7 @@ CORRECTIONS = (
         fixes=(("quant-state-dtype", ""),),
         proves=("quant-state-dtype",),
         prefer="the weights were packed in another dtype than the run's: corrected once, after loading",
+        by_hand="after loading, `parameter.quant_state.dtype = dtype` for each of `model.parameters()` that has one",
     ),
     Correction(
         id="norm-output-cast",
@@ -38,6 +39,7 @@ CORRECTIONS = (
         fixes=(("norm-promotes-to-float32", ""),),
         proves=("norm-promotes-to-float32",),
         prefer="the norms' weights must stay in float32",
+        by_hand="`.to(x.dtype)` where the norm's `forward` returns",
     ),
     Correction(
         id="float32-adapters",
@@ -45,12 +47,14 @@ CORRECTIONS = (
         install="dtypedoctor.corrections.casts:install_float32_adapters",
         fixes=(("head-dtype-mismatch", "ModulesToSaveWrapper"),),
         prefer="the adapters were float32 until a trainer cast them; 2 more bytes for each of their parameters",
+        by_hand="after the trainer is made, `parameter.data = parameter.data.float()` for each trainable one of `model.parameters()`",
     ),
     Correction(
         id="bfloat16-weights",
         summary="cast the float16 weights of a live model, and its float16 inputs, to bfloat16",
         install="dtypedoctor.corrections.casts:install_bfloat16_weights",
         prefer="a script loads its model in float16 and is not to be edited",
+        by_hand="`dtype=torch.bfloat16` where the model is loaded, and `bf16=True` instead of `fp16=True` in a trainer's arguments",
     ),
     *_of_libraries(),
 )

@@ -1,29 +1,44 @@
-"""A correction of a released library, for people: what it changes, whether it fits the source that is there, a patch to propose."""
+"""A fix, for people: what it changes, where it can be put in, whether it fits a library's source, a patch to propose."""
 
 import contextlib
 from collections.abc import Iterator
 from difflib import unified_diff
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction
 from dtypedoctor.source_edits import AlreadyCorrectedError, TargetMismatchError, file_of, files_of, patched, release_of
 
+if TYPE_CHECKING:
+    from dtypedoctor.trials.remedies import Reach
 
-def about(correction: Correction) -> str:
-    """What a correction changes, line by line, and what can be done with it."""
-    lines = [f"{correction.id}: {correction.summary} ({correction.library}; tried on {', '.join(correction.seen)})", ""]
-    for edit in correction.edits:
-        lines.append(f"{edit.module}.{edit.function}")
-        lines += [f"  - {line}" for line in edit.old.strip("\n").splitlines()]
-        lines += [f"  + {line}" for line in edit.new.strip("\n").splitlines()]
-    lines += [
-        "",
-        f"Does it fix a script?  dtypedoctor exec --try {correction.id} train.py",
-        f"Keep it in place:      dtypedoctor treat --with {correction.id} train.py",
-        f"Propose it upstream:   dtypedoctor explain {correction.id} --patch",
-    ]
+
+def about(reach: "Reach") -> str:
+    """What a fix changes, in a library line by line, and what can be done with it."""
+    remedy = reach.remedy
+    unsafe = "" if remedy.safe else " (not safe: it may hide what disagrees)"
+    lines = [f"{remedy.id}: {remedy.summary}{unsafe}"]
+    if reach.edited:
+        lines += [f"Tried on {reach.releases}.", ""]
+        for edit in reach.edited.edits:
+            lines.append(f"{edit.module}.{edit.function}")
+            lines += [f"  - {line}" for line in edit.old.strip("\n").splitlines()]
+            lines += [f"  + {line}" for line in edit.new.strip("\n").splitlines()]
+    lines.append("")
+    if reach.tried_by:
+        lines.append(f"Does it fix a script?  dtypedoctor exec {reach.tried_by} train.py")
+    if reach.kept:
+        lines.append(f"Keep it in place:      dtypedoctor treat --with {remedy.id} train.py")
+    if reach.edited:
+        lines.append(f"Propose it upstream:   dtypedoctor explain {remedy.id} --patch")
+    if remedy.by_hand:
+        lines.append(f"In your own script:    {remedy.by_hand}")
+    if not reach.tried_by:
+        lines.append(f"In a scenario only:    remedies: [{remedy.id}]")
+    if reach.released:
+        lines.append(f"In a released library: {', '.join(reach.released)}")
     return "\n".join(lines)
 
 

@@ -32,6 +32,7 @@ REMEDIES = (
         safe=True,
         change=with_options(_MODEL, keep_in_fp32=[]),
         prefer="you own the model's keep list, and rounding the norms' weights is no matter",
+        by_hand="`model._keep_in_fp32_modules = []` before the model is cast or loaded",
     ),
     Remedy(
         id="reconcile-dtypes-ignoring-keep-list",
@@ -39,6 +40,7 @@ REMEDIES = (
         safe=True,
         change=with_options(_MODEL, reconcile="ignore-keep-list"),
         prefer="the keep list belongs to somebody else, and rounding what it names is no matter",
+        by_hand="`model.to(dtype)` after loading",
     ),
     Remedy(
         id="reconcile-dtypes-honouring-keep-list",

@@ -54,6 +54,11 @@ def is_script(scenario: Scenario) -> bool:
     return any(isinstance(step.workload, Script) for step in scenario.steps)
 
 
+def is_switched_on(changed: Scenario, script: Scenario) -> bool:
+    """Whether ``changed`` is the scenario ``script`` with something switched on in its process, not with another script."""
+    return changed.steps == script.steps and changed != script
+
+
 def is_capsule(scenario: Scenario) -> bool:
     """Whether the scenario makes the one call of a capsule."""
     return any(step.model is not None and step.model.name.startswith(MODEL) for step in scenario.steps)
@@ -189,6 +194,7 @@ class Remedy:
         change: gives the changed scenario.
         strict: it is not there to cure but to raise where the others would cast.
         prefer: the end of *prefer it if …*, where several remedies cure; empty for those that do not keep the meaning of the run.
+        by_hand: what to write in a script to the same effect, in Markdown, without a full stop; empty if a script cannot do it.
     """
 
     id: str
@@ -197,6 +203,7 @@ class Remedy:
     change: Change
     strict: bool = False
     prefer: str = ""
+    by_hand: str = ""
 
 
 _OWN = (
@@ -206,6 +213,7 @@ _OWN = (
         safe=True,
         change=with_model(dtype="bfloat16"),
         prefer="the GPU knows bfloat16 and 8 bits of precision are enough: nothing has to be patched",
+        by_hand="`dtype=torch.bfloat16` where the model is loaded, and `bf16=True` instead of `fp16=True` in a trainer's arguments",
     ),
     Remedy(
         id="autocast-dtype-of-model",
@@ -213,6 +221,7 @@ _OWN = (
         safe=True,
         change=autocast_of_model,
         prefer="softmax, losses and float32 adapters are to be computed as autocast does it",
+        by_hand="the model's dtype in `torch.autocast(device, dtype=...)`; in a trainer's arguments `bf16=True` or `fp16=True`",
     ),
     Remedy(
         id="autocast-off",
@@ -220,12 +229,14 @@ _OWN = (
         safe=True,
         change=from_outside("autocast-off", otherwise=with_autocast(None)),
         prefer="everything has one dtype already, or casts are to be seen in the code",
+        by_hand="no `torch.autocast`; in a trainer's arguments `bf16=False` and `fp16=False`",
     ),
     Remedy(
         id="autocast-bfloat16",
         summary="run under bfloat16 autocast, which casts whatever it meets, also what should have been an error",
         safe=False,
         change=with_autocast("bfloat16"),
+        by_hand="`with torch.autocast(device, dtype=torch.bfloat16):` around the model's calls",
     ),
     Remedy(
         id="autocast-and-quant-state-dtype",
@@ -233,6 +244,7 @@ _OWN = (
         safe=True,
         change=all_of(autocast_of_model, with_corrections("quant-state-dtype")),
         prefer="both the region and the packed weights have another dtype than the activations",
+        by_hand="what `autocast-dtype-of-model` and `quant-state-dtype` say",
     ),
     Remedy(
         id="fresh-process",
@@ -240,24 +252,28 @@ _OWN = (
         safe=True,
         change=fresh_process,
         prefer="the models need not share a process: no library has to change",
+        by_hand="load each model in a process of its own",
     ),
     Remedy(
         id="eager-attention",
         summary="compute attention in steps, with torch's math backend and transformers' eager code, never in a fused kernel",
         safe=False,
         change=with_conditions("eager-attention"),
+        by_hand='`attn_implementation="eager"` where the model is loaded',
     ),
     Remedy(
         id="compile-off",
         summary="run what torch.compile has made as the Python code that it is",
         safe=False,
         change=with_conditions("compile-off"),
+        by_hand="no `torch.compile`; in a trainer's arguments `torch_compile=False`",
     ),
     Remedy(
         id="loss-scale-one",
         summary="hold the scale of every gradient scaler at 1; steps whose gradients are not finite are still skipped",
         safe=False,
         change=with_conditions("loss-scale-one"),
+        by_hand="`torch.amp.GradScaler(init_scale=1.0, growth_interval=10**9)`",
     ),
 )
 
@@ -336,4 +352,87 @@ def _switching_on(correction: Correction) -> Remedy:
         change=switch(correction.id),
         strict=correction.strict,
         prefer=correction.prefer,
+        by_hand=correction.by_hand,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """Where a fix can be put in.
+
+    Attributes:
+        remedy: the fix.
+        tried_by: the option of ``exec`` that runs an unmodified script with it; empty where no option does.
+        kept: ``treat --with`` keeps it in place.
+        edited: the correction that edits a library's source, which ``explain --patch`` prints as a diff; None for other fixes.
+        released: ids of the corrections of released libraries for the same findings, where this one is for scenarios only.
+    """
+
+    remedy: Remedy
+    tried_by: str
+    kept: bool
+    edited: Correction | None
+    released: tuple[str, ...]
+
+    @property
+    def releases(self) -> str:
+        """The library and the releases that it was tried on; empty for a fix of any library."""
+        return f"{self.edited.library} {', '.join(self.edited.seen)}" if self.edited else ""
+
+    @property
+    def why_no_patch(self) -> str:
+        """Why ``--patch`` has nothing to print for it, one sentence; empty if it has."""
+        if self.edited:
+            return ""
+        if self.remedy.by_hand:
+            return f"{self.remedy.id} is a change of your script, so no library has a line to patch: {self.remedy.by_hand}."
+        if self.kept:
+            return f"{self.remedy.id} changes a model in memory and has no form as an edit of a library: keep it with treat --with."
+        instead = f": {', '.join(self.released)} edits a released one" if self.released else ""
+        return f"{self.remedy.id} changes code of dtypedoctor's scenarios, not of a library{instead}."
+
+
+def reaches() -> list[Reach]:
+    """Every fix, in the order of :func:`dtypedoctor.trials.remedies.remedies`."""
+    corrections = registered(Correction)
+    return [_reach(remedy, corrections.get(name)) for name, remedy in remedies().items()]
+
+
+def _reach(remedy: Remedy, correction: Correction | None) -> Reach:
+    steps = [{"workload": {"kind": "script", "path": "train.py"}}]
+    script = Scenario.model_validate({"name": "any", "summary": "any script", "steps": steps})
+    tried = is_switched_on(remedy.change(script), script)
+    released: tuple[str, ...] = ()
+    if correction is not None and not tried:
+        released = tuple(
+            one.id for one in registered(Correction).values() if one.edits and _findings(one) & _findings(correction)
+        )
+    return Reach(
+        remedy=remedy,
+        tried_by=" ".join(exec_option(remedy.id)) if tried else "",
+        kept=tried and correction is not None,
+        edited=correction if correction is not None and correction.edits else None,
+        released=released,
+    )
+
+
+def _findings(correction: Correction) -> set[str]:
+    return {finding for finding, _ in correction.fixes} | set(correction.proves)
+
+
+def edits_of(name: str) -> Correction:
+    """The correction of a library that ``explain --patch`` names.
+
+    Raises:
+        UsageError: there is no such fix, or it edits no library; the message says what to do instead.
+    """
+    found = {one.remedy.id: one for one in reaches()}
+    editing = [one for one, reach in found.items() if reach.edited]
+    if name not in found:
+        raise UsageError(
+            f"--patch: there is no fix {name!r}{did_you_mean(name, editing)}", f"Known: {', '.join(editing)}."
+        )
+    edited = found[name].edited
+    if edited is None:
+        raise UsageError(f"--patch: {found[name].why_no_patch}", f"Fixes that edit a library: {', '.join(editing)}.")
+    return edited

@@ -26,6 +26,7 @@ from dtypedoctor.trials.remedies import (
     float32_twin,
     healthy_reference,
     is_script,
+    is_switched_on,
     remedies,
 )
 from dtypedoctor.trials.results import Observer, Outcome, Treatment, Trial
@@ -288,7 +289,7 @@ def _may_try(remedy: str, plan: Plan) -> bool:
 
 def _why_not(remedy: Remedy, scenario: Scenario, changed: Scenario, plan: Plan) -> str:
     """Why the remedy is not to be tried; empty if it is."""
-    if is_script(scenario) and changed.steps == scenario.steps and changed != scenario:
+    if is_script(scenario) and is_switched_on(changed, scenario):
         if _may_try(remedy.id, plan):
             return ""
         option, value = exec_option(remedy.id)
@@ -296,7 +297,7 @@ def _why_not(remedy: Remedy, scenario: Scenario, changed: Scenario, plan: Plan) 
             return f"{NOT_REQUESTED}: {option} {value} runs the script again with it"
         return f"{NOT_REQUESTED}: {option} {value} runs the script again without it and shows whether the failure requires it"
     if is_script(scenario):
-        return f"needs an edit in your script: {remedy.summary}"
+        return f"needs an edit in your script: {remedy.by_hand or remedy.summary}"
     return "" if changed != scenario else "it changes nothing in this scenario"
 
 

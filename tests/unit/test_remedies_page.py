@@ -11,7 +11,9 @@ from dtypedoctor.trials.remedies import remedies
 PAGE = (Path(__file__).parents[2] / "docs" / "remedies.md").read_text(encoding="utf-8")
 ROWS = {
     found[0]: dict(zip(("change", "for", "safe", "cost"), found[1:], strict=True))
-    for found in re.findall(r"^\| `([\w-]+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", PAGE, re.MULTILINE)
+    for found in re.findall(
+        r"^\| `([\w-]+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", PAGE.partition("## Where each")[0], re.MULTILINE
+    )
 }
 
 

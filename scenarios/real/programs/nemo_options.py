@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
 LARGER = {
     "cpu": TINY | {"hidden_size": 256, "intermediate_size": 512},
     "cuda": {
