@@ -526,6 +526,8 @@ COMPILER = "torch._dynamo"
 FRAME_COMPILER = "torch._dynamo.convert_frame"
 """The part of it that torch imports when something is compiled for the first time; also the name of a logger of its."""
 
+_ENTERS_COMPILED = "_callback_from_stance"
+"""Function of ``torch._dynamo.eval_frame`` that is asked whenever a compiled function is entered: what is Dynamo to do with it?"""
 FRAME_SKIPPER = "torch._dynamo.decorators"
 """The part of it that knows functions whose frames are left alone."""
 
@@ -546,12 +548,31 @@ def is_compiled_module(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def anything_is_compiled() -> bool:
-    """Whether a function or module was given to ``torch.compile``, since Dynamo was reset. True without the names, once Dynamo is there."""
-    if COMPILER not in sys.modules:
-        return False
-    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {0: len})
-    return any(callable(backend) for backend in backends.values())
+def before_compiled(heard: Callable[[], Any]) -> Callable[[], None]:
+    """Calls ``heard`` whenever a compiled function is about to be entered, in any thread; returns the undo.
+
+    Does nothing before Dynamo is imported. Without the name ``heard`` is called at once, and never again.
+    """
+    owner: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if owner is None:
+        return lambda: None
+    ask = getattr(owner, _ENTERS_COMPILED, None)
+    if ask is None:
+        heard()
+        return lambda: None
+
+    @functools.wraps(ask)
+    def asked(callback: Any) -> Any:
+        if callback not in (None, False):  # else it is a function that is left alone
+            heard()
+        return ask(callback)
+
+    def undo() -> None:
+        if getattr(owner, _ENTERS_COMPILED) is asked:
+            setattr(owner, _ENTERS_COMPILED, ask)
+
+    setattr(owner, _ENTERS_COMPILED, asked)
+    return undo
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -614,6 +635,5 @@ def asked_for_compiled() -> tuple[Any, str]:
     """
     from torch._dynamo import eval_frame
 
-    name = "_callback_from_stance"
-    getattr(eval_frame, name)
-    return eval_frame, name
+    getattr(eval_frame, _ENTERS_COMPILED)
+    return eval_frame, _ENTERS_COMPILED

@@ -150,6 +150,7 @@ class Instruments:
         phases.after_scaler = [self._after_scaler]
         phases.on_failure = [self.note_caught]
         phases.pause, phases.resume, phases.settle = self._pause, self._resume, self._settle
+        phases.compiled_begins = self._compiled_begins
         entered = (silent.entered, self._regions.tell)
         self.session.autocast.entered = [self.guard.shield(listener, "some autocast regions") for listener in entered]
         self._windows.scaled_backward = [silent.scaled_backward]
@@ -406,6 +407,10 @@ class Instruments:
     def _settle(self) -> None:
         if (sentinel := self._here()) is not None:
             sentinel.settle()
+
+    def _compiled_begins(self) -> None:
+        if (sentinel := self._here()) is not None:
+            sentinel.compiled_begins()
 
     def _note_child(self) -> None:
         """A module, a backward pass or an operator runs in a forked process, which leaves no trace. What a data loader's worker makes comes back."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dtypedoctor._torch_private import MODES_CAN_IGNORE_COMPILED, modes_on
+from dtypedoctor._torch_private import COMPILER, MODES_CAN_IGNORE_COMPILED, before_compiled, modes_on
 from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.session import Guard, Session, begin_thread, steps_running
 from dtypedoctor.interruptions import noticing
@@ -61,6 +61,8 @@ class Phases:
         self.pause: Listener = _nothing
         self.resume: Listener = _nothing
         self.settle: Listener = _nothing
+        self.compiled_begins: Listener = _nothing
+        self._ignore_compiled: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Wraps backward, optimizer and scaler steps of the process."""
@@ -70,6 +72,7 @@ class Phases:
         self._wrap(torch.amp.GradScaler, "unscale_", self._around_unscale)
         if not MODES_CAN_IGNORE_COMPILED:
             self._wrap(torch, "compile", self._around_compile)
+            self._follow_compiled()
         pre = register_optimizer_step_pre_hook(self._pre_step)
         post = register_optimizer_step_post_hook(self._post_step)
         self._undo += [pre.remove, post.remove]
@@ -79,6 +82,7 @@ class Phases:
         while self._undo:
             self._undo.pop()()
         self._wrapped_generate = False
+        self._ignore_compiled = None
 
     @contextmanager
     def standing_aside(self) -> Iterator[None]:
@@ -141,10 +145,15 @@ class Phases:
         return result
 
     def _around_compile(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the program compiles runs beside no mode from here on, with a torch that cannot do that."""
         compiled = original(*args, **kwargs)
-        self.settle()
+        self._follow_compiled()
         return compiled
+
+    def _follow_compiled(self) -> None:
+        """Compiled functions, once they can be there, run beside no mode, with a torch that cannot do that."""
+        if self._ignore_compiled is None and COMPILER in sys.modules:
+            self._ignore_compiled = before_compiled(lambda: self.compiled_begins())
+            self._undo.append(self._ignore_compiled)
 
     def _around_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         overrides = self._position.overrides

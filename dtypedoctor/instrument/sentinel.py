@@ -23,9 +23,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from dtypedoctor._torch_private import (
-    MODES_CAN_IGNORE_COMPILED,
     OpOverload,
-    anything_is_compiled,
     autograd_node,
     has_no_memory,
     is_wrapped,
@@ -155,6 +153,8 @@ class Sentinel(OperatorMode):
         self._thread = 0
         self._pauses = 0
         self._on = False
+        self._has_compiled = False
+        self._forked_mode: Computing | None = None
         self.quiet: Callable[[], bool] = lambda: False
         self.wanted: Callable[[], bool] = lambda: True
         self.raised: Callable[[BaseException], None] = lambda _: None
@@ -188,12 +188,13 @@ class Sentinel(OperatorMode):
         here = self._thread == get_ident()
         self.leave()
         others = self._others()
-        if not here or others is None or not MODES_CAN_IGNORE_COMPILED or _loads_data():
+        if not here or others is None or self._has_compiled or _loads_data():
             return
         keep_compiler_out()
         for _ in others:
             pop_mode()
-        for mode in (Computing(self.computed), *others):
+        self._forked_mode = Computing(self.computed)
+        for mode in (self._forked_mode, *others):
             push_mode(mode)
 
     def pause(self) -> None:
@@ -292,19 +293,27 @@ class Sentinel(OperatorMode):
             if wanted != self._on:
                 self._into_stack() if wanted else self.off()
 
+    def compiled_begins(self) -> None:
+        """A compiled function is about to be entered, with a torch that compiles it anew at each call under a mode: leaves for good."""
+        if self._forked_mode is not None and modes_on() == [self._forked_mode]:
+            pop_mode()
+            self.computed()
+        if self._has_compiled or self._thread != get_ident():
+            return
+        self._has_compiled = True
+        self.settle()
+        self._guard.tell(
+            "operators outside of modules, since compiled code has run",
+            "this torch would recompile it at each call; torch 2.10 or later measures them",
+        )
+
     def _may_be_on(self) -> bool:
         position = self._position
         if "optimizer" in position.overrides or not self.wanted():
             return False
         if position.backward_depth and (position.call or (self._is_thin and self._backwards % EACH)):
             return False
-        if MODES_CAN_IGNORE_COMPILED or not anything_is_compiled():
-            return True
-        self._guard.tell(
-            "operators outside of modules, since something was compiled",
-            "this torch would recompile it at each call; torch 2.10 or later measures them",
-        )
-        return False
+        return not self._has_compiled
 
     @property
     def _is_thin(self) -> bool:

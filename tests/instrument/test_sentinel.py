@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
-from dtypedoctor.instrument import sentinel
+from dtypedoctor.instrument import phases, sentinel
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.sentinel import Sentinel
 from dtypedoctor.trace.events import WORKED_ELSEWHERE, Coverage, NotWatched, Op
@@ -151,15 +151,28 @@ def test_compiled_functions_are_compiled_as_without_it(tmp_path: Path) -> None:
     assert len(graphs) == 1
 
 
-def test_it_stays_off_where_torch_compiles_anew_under_a_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a torch that cannot leave a mode on beside compiled code, operators are not watched once something is compiled, and that is told."""
-    monkeypatch.setattr(sentinel, "MODES_CAN_IGNORE_COMPILED", False)
-    monkeypatch.setattr(sentinel, "anything_is_compiled", lambda: True)
+def test_it_leaves_when_compiled_code_runs_where_torch_would_compile_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a torch that cannot leave a mode on beside compiled code, operators are watched until some runs, and that is told."""
+    monkeypatch.setattr(phases, "MODES_CAN_IGNORE_COMPILED", False)
+    modes: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        modes.append(len(_get_current_dispatch_mode_stack()))
+        return graph.forward
 
     def work(_: Instruments) -> None:
-        (torch.ones(3) * 2).sum()
+        f = torch.compile(lambda x: x.sin() + 1, backend=backend)
+        torch.log(-torch.ones(3)).sum()
+        for _ in range(3):
+            f(torch.ones(3))
+        modes.append(len(_get_current_dispatch_mode_stack()))
 
     trace = watched(tmp_path, work)
+    torch._dynamo.reset()
+    assert modes == [0, 0]
+    assert "aten.log.default" in {op.op for op in trace.all(Op)}
     assert [told.why for told in trace.all(NotWatched)] == [
         "this torch would recompile it at each call; torch 2.10 or later measures them"
     ]
