@@ -487,10 +487,21 @@ def marks_of_sharding(module: nn.Module) -> Sequence[str]:
 
 
 def cast_for_unit(unit: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """What casts positional and keyword arguments as the precision policy of an FSDP2 unit wants; leaves them without the names."""
+    """What casts positional and keyword arguments as the precision policy of an FSDP2 unit wants.
+
+    torch 2.9 has no function for it; there tensors in lists, tuples and dicts are cast. Without the policy they are left as they are.
+    """
     state = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
     cast: Any = getattr(state, "_cast_forward_inputs", None)
-    return cast if cast is not None else lambda args, kwargs: (args, kwargs)
+    if cast is not None:
+        return cast
+    policy = unit_policy(unit)
+    dtype = policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
+
+    def cast_tensor(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return lambda args, kwargs: (args, kwargs) if dtype is None else tree_map(cast_tensor, (args, kwargs))
 
 
 def hooks_of(module: nn.Module) -> Sequence[Any]:

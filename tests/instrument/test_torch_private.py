@@ -203,6 +203,8 @@ def test_import(module: str, name: str) -> None:
 @pytest.mark.parametrize("name", WRITTEN_IN)
 def test_written(name: str) -> None:
     """The code that makes such objects gives them the attribute."""
+    if name == "_cast_forward_inputs" and torch.__version__ < "2.10":
+        pytest.skip("this torch casts inside of another function; cast_for_unit does it itself (2.9.1)")
     assert name in inspect.getsource(WRITTEN_IN[name]())
 
 
