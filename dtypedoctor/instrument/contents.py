@@ -117,6 +117,19 @@ def tensors_given(args: Sequence[object], kwargs: dict[str, object]) -> list[Nam
     return found
 
 
+def has_floats(value: Any) -> bool:
+    """Whether something in ``value`` may be inf or NaN, by its exact type."""
+    return type(value) not in _NO_FLOATS
+
+
+def may_hold_tensors(value: Any) -> bool:
+    """Whether :func:`tensors_given` would search ``value``, or read it as a tensor of a class of its own; of that all values of its type are alike."""
+    kind = type(value)
+    if kind is Tensor or kind in _NO_FLOATS:
+        return False
+    return issubclass(kind, Tensor) or _in_container(value) is not None
+
+
 def _add_given(found: list[Named], path: str, value: Any, depth: int) -> None:
     if issubclass(type(value), Tensor):
         tensor = value if measurable(value) else readable(value)

@@ -277,7 +277,7 @@ class Recorder(Protocol):
         """
 
     def record_one(
-        self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Tensor | None = None
+        self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Sequence[Named] = ()
     ) -> int:
         """Measures one tensor where no mode of torch's is on: what nearly all calls and gradients need.
 
@@ -286,7 +286,7 @@ class Recorder(Protocol):
             tensor: a plain dense tensor on this recorder's device, which has been measured at this site before.
             step, call: coordinates of the sample.
             source: the module call that has returned it.
-            given: the one tensor that went into that call.
+            given: what went into that call: plain dense tensors on the same device.
 
         Returns:
             The number of the sample.

@@ -92,11 +92,11 @@ class ImmediateRecorder:
             self._write(found, (self._writer.next_n(len(found)), step, call))
 
     def record_one(
-        self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Tensor | None = None
+        self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Sequence[Named] = ()
     ) -> int:
         """Measures one tensor."""
         n = self._writer.next_n()
-        self.record(((site, tensor),), (n, step, call), source, (("0", given),) if given is not None else ())
+        self.record(((site, tensor),), (n, step, call), source, given)
         return n
 
     def begin_call(self) -> None:
@@ -205,7 +205,7 @@ class StreamRecorder:
             self._read_in_background()
 
     def record_one(
-        self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Tensor | None = None
+        self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Sequence[Named] = ()
     ) -> int:
         """Hands one tensor over. It does what :meth:`record` does in one function: a call takes longer than what is done here."""
         writer, known = self._writer, self._known
@@ -221,12 +221,15 @@ class StreamRecorder:
                 row.entries += ((n, step, call, site),)
                 if site not in self._calm or row.version < 0:
                     self._measure_now(site, tensor, row)
-            if source is not None and given is not None and (row.counts is None or row.suspicious):
-                other = known.get(id(given))
-                if other is None or not _is_of(other, given):
-                    other = self._batches.add(given, row)
-                row.doubts += ((source, (("0", given.dtype, given.shape, other),), n + 1, step, call),)
-                writer.following = n + 2
+            if source is not None and given and (row.counts is None or row.suspicious):
+                doubted = []
+                for path, one in given:
+                    other = known.get(id(one))
+                    if other is None or not _is_of(other, one):
+                        other = self._batches.add(one, row)
+                    doubted.append((path, one.dtype, one.shape, other))
+                row.doubts += ((source, doubted, n + 1, step, call),)
+                writer.following = n + 1 + len(doubted)
                 if row.counts is not None:
                     self._confirm([row])
         if self._reader is None:

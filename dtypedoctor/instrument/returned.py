@@ -1,6 +1,6 @@
 """Records what modules returned and the gradients of it, and counts what could not be measured.
 
-Nearly all calls look like the call of the same module before: one tensor in, one tensor out, of the same dtypes and shape. For
+Nearly all calls look like the call of the same module before: the same kinds of arguments, one tensor out, of the same dtypes and shape. For
 these everything but the tensor is known, and a call costs a few microseconds.
 """
 
@@ -20,7 +20,14 @@ from dtypedoctor._torch_private import (
     number_of_modes,
     transformation,
 )
-from dtypedoctor.instrument.contents import Contents, contents, tensors_given
+from dtypedoctor.instrument.contents import (
+    Contents,
+    Found,
+    contents,
+    has_floats,
+    may_hold_tensors,
+    tensors_given,
+)
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import why_opaque
 from dtypedoctor.instrument.places import Looks, Place, Recorder, Sites, Source
@@ -34,18 +41,104 @@ MOST_MISSED = 20
 """Different types of results that are told of because they could not be measured."""
 
 
+class _Arguments(NamedTuple):
+    """How a call was made whose arguments are not one tensor alone, or whose result is a tuple with one tensor.
+
+    Attributes:
+        names: of the keyword arguments.
+        kinds: types of all arguments, positional ones first.
+        items: the same with the items of tuples in place of the tuples.
+        tensors: of these items, which are tensors, and their dtypes.
+        given: which are measured, their dtypes, and their paths.
+        returned: types of what the result holds; None where it is a tensor.
+        at: which of that is the tensor.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[type, ...]
+    items: list[type]
+    tensors: list[tuple[int, torch.dtype]]
+    given: list[tuple[int, torch.dtype, str]]
+    returned: tuple[type, ...] | None
+    at: int
+
+    def of(self, args: Any, kwargs: Any, output: Any, device: torch.device) -> tuple[Tensor, list[Named]] | None:
+        """What another call returned, and the tensors that went into it; None where it was made in another way."""
+        values = (*args, *kwargs.values())
+        if tuple(kwargs) != self.names or tuple(map(type, values)) != self.kinds:
+            return None
+        items: list[Any] = []
+        for value in values:
+            if type(value) is tuple:
+                items += value
+            else:
+                items.append(value)
+        if list(map(type, items)) != self.items:
+            return None
+        for i, dtype in self.tensors:
+            if items[i].dtype is not dtype:
+                return None
+        given: list[Named] = []
+        for i, dtype, path in self.given:
+            tensor = items[i]
+            if (
+                tensor.dtype is not dtype
+                or tensor.layout is not torch.strided
+                or tensor.is_nested
+                or tensor.device != device
+            ):
+                return None
+            given.append((path, tensor))
+        if self.returned is None:
+            return (output, given) if type(output) is Tensor else None
+        if type(output) is not tuple or tuple(map(type, output)) != self.returned:
+            return None
+        return output[self.at], given
+
+
+def _arguments(args: Any, kwargs: Any, output: Any, device: torch.device) -> _Arguments | None:
+    """How a call was made; None where that is not to be seen from types alone, so that each such call is searched."""
+    values = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+    items: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        items += [(f"{name}.{i}", one) for i, one in enumerate(value)] if type(value) is tuple else [(name, value)]
+    if len(values) != len(args) + len(kwargs) or any(may_hold_tensors(one) for _, one in items):
+        return None
+    tensors = [(i, path, one) for i, (path, one) in enumerate(items) if type(one) is Tensor]
+    given = [(i, one.dtype, path) for i, path, one in tensors if measurable(one)]
+    if any(one.device != device for _, _, one in tensors if measurable(one)):
+        return None
+    returned, at = None, 0
+    if type(output) is tuple:
+        returned = tuple(map(type, output))
+        if returned.count(Tensor) != 1 or any(type(one) is not Tensor and has_floats(one) for one in output):
+            return None
+        at = returned.index(Tensor)
+    return _Arguments(
+        names=tuple(kwargs),
+        kinds=tuple(map(type, values.values())),
+        items=[type(one) for _, one in items],
+        tensors=[(i, one.dtype) for i, _, one in tensors if not measurable(one)],
+        given=given,
+        returned=returned,
+        at=at,
+    )
+
+
 class _Usual(NamedTuple):
-    """What the last call of a module looked like: one positional tensor in, one tensor out."""
+    """What the last call of a module looked like: one tensor out, and one positional tensor in unless ``arguments`` say more."""
 
     phase: str
     autocast: str | None
     device_type: str
     is_cuda: bool
-    given: torch.dtype
+    arguments: _Arguments | None
+    given: torch.dtype | None
     dtype: torch.dtype
     shape: torch.Size
     device: torch.device
     site: int
+    path: str
     recorder: Recorder
     source: Source
 
@@ -116,10 +209,29 @@ class Returned:
             output: what it returned.
         """
         usual: _Usual | None = place.usual
-        if usual is None or kwargs or len(args) != 1 or type(output) is not Tensor or type(args[0]) is not Tensor:
+        if usual is None:
             self._record_unusual(module, place, args, kwargs, output)
             return
-        given: Tensor = args[0]
+        if usual.arguments is not None:
+            found = usual.arguments.of(args, kwargs, output, usual.device)
+            if found is None:
+                self._record_unusual(module, place, args, kwargs, output)
+                return
+            returned, given = found
+        else:
+            if (
+                kwargs
+                or len(args) != 1
+                or type(output) is not Tensor
+                or type(one := args[0]) is not Tensor
+                or one.dtype is not usual.given
+                or one.layout is not torch.strided
+                or one.is_nested
+                or one.device != usual.device
+            ):
+                self._record_unusual(module, place, args, kwargs, output)
+                return
+            returned, given = output, [("0", one)]
         here = self._position.of.here or self._position.last
         autocast = None
         if regions := self._autocast.of.regions:
@@ -130,15 +242,11 @@ class Returned:
                 autocast = self._autocast.dtype(usual.device_type)
         if (
             # the cheapest comparisons first: nearly all calls that are unusual have another dtype or shape
-            output.dtype is not usual.dtype
-            or given.dtype is not usual.given
-            or output.layout is not torch.strided
-            or given.layout is not torch.strided
-            or output.is_nested
-            or given.is_nested
-            or output.shape != usual.shape
-            or output.device != usual.device
-            or given.device != usual.device
+            returned.dtype is not usual.dtype
+            or returned.layout is not torch.strided
+            or returned.is_nested
+            or returned.shape != usual.shape
+            or returned.device != usual.device
             or (here.phase if here.overrides or here.backward_depth else "forward") != usual.phase
             or autocast != usual.autocast
             or number_of_modes()
@@ -148,10 +256,10 @@ class Returned:
             self._record_unusual(module, place, args, kwargs, output)
             return
         call = here.call
-        usual.recorder.record_one(usual.site, output, self._position.step, call, usual.source, given)
+        usual.recorder.record_one(usual.site, returned, self._position.step, call, usual.source, given)
         self._coverage.module_calls_measured += 1
-        if output.requires_grad and not output.is_leaf:
-            hook_gradient(output, _Hook((self._gradient, place, "", call)))
+        if returned.requires_grad and not returned.is_leaf:
+            hook_gradient(returned, _Hook((self._gradient, place, usual.path, call)))
 
     def _record_unusual(self, module: nn.Module, place: Place, args: Any, kwargs: Any, output: Any) -> None:
         with out_of_their_sight() if modes_are_on() else nullcontext():
@@ -182,7 +290,7 @@ class Returned:
         for path, _, original in outputs:
             if wants_gradient(original):
                 _hook_gradient(original, _Hook((self._gradient, place, path, position.call)))
-        self._learn(place, given, output, source)
+        self._learn(place, given, output, outputs, source)
 
     def _count(self, place: Place, found: Contents) -> None:
         """Counts a call whose result has been seen: a result without any floats is none that could be measured."""
@@ -206,28 +314,35 @@ class Returned:
             self._writer.write(NotWatched(what=f"module outputs of type {missed.type} ({calls})", why=missed.why))
         self._missed.clear()
 
-    def _learn(self, place: Place, given: tuple[Any, Any], output: Any, source: Source) -> None:
-        """Keeps what this call looked like, where it has one tensor in and one out."""
+    def _learn(self, place: Place, given: tuple[Any, Any], output: Any, found: list[Found], source: Source) -> None:
+        """Keeps what this call looked like, where one tensor was returned."""
         args, kwargs = given
-        place.usual = None
+        place.usual = arguments = None
+        if len(found) != 1 or type(found[0].original) is not Tensor or not measurable(found[0].original):
+            return
+        path, returned, _ = found[0]
         if kwargs or len(args) != 1 or type(args[0]) is not Tensor or type(output) is not Tensor:
+            arguments = _arguments(args, kwargs, output, returned.device)
+            if arguments is None or (arguments.returned is None and type(output) is not Tensor):
+                return
+        elif not measurable(args[0]) or args[0].device != returned.device:
             return
-        if not measurable(output) or not measurable(args[0]) or args[0].device != output.device:
-            return
-        looks = (source.phase, "output", "", output.dtype, output.shape, source.autocast, output.device)
+        looks = (source.phase, "output", path, returned.dtype, returned.shape, source.autocast, returned.device)
         site = place.sites.get(looks)
         if site is not None:
             place.usual = _Usual(
                 phase=source.phase,
                 autocast=source.autocast,
-                device_type=output.device.type,
-                is_cuda=output.is_cuda,
-                given=args[0].dtype,
-                dtype=output.dtype,
-                shape=output.shape,
-                device=output.device,
+                device_type=returned.device.type,
+                is_cuda=returned.is_cuda,
+                arguments=arguments,
+                given=None if arguments is not None else args[0].dtype,
+                dtype=returned.dtype,
+                shape=returned.shape,
+                device=returned.device,
                 site=site,
-                recorder=self._recorders.of(output.device),
+                path=path,
+                recorder=self._recorders.of(returned.device),
                 source=source,
             )
 
