@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m tests.benchmarks.distributed_cost              # 4096 rows in each process
     torchrun --nproc-per-node 2 -m tests.benchmarks.distributed_cost --rows 16384
+    torchrun --nproc-per-node 2 -m tests.benchmarks.distributed_cost --budget 5%  # timed from the sixtieth step of one watch on
 
 Sixteen blocks of width 2048, bfloat16. The first process prints medians, ratios, the milliseconds that the host takes for a step before it
 waits for the device, and the seconds of ten million additions in a Python loop, so that figures of different hosts compare.
@@ -25,6 +26,8 @@ import dtypedoctor
 WIDTH, BLOCKS = 2048, 16
 SETTLED = 9
 """Steps of a watch before any is timed: the checks for silent failures look closer at the steps 1 to 4 and 8."""
+THINNED = 60
+"""Steps of a watch with a budget before any is timed: 40 are measured whole, then some in outline."""
 
 Times = list[tuple[float, float]]
 """Milliseconds of steps, and those of the host."""
@@ -47,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4096, help="rows of the batch of each process")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget", help="overhead budget of the watch")
     options = parser.parse_args()
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
@@ -69,13 +73,15 @@ def _measured(kind: str, rank: int, options: argparse.Namespace) -> tuple[Times,
     watched: Times = []
     for _ in range(5):
         step()
-    for _ in range(options.rounds):
+    chosen = {} if options.budget is None else {"overhead_budget": options.budget}
+    for _ in range(1 if chosen else options.rounds):
         step()
         plain += [step() for _ in range(6)]
-        with tempfile.TemporaryDirectory() as directory, dtypedoctor.watch(model, out=f"{directory}/{rank}"):
-            for _ in range(SETTLED):
+        with tempfile.TemporaryDirectory() as directory, dtypedoctor.watch(model, out=f"{directory}/{rank}", **chosen):
+            for _ in range(THINNED if chosen else SETTLED):
                 step()
-            watched += [step() for _ in range(6)]
+            watched += [step() for _ in range(64 if chosen else 6)]
+    plain += [step() for _ in range(6)]
     return plain, watched
 
 
@@ -111,9 +117,10 @@ def _print(what: str, plain: Times, watched: Times) -> None:
     (before, host_before), (after, host_after) = (
         tuple(map(statistics.median, zip(*times, strict=True))) for times in (plain, watched)
     )
+    mean = statistics.mean(total for total, _ in watched) / statistics.mean(total for total, _ in plain)
     fastest = min(watched)[0] / min(plain)[0]
     print(
-        f"{what}: {before:.1f} -> {after:.1f} ms, ratio {after / before:.3f}, of the fastest steps {fastest:.3f}, "
+        f"{what}: {before:.1f} -> {after:.1f} ms, ratio {after / before:.3f}, of the means {mean:.3f}, of the fastest steps {fastest:.3f}, "
         f"host {host_before:.1f} -> {host_after:.1f} ms",
         flush=True,
     )
