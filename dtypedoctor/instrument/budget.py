@@ -1,8 +1,8 @@
 """Thins the watch so that it costs no more than a share of the program's time.
 
 The first steps are measured whole. Then the seconds of such steps are compared with those of steps in which only the residual stream and
-the loss are measured, and each layer takes its turn in every Nth step, so that the difference stays within the budget. At the first sign of
-trouble a few steps are measured whole again. Time decides nothing else, and nothing at all where the schedule is fixed.
+the loss are measured, and each layer takes its turn in every Nth step, so that the differences, those of the first steps included, stay within the
+budget. At the first sign of trouble a few steps are measured whole again. Time decides nothing else, and nothing at all where the schedule is fixed.
 """
 
 from collections import Counter, deque
@@ -16,8 +16,12 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.unpatched import monotonic
 
-WHOLE = 40
+WHOLE = 32
 """Steps at the beginning that are measured whole."""
+HORIZON = 160
+"""Steps within which what has been spent so far is to be brought back into the budget."""
+LEAST = 4
+"""At least one part in so many of the budget is spent, whatever has been spent before."""
 COMPARED = 6
 """Steps of each kind whose seconds are compared."""
 MOST = 64
@@ -104,7 +108,8 @@ class Budget:
             return 1
         if len(self._seconds[0]) < COMPARED:
             return 0
-        self._each = self._turns()
+        if self._each == 1 or self._period == 0 or step % COMPARED == 0:
+            self._each = self._turns()
         return self._each
 
     def _turns(self) -> int:
@@ -113,7 +118,10 @@ class Budget:
         if not whole or not outline:
             return self._each
         extra = median(whole) / median(outline) - 1
-        return min(MOST, max(1, ceil(extra / self._share)))
+        spent = extra * sum(steps / period for period, steps in self.steps.items() if period)
+        left = self._share * (self.steps.total() + HORIZON) - spent
+        share = min(self._share, max(self._share / LEAST, left / HORIZON))
+        return min(MOST, max(1, ceil(extra / share)))
 
     def measured(self, step: int, site: int, kind: str, dtype: torch.dtype, magnitude: float) -> None:
         """A sample has become known: looks for signs that something is about to go wrong.
