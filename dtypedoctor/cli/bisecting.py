@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -141,6 +142,7 @@ def bisect_case(case: Case, jobs: int | None, *, resident: bool | None = None) -
     pace = Pace(case.directory, "bisect", case.asked.scenario)
     with (
         _kept_only_if_used(case),
+        _sigterm_as_ctrl_c(),
         _narrowing(pace) as view,
         _probe_runner(case, jobs, view, resident=resident) as runner,
     ):
@@ -172,6 +174,16 @@ def _narrowing(pace: Pace) -> Iterator[Narrowing]:
     with Narrowing(sys.stderr) as view:
         view.keep_pace(pace)
         yield view
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Inside, what a job scheduler or ``timeout`` sends ends the search as Ctrl-C does: with the best answer so far."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -86,8 +86,10 @@ class _Bisecting:
         try:
             return self._searched(treatment)
         except UsageError as error:  # the disk is full, the model is gone: what is known is reported all the same
-            found = Bisection(end=End.INTERRUPTED, treatment=treatment, failure=symptom_of(treatment.before))
-            return replace(found, note=f"a run could not be made: {error.message}")
+            note = f"a run could not be made: {error.message}"
+        except KeyboardInterrupt:
+            note = "the failure is reproduced; no module had been ruled out yet"
+        return Bisection(end=End.INTERRUPTED, treatment=treatment, failure=symptom_of(treatment.before), note=note)
 
     def _searched(self, treatment: Treatment) -> Bisection:
         """What is found out about the failure of the untreated run."""
