@@ -194,3 +194,53 @@ def test_layouts_and_dtypes_are_all_measured(tmp_path: Path) -> None:
         wanted = tensor.float().abs().max().item() if tensor.numel() else 0.0
         assert found[name].finite
         assert found[name].absmax == pytest.approx(min(wanted, torch.finfo(torch.float32).max), rel=1e-6), name
+
+
+class Attention(nn.Module):
+    """Called with keyword arguments, a tuple of tensors and whole numbers among them; returns a tensor and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(
+        self, *, hidden: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor], ids: Tensor
+    ) -> tuple[Tensor, None]:
+        hidden = hidden if mask is None else hidden + mask
+        return self.inner(hidden * turns[0] + turns[1]) + ids[:, None], None
+
+
+class Block(nn.Module):
+    """Calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        turns = (torch.ones(4), torch.zeros(4))
+        return x + self.attention(hidden=x, mask=mask, turns=turns, ids=torch.arange(2))[0]
+
+
+@pytest.mark.parametrize("at", [frozenset[str](), frozenset({"cpu"})], ids=["immediate", "batched"])
+def test_calls_with_keyword_arguments_are_recorded_alike_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: frozenset[str]
+) -> None:
+    """A call like the one before takes a shorter way: with the same samples, and the same inputs where the result is not finite."""
+    monkeypatch.setattr(recorders, "BEHIND", at)
+    net = Block()
+    plain, spoilt = torch.ones(2, 4), torch.full((2, 4), torch.inf)
+    masks = [None, None, torch.ones(2, 4), torch.ones(2, 4), None]
+    trace = watched(tmp_path, lambda _: [net(x, mask).sum().backward() for x in (plain, spoilt) for mask in masks])
+    told: dict[int, list[tuple[object, ...]]] = {}
+    for step_, call, phase, kind, fqn, index, _ in story(trace):
+        told.setdefault(int(str(call)), []).append((step_, phase, kind, fqn, index))
+    assert told[1] == told[2] == told[5]
+    assert told[3] == told[4]
+    assert told[6] == told[7] == told[10]
+    inputs = [(fqn, index) for _, _, kind, fqn, index in told[7] if kind == "input"]
+    assert ("attention", "hidden") in inputs
+    assert ("attention", "turns.1") in inputs
+    outputs = [(fqn, index) for _, _, kind, fqn, index in told[2] if kind == "output"]
+    assert ("attention", "0") in outputs
+    assert len([one for one in told[2] if one[2] == "grad_output"]) == 3
