@@ -230,7 +230,16 @@ def show(document: "Document", format: str) -> None:
         return
     from dtypedoctor.report.formats import format_named
 
-    trouble = write_document(format_named(format).render(document))
+    print_text(format_named(format).render(document))
+
+
+def print_text(text: str) -> None:
+    """Prints a finished report.
+
+    Raises:
+        UsageError: standard output cannot be written.
+    """
+    trouble = write_document(text)
     if trouble is not None:
         raise UsageError(f"cannot write the report: {os.strerror(trouble.errno or 0)}") from trouble
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, show, shows_runs
+from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, print_text, show, shows_runs
 from dtypedoctor.errors import ExitCode, UsageError
 
 
@@ -68,8 +68,19 @@ def report(
         ),
     ],
     format: FormatOption = TERMINAL,
+    project: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            help="As an issue of trl, peft, transformers, unsloth, pytorch or axolotl: the headings of its template, in Markdown.",
+            metavar="PROJECT",
+        ),
+    ] = None,
 ) -> None:
     """Print the report of a finished run."""
+    if project is not None:
+        _ticket(run, project, format)
+        return
     from dtypedoctor.cli.running import matrix_exit
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.files import read_matrix, report_of, with_pictures
@@ -87,6 +98,25 @@ def report(
     if shows_runs(format):
         found = with_pictures(found, run if run.is_dir() else run.parent)
     show(run_document(found if format == TERMINAL else redact(found)), format)
+
+
+def _ticket(run: Path, project: str, format: str) -> None:
+    """Prints the issue, and on stderr its title and where it is filed."""
+    from dtypedoctor.redaction.redact import redact
+    from dtypedoctor.report.files import read_matrix, report_of
+    from dtypedoctor.report.project_tickets import needs_capsule, template_of, ticket
+    from dtypedoctor.report.run_facts import replay_command
+
+    template = template_of(project)
+    if format not in (TERMINAL, "md"):
+        raise UsageError(f"--for {project}: an issue is Markdown", "Leave --format out.")
+    if read_matrix(run) is not None:
+        raise UsageError(f"{run}: this is a folder of several runs", "Name one of them.")
+    found = redact(report_of(run))
+    print_text(ticket(found, project))
+    print(f"\nTitle: {found.headline}\nNew issue: {template.address}", file=sys.stderr)
+    if needs_capsule(found):
+        print(f"Attach: {replay_command(found, shlex.quote(str(run)))} --script, and its tensors", file=sys.stderr)
 
 
 def compare(

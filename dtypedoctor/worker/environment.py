@@ -22,7 +22,7 @@ from dtypedoctor.unpatched import listdir, read_text, to_json
 PACKAGES = (
     "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets", "triton", "safetensors",
     "tokenizers", "numpy", "unsloth", "unsloth_zoo", "axolotl", "nemo_automodel", "nemo_toolkit", "vllm", "flash_attn",
-    "xformers", "deepspeed", "liger_kernel", "transformer_engine",
+    "xformers", "deepspeed", "liger_kernel", "transformer_engine", "huggingface_hub",
 )  # fmt: skip
 VARIABLES = (
     "ACCELERATE_MIXED_PRECISION", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES",
