@@ -90,6 +90,9 @@ def test_bash_completes_verbs_and_formats(tmp_path: Path) -> None:
         "html",
         "json",
         "junit",
+        "sarif",
         "github",
+        "annotations",
+        "perfetto",
     ]
     assert "--tolerance" in completions("dtypedoctor", "compare", "--t")
