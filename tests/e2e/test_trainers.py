@@ -12,7 +12,14 @@ from dtypedoctor.scenario.loading import load_scenario
 FOLDER = Path(__file__).parents[2] / "scenarios" / "trainers"
 ALL = {
     name: load_scenario(FOLDER / f"{name}.yaml")
-    for name in ("lora_dpo_adapters", "qlora_dpo_adapters", "qlora_grpo_saved_head")
+    for name in (
+        "dpo_reference_bfloat16",
+        "dpo_reference_precomputed",
+        "grpo_reference_float32",
+        "lora_dpo_adapters",
+        "qlora_dpo_adapters",
+        "qlora_grpo_saved_head",
+    )  # fmt: skip
 }
 """Those that the ordinary suite has time for; ``dtypedoctor run scenarios/trainers`` runs all."""
 pytestmark = pytest.mark.timeout(900)

@@ -11,9 +11,10 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, RouterFlips
 from dtypedoctor.instrument.silent.loading import LoadingCheck, PatchCheck
 from dtypedoctor.instrument.silent.look import RoutineLook
-from dtypedoctor.instrument.silent.policies import RatioCheck, TwinCheck
+from dtypedoctor.instrument.silent.policies import RatioCheck
 from dtypedoctor.instrument.silent.reruns import CacheCheck, EagerReplay
 from dtypedoctor.instrument.silent.rounding import IntegerCasts, PositionCheck, RotaryTables
+from dtypedoctor.instrument.silent.twins import TwinCheck
 from dtypedoctor.instrument.silent.updates import GradientCheck, UpdateCheck
 from dtypedoctor.instrument.whereabouts import Whereabouts
 from dtypedoctor.trace.records.execution import AutocastRegion

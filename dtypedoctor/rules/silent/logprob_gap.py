@@ -6,9 +6,9 @@ from dtypedoctor.diagnosis.rule import SILENT, Confidence, Finding, FindingSpec,
 from dtypedoctor.diagnosis.wording import listed
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding
-from dtypedoctor.trace.events import Flow, Metric
+from dtypedoctor.trace.events import Flow, Metric, Observed
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.silent import FirstRatio, Twins
+from dtypedoctor.trace.records.silent import FirstRatio, MovedTwin, Twins
 
 SPEC = FindingSpec(
     id="logprob-gap",
@@ -23,41 +23,94 @@ SPEC = FindingSpec(
 
 GAP = 1e-3
 """Largest difference of log-probabilities that is taken for float32's own rounding."""
+SAME = 1e-5
+"""Largest difference that float32 makes by itself between two models that compute the same."""
+WHAT_IS_LEFT = 0.25
+"""Share of the difference that may be left where both have computed in one dtype."""
 RATIO_OFF = 1e-3
 RATIOS = ("sampling/importance_sampling_ratio/mean", "sampling/sampling_logp_difference/max")
 """What TRL reports of the ratio between trainer and generator, and of their log-probabilities' difference."""
 
 
 def detect_gap(trace: Trace) -> Iterator[Finding]:
-    """Generator and trainer that disagree about the same tokens although their weights are the same."""
-    twins = [o for o in trace.observed(Twins) if o.what.largest_gap > GAP and not o.what.dropout]
-    if twins:
-        what = twins[0].what
-        statement = Statement(
-            id="logprob-gap",
-            severity=Severity.WARNING,
-            confidence=Confidence.LIKELY,
-            summary=(
-                f"With the same weights the {what.generator_dtype} generator and the {what.trainer_dtype} trainer give "
-                f"log-probabilities up to {what.largest_gap:.2g} apart."
-            ),
-            cause=(
-                "The ratio of the two policies is meant to be 1 while their weights are equal. Here it also compares two ways of "
-                "computing, so updates are clipped and weighted by rounding errors."
-            ),
-            evidence=(
-                (
-                    f"{what.rows} distributions over {what.choices} choices for the same input: largest gap "
-                    f"{what.largest_gap:.3g}, mean {what.mean_gap:.3g}."
-                ),
-                f"The generator's parameters equal the trainer's, rounded to {what.generator_dtype}.",
-                "The trainer drops nothing at random, so that is not the reason.",
-            ),
-        )
-        yield make_finding(statement, phase=twins[0].phase, step=twins[0].step, dtype=what.generator_dtype)
+    """Two ways of computing that disagree about the same tokens although the weights are the same."""
+    twins = _of_two_models(trace)
+    if twins is not None:
+        yield twins
         return
     found = tuple(_ratio_off(trace))
     yield from found or _reported(trace)
+
+
+def _of_two_models(trace: Trace) -> Finding | None:
+    """The policy and a model of the same weights in another dtype: its reference, or what generates for it."""
+    averages = {(seen.what.trainer, seen.what.generator) for seen in trace.observed(MovedTwin)}
+    for seen in trace.observed(Twins):
+        what = seen.what
+        is_average = (what.trainer, what.generator) in averages  # kept wider on purpose, as averages must be
+        if not is_average and _is_made_by_the_dtype(what):
+            return _twins(seen)
+    return None
+
+
+def _is_made_by_the_dtype(what: Twins) -> bool:
+    if what.moved is None or what.apart is None:  # not called again
+        return not what.dropout and what.largest_gap > GAP and _way(what, trainer=True) != _way(what, trainer=False)
+    gone = what.dropout or what.apart <= max(WHAT_IS_LEFT * what.largest_gap, SAME)
+    return gone and what.moved > SAME
+
+
+def _way(what: Twins, *, trainer: bool) -> str:
+    """How one of the two computes, in words."""
+    dtype, region = (
+        (what.trainer_dtype, what.trainer_autocast) if trainer else (what.generator_dtype, what.generator_autocast)
+    )
+    return f"{dtype} in {region} autocast" if region else dtype
+
+
+def _twins(seen: Observed[Twins]) -> Finding:
+    what = seen.what
+    gap = what.largest_gap if what.moved is None or not what.dropout else what.moved
+    ours, theirs = _way(what, trainer=True), _way(what, trainer=False)
+    tokens = "tokens" if what.choices == 1 else f"{what.choices:,} choices, those above 0.1%"
+    random = "dropout is left out of the second figure" if what.dropout else "neither drops anything at random"
+    called_again: tuple[str, ...] = ()
+    proof = None
+    if what.moved is not None:
+        called_again = (
+            f"The wider of the two, called again in {_narrow(what)}: its log-probabilities move by up to {what.moved:.3g}.",
+        )
+        proof = (
+            None if what.dropout else f"called again in one dtype, the two are within {what.apart:.2g} of each other"
+        )
+    statement = Statement(
+        id="logprob-gap",
+        severity=Severity.WARNING if gap > GAP else Severity.INFO,
+        confidence=Confidence.LIKELY,
+        proven_by=proof,
+        summary=(
+            f"The trained model ({ours}) and its reference or generator ({theirs}) have the same weights, but their log-probabilities of the same "
+            f"tokens differ by up to {gap:.2g}."
+        ),
+        cause=(
+            "While the weights are equal, the ratio and the KL divergence of the two are meant to be 1 and 0. Here they also compare two dtypes, so the "
+            "loss, its rewards and its clipping contain rounding errors, in every step."
+        ),
+        evidence=(
+            f"{what.rows:,} log-probabilities of the same {tokens}: largest difference {what.largest_gap:.3g}, mean {what.mean_gap:.3g}.",
+            *called_again,
+            f"The weights of one equal those of the other, rounded to the narrower dtype; {random}.",
+        ),
+    )
+    return make_finding(statement, phase=seen.phase, step=seen.step, dtype=_narrow(what))
+
+
+def _narrow(what: Twins) -> str:
+    """The dtype of the one that is in half precision, of its region if both have the same weights' dtype."""
+    pair = (what.generator_dtype, what.trainer_dtype)
+    if pair[0] == pair[1]:
+        return what.generator_autocast or what.trainer_autocast or pair[0]
+    return next((dtype for dtype in pair if dtype in HALF), pair[0])
 
 
 def _ratio_off(trace: Trace) -> Iterator[Finding]:

@@ -141,15 +141,18 @@ class Unpatched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Twins:
-    """A trained model that was asked what its half-precision twin was asked.
+    """Two models of the same weights that were called on the same tokens: one that is trained, and its reference or generator.
 
     Attributes:
         trainer, generator: numbers of the outermost modules, where known.
-        rows: distributions compared.
-        choices: length of each.
-        largest_gap: largest difference of a log-probability among those above 0.1 %.
+        rows: distributions compared, or log-probabilities of single tokens.
+        choices: length of each; 1 for those of single tokens.
+        largest_gap: largest difference of a log-probability, of distributions among those above 0.1 %.
         mean_gap: mean magnitude of these differences.
-        dropout: whether the trained one drops elements at random, which makes a gap of its own.
+        dropout: whether one of them drops elements at random, which makes a gap of its own.
+        trainer_autocast, generator_autocast: dtype of the autocast region that the call was made in.
+        moved: how far log-probabilities of the wider one move in the dtype of the other, without dropout; None where it could not be called again.
+        apart: largest difference between the two that is left then.
     """
 
     KIND: ClassVar[str] = "twins"
@@ -163,6 +166,24 @@ class Twins:
     largest_gap: float
     mean_gap: float
     dropout: bool
+    trainer_autocast: str | None = None
+    generator_autocast: str | None = None
+    moved: float | None = None
+    apart: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedTwin:
+    """The generator of a :class:`Twins` has changed with the first optimizer step, and does not equal the trained one: it is an average.
+
+    Attributes:
+        trainer, generator: numbers of the outermost modules, as there.
+    """
+
+    KIND: ClassVar[str] = "moved-twin"
+
+    trainer: int | None
+    generator: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,509 @@
+"""Two models of the same weights in one program that compute in different dtypes: a policy and its reference, or its generator.
+
+What one model outputs for some rows of tokens is kept until the other is called on the same rows, in whatever order and in whatever batches. Where the two
+differ although their weights are the same, the wider one is called once more in the dtype of the other: if the difference is gone then, the dtype made it.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import field
+from threading import get_ident
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dtypedoctor._torch_private import version_of
+from dtypedoctor.instrument.contents import tensors_in
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.operators import bytes_of, fits
+from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.policies import is_random
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
+from dtypedoctor.interruptions import contained
+from dtypedoctor.trace.records.silent import MovedTwin, Twins
+from dtypedoctor.values import dataclass
+
+__all__ = ["TwinCheck"]
+
+DISTRIBUTIONS = 64
+"""Distributions of a call that are kept for comparison."""
+PLACES = 16
+"""Positions of a row at which they are kept."""
+MOST_KEPT = 32 << 20
+"""Bytes that are kept of what one model outputs; the oldest calls are forgotten first."""
+ALONE = 32
+"""Calls of a model that are kept before there is another one of its shapes."""
+ATTEMPTS = 8
+"""Calls that are compared of a pair of models; each waits for the device."""
+ELEMENTS = 8
+"""Elements of each parameter by which weights are recognised as the same."""
+LARGEST_INPUT = 1_000_000
+"""Elements of an input that is kept to be recognised."""
+LIKELY = math.log(1e-3)
+"""Log-probability below which a choice is too unlikely to matter."""
+SAME_OUTPUT = 1e-5
+"""Largest difference of log-probabilities that is none."""
+_WRAPPERS = ("_orig_mod.", "module.", "base_model.model.", "base_layer.", "original_module.")
+"""What compilers, DDP and peft put into the names of parameters."""
+_ADAPTERS = ("lora_", "modules_to_save.")
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call of a model on rows of tokens.
+
+    Attributes:
+        model: that was called.
+        args, kwargs: what with; empty unless the call can be made again.
+        repeatable: whether it can.
+        question: the tokens (rows, length).
+        mask: which of them count, of the same shape.
+        output: log-probabilities of the tokens themselves (rows, places), or scores of all choices (rows, places, choices).
+        trained: whether a gradient can come back.
+        autocast: the region that it was made in.
+    """
+
+    model: ReferenceType[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    repeatable: bool
+    question: Tensor
+    mask: Tensor
+    output: Tensor
+    trained: bool
+    autocast: str | None
+
+
+@dataclass(slots=True, eq=False)
+class _Family:
+    """Models whose parameters have the same names and shapes."""
+
+    calls: dict[int, deque[_Call]] = field(default_factory=dict)
+    """Of each model, by identity."""
+    counts: dict[int, int] = field(default_factory=dict)
+    pairs: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Attempts that are left to compare two models."""
+
+    def is_alone(self, model: nn.Module) -> bool:
+        """Whether only ``model`` of this family is alive."""
+        dead = [number for number, calls in self.calls.items() if calls and calls[-1].model() is None]
+        for number in dead:
+            del self.calls[number]
+            self.counts.pop(number, None)
+            self.pairs = {pair: left for pair, left in self.pairs.items() if number not in pair}
+        return not set(self.calls) - {id(model)}
+
+
+class TwinCheck:
+    """Writes a :class:`Twins` for two models of the same weights that are called on the same tokens and compute in different dtypes."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._names, self._position = session.names, session.position
+        self._families: dict[int, _Family] = {}
+        self._likeness: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self._found: list[_Found] = []
+
+    def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """An outermost call has returned."""
+        question = _question(args, kwargs)
+        if question is None or self._position.backward_depth or self._position.phase == "generate":
+            return
+        family = self._families.setdefault(self._like(module), _Family())
+        alone = family.is_alone(module)
+        number = id(module)
+        family.counts[number] = family.counts.get(number, 0) + 1
+        if alone and family.counts[number] > ALONE:
+            family.calls.get(number, deque[_Call]()).clear()
+            return
+        with self._position.mute(), torch.no_grad():
+            call = self._call(module, args, kwargs, question, output)
+            if call is None:
+                return
+            self._look_whether_moved(module)
+            if not alone:
+                self._compare_with_others(family, module, call)
+            kept = family.calls.setdefault(number, deque())
+            kept.append(_only_a_part(call))
+            while len(kept) > 1 and bytes_of([each.output for each in kept]) > MOST_KEPT:
+                kept.popleft()
+
+    def _like(self, module: nn.Module) -> int:
+        """Equal for models whose parameters have the same names and shapes, apart from adapters."""
+        known = self._likeness.get(module)
+        if known is None:
+            shapes = {name: parameter.shape for name, parameter in _weights(module).items()}
+            known = self._likeness[module] = hash(tuple(sorted(shapes.items())))
+        return known
+
+    def _call(self, module: nn.Module, args: Any, kwargs: Any, question: Tensor, output: Any) -> _Call | None:
+        found = _output(output, question)
+        if found is None:
+            return None
+        mask = kwargs.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.shape != question.shape:
+            mask = torch.ones_like(question)
+        repeatable = all(map(_is_plain, (*args, *kwargs.values())))
+        device = question.device.type
+        return _Call(
+            ref(module),
+            tuple(args) if repeatable else (),
+            dict(kwargs) if repeatable else {},
+            repeatable,
+            question,
+            mask.bool(),
+            found.detach(),
+            found.requires_grad,
+            self._session.autocast.dtype(device),
+        )
+
+    def _compare_with_others(self, family: _Family, module: nn.Module, call: _Call) -> None:
+        for number, calls in family.calls.items():
+            if number == id(module):
+                continue
+            pair = (min(number, id(module)), max(number, id(module)))
+            if family.pairs.setdefault(pair, ATTEMPTS) <= 0:
+                continue
+            family.pairs[pair] -= 1
+            if any(self._is_settled(call, other) for other in reversed(calls)):
+                family.pairs[pair] = 0
+
+    def _is_settled(self, call: _Call, before: _Call) -> bool:
+        """Whether the two calls had rows in common; then what they show is written."""
+        if before.model() is None or before.output.dim() != call.output.dim():
+            return False
+        if not call.trained and not before.trained:
+            return False
+        gaps = _gaps(call, before)
+        if gaps is None or not gaps.numel() or not bool(gaps.isfinite().all()):
+            return False  # NaN or a masked choice on one side: there is no distance to tell
+        if float(gaps.max()) > SAME_OUTPUT:
+            self._tell(*_trained_first(call, before), gaps)
+        return True
+
+    def _tell(self, ours: _Call, theirs: _Call, gaps: Tensor) -> None:
+        trainer, generator = ours.model(), theirs.model()
+        if trainer is None or generator is None or not _same_weights(trainer, generator):
+            return
+        moved, apart = self._in_one_dtype(ours, theirs)
+        compared = Twins(
+            trainer=_number(self._names, trainer),
+            generator=_number(self._names, generator),
+            trainer_dtype=dtype_name(_main(trainer)),
+            generator_dtype=dtype_name(_main(generator)),
+            rows=gaps.shape[0],
+            choices=ours.output.shape[-1] if ours.output.dim() == 3 else 1,
+            largest_gap=float(gaps.max()),
+            mean_gap=float(gaps.mean()),
+            dropout=any(map(is_random, (*trainer.modules(), *generator.modules()))),
+            trainer_autocast=ours.autocast,
+            generator_autocast=theirs.autocast,
+            moved=moved,
+            apart=apart,
+        )
+        self._session.once(compared, (compared.trainer, compared.generator))
+        self._found.append(_Found(ours.model, theirs.model, self._position.step, _versions(generator)))
+
+    def _in_one_dtype(self, ours: _Call, theirs: _Call) -> tuple[float, float] | tuple[None, None]:
+        """How far the wider model's log-probabilities move in the other's dtype, and how far they are from the other's then; nothing where that
+        cannot be measured."""
+        wide, narrow = sorted((ours, theirs), key=lambda call: (-_width(call), not call.repeatable))
+        model, other = wide.model(), narrow.model()
+        if model is None or other is None or not wide.repeatable:
+            return None, None
+        weights = _in_the_dtypes_of(model, other)
+        if weights is None:
+            return None, None
+        as_it_is = _made_again(self._session, model, wide, {}, wide.autocast)
+        in_its_dtype = _made_again(self._session, model, wide, weights, narrow.autocast)
+        if as_it_is is None or in_its_dtype is None:
+            return None, None
+        moved, apart = _largest(_gaps(as_it_is, in_its_dtype)), _largest(_gaps(in_its_dtype, narrow))
+        return (moved, apart) if moved is not None and apart is not None else (None, None)
+
+    def _look_whether_moved(self, module: nn.Module) -> None:
+        """Tells of a generator that is an average of the policy: the first optimizer step has changed it, and not to the policy's weights."""
+        for found in list(self._found):
+            trainer, generator = found.trainer(), found.generator()
+            if trainer is None or generator is None:
+                self._found.remove(found)
+            elif generator is module and self._position.step > found.step:
+                self._found.remove(found)
+                if found.versions != _versions(generator) and not _same_weights(trainer, generator, exactly=True):
+                    numbers = _number(self._names, trainer), _number(self._names, generator)
+                    self._session.once(MovedTwin(trainer=numbers[0], generator=numbers[1]), numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A pair that has been written, to be looked at once more after the first optimizer step."""
+
+    trainer: ReferenceType[nn.Module]
+    generator: ReferenceType[nn.Module]
+    step: int
+    versions: int
+
+
+def _trained_first(one: _Call, other: _Call) -> tuple[_Call, _Call]:
+    """The call of the trained model, and that of the other; where both could be, the one that is in training mode."""
+    model = one.model()
+    if one.trained != other.trained:
+        return (one, other) if one.trained else (other, one)
+    return (one, other) if model is not None and model.training else (other, one)
+
+
+def _largest(gaps: Tensor | None) -> float | None:
+    if gaps is None or not gaps.numel():
+        return None
+    largest = float(gaps.max())
+    return largest if math.isfinite(largest) else None
+
+
+def _number(names: Any, module: nn.Module | None) -> int | None:
+    place = names.find(module) if module is not None else None
+    return place[0] if place is not None else None
+
+
+def _question(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The tokens (rows, length) among the arguments: ``input_ids`` (and what goes to a decoder), or the first tensor of whole numbers."""
+    found = [kwargs[name] for name in ("input_ids", "decoder_input_ids") if _is_tokens(kwargs.get(name))]
+    if not found:
+        found = [value for value in (*args, *kwargs.values()) if _is_tokens(value)][:1]
+    if len({len(tensor) for tensor in found}) != 1:
+        return None
+    return torch.cat([tensor.detach().reshape(len(tensor), -1) for tensor in found], -1)
+
+
+def _is_tokens(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dtype in (torch.int64, torch.int32)
+        and value.dim() > 0
+        and 0 < value.numel() <= LARGEST_INPUT
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an argument is the same when the call is made again: no cache, no iterator."""
+    if isinstance(value, Tensor):
+        return value.numel() <= LARGEST_INPUT and not value.requires_grad
+    return isinstance(value, _PLAIN)
+
+
+def _output(output: Any, question: Tensor) -> Tensor | None:
+    """Log-probabilities of the tokens themselves (rows, places), or scores of several choices (rows, places, choices)."""
+    rows, length = question.shape
+    found = next((tensor for _, tensor in tensors_in(output) if tensor.dim() >= 2 and len(tensor) == rows), None)
+    if found is None or not found.is_floating_point() or found.shape[-1] < 2:
+        return None
+    if found.dim() == 2 and length > 2 and found.shape[1] in (length, length - 1):
+        return found
+    return found.reshape(rows, -1, found.shape[-1])
+
+
+def _only_a_part(call: _Call) -> _Call:
+    """Copies of what is compared of a call, so that the rest can be freed: of distributions :data:`DISTRIBUTIONS`."""
+    rows = len(call.output)
+    if call.output.dim() == 3:
+        rows = max(1, DISTRIBUTIONS // min(PLACES, call.output.shape[1]))
+    call.question, call.mask = call.question[:rows].clone(), call.mask[:rows].clone()
+    call.output = _at_places(call.output[:rows]).clone()
+    return call
+
+
+def _at_places(output: Tensor) -> Tensor:
+    """Some positions of each row, where each has a distribution of its own; the same ones for every call of that length."""
+    if output.dim() == 2 or output.shape[1] <= PLACES:
+        return output
+    return output[:, -(output.shape[1] // PLACES) * PLACES :: output.shape[1] // PLACES]
+
+
+def _gaps(one: _Call, other: _Call) -> Tensor | None:
+    """Differences of the log-probabilities of the rows that both calls have; None where they have none in common. Waits for the device."""
+    theirs = {tokens: row for row, tokens in enumerate(_rows(other))}
+    pairs = [(row, theirs[tokens]) for row, tokens in enumerate(_rows(one)) if tokens in theirs]
+    gaps = [gap for mine, its in pairs if (gap := _gap(one, mine, other, its)) is not None]
+    return torch.cat(gaps) if gaps else None
+
+
+def _rows(call: _Call) -> Iterator[tuple[int, ...]]:
+    """The tokens of each row; where those of single tokens are compared, without padding, of which another batch has another amount."""
+    if call.output.dim() == 3:
+        yield from map(tuple, call.question.tolist())
+        return
+    for tokens, counts in zip(call.question.tolist(), call.mask.tolist(), strict=True):
+        yield tuple(token for token, counted in zip(tokens, counts, strict=True) if counted)
+
+
+def _gap(one: _Call, row: int, other: _Call, its: int) -> Tensor | None:
+    if one.output.dim() == 2:
+        mine, theirs = _of_tokens(one, row), _of_tokens(other, its)
+        length = min(len(mine), len(theirs))
+        mine, theirs = mine[len(mine) - length :], theirs[len(theirs) - length :]
+        theirs = theirs.to(mine.device)
+        scored = (mine < 0) & (theirs < 0)  # 0 is what stands for a token that is not scored
+        return (mine - theirs).abs()[scored] if bool((mine <= 0).all()) else None
+    mine, theirs = _at_places(one.output[row : row + 1])[0], _at_places(other.output[its : its + 1])[0]
+    if mine.shape != theirs.shape:
+        return None
+    counted = _counted(one, row)
+    mine, theirs = (scores.float().log_softmax(-1)[counted] for scores in (mine, theirs.to(mine.device)))
+    return (mine - theirs).abs()[mine > LIKELY]
+
+
+def _counted(call: _Call, row: int) -> Tensor:
+    """Which of the compared positions are no padding; all where there are not as many positions as tokens."""
+    places, length = call.output.shape[1], call.question.shape[1]
+    if places != length or not bool(call.mask[row].any()):
+        return torch.ones(min(places, len(_at_places(call.output[row : row + 1])[0])), dtype=torch.bool)
+    return _at_places(call.mask[row : row + 1, :, None])[0, :, 0].to(call.output.device)
+
+
+def _of_tokens(call: _Call, row: int) -> Tensor:
+    mask = call.mask[row][-call.output.shape[1] :]
+    return call.output[row][mask].float()
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by the names that they have without wrappers, and without adapters."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter) or any(part in name for part in _ADAPTERS):
+            continue
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        found[name] = parameter
+    return found
+
+
+def _main(model: nn.Module) -> Tensor:
+    """A parameter of the dtype that most elements have."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    most = max(sizes, key=lambda dtype: sizes[dtype])
+    return next(parameter for parameter in model.parameters() if parameter.dtype is most)
+
+
+def _width(call: _Call) -> int:
+    """Bits that the model of a call computes with, more or less: of its parameters, halved by a region of autocast."""
+    model = call.model()
+    if model is None:
+        return 0
+    width = torch.finfo(_main(model).dtype).bits if _main(model).is_floating_point() else 8
+    return width * 2 - (call.autocast is not None)
+
+
+def _same_weights(one: nn.Module, other: nn.Module, *, exactly: bool = False) -> bool:
+    """Whether the weights of one model are those of the other, but for rounding to the narrower dtype; judged by a few elements of each."""
+    ours, theirs = _weights(one), _weights(other)
+    if ours.keys() != theirs.keys() or not all(map(measurable, (*ours.values(), *theirs.values()))):
+        return False
+    same = []
+    for name, weight in ours.items():
+        pair = _few(weight), _few(theirs[name])
+        narrow, wide = sorted(pair, key=lambda few: -torch.finfo(few.dtype).eps)
+        rounded = wide.to(narrow.dtype).float()
+        close = 0.0 if exactly or wide.dtype in (narrow.dtype, torch.float32) else torch.finfo(narrow.dtype).eps
+        same.append(((rounded - narrow.float()).abs() <= close * rounded.abs()).all())
+    return bool(torch.stack([each.to(same[0].device) for each in same]).all()) if same else False
+
+
+def _few(parameter: Tensor) -> Tensor:
+    flat = parameter.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS]
+
+
+def _versions(model: nn.Module) -> int:
+    """Changes with each write to a parameter."""
+    return sum(version_of(parameter) + parameter.data_ptr() for parameter in model.parameters())
+
+
+def _in_the_dtypes_of(model: nn.Module, other: nn.Module) -> dict[str, Tensor] | None:
+    """The parameters of ``model`` that have another dtype than those of ``other``, cast to it; None where that takes too much memory."""
+    wanted = {name: parameter.dtype for name, parameter in _weights(other).items()}
+    plain = {id(parameter): name for name, parameter in _weights(model).items()}
+    narrow = _main(other).dtype
+    casts: dict[str, tuple[Tensor, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        dtype = wanted.get(plain.get(id(parameter), ""), narrow)
+        if parameter.is_floating_point() and parameter.dtype is not dtype:
+            casts[name] = parameter, dtype
+    size = sum(parameter.numel() * dtype.itemsize for parameter, dtype in casts.values())
+    if not fits(size, _main(model).device):
+        return None
+    return {name: parameter.detach().to(dtype) for name, (parameter, dtype) in casts.items()}
+
+
+def _made_again(
+    session: Session, model: nn.Module, call: _Call, weights: dict[str, Tensor], autocast: str | None
+) -> _Call | None:
+    """The call once more, without gradients and dropout, with other ``weights`` and in another region; None where it cannot be made."""
+    question = result = None
+    with (
+        contained(),
+        _nothing_changes(session, model, call),
+        _evaluating(model),
+        _region(call.question.device.type, autocast),
+    ):
+        question = _question(call.args, call.kwargs)
+        answer = torch.func.functional_call(model, weights, call.args, call.kwargs)
+        result = _output(answer, question) if question is not None else None
+    if result is None or question is None:
+        return None
+    mask = call.kwargs.get("attention_mask")
+    counted = (
+        mask.bool() if isinstance(mask, Tensor) and mask.shape == question.shape else torch.ones_like(question).bool()
+    )
+    return _Call(call.model, (), {}, False, question, counted, result.detach(), False, autocast)
+
+
+@contextmanager
+def _nothing_changes(session: Session, model: nn.Module, call: _Call) -> Iterator[None]:
+    """Inside, a call of ``model`` leaves the program as it was."""
+    position = session.position
+    device = call.question.device
+    memory = KeptMemory()
+    with ExitStack() as stack:
+        stack.callback(memory.restore)
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(as_before((model, call.args, call.kwargs), get_ident(), lambda: False))
+        stack.enter_context(position.mute())
+        stack.enter_context(session.autocast.unheard())
+        memory.keep_buffers(model)
+        stack.enter_context(memory)
+        yield
+    if memory.why_not:
+        raise CannotReplayError(memory.why_not)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing is dropped at random."""
+    before = [(module, module.training) for module in model.modules()]
+    for module, _ in before:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def _region(device: str, dtype: str | None) -> Iterator[None]:
+    """An autocast region that keeps no copies of weights: without gradients they would be of no use to the program."""
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.autocast(device, dtype=getattr(torch, dtype or "bfloat16"), enabled=dtype is not None):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
