@@ -19,7 +19,7 @@ ALL = {
         "lora_dpo_adapters",
         "qlora_dpo_adapters",
         "qlora_grpo_saved_head",
-    )  # fmt: skip
+    )
 }
 """Those that the ordinary suite has time for; ``dtypedoctor run scenarios/trainers`` runs all."""
 pytestmark = pytest.mark.timeout(900)

@@ -11,6 +11,7 @@ from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding, Severity
+from dtypedoctor.trace.records.silent import Twins
 
 HALF = torch.bfloat16
 TOKENS = torch.randint(1, 32, (6, 10), generator=torch.Generator().manual_seed(1))
@@ -138,6 +139,22 @@ def test_the_same_weights_outside_of_the_policys_region(tmp_path: Path) -> None:
     (found,) = findings(tmp_path, program)
     assert found.confidence == "proven"
     assert "float32 in bfloat16 autocast" in found.summary
+
+
+def test_what_a_policy_said_before_its_last_step_is_not_compared(tmp_path: Path) -> None:
+    """A new copy of it in bfloat16 is called on tokens that the policy saw with other weights."""
+    policy = Speaker()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+
+    def program() -> None:
+        for _ in range(3):
+            actor = copy.deepcopy(policy).to(HALF)
+            answer(actor, TOKENS, trained=False)
+            answer(policy, TOKENS, trained=True).mean().backward()
+            optimizer.step()
+
+    trace = watched(tmp_path, lambda _: program())
+    assert {seen.what.largest_gap < 0.1 for seen in trace.observed(Twins)} == {True}
 
 
 def averaging(policy: nn.Module, average: nn.Module) -> Callable[[], None]:

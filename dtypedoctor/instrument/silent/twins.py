@@ -68,6 +68,7 @@ class _Call:
         output: log-probabilities of the tokens themselves (rows, places), or scores of all choices (rows, places, choices).
         trained: whether a gradient can come back.
         autocast: the region that it was made in.
+        versions: of the parameters, by which it is known whether they have changed since.
     """
 
     model: ReferenceType[nn.Module]
@@ -79,6 +80,12 @@ class _Call:
     output: Tensor
     trained: bool
     autocast: str | None
+    versions: int
+
+    def is_old(self) -> bool:
+        """Whether the model is gone, or has other weights by now."""
+        model = self.model()
+        return model is None or _versions(model) != self.versions
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +169,7 @@ class TwinCheck:
             found.detach(),
             found.requires_grad,
             self._session.autocast.dtype(device),
+            _versions(module),
         )
 
     def _compare_with_others(self, family: _Family, module: nn.Module, call: _Call) -> None:
@@ -177,7 +185,7 @@ class TwinCheck:
 
     def _is_settled(self, call: _Call, before: _Call) -> bool:
         """Whether the two calls had rows in common; then what they show is written."""
-        if before.model() is None or before.output.dim() != call.output.dim():
+        if before.is_old() or before.output.dim() != call.output.dim():
             return False
         if not call.trained and not before.trained:
             return False
@@ -462,7 +470,7 @@ def _made_again(
     counted = (
         mask.bool() if isinstance(mask, Tensor) and mask.shape == question.shape else torch.ones_like(question).bool()
     )
-    return _Call(call.model, (), {}, False, question, counted, result.detach(), False, autocast)
+    return _Call(call.model, (), {}, False, question, counted, result.detach(), False, autocast, call.versions)
 
 
 @contextmanager
