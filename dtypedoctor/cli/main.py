@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dtypedoctor import __version__
-from dtypedoctor.cli import exec, reading, replay, run
+from dtypedoctor.cli import enabling, exec, reading, replay, run
 from dtypedoctor.cli.output import current_name, standard_streams
 from dtypedoctor.errors import DoctorError, ExitCode
 from dtypedoctor.report.text import paragraphs
@@ -28,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": current_name},
 )
-for verbs in (run, exec, replay, reading):
+for verbs in (run, exec, replay, reading, enabling):
     verbs.register(app)
 
 

@@ -44,12 +44,12 @@ def reported(treatment: Treatment, directory: Path) -> Report:
         treatment,
         command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files=files,
-        next_command=_next_command(treatment, directory),
+        next_command=next_command(treatment, directory),
     )
     return kept(directory, report)
 
 
-def _next_command(treatment: Treatment, directory: Path) -> str:
+def next_command(treatment: Treatment, directory: Path) -> str:
     """What tries fixes on the failing call where it was kept and no fix of the run is known; else what prints the report."""
     capsule = treatment.capsule
     if not isinstance(capsule, Capsule) or any(trial.outcome is Outcome.FIXED for trial in treatment.trials):

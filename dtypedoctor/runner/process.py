@@ -360,9 +360,19 @@ def run_script(
         meanwhile=meanwhile,
         stdin_is_read=read_up,
     )
+    return _with_children(directory, ended)
+
+
+def _with_children(directory: Path, ended: WorkerExit) -> Run:
     own = collect(directory, ended, foreign=True)
     spawned = child_directories(directory)
     return replace(own, children={number: collect(place, ended, foreign=True) for number, place in spawned.items()})
+
+
+def collect_job(directory: Path, ended: WorkerExit) -> Run:
+    """The run of processes that recorded themselves in ``directory``: of its ranks if it has any, as :func:`run_launched` tells of them,
+    else of its first process and those that this started."""
+    return _of_ranks(directory, ended) if rank_directories(directory) else _with_children(directory, ended)
 
 
 def run_launched(
@@ -400,10 +410,15 @@ def run_launched(
         )
     finally:
         forget_request(directory)
-    ranks = rank_directories(directory)
-    if not ranks:
+    if not rank_directories(directory):
         hint = "What it printed is above." if live else f"What it printed: {directory / STDERR}"
         raise UsageError(f"{module} ended with {ended.code} before it started {workload.path or workload.module}", hint)
+    return _of_ranks(directory, ended)
+
+
+def _of_ranks(directory: Path, ended: WorkerExit) -> Run:
+    """The run of the rank that failed first, or of the first one, with all others."""
+    ranks = rank_directories(directory)
     failures = _failures(directory)
     started = sorted({*ranks, *failures})  # one that failed before it came to the script has no directory
     runs = [_collect(directory, rank, ended, failures, foreign=True) for rank in started]

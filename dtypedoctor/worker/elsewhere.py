@@ -54,6 +54,10 @@ _MODULES = frozenset({"compileall", "ensurepip", "http", "pip", "platform", "sit
 """Modules that are run as programs and compute nothing."""
 
 
+_JOB = "DTYPEDOCTOR_JOB"
+"""Environment variable that is there where each Python process of this environment that imports torch records itself: ``hooked.py``."""
+
+
 class TorchOpened:
     """Says whether another process has loaded the torch of this one since :meth:`watch`: Linux tells who asks when a file is opened."""
 
@@ -174,7 +178,8 @@ class Elsewhere:
         programs = [name for name in self._programs if name not in _TOOLS]
         if programs:
             yield f"other programs that were started ({', '.join(programs)})", NOT_HERE
-        if self._pythons:
+        record_themselves = _JOB in os.environ and not self._other_python
+        if self._pythons and not record_themselves:
             left = _has_child() and not self._had_child  # it may come to torch yet
             idle = self._torch.by_another is False and not self._other_python and not left
             yield (
@@ -183,7 +188,10 @@ class Elsewhere:
             )
         elif programs and self._torch.by_another and not followed and not self._compiles:
             yield "torch in programs that were started", WORKED_ELSEWHERE
-        elif not (followed or self._forks or self._programs or self._compiles) and self._has_had_children():
+        elif (
+            not (followed or self._forks or self._programs or self._pythons or self._compiles)
+            and self._has_had_children()
+        ):
             yield "other processes that were started", NOT_HERE
 
     def _has_had_children(self) -> bool:

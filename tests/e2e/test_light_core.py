@@ -1,25 +1,14 @@
-"""dtypedoctor with the core dependencies of ``pyproject.toml`` alone: no transformers, no trainer, no bitsandbytes.
-
-The environment is a real one. Its packages are links into the environment that runs the tests, so it is made in a second and without a network.
-"""
+"""dtypedoctor with the core dependencies of ``pyproject.toml`` alone: no transformers, no trainer, no bitsandbytes."""
 
 import json
-import os
-import re
-import subprocess
-import sys
-import tomllib
-from importlib.metadata import Distribution, distribution
-from pathlib import Path
 
 import pytest
 import torch
-from command import Finished, report_of
+from command import report_of
+from light_environment import PROJECT, Light
 from packaging.requirements import Requirement
 from safetensors.torch import save_file
 
-REPOSITORY = Path(__file__).parents[2]
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 HF = ("transformers", "bitsandbytes", "peft", "trl", "accelerate", "datasets")
 
 NETWORK = """
@@ -93,64 +82,15 @@ remedies: [bfloat16]
 """
 
 
-class Light:
-    """The environment, with a folder to work in."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "work"
-        self.folder.mkdir()
-        for name, text in {
-            "network.py": NETWORK,
-            "train.py": TRAINING,
-            "watched.py": WATCHED,
-            "gated.yaml": SCENARIO,
-        }.items():
-            (self.folder / name).write_text(text, encoding="utf-8")
-        self._python = folder / "environment" / "bin" / "python"
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "environment"], check=True)
-        packages = next((folder / "environment").glob("lib/python3*/site-packages"))
-        for found in core_distributions():
-            for name in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__", "bin"}:
-                if not (packages / name).is_symlink():
-                    (packages / name).symlink_to(Path(str(found.locate_file(name))))
-        (packages / "dtypedoctor").symlink_to(REPOSITORY / "dtypedoctor")
-
-    def __call__(self, *arguments: str | Path) -> Finished:
-        """Runs ``python ARGUMENTS``."""
-        done = subprocess.run(
-            [self._python, *map(str, arguments)],
-            cwd=self.folder,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        return Finished(code=done.returncode, out=done.stdout, err=done.stderr)
-
-    def dtypedoctor(self, *arguments: str | Path) -> Finished:
-        """Runs ``dtypedoctor ARGUMENTS``."""
-        return self("-m", "dtypedoctor", *arguments)
-
-
-def core_distributions() -> list[Distribution]:
-    """What ``pip install dtypedoctor`` installs, from what is installed here."""
-    found: dict[str, Distribution] = {}
-    left = [Requirement(one) for one in PROJECT["dependencies"]]
-    while left:
-        wanted = left.pop()
-        name = re.sub(r"[-_.]+", "-", wanted.name).lower()
-        if name in found or (wanted.marker is not None and not wanted.marker.evaluate({"extra": ""})):
-            continue
-        found[name] = distribution(name)
-        left += [Requirement(one) for one in found[name].requires or ()]
-    return list(found.values())
+FILES = {"network.py": NETWORK, "train.py": TRAINING, "watched.py": WATCHED, "gated.yaml": SCENARIO}
 
 
 @pytest.fixture(scope="module")
 def light(tmp_path_factory: pytest.TempPathFactory) -> Light:
     """One environment for all tests, checked to lack the libraries."""
     environment = Light(tmp_path_factory.mktemp("light"))
+    for name, text in FILES.items():
+        (environment.folder / name).write_text(text, encoding="utf-8")
     found = environment(
         "-c", f"import dtypedoctor, importlib.util as u; print([n for n in {HF} if u.find_spec(n) is not None])"
     )

@@ -1,0 +1,156 @@
+"""``dtypedoctor enable`` and ``disable``: recording by a variable of the environment, ``DTYPEDOCTOR=1``, with no command in front of a program.
+
+A ``.pth`` file in this environment's site-packages has every Python process of it look at that variable. What such a process then does is in
+``worker/hooked.py``, which is referenced by its path; the first process of a job calls ``job-report`` when it ends.
+"""
+
+import json
+import shlex
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dtypedoctor.errors import UsageError
+
+SWITCH = "DTYPEDOCTOR"
+_HOOK = Path(__file__).resolve().parents[1] / "worker" / "hooked.py"
+_NAME = "dtypedoctor-hook.pth"
+_MARK = "# Made by `dtypedoctor enable`; `dtypedoctor disable` removes it.\n"
+_RUN = """try:
+ exec(compile(open({path!r}).read(), {path!r}, "exec"), {{"__name__": "dtypedoctor-hook", "__file__": {path!r}}})
+except Exception:
+ pass"""
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verbs."""
+    app.command(name="enable", epilog="Example:  dtypedoctor enable && DTYPEDOCTOR=1 torchrun train.py")(enable)
+    app.command(name="disable")(disable)
+    app.command(name="job-report", hidden=True)(job_report)
+
+
+def hook_text() -> str:
+    """The ``.pth`` file. Python executes its line at the start of each process; it looks at one variable and never raises."""
+    code = _RUN.format(path=str(_HOOK))
+    return f"{_MARK}import os; os.environ.get({SWITCH!r}) in (None, '', '0') or exec({code!r})\n"
+
+
+def _place() -> Path:
+    return Path(sysconfig.get_path("purelib")) / _NAME
+
+
+def enable(
+    status: Annotated[bool, typer.Option("--status", help="Only say whether it is enabled; exit 10 if not.")] = False,
+) -> int:
+    """Let `DTYPEDOCTOR=1 python train.py` and `DTYPEDOCTOR=1 torchrun …` record themselves, in this environment.
+
+    Installs one `.pth` file. Without the variable, a Python process looks at it once and imports nothing.
+    """
+    place = _place()
+    if status:
+        enabled = _is_ours(place)
+        print(f"enabled: {place}" if enabled else "not enabled")
+        return 0 if enabled else 10
+    if place.exists() and not _is_ours(place):
+        raise UsageError(f"{place}: this file is not dtypedoctor's", "Move it away.")
+    try:
+        place.write_text(hook_text(), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{place}: cannot be written ({error.strerror})",
+            "Enable it in an environment of your own (python -m venv), or use `dtypedoctor exec` in front of the program.",
+        ) from error
+    print(f"enabled: {place}\nNext: {SWITCH}=1 python train.py", file=sys.stderr)
+    return 0
+
+
+def disable() -> int:
+    """Remove what `enable` has installed."""
+    place = _place()
+    if not place.exists():
+        print("not enabled", file=sys.stderr)
+        return 0
+    if not _is_ours(place):
+        raise UsageError(f"{place}: this file is not dtypedoctor's", "Nothing was removed.")
+    try:
+        place.unlink()
+    except OSError as error:
+        raise UsageError(f"{place}: cannot be removed ({error.strerror})", "Remove it yourself.") from error
+    print(f"removed: {place}", file=sys.stderr)
+    return 0
+
+
+def _is_ours(place: Path) -> bool:
+    try:
+        return place.read_text(encoding="utf-8").startswith(_MARK)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def job_report(directory: Annotated[Path, typer.Argument(metavar="RUN")]) -> int:
+    """Write and show the report of a job whose processes have recorded themselves; its first process calls this."""
+    from dtypedoctor.cli.output import console_for, kept
+    from dtypedoctor.cli.reported import exit_code, next_command
+    from dtypedoctor.redaction.redact import without_process_secrets
+    from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
+    from dtypedoctor.report.run_document import run_document
+    from dtypedoctor.report.to_terminal import print_document
+    from dtypedoctor.runner.process import collect_job
+    from dtypedoctor.runner.run import BEFORE, WorkerExit
+    from dtypedoctor.trials.plan import Plan
+    from dtypedoctor.trials.treatment import treat
+
+    told = _read_job(directory)
+    words = told["argv"][1:]
+    ended = WorkerExit(code=int(told["failed"]), timed_out=False, seconds=0.0)
+    run = collect_job(directory / BEFORE, ended)
+    plan = Plan(closer=False, certify=False, ablations=False, rerun_option="dtypedoctor exec --rerun")
+    treatment = treat(_scenario(words), lambda label, request: run, plan)
+    report = build_report(
+        treatment,
+        command=f"{SWITCH}=1 {shlex.join(without_process_secrets(['python', *words]))}",
+        files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": BEFORE},
+        next_command=next_command(treatment, directory),
+    )
+    print_document(run_document(kept(directory, report)), console_for(sys.stderr))
+    return exit_code(report)
+
+
+def _read_job(directory: Path) -> dict[str, Any]:
+    try:
+        told = json.loads((directory / "job.json").read_text(encoding="utf-8"))
+        return {"argv": list(map(str, told["argv"])), "failed": bool(told["failed"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{directory}: no job has ended here", "Give the run directory of a job.") from error
+
+
+def _scenario(words: list[str]) -> Any:
+    """The job as a scenario: its script, and the launcher in front of that where it has one."""
+    from dtypedoctor.cli.launchers import Launch, taken_apart
+    from dtypedoctor.runner.directories import scenario_name
+    from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
+
+    while words and words[0].startswith("-") and words[0] not in ("-", "-m", "-c"):
+        words = words[1:]  # options of the interpreter
+    mode = words[0] if words and words[0] in ("-m", "-c") else ""
+    script, *arguments = (words[1:] if mode else words) or ["-"]
+    try:
+        launch = taken_apart(script, arguments, module=mode == "-m", text=mode == "-c")
+    except UsageError:  # a launcher's way of saying things that exec does not know
+        launch = Launch(script=script, arguments=tuple(arguments), module=mode == "-m", text=mode == "-c")
+    target = {"module": launch.script} if launch.module else {"path": launch.script}
+    if launch.text:
+        target = {"path": "-", "code": launch.script}
+    return Scenario(
+        name=scenario_name("command" if launch.text else launch.script),
+        summary="A script, run unchanged.",
+        deterministic=False,
+        steps=[
+            ScenarioStep(
+                workload=Script(kind="script", args=list(launch.arguments), launcher=list(launch.launcher), **target)
+            )
+        ],
+    )
