@@ -192,22 +192,45 @@ def explain(
 
 
 def scenarios(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Scenario files to check, without running them.", metavar="[FILE]...", show_default=False),
+    ] = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of scenario files, for editors, and exit.")
     ] = False,
-) -> None:
-    """List the built-in scenarios."""
+) -> int:
+    """List the built-in scenarios, or check scenario files; exits 2 if there is a mistake in one."""
     from dtypedoctor.cli.scenario_files import load_checked
     from dtypedoctor.scenario.loading import available, json_schema
 
     if schema:
         print(json.dumps(json_schema(), indent=2))
-        return
+        return int(ExitCode.OK)
+    if files:
+        return _check(files)
     found = [load_checked(path, allow_code=True) for path in available()]
     width = max((len(s.name) for s in found), default=0)
     for scenario in found:
         print(f"{scenario.name:<{width}}  {scenario.summary}")
     print("\nNext: dtypedoctor run NAME", file=sys.stderr)
+    return int(ExitCode.OK)
+
+
+def _check(files: list[Path]) -> int:
+    """Prints the mistakes of all files, each with its line."""
+    from dtypedoctor.cli.scenario_files import load_checked
+    from dtypedoctor.report.text import counted, paragraphs
+
+    wrong = 0
+    for file in files:
+        try:
+            load_checked(file, allow_code=True)  # nothing is run
+        except UsageError as error:
+            wrong += 1
+            print(paragraphs("\n".join(filter(None, (error.message, error.hint))), 10_000), file=sys.stderr)
+    print(f"{counted(len(files), 'scenario file')} checked, {wrong or 'none'} with mistakes")
+    return int(ExitCode.USAGE if wrong else ExitCode.OK)
 
 
 def env(
