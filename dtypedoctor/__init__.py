@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtypedoctor.inprocess import watch
+    from dtypedoctor.inprocess.applied import apply
     from dtypedoctor.inprocess.callback import DtypeDoctorCallback
 
 __version__ = "0.1.0"
 
-__all__ = ["DtypeDoctorCallback", "__version__", "watch"]
+__all__ = ["DtypeDoctorCallback", "__version__", "apply", "watch"]
 
 
-_LAZY = {"watch": "dtypedoctor.inprocess", "DtypeDoctorCallback": "dtypedoctor.inprocess.callback"}
+_LAZY = {
+    "watch": "dtypedoctor.inprocess",
+    "apply": "dtypedoctor.inprocess.applied",
+    "DtypeDoctorCallback": "dtypedoctor.inprocess.callback",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ A plug-in that cannot be used is left out and named: :func:`left_out`. What look
 import importlib
 import importlib.metadata
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -143,6 +144,21 @@ class Correction:
     library: str = ""
     seen: tuple[str, ...] = ()
     test: str = ""
+
+
+KEEP_FLOAT32 = "keep-float32"
+_SHORT = {"bfloat16": "bfloat16-weights"}
+"""Fixes of which a live model gets the correction that does the same."""
+
+
+def correction_named(fix: str) -> tuple[str, list[str]]:
+    """The id of the correction that a fix means for a live model, and its modules: ``keep-float32:layers.3.mlp,lm_head``.
+
+    ``bfloat16`` means ``bfloat16-weights``. A module may be typed as a report shows it: ``model[1].up`` is ``1.up``.
+    """
+    name, _, modules = fix.partition(":")
+    named = [re.sub(r"^model(?=\[)", "", module.strip()) for module in modules.split(",") if module.strip()]
+    return _SHORT.get(name, name), [re.sub(r"\[(\d+)\]", r".\1", module).lstrip(".") for module in named]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dtypedoctor.scenario.model import Name, Scenario
+from dtypedoctor.scenario.model import FixName, Name, Scenario
 
 
 def key_tables() -> dict[str, str]:
@@ -53,7 +53,7 @@ def _value(field: FieldInfo) -> str:
 def _type(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return "a name" if annotation == Name else _type(arguments[0])
+        return "a name" if annotation in (Name, FixName) else _type(arguments[0])
     if origin in (Union, UnionType):
         return " or ".join(_type(argument) for argument in arguments if argument is not NoneType)
     if origin is Literal:
@@ -72,7 +72,7 @@ def _link(part: type[BaseModel]) -> str:
 
 
 _WORDS: dict[Any, str] = {str: "text", int: "an integer", float: "a number", bool: "`true` or `false`"}
-_PLURALS: dict[Any, str] = {str: "texts", Name: "names"}
+_PLURALS: dict[Any, str] = {str: "texts", Name: "names", FixName: "names"}
 
 
 def _limits(field: FieldInfo) -> str:

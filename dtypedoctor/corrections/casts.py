@@ -218,7 +218,7 @@ def _trained_parts(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def install_bfloat16_weights(model: nn.Module, modules: Sequence[str]) -> Installed:
-    """Casts a live model's float16 parameters and buffers to bfloat16, and the float16 inputs of the model with each call.
+    """Casts a live model's float16 parameters and buffers to bfloat16, and float16 inputs of it and of modules that hold parameters.
 
     ``hits`` is the number of tensors that were cast. ``undo`` has the float16 ones back, which are kept in memory as long as it is.
 
@@ -241,10 +241,13 @@ def install_bfloat16_weights(model: nn.Module, modules: Sequence[str]) -> Instal
     before = {name: tensor.data for name, tensor in narrow.items()}
     for tensor in narrow.values():
         tensor.data = tensor.data.to(torch.bfloat16)
-    hook = model.register_forward_pre_hook(_float16_inputs_cast, with_kwargs=True)
+    # of the call during which this is installed, the model's own hooks have been collected already: those inside get its inputs
+    holders = [one for one in model.modules() if one is model or next(one.parameters(recurse=False), None) is not None]
+    hooks = [one.register_forward_pre_hook(_float16_inputs_cast, with_kwargs=True) for one in holders]
 
     def undo() -> None:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         for name, data in before.items():
             narrow[name].data = data
 

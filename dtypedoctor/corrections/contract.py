@@ -12,6 +12,7 @@ from torch import nn
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction, known, registered, resolve
+from dtypedoctor.scenario.problems import did_you_mean
 from dtypedoctor.source_edits import TargetMismatchError, install
 from dtypedoctor.values import dataclass
 
@@ -74,7 +75,8 @@ def put_in(name: str, model: nn.Module, modules: Sequence[str]) -> Installed:
     """
     correction = registered(Correction).get(name)
     if correction is None:
-        raise UsageError(f"there is no correction {name!r}", known(Correction))
+        meant = did_you_mean(name, registered(Correction))
+        raise UsageError(f"there is no correction {name!r}{meant}", known(Correction))
     if correction.edits:
         return install_edits(correction)
     try:

@@ -10,7 +10,7 @@ passes between them stays in float32.
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -62,10 +62,7 @@ def select(model: nn.Module, names: Sequence[str]) -> Kept:
     if not names:
         raise TargetMismatchError("no module is named, so there is nothing to keep in float32")
     known = dict(model.named_modules())
-    missing = [name for name in names if name.removesuffix(OWN) not in known]
-    if missing:
-        raise TargetMismatchError(f"{type(model).__name__} has no module {', '.join(missing)}")
-    named = [(known[name.removesuffix(OWN)], name.endswith(OWN)) for name in names]
+    named = [(_module_of(known, name.removesuffix(OWN), type(model).__name__), name.endswith(OWN)) for name in names]
     whole = {id(m): m for m, own in named if not own or runs_other_forward(m)}
     inside = {id(part) for m in whole.values() for part in m.modules() if part is not m}
     own = {id(m): m for m, is_own in named if is_own and id(m) not in whole and id(m) not in inside}
@@ -77,6 +74,17 @@ def select(model: nn.Module, names: Sequence[str]) -> Kept:
     }
     outermost = tuple(m for m in whole.values() if id(m) not in inside)
     return Kept(whole=outermost, own=tuple(own.values()), outside=tuple(outside.values()))
+
+
+def _module_of(known: Mapping[str, nn.Module], name: str, model: str) -> nn.Module:
+    """The module of this dotted name, or the only one whose name ends in it, as reports shorten names."""
+    if name in known:
+        return known[name]
+    ending = [full for full in known if full.endswith(f".{name}")]
+    if len(ending) == 1:
+        return known[ending[0]]
+    several = f"; it may be {', '.join(ending[:3])}" if ending else ""
+    raise TargetMismatchError(f"{model} has {'several modules' if ending else 'no module'} {name}{several}")
 
 
 @dataclass(frozen=True, slots=True)

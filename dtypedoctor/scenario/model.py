@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 DTypeName = Literal["float16", "bfloat16", "float32", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=100)]
+FixName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*(:[\w.,:\[\] -]+)?$", max_length=1000)]
+"""A name; of ``keep-float32`` with its modules behind a colon, which ``exec --try`` takes."""
 ConditionName = Literal["autocast-off", "eager-attention", "compile-off", "loss-scale-one"]
 
 
@@ -300,7 +302,7 @@ class Scenario(Strict):
     conditions: list[ConditionName] = Field(
         default_factory=list, description="Conditions of the whole process that are switched from outside in this run."
     )
-    remedies: list[Name] = Field(
+    remedies: list[FixName] = Field(
         default_factory=list, description="Remedies to try beside those that the findings propose."
     )
     reference: Reference | None = Field(default=None, description="The run to compare with; none if left out.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtypedoctor.diagnosis.rule import Rule
 from dtypedoctor.errors import UsageError
-from dtypedoctor.plugins import Correction, label_of, registered, remark, switched_off
+from dtypedoctor.plugins import KEEP_FLOAT32, Correction, correction_named, label_of, registered, remark, switched_off
 from dtypedoctor.replay.capsule import MODEL
 from dtypedoctor.scenario.model import Scenario, Script
 from dtypedoctor.scenario.problems import did_you_mean, quoted
@@ -118,6 +118,17 @@ def from_outside(condition: str, otherwise: Change) -> Change:
     return lambda scenario: (switch if is_script(scenario) else otherwise)(scenario)
 
 
+def in_scripts(fix: str, otherwise: Change) -> Change:
+    """Puts the correction that ``fix`` means into the model of a script; a scenario without one is changed ``otherwise``."""
+    name, modules = correction_named(fix)
+
+    def switch(scenario: Scenario) -> Scenario:
+        present = scenario.model_dump()["corrections"]
+        return scenario.with_changes(corrections=[*present, {"id": name, "modules": modules}])
+
+    return lambda scenario: (switch if is_script(scenario) else otherwise)(scenario)
+
+
 def with_kernels(*ids: str) -> Change:
     """Switches on corrections of dtypedoctor's own kernels; a script has kernels of its own, so it stays as it is."""
     switch = with_corrections(*ids)
@@ -211,7 +222,7 @@ _OWN = (
         id="bfloat16",
         summary="load the model in bfloat16, which has float32's range",
         safe=True,
-        change=with_model(dtype="bfloat16"),
+        change=in_scripts("bfloat16", otherwise=with_model(dtype="bfloat16")),
         prefer="the GPU knows bfloat16 and 8 bits of precision are enough: nothing has to be patched",
         by_hand="`dtype=torch.bfloat16` where the model is loaded, and `bf16=True` instead of `fp16=True` in a trainer's arguments",
     ),
@@ -309,7 +320,9 @@ def asked_for(ablated: Sequence[str], tried: Sequence[str]) -> list[str]:
                 f"Use --try {name}." if name in known else hint,
             )
     for name in tried:
-        if name not in known:
+        if name == KEEP_FLOAT32:
+            raise UsageError("--try keep-float32: which modules?", "Name them: --try keep-float32:layers.3.mlp,lm_head")
+        if remedy_named(name) is None:
             raise UsageError(
                 f"--try: there is no fix {name!r}{did_you_mean(name, known)}",
                 f"Known: {', '.join(known)}.{switched_off()}",
@@ -321,6 +334,15 @@ def exec_option(remedy: str) -> tuple[str, str]:
     """The option of ``exec`` that runs a script again with a remedy, given by its id, and the option's value."""
     ablated = next((name for name, ablation in ABLATIONS.items() if ablation == remedy), None)
     return ("--try", remedy) if ablated is None else ("--ablate", ablated)
+
+
+def remedy_named(name: str) -> Remedy | None:
+    """The remedy of this id, or ``keep-float32`` for the modules named behind a colon; None where there is none."""
+    correction, modules = correction_named(name)
+    if correction != KEEP_FLOAT32 or not modules:
+        return remedies().get(name)
+    summary = f"run {' and '.join(modules)} in float32: parameters, inputs and arithmetic"
+    return Remedy(id=name, summary=summary, safe=True, change=in_scripts(name, otherwise=lambda scenario: scenario))
 
 
 def remedies() -> Mapping[str, Remedy]:

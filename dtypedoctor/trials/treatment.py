@@ -1,5 +1,6 @@
 """Everything that is tried on a scenario: static checks of its files, the baseline, the op trace of what failed, trials, reference."""
 
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from dtypedoctor.trials.remedies import (
     healthy_reference,
     is_script,
     is_switched_on,
-    remedies,
+    remedy_named,
 )
 from dtypedoctor.trials.results import Observer, Outcome, Treatment, Trial
 from dtypedoctor.trials.runs import (
@@ -265,10 +266,9 @@ def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool
     wanted += scenario.remedies
     if failed:
         wanted += [*scenario.expect.cured_by, *scenario.expect.not_cured_by]
-    known = remedies() if wanted else {}
     for name in dict.fromkeys(wanted):
-        if name in known:
-            yield known[name]
+        if remedy := remedy_named(name):
+            yield remedy
 
 
 def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baselines, plan: Plan) -> Trial:
@@ -277,7 +277,8 @@ def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baseline
     condition = changed.conditions != scenario.conditions
     if reason:
         return not_tried(remedy, reason, condition=condition)
-    tried = run.attempt(f"remedy-{remedy.id}", Request(scenario=changed, repeats="before"))
+    label = re.sub(r"[^\w.-]+", "-", remedy.id)
+    tried = run.attempt(f"remedy-{label}", Request(scenario=changed, repeats="before"))
     if isinstance(tried, str):  # what can be run untreated may still not be possible with the remedy
         return not_tried(remedy, tried, condition=condition)
     return judge(remedy, changed, tried, baselines)

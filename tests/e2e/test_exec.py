@@ -436,7 +436,7 @@ def test_a_correction_is_switched_on_from_outside_and_proven(tmp_path: Path) -> 
     assert trials["gemma4-mlp-float32-product"]["outcome"] == "fixed", trials
     assert (out / "remedy-gemma4-mlp-float32-product" / "stdout.txt").read_text() == "True\nTrue\n"
     assert trials["bfloat16"]["outcome"] == "not-tried"
-    assert "needs an edit in your script" in trials["bfloat16"]["reason"]
+    assert "--try bfloat16 runs the script again with it" in trials["bfloat16"]["reason"]
 
 
 @pytest.mark.parametrize(

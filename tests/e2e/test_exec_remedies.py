@@ -7,6 +7,8 @@ import pytest
 from exec_corpus import treat_forked
 from nursery import preload
 
+from dtypedoctor.trace.events import Correction
+from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trials.results import Outcome, Trial
 from dtypedoctor.trials.treatment import Plan
 
@@ -43,11 +45,32 @@ def test_a_remedy_that_is_not_asked_for_is_proposed_with_the_way_to_try_it(tmp_p
     assert f"--try {CORRECTION}" in trial.reason
 
 
-def test_what_only_the_script_can_do_is_not_tried_even_if_asked_for(tmp_path: Path) -> None:
-    """Another dtype for a model is not switched on from outside."""
-    trial = trials(tmp_path, "Square", "bfloat16")["bfloat16"]
-    assert trial.outcome is Outcome.NOT_TRIED
-    assert "needs an edit in your script" in trial.reason
+SCALED = """
+    import torch
+    from torch import nn
+
+    class {name}(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((2,), 300.0))
+        def forward(self, x):
+            return x * self.scale
+
+    model = nn.Sequential(nn.Linear(2, 2), {name}(), nn.Linear(2, 1)).half()
+    print((model(torch.full((2, 2), 900.0).half()).float() * 1e-6).sum())
+"""
+
+
+@pytest.mark.parametrize("fix", ["bfloat16", "keep-float32:model[1],model[2]"])
+def test_a_model_that_the_script_builds_can_be_changed_from_outside(
+    tmp_path: Path, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it in bfloat16, or the modules named, as reports show them, in float32; each counts that it was in use."""
+    monkeypatch.setattr("test_exec_remedies.SQUARING", SCALED)
+    trial = trials(tmp_path, "Scaled", fix)[fix]
+    assert trial.outcome is Outcome.FIXED, trial.reason
+    (record,) = [one for one in read_trace(next(tmp_path.glob("remedy-*"))).all(Correction) if one.hits][-1:]
+    assert record.id in ("bfloat16-weights", "keep-float32")
 
 
 def test_a_correction_that_fits_no_model_of_the_script_is_not_called_tried(tmp_path: Path) -> None:
