@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from enum import StrEnum
 from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,8 @@ SEEDS = 4
 """Synthetic inputs that are drawn before the recorded ones are kept."""
 _LATER = 8
 """Outermost calls after the wanted one that are still looked at."""
+_GIVEN = ("nonfinite-input",)
+"""Findings of which the input is what is not finite."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -151,7 +154,11 @@ class CapsuleWatch:
         self._busy = True
         with self._position.mute(), contained() as ours:
             for call in calls:
-                failing = Failing(kind=self._wanted.kind, error=signature(error))
+                failing = Failing(
+                    kind=self._wanted.kind,
+                    error=signature(error),
+                    may_be_given=self._wanted.finding.get("id") in _GIVEN,
+                )
                 if failing.shows(call):
                     self._write(*capsule_of(call, failing, self._wanted, self._try_fixes))
                     posix._exit(0)
@@ -189,12 +196,18 @@ class Failing:
     until: float = field(default_factory=lambda: perf_counter() + LONGEST)
     drew: bool = False
     last: Repeat = field(default_factory=Repeat)
+    may_be_given: bool = False
+    """Whether inputs that are not finite are what failed."""
+    passes_in_float32: bool = False
+    """Whether a call that raises must pass in float32: what was cut out of its inputs is not to make it invalid."""
 
     def shows(self, call: LiveCall) -> bool:
         """Makes ``call`` again, on copies of its arguments."""
         if self.left <= 0 or perf_counter() > self.until:
             return False
-        if self.kind is Kind.NONFINITE and _is_given_nonfinite(call):
+        if self.kind in (Kind.NONFINITE, Kind.BACKWARD) and _has_nonfinite_weights(call):
+            return False
+        if self.kind is Kind.NONFINITE and not self.may_be_given and _is_given_nonfinite(call):
             return False
         self.left -= 1
         memo: dict[int, Any] = {}
@@ -205,7 +218,7 @@ class Failing:
             repeat = Repeat(error=ours.error)
         self.last, self.drew = repeat, repeat.drew
         if self.kind is Kind.RAISED:
-            return signature(repeat.error) == self.error
+            return signature(repeat.error) == self.error and not (self.passes_in_float32 and in_float32(call).error)
         if repeat.error is not None:
             return False
         if self.kind is Kind.SILENT:
@@ -230,6 +243,50 @@ def _is_given_nonfinite(call: LiveCall) -> bool:
     return any(bool((tensor.isnan() | (tensor == torch.inf)).any()) for tensor in floats)
 
 
+def _has_nonfinite_weights(call: LiveCall) -> bool:
+    """Whether a parameter is NaN or inf: then the call shows what an earlier step has done."""
+    return any(_is_nonfinite(parameter) for _, parameter in call.parameters())
+
+
+def in_float32(call: LiveCall) -> Repeat:
+    """What a call does with weights, buffers and inputs in float32 and without autocast; the module is put back."""
+    held = {id(tensor): tensor for _, tensor in (*call.parameters(), *call.buffers()) if tensor.is_floating_point()}
+    before = [(tensor, tensor.data) for tensor in held.values() if tensor.element_size() > 1]
+
+    def leaf(tensor: Tensor) -> Tensor:
+        wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() > 1 else tensor.clone()
+        return wide.detach().requires_grad_(tensor.requires_grad)
+
+    memo: dict[int, Any] = {}
+    repeat = Repeat()
+    try:
+        for tensor, data in before:
+            tensor.data = data.float()
+        args, kwargs = mapped(call.args, leaf, memo), mapped(call.kwargs, leaf, memo)
+        with contained() as ours:
+            repeat = replace(call, autocast=(), gradients={}).again(args=args, kwargs=kwargs)
+        return repeat if ours.error is None else Repeat(error=ours.error)
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+def relative_error(call: LiveCall) -> float | None:
+    """The largest relative error of what a call returns against float32; None where float32 cannot tell."""
+    memo: dict[int, Any] = {}
+    found = call.again(args=copied(call.args, memo), kwargs=copied(call.kwargs, memo))
+    exact = in_float32(call)
+    if found.error is not None or exact.error is not None:
+        return None
+    pairs = zip(tensors_of(found.output), tensors_of(exact.output), strict=False)
+    errors = [
+        float((tensor.float() - reference).norm() / reference.norm().clamp_min(1e-30))
+        for tensor, reference in pairs
+        if tensor.is_floating_point() and tensor.shape == reference.shape
+    ]
+    return max(filter(isfinite, errors), default=None)
+
+
 def capsule_of(
     call: LiveCall, failing: Failing, wanted: Wanted, try_fixes: TryFixes | None = None
 ) -> tuple[dict[str, Any], bytes]:
@@ -245,6 +302,11 @@ def capsule_of(
     call = replace(call, gradients=failing.last.upstream)
     cut: list[str] = []
     synthetic = False
+    error = None
+    if try_fixes is not None and failing.kind is Kind.RAISED:
+        failing.passes_in_float32 = in_float32(call).error is None
+    if try_fixes is not None and failing.kind is Kind.SILENT:
+        error = relative_error(call)
     if failing.kind is not Kind.SILENT:
         call, cut = _cut(call, failing)
         call, synthetic = _with_synthetic_inputs(call, failing)
@@ -264,6 +326,7 @@ def capsule_of(
         "class": type(call.module).__name__,
         "kind": str(wanted.kind),
         "error": failing.error,
+        "relative_error": error,
         "finding": wanted.finding,
         "call": described,
         "requires_grad": [name for name, tensor in (*call.inputs(), *call.parameters()) if tensor.requires_grad],

@@ -265,7 +265,7 @@ def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = F
             title=f"{where}: {finding.get('id')}",
             about=(str(finding.get("summary", "")),),
             check=_check(held),
-            limit=_INACCURATE,
+            limit=min(_INACCURATE, (held.get("relative_error") or 1) / 2),
             made_with=", ".join(f"{name} {version}" for name, version in capsule.versions.items()),
         )
         return script_text(held["call"], claim, configs=True, carried=carried)

@@ -7,7 +7,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from dtypedoctor.analysis import analysis_of
+from dtypedoctor.analysis import Analysis, analysis_of
+from dtypedoctor.diagnosis.incidents import GRADIENTS
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.errors import UsageError
@@ -30,6 +31,8 @@ _FINITE = frozenset({
     "norm-square-overflow", "masked-overflow", "silent-rescue", "float-to-int-cast", "router-flip", "rounded-rotary-buffer",
 })  # fmt: skip
 """Findings about one call of which everything that is returned may be finite."""
+_SEEN_AROUND = ("router-flip",)
+"""Findings that show in the module around the one to blame: what a router chooses is used there."""
 _FIXES_OF_ANY_CALL = ("keep-float32", "bfloat16")
 """Tried on every failing call, beside what the finding proposes."""
 _CALLS = ("forward", "generate", "recompute", "backward")
@@ -87,8 +90,13 @@ def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -
         kind = "silent"
     elif kind == "nonfinite" and analysis.measured_incident is None:
         raise UsageError("nothing that the call returns shows it")
+    if kind == "nonfinite" and _is_of_gradient(analysis):
+        kind = "backward"
+    module = finding.fqn or "" if raised is None else _around(raised, finding)
+    if finding.id in _SEEN_AROUND:
+        module = module.rpartition(".")[0]
     wanted = {
-        "module": finding.fqn or "" if raised is None else _around(raised, finding),
+        "module": module,
         "call": 0 if kind == "backward" else window.call,
         "kind": kind,
         "limit": limit,
@@ -104,6 +112,12 @@ def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -
         "fixes": list(dict.fromkeys([*finding.remedies, *_FIXES_OF_ANY_CALL])),
     }
     return wanted, window
+
+
+def _is_of_gradient(analysis: Analysis) -> bool:
+    """Whether the first thing that is not finite and matters is a gradient: the call itself returned finite values."""
+    incident = analysis.measured_incident
+    return incident is not None and incident.site is not None and incident.site.kind in GRADIENTS
 
 
 def _around(raised: Raised, finding: Finding) -> str:
