@@ -20,7 +20,10 @@ from torch.nn.modules import module as hooks
 
 from dtypedoctor.instrument.capture import Tensors, describe, recipe
 from dtypedoctor.instrument.live_call import LiveCall, Repeat, copied, mapped, tensors_of
+from dtypedoctor.instrument.operators import OperatorMode
+from dtypedoctor.instrument.operators import tensors_of as operands_of
 from dtypedoctor.instrument.sources import Sources
+from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.unpatched import perf_counter
@@ -178,6 +181,33 @@ def signature(error: BaseException | None) -> str:
     return "" if error is None else _NUMBER.sub("N", f"{type(error).__name__}: {error}")
 
 
+class Origin(OperatorMode):
+    """Notes the first operator that makes NaN or inf of operands in which there is none.
+
+    Attributes:
+        name: its name; empty where there is none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Runs ``func`` as it is."""
+        given_is_finite = not self.name and not any(map(_overflows, operands_of((args, kwargs or {}))))
+        result = func(*args, **(kwargs or {}))
+        if given_is_finite and any(map(_overflows, operands_of(result))):
+            self.name = str(func)
+        return result
+
+
+def _overflows(tensor: Tensor) -> bool:
+    """Whether there is NaN or inf in a tensor; -inf is what masks are made of."""
+    if tensor.device.type != "cpu" or tensor.element_size() == 1 or not measurable(tensor):
+        return False
+    return not bool((tensor.detach() < torch.inf).all())
+
+
 @dataclass(slots=True, kw_only=True)
 class Failing:
     """Whether a call fails as the one that was caught.
@@ -196,8 +226,12 @@ class Failing:
     until: float = field(default_factory=lambda: perf_counter() + LONGEST)
     drew: bool = False
     last: Repeat = field(default_factory=Repeat)
+    began: str = ""
+    """The operator that first made something that is not finite in the last call."""
     may_be_given: bool = False
     """Whether inputs that are not finite are what failed."""
+    origin: str = ""
+    """The operator that first makes something that is not finite; empty for any."""
     passes_in_float32: bool = False
     """Whether a call that raises must pass in float32: what was cut out of its inputs is not to make it invalid."""
 
@@ -212,11 +246,11 @@ class Failing:
         self.left -= 1
         memo: dict[int, Any] = {}
         repeat = Repeat()
-        with contained() as ours:
+        with contained() as ours, Origin() as origin:
             repeat = call.again(args=copied(call.args, memo), kwargs=copied(call.kwargs, memo))
         if ours.error is not None:
             repeat = Repeat(error=ours.error)
-        self.last, self.drew = repeat, repeat.drew
+        self.last, self.drew, self.began = repeat, repeat.drew, origin.name
         if self.kind is Kind.RAISED:
             return signature(repeat.error) == self.error and not (self.passes_in_float32 and in_float32(call).error)
         if repeat.error is not None:
@@ -224,7 +258,7 @@ class Failing:
         if self.kind is Kind.SILENT:
             return True
         if self.kind is Kind.NONFINITE:
-            return _has_nonfinite(repeat.output)
+            return _has_nonfinite(repeat.output) and self.origin in ("", origin.name)
         upstream_is_finite = not any(map(_is_nonfinite, repeat.upstream.values()))
         return upstream_is_finite and any(map(_is_nonfinite, repeat.gradients.values()))
 
@@ -299,6 +333,8 @@ def capsule_of(
     """
     failing.shows(call)
     drew = failing.drew
+    if failing.kind is Kind.NONFINITE:
+        failing.origin = failing.began
     call = replace(call, gradients=failing.last.upstream)
     cut: list[str] = []
     synthetic = False
@@ -348,17 +384,31 @@ def _described(call: LiveCall, tensors: Tensors, sources: Sources) -> dict[str, 
     """The call in the form that :mod:`dtypedoctor.instrument.capture` gives it."""
     name_of = sources.name_of
     gradients = {str(index): tensors.keep(f"gradient.0.{index}", tensor) for index, tensor in call.gradients.items()}
-    return {
+    described = {
         "recipe": recipe(call.module, tensors, own=False, name_of=name_of),
-        "own": False,
         "args": [describe(value, tensors, f"input.{i}", name_of) for i, value in enumerate(call.args)],
         "kwargs": {name: describe(value, tensors, f"input.{name}", name_of) for name, value in call.kwargs.items()},
+    }
+    return {
+        **described,
+        "own": False,
+        "state": _state(tensors, sources),
         "training": call.module.training,
         "grad": call.grad,
         "autocast": [[state.device, str(state.dtype).removeprefix("torch.")] for state in call.autocast],
         "calls": [],
         "leaving": [{"what": "the output", "gradients": gradients}] if gradients else [],
     }
+
+
+def _state(tensors: Tensors, sources: Sources) -> dict[str, Any]:
+    """Globals and attributes of classes that the carried text uses and does not make, described; what cannot be described is left out."""
+    found: dict[str, Any] = {}
+    while left := [name for name in sources.state if name not in found]:  # one may name classes with state of their own
+        for name in left:
+            key = f"state/{name}".replace(".", "/")
+            found[name] = describe(sources.state[name], tensors, key, sources.name_of)
+    return {name: value for name, value in found.items() if "opaque" not in value}
 
 
 def _cut(call: LiveCall, failing: Failing) -> tuple[LiveCall, list[str]]:

@@ -133,6 +133,8 @@ def describe(value: Any, tensors: Tensors | None, path: str, named: Name | None 
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"device": "cpu"}  # where the tensors are kept
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _describe_mapping(value._asdict(), tensors, path, named, type(value))
     if isinstance(value, (tuple, list, set, frozenset)):
         items = [describe(item, tensors, f"{path}.{i}", named) for i, item in enumerate(value)]
         if isinstance(value, (set, frozenset)) and any("opaque" in item for item in items):
@@ -146,12 +148,16 @@ def describe(value: Any, tensors: Tensors | None, path: str, named: Name | None 
 _CONTAINERS = {torch.Size: "size", set: "set", frozenset: "set"}
 
 
-def _describe_mapping(value: Mapping[Any, Any], tensors: Tensors | None, path: str, named: Name) -> dict[str, Any]:
+def _describe_mapping(
+    value: Mapping[Any, Any], tensors: Tensors | None, path: str, named: Name, made_as: type | None = None
+) -> dict[str, Any]:
+    """A mapping, or what a class ``made_as`` makes of its items."""
+    made_as = made_as or type(value)
     held = {name: describe(item, tensors, f"{path}.{name}", named) for name, item in value.items()}
-    if type(value) is dict and not all(isinstance(name, str) for name in value):
+    if made_as is dict and not all(isinstance(name, str) for name in value):
         return {"pairs": [[describe(name, None, "", named), item] for name, item in held.items()]}
     by_name = {str(name): item for name, item in held.items()}
-    return {"dict": by_name} if type(value) is dict else {"mapping": named(type(value)), "values": by_name}
+    return {"dict": by_name} if made_as is dict else {"mapping": named(made_as), "values": by_name}
 
 
 def _describe_object(value: Any, tensors: Tensors | None, path: str, named: Name) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A module's class in a script cannot be imported by anybody else. What makes it i
 
 import ast
 import builtins
+import collections
 import inspect
 import sys
 import sysconfig
@@ -37,6 +38,8 @@ class Sources:
         """By name what defines it, in an order in which it can be executed."""
         self._known: dict[str, Any] = {}
         """By name what it stands for."""
+        self.state: dict[str, Any] = {}
+        """What no text makes, by the name that it has in the text: ``Class.attribute`` or a global variable."""
 
     @property
     def text(self) -> str:
@@ -58,6 +61,8 @@ class Sources:
         """
         if not is_the_users(thing):
             return importable(thing)
+        if isinstance(thing, types.FunctionType) and thing.__name__ == "<lambda>":
+            return f"{SOURCE}:{self._add_lambda(thing)}"
         outermost = _outermost(thing)
         self._add(outermost.__name__, outermost)
         path = thing.__qualname__.rpartition("<locals>.")[2] if outermost is not thing else outermost.__name__
@@ -91,34 +96,95 @@ class Sources:
             if path != name:
                 self._parts[name] = f"{name} = {path}"
             return
+        if isinstance(thing, type) and thing.__bases__ == (tuple,) and hasattr(thing, "_fields"):
+            self._add("collections", collections)
+            self._parts[name] = f"{name} = collections.namedtuple({name!r}, {list(thing._fields)!r})"
+            return
         try:
             text = textwrap.dedent(inspect.getsource(thing))
             tree = ast.parse(text)
         except (OSError, SyntaxError, TypeError) as error:
             raise TypeError(f"the source of {name} is not there: {error}") from None
+        self._add_used(thing, tree, name)
+        self._parts[name] = text.rstrip()
+        if isinstance(thing, type):
+            self.state |= {f"{name}.{held}": value for held, value in vars(thing).items() if _is_state(value)}
+
+    def _add_used(self, thing: Any, tree: ast.AST, name: str) -> None:
+        """Adds what the text of ``thing``, which is called ``name``, refers to."""
         around = dict(_around(thing))
         for used in _names_in(tree):
             if used in around and used != name:
                 self._add(used, around[used])
-        self._parts[name] = text.rstrip()
+
+    def _add_lambda(self, function: types.FunctionType) -> str:
+        """Gives a lambda expression a name.
+
+        Raises:
+            TypeError: its text cannot be told from that of another one.
+        """
+        known = [name for name, thing in self._known.items() if thing is function]
+        if known:
+            return known[0]
+        node = _lambda_node(function)
+        name = f"function_{len(self._known)}"
+        self._known[name] = function
+        self._add_used(function, node, name)
+        self._parts[name] = f"{name} = {ast.unparse(node)}"
+        return name
 
     def _add_value(self, name: str, value: Any) -> None:
-        """A constant; one that holds something without a literal is left out."""
+        """A constant; what has no literal is state."""
         try:
             self._parts[name] = f"{name} = {_literal(value)}"
         except TypeError:
+            self.state[name] = value
             return
         if "torch." in self._parts[name]:
             self._add("torch", torch)
 
     def _add_import(self, name: str, thing: Any) -> None:
-        """Something of a library; what is nothing of that kind is left out, and is missed only where it is used."""
+        """Something of a library; an object that cannot be imported is state."""
         try:
             module, _, path = importable(thing).partition(":")
         except TypeError:
-            return
+            module = path = ""
+        if not path:
+            self.state[name] = thing
         if "." not in path and getattr(sys.modules.get(module), path, None) is thing:
             self._parts[name] = f"from {module} import {path}" + (f" as {name}" if path != name else "")
+
+
+def _is_state(value: Any) -> bool:
+    """Whether an attribute of a class is, or holds, a tensor that the program has put there."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, torch.Tensor) or (isinstance(value, list) and any(map(_is_state, value)))
+
+
+def _lambda_node(function: types.FunctionType) -> ast.Lambda:
+    """The expression in the program's text, its defaults as literals.
+
+    Raises:
+        TypeError: it is not there, or there are several like it.
+    """
+    try:
+        tree = ast.parse("".join(inspect.findsource(function)[0]))
+    except (OSError, SyntaxError) as error:
+        raise TypeError(f"the source of a lambda expression is not there: {error}") from None
+    code = function.__code__
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Lambda)
+        and node.lineno <= code.co_firstlineno <= (node.end_lineno or node.lineno)
+        and [argument.arg for argument in node.args.args] == list(code.co_varnames[: code.co_argcount])
+    ]
+    if len(found) != 1:
+        raise TypeError(f"{len(found)} lambda expressions stand in line {code.co_firstlineno}")
+    defaults = [ast.parse(_literal(value), mode="eval").body for value in function.__defaults__ or ()]
+    found[0].args.defaults = defaults
+    return found[0]
 
 
 def is_the_users(thing: Any) -> bool:

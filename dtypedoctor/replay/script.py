@@ -118,7 +118,7 @@ def script_text(capture: Mapping[str, Any], claim: Claim, *, configs: bool, carr
         "grad": bool(capture["grad"] or claim.check == "backward"),
         "random": "random" if carried.random else None,
         "autocast": [tuple(region) for region in capture["autocast"]],
-        "module": _module(capture["recipe"], own=own, configs=configs),
+        "module": _module(capture, own=own, configs=configs),
         "arguments": _arguments(capture, configs=configs),
         "kept": _kept(carried),
         "calls": _in_lines([f"({name!r}, lambda T: {_Writer().value(result)})," for name, result in capture["calls"]]),
@@ -179,11 +179,12 @@ def _tensors_in(capture: Mapping[str, Any]) -> Iterator[str]:
             waiting[:0] = value.values()
 
 
-def _module(recipe: Mapping[str, Any], *, own: bool, configs: bool) -> str:
-    """The body of the function that gives the module."""
+def _module(capture: Mapping[str, Any], *, own: bool, configs: bool) -> str:
+    """The body of the function that gives the module, after what its classes and functions find as the program has left it."""
     writer = _Writer(own=own, configs=configs)
-    made = _indented(writer.module(recipe), 4)
-    return f"{writer.assignments()}    return {made}\n"
+    made = _indented(writer.module(capture["recipe"]), 4)
+    state = [f"    put({name!r}, {writer.value(value)})\n" for name, value in capture.get("state", {}).items()]
+    return f"{writer.assignments()}{''.join(state)}    return {made}\n"
 
 
 def _arguments(capture: Mapping[str, Any], *, configs: bool) -> str:
@@ -581,6 +582,16 @@ def holding(cls, values):
     instance = found(cls).__new__(found(cls))
     vars(instance).update(values)
     return instance
+''',
+    "put": '''
+
+def put(name, value):
+    """Gives a global variable, or an attribute of a class, the value that the program had given it."""
+    owner, _, name = name.rpartition(".")
+    if owner:
+        setattr(found(f"source:{owner}"), name, value)
+    else:
+        globals()[name] = value
 ''',
     "packed": '''
 

@@ -12,6 +12,7 @@ from exec_corpus import treat_forked
 from dtypedoctor.errors import UsageError
 from dtypedoctor.replay.cage import is_supported
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, Capsule, NoCapsule, read_capsule
+from dtypedoctor.replay.script import capsule_script
 from dtypedoctor.trials.bisection.reproduction import run_clean
 from dtypedoctor.trials.treatment import Plan
 
@@ -212,3 +213,77 @@ def test_a_capsule_of_the_process_itself_keeps_the_limit(tmp_path: Path) -> None
     assert "--capsule-limit allows 1,048,576" in " ".join(done.err.split())
     assert not (tmp_path / "run" / "capsule").exists()
     assert list((tmp_path / "run" / "before").glob("capsule-*")) == []
+
+
+WHAT_NO_TEXT_MAKES = """
+from collections import namedtuple
+from dataclasses import dataclass
+import torch
+from torch import nn
+@dataclass
+class Config:
+    gain: float = 1.0
+Pair = namedtuple("Pair", "left right")
+config = Config(gain=300.0)
+mask = torch.ones(4).half()
+class Scores(nn.Module):
+    seen = []
+    scratch = None
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale, self.sizes = nn.Parameter(torch.ones(4)), lambda x, by=1: by * x * config.gain, {2, 4}
+    def forward(self, pair):
+        assert 4 in self.sizes and Scores.scratch.dtype is torch.float16
+        return self.scale(pair.left * self.weight) * mask + pair.right + Scores.scratch
+torch.manual_seed(0)
+Scores.scratch = torch.zeros(4).half()
+Scores().half()(Pair(torch.full((2, 4), 2000.0).half(), torch.ones(4).half()))
+"""
+
+TIED = """
+import torch
+from torch import nn
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        return hidden.cumsum(1) * 3 @ self.head.weight.t()
+torch.manual_seed(0)
+model = Tied().half()
+model.embedding.weight.data.fill_(5.0)
+out = model(torch.arange(8)[None])
+out.backward(torch.full_like(out, 900.0))
+"""
+
+INVALID_WHEN_CUT = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+nn.Conv2d(3, 8, 3).to(torch.bfloat16)(torch.ones(2, 3, 9, 9))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (WHAT_NO_TEXT_MAKES, "elements are inf or NaN in torch.float16"),
+        (TIED, "FAILS: the gradient of weight.embedding.weight"),
+        (INVALID_WHEN_CUT, "(nothing is raised in float32)"),
+    ],
+    ids=["state", "tied", "convolution"],
+)
+def test_the_script_of_a_capsule_fails_alone_as_the_run_did(text: str, said: str, tmp_path: Path) -> None:
+    """Also where a lambda expression, objects, tensors of classes and tied weights are needed; cut inputs stay valid."""
+    capsule = caught(text, tmp_path)
+    assert isinstance(capsule, Capsule), capsule
+    names = sorted(set(capsule.description["call"]["state"]) - {"Scores.seen"})
+    assert names == (["Scores.scratch", "config", "mask"] if "Scores" in text else [])
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "repro.py").write_text(capsule_script(capsule))
+    (tmp_path / "alone" / "repro.safetensors").write_bytes((capsule.directory / CAPSULE_TENSORS).read_bytes())
+    status, output, errors = run_clean(tmp_path / "alone" / "repro.py", 60)
+    assert status == 1, output + errors
+    assert said in output
