@@ -7,6 +7,7 @@ import itertools
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.inprocess.statistics import Statistics
 from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.interruptions import contained, say
 from dtypedoctor.redaction.redact import redact, without_process_secrets
@@ -58,6 +60,7 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         replay: fork the process now and then, and replay what fails from such a fork when the block ends, with each operator on
             record (Linux on x86-64); the failing call is left in ``capsule`` of the run directory. The block's end waits for that, two
             minutes at most. A process that uses CUDA makes the call again at once, without a fork.
+        statistics: keep the numbers that :meth:`scalars` gives.
 
     Attributes:
         directory: the run directory, which is created on entering.
@@ -76,10 +79,13 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         every: int = 1,
         overhead_budget: float | str | None = None,
         replay: bool = False,
+        statistics: bool = False,
     ) -> None:
         self._model = model
         self._out = Path(out) if out is not None else None
-        self._again = functools.partial(Watched, every=every, overhead_budget=overhead_budget, replay=replay)
+        self._again = functools.partial(
+            Watched, every=every, overhead_budget=overhead_budget, replay=replay, statistics=statistics
+        )
         self._watched = self._again(self._out)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -117,6 +123,17 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         """The finished report; None inside of the block."""
         return self._watched.report
 
+    def scalars(self) -> dict[str, float]:
+        """Numbers for an experiment tracker, by name, since this was asked last; after the block the number of findings, by id.
+
+        Percent of the dtype's max, elements that are not finite, gradients that underflow, updates that are lost: totals, and the worst modules.
+        Nothing is measured for it, and nothing waits for a GPU.
+
+        Raises:
+            dtypedoctor.errors.UsageError: inside of the block, where ``statistics=True`` was not given.
+        """
+        return self._watched.scalars()
+
     def __enter__(self) -> Self:
         self._watched.begin(self._model)
         self._model = None
@@ -153,6 +170,14 @@ class WatchReport(Report):
             lines.append(f"What to change: dtypedoctor explain {finding.id}")
         return lines
 
+    def scalars(self) -> dict[str, float]:
+        """How many findings there are, and of which id, as numbers for an experiment tracker."""
+        counts = Counter(f"dtypedoctor/findings/{finding.id}" for finding in self.findings)
+        return {
+            "dtypedoctor/findings/total": float(len(self.findings)),
+            **{name: float(n) for name, n in counts.items()},
+        }
+
     def _repr_html_(self) -> str:
         """The whole report in a frame of its own, so that its style and the notebook's do not meet."""
         page = html.escape(render_html(public_run(self)))
@@ -185,6 +210,7 @@ class Watched:
         overhead_budget: share of the time that measuring may take, see :class:`watch`.
         replay: replay what fails, see :class:`watch`.
         quiet: nothing is printed at the end.
+        statistics: keep what :meth:`scalars` gives.
 
     Attributes:
         directory: the run directory, from :meth:`begin` on.
@@ -199,11 +225,13 @@ class Watched:
         overhead_budget: float | str | None = None,
         replay: bool = False,
         quiet: bool = False,
+        statistics: bool = False,
     ) -> None:
         self._every = every
         self._budget = budget_of(overhead_budget)
         self._say = (lambda text: None) if quiet else say
         self._replay = replay
+        self._statistics = Statistics() if statistics else None
         self._name = "notebook" if "ipykernel" in sys.modules else scenario_name(sys.argv[0])
         self._out = out
         self.directory: Path
@@ -230,6 +258,7 @@ class Watched:
         trace = self.directory / BEFORE
         trace.mkdir()
         self._recording = Recording(trace)
+        self._recording.writer.listener = self._statistics
         self._recording.follow_program("watched")
         process = ProcessWatch(self._recording.writer, every=self._every, budget=self._budget)
         self._recording.torch_is_there(process)
@@ -241,6 +270,14 @@ class Watched:
         if model is not None:
             process.instruments.attach(model)
         _current = self
+
+    def scalars(self) -> dict[str, float]:
+        """What :meth:`watch.scalars` gives."""
+        if self.report is not None:
+            return self.report.scalars()
+        if self._statistics is None:
+            raise UsageError("no statistics are kept", "Use `watch(..., statistics=True)`.")
+        return self._statistics.take()
 
     def end(self, error: BaseException | None, note: str = "") -> None:
         """Stops watching, writes the report and says where; does nothing where it is not active.

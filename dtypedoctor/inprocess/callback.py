@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dtypedoctor.errors import INSTALL_HF
 
@@ -18,6 +18,9 @@ except ImportError as error:
 
 from dtypedoctor.inprocess import Watched, WatchReport, numbered, watched_for
 from dtypedoctor.interruptions import say
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 NO_END = "training did not complete, and the program continued"
 
@@ -36,6 +39,9 @@ class DtypeDoctorCallback(TrainerCallback):
             with 0, only the residual stream and the loss.
         overhead_budget: share of the time that measuring may take, see :class:`dtypedoctor.watch`.
         replay: replay what fails with each operator on record, see :class:`dtypedoctor.watch`.
+        log_to: the trainer, whose experiment trackers (``report_to``) get per-module statistics whenever it logs, and the findings at the end::
+
+            trainer.add_callback(DtypeDoctorCallback(log_to=trainer))
 
     Attributes:
         report: what was said at the end of the last training; None before.
@@ -48,11 +54,13 @@ class DtypeDoctorCallback(TrainerCallback):
         every: int = 1,
         overhead_budget: float | str | None = None,
         replay: bool = False,
+        log_to: "Trainer | None" = None,
     ) -> None:
         self._out = Path(out) if out is not None else None
         self._every = every
         self._budget = overhead_budget
         self._replay = replay
+        self._trainer = log_to
         self._trainings = 0
         self._watched: Watched | None = None
         self.report: WatchReport | None = None
@@ -73,12 +81,46 @@ class DtypeDoctorCallback(TrainerCallback):
         if self._trainings == 1:
             atexit.register(self._at_exit)
         out = self._out if self._trainings == 1 else numbered(self._out, self._trainings)
-        self._watched = Watched(out, every=self._every, overhead_budget=self._budget, replay=self._replay)
+        self._watched = Watched(
+            out,
+            every=self._every,
+            overhead_budget=self._budget,
+            replay=self._replay,
+            statistics=self._trainer is not None,
+        )
         self._watched.begin(kwargs.get("model"))
+        self._before_trackers()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Gives the trackers the statistics since the last time."""
+        if self._watched is not None and self._watched.active and self._trainer is not None:
+            self._track(self._watched.scalars(), args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stops watching and writes the report."""
-        self._end(None, "")
+        """Stops watching, writes the report and gives the trackers the findings."""
+        if self._watched is not None and self._watched.active:
+            self._end(None, "")
+            if self.report is not None:
+                self._track(self.report.scalars(), args, state, control)
+
+    def _before_trackers(self) -> None:
+        """At the end of a training trackers close their run: the findings have to be there before."""
+        callbacks = self._trainer.callback_handler.callbacks if self._trainer is not None else []
+        if self in callbacks:
+            callbacks.remove(self)
+            callbacks.insert(0, self)
+
+    def _track(self, values: dict[str, float], args: Any, state: Any, control: Any) -> None:
+        """Logs to the trackers alone: the trainer's own history and what it prints stay as they are."""
+        if self._trainer is None or not values:
+            return
+        from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+        handler = self._trainer.callback_handler
+        trackers: Any = tuple(INTEGRATION_TO_CALLBACK.values())
+        for callback in handler.callbacks:
+            if isinstance(callback, trackers):
+                callback.on_log(args, state, control, logs=dict(values), model=handler.model)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Writes the report of a training that has not come to its end; does nothing after one that has.
