@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dtypedoctor.inprocess import watch
     from dtypedoctor.inprocess.applied import apply
     from dtypedoctor.inprocess.callback import DtypeDoctorCallback
+    from dtypedoctor.inprocess.lightning import LightningCallback as LightningCallback
 
 __version__ = "0.1.0"
 
@@ -20,7 +21,9 @@ _LAZY = {
     "watch": "dtypedoctor.inprocess",
     "apply": "dtypedoctor.inprocess.applied",
     "DtypeDoctorCallback": "dtypedoctor.inprocess.callback",
+    "LightningCallback": "dtypedoctor.inprocess.lightning",
 }
+"""Where the names are. ``LightningCallback`` is not in ``__all__``: ``import *`` would need Lightning."""
 
 
 def __getattr__(name: str) -> Any:
@@ -30,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*__all__, *_LAZY})
 
 
 def load_ipython_extension(shell: Any) -> None:
