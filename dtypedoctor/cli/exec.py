@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dtypedoctor.cli.launchers import taken_apart
-from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, Out, OverheadBudget, announce
+from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, OpenPage, Out, OverheadBudget, announce
 from dtypedoctor.errors import UsageError
 
 WEEK = 604_800
@@ -100,6 +100,7 @@ def execute(
     propagate_exit: Annotated[
         bool, typer.Option("--propagate-exit", help="Exit with the script's own status.")
     ] = False,
+    open_page: OpenPage = False,
 ) -> int:
     """Run a script once, instrumented, and diagnose it.
 
@@ -159,13 +160,15 @@ def execute(
         rerun_option="--rerun" if here is None else "--nproc-per-node N --rerun",
         capsule_limit=capsule_limit << 20,
     )
-    report, status = treat_script(scenario, new_directory(out, scenario.name), plan, in_place=rerun_in_place)
-    from dtypedoctor.cli.output import console_for
+    directory = new_directory(out, scenario.name)
+    report, status = treat_script(scenario, directory, plan, in_place=rerun_in_place)
+    from dtypedoctor.cli.output import console_for, leave_report_page
     from dtypedoctor.cli.reported import exit_code
     from dtypedoctor.report.run_document import run_document
     from dtypedoctor.report.to_terminal import print_document
 
     print_document(run_document(report), console_for(sys.stderr))
+    leave_report_page(directory, report, open_it=open_page)
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)
 

@@ -173,14 +173,14 @@ _NARROWEST, _WIDEST = 40, 1000
 
 
 def console_for(stream: TextIO) -> "Console":
-    """A console on ``stream``: as wide as the terminal (80 columns at least); plain, 100 columns, when it is piped."""
+    """A console on ``stream``: as wide as the terminal (40 columns at least); plain, 100 columns, when it is piped."""
     from rich.console import Console
 
     if not stream.isatty():
         return Console(file=stream, width=_columns(), no_color=True, force_terminal=False,
                        legacy_windows=False, highlight=False)  # fmt: skip
     console = Console(file=stream, highlight=False)
-    return console if console.width >= 80 else Console(file=stream, highlight=False, width=80)
+    return console if console.width >= _NARROWEST else Console(file=stream, highlight=False, width=_NARROWEST)
 
 
 def _columns() -> int:
@@ -262,3 +262,33 @@ def kept(directory: Path, report: "Report") -> "Report":
     except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
         print(f"dtypedoctor: cannot write the report to {directory}: {error.strerror}", file=sys.stderr)
     return report
+
+
+OpenPage = Annotated[bool, typer.Option("--open", help="Open report.html in the browser.")]
+
+
+def leave_page(directory: Path, document: "Document", *, open_it: bool) -> None:
+    """Writes ``report.html``, whose texts must be redacted, beside the other reports, and opens it in a browser if that is wanted."""
+    from dtypedoctor.report.to_html import render_html
+
+    page = directory / "report.html"
+    try:
+        page.write_text(render_html(document), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        print(f"dtypedoctor: cannot write {page}: {error.strerror}", file=sys.stderr)
+        return
+    if open_it:
+        import webbrowser
+
+        if not webbrowser.open(page.resolve().as_uri()):
+            print(f"dtypedoctor: there is no browser; the page is {page}", file=sys.stderr)
+
+
+def leave_report_page(directory: Path, report: "Report", *, open_it: bool, bisection: bool = False) -> None:
+    """Leaves the page of a run or a bisection, see :func:`leave_page`."""
+    from dtypedoctor.redaction.redact import redact
+    from dtypedoctor.report.files import with_pictures
+    from dtypedoctor.report.run_document import bisection_document, run_document
+
+    lay_out = bisection_document if bisection else run_document
+    leave_page(directory, lay_out(redact(with_pictures(report, directory))), open_it=open_it)

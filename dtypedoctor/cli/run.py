@@ -12,8 +12,11 @@ from dtypedoctor.cli.output import (
     EveryNSteps,
     FormatOption,
     NprocPerNode,
+    OpenPage,
     Out,
     announce,
+    leave_page,
+    leave_report_page,
     show,
 )
 
@@ -66,6 +69,7 @@ def run(
     allow_code: AllowCode = False,
     resident_workers: ResidentWorkers = None,
     format: FormatOption = TERMINAL,
+    open_page: OpenPage = False,
 ) -> int:
     """Run scenarios: reproduce the failure, diagnose it, try each proposed fix and compare with the reference run.
 
@@ -96,14 +100,16 @@ def run(
         for one in load_all(scenarios, allow_code=allow_code)
     ]
     if len(loaded) == 1 and not Path(scenarios[0]).is_dir():
-        report = treat_scenario(
-            loaded[0], new_directory(out, loaded[0].name), plan, wheels=wheels, resident=resident_workers
-        )
+        directory = new_directory(out, loaded[0].name)
+        report = treat_scenario(loaded[0], directory, plan, wheels=wheels, resident=resident_workers)
         show(run_document(report if format == TERMINAL else redact(report)), format)
+        leave_report_page(directory, report, open_it=open_page)
         return exit_code(report)
-    rows, reports = treat_all(loaded, new_directory(out, "scenarios"), plan, wheels, resident=resident_workers)
-    shown = reports if format == TERMINAL else list(map(redact, reports))
-    show(matrix_document(rows, shown, exit_code=matrix_exit(rows)), format)
+    directory = new_directory(out, "scenarios")
+    rows, reports = treat_all(loaded, directory, plan, wheels, resident=resident_workers)
+    public = list(map(redact, reports))
+    show(matrix_document(rows, reports if format == TERMINAL else public, exit_code=matrix_exit(rows)), format)
+    leave_page(directory, matrix_document(rows, public, exit_code=matrix_exit(rows)), open_it=open_page)
     return matrix_exit(rows)
 
 
@@ -158,6 +164,7 @@ def bisect(
     allow_code: AllowCode = False,
     jobs: Jobs = None,
     resident_workers: ResidentWorkers = None,
+    open_page: OpenPage = False,
 ) -> int:
     """Find the smallest set of modules to keep in float32, the corrections needed, and the modes that fail.
 
@@ -184,4 +191,5 @@ def bisect(
     case = resumed_case(resume, options) if resume is not None else new_case(options)
     report = bisect_case(case, jobs, resident=resident_workers)
     show(bisection_document(report), TERMINAL)
+    leave_report_page(case.directory, report, open_it=open_page, bisection=True)
     return exit_code(report)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from dtypedoctor.diagnosis.wording import indexed, module_name
+from dtypedoctor.diagnosis.wording import module_name
 from dtypedoctor.dtypes import short_name
 from dtypedoctor.report.document import (
     Block,
@@ -66,7 +66,8 @@ def _section(
         blocks.append(Table(header, tuple(rows)))
     if blocks:
         blocks += [Paragraph(note, Look.DIM) for note in notes]
-    return Section(title, tuple(blocks), anchor=title.partition(",")[0].lower().replace(" ", "-"))
+    short = title.partition(",")[0].removesuffix(" on the probe batch").removesuffix(" in one run only")
+    return Section(title, tuple(blocks), anchor=title.partition(",")[0].lower().replace(" ", "-"), short=short)
 
 
 def _runs(found: TraceComparison) -> Section:
@@ -295,7 +296,7 @@ def _place(place: Divergence) -> str:
         "parameter": "the parameter {}",
         "loss": "the loss",
     }
-    named = (indexed(place.fqn) or place.cls or "the model") + (f" (output {place.path})" if place.path else "")
+    named = (module_name(place.fqn) or place.cls or "the model") + (f" (output {place.path})" if place.path else "")
     return what.get(place.lane, "{}").format(named)
 
 

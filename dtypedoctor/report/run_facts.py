@@ -1,6 +1,6 @@
 """Parts of a report in words: what ran, what was found, where, how sure; and its fixes, what each changes and what came of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,8 +91,9 @@ class RemedyLine:
 
 def fixes_part(report: Report) -> Section:
     """All fixes, each with what came of it and what it changes, and which to prefer."""
-    lines = remedy_lines(report)
     on_the_call = list(_on_the_call(report))
+    passing = {str(fix["fix"]) for fix in _call_fixes(report) if fix["outcome"] != Outcome.NOT_TRIED.value}
+    lines = [line for line in remedy_lines(report) if line.outcome != "not tried" or line.id not in passing]
     tried = any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials)
     title = "Fixes tried" if tried else "Suggested fixes"
     if not lines and not on_the_call:
@@ -140,7 +141,7 @@ def _part(name: str) -> str:
 
 def _on_the_call(report: Report) -> Iterator[Block]:
     """What became of the fixes that were tried on the failing call when it was kept."""
-    fixes = (report.capsule or {}).get("fixes") or ()
+    fixes = _call_fixes(report)
     if not fixes:
         return
     rows: list[tuple[Line, ...]] = []
@@ -152,6 +153,11 @@ def _on_the_call(report: Report) -> Iterator[Block]:
     yield Table(("fix", "what it changes", "outcome"), tuple(rows))
     if any(fix["outcome"] == Outcome.FIXED.value for fix in fixes):
         yield Paragraph(_FIXED_HERE, Look.DIM)
+
+
+def _call_fixes(report: Report) -> Sequence[Mapping[str, Any]]:
+    """The fixes that were tried on the failing call when it was kept."""
+    return (report.capsule or {}).get("fixes") or ()
 
 
 def _summary_of(fix: str) -> str:

@@ -7,6 +7,7 @@ from elsewhere becomes markup. Then the page.
 import base64
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
@@ -69,11 +70,20 @@ def el(tag: str, *children: str, **attributes: str | None) -> Html:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", *, label: str = "") -> Html:
     """A table whose first column names its rows; it scrolls sideways where the page is too narrow for it."""
-    head = el("thead", el("tr", *(el("th", cell, scope="col") for cell in header))) if header else Html()
-    body = (el("tr", el("th", row[0], scope="row"), *(el("td", cell) for cell in row[1:])) for row in rows)
+    head = (
+        el("thead", el("tr", *(el("th", cell, scope="col") if cell else el("td") for cell in header)))
+        if header
+        else Html()
+    )
+    body = (el("tr", _first_cell(row[0]), *(el("td", cell) for cell in row[1:])) for row in rows)
     named = el("caption", caption) if caption else Html()
     inner = el("table", named, head, el("tbody", *body))
     return el("div", inner, class_="scroll", tabindex="0", role="region", aria_label=label or caption or "table")
+
+
+def _first_cell(name: str) -> Html:
+    """Names its row, where it says anything."""
+    return el("th", name, scope="row") if name else el("td")
 
 
 _WIDTH, _HEIGHT = 360, 170
@@ -209,7 +219,7 @@ def _hash(content: str) -> str:
 def _top(document: Document) -> Html:
     links = [el("a", one_line(s.short or s.title), href=f"#{s.anchor}") for s in document.sections if s.anchor]
     return el(
-        "div",
+        "header",
         el("strong", "dtypedoctor", class_="brand"),
         el("nav", *links, aria_label="Sections"),
         el("button", "Light / dark", type="button", id="theme"),
@@ -235,6 +245,7 @@ class _Blocks:
 
     def __init__(self, *, leads: bool) -> None:
         self._leads, self._title = leads, ""
+        self._labels: Counter[str] = Counter()
 
     def section(self, section: Section, headed: Document | None) -> Html:
         title = el("h2", one_line(section.title)) if section.title else Html()
@@ -248,7 +259,8 @@ class _Blocks:
     def _block(self, block: Block) -> Html:
         match block:
             case Heading():
-                return el("h3", block.text[:1].upper() + block.text[1:])
+                heading = block.text[:1].upper() + block.text[1:]
+                return el("h3", heading) if self._title else el("h2", heading, class_="small")
             case Paragraph():
                 return el("p", self._line(block.line, None), class_=_CLASSES.get(block.look))
             case Facts():
@@ -256,13 +268,16 @@ class _Blocks:
                 return el("dl", *facts, class_="facts")
             case Table():
                 rows = ([self._line(cell) for cell in row] for row in block.rows)
-                return table(block.header, rows, block.caption, label=block.caption or self._title)
+                return table(block.header, rows, block.caption, label=self._label(block.caption or self._title))
             case Items():
                 items = (el("li", self._line(item)) for item in block.items)
                 return el("ol" if block.chain else "ul", *items, class_="chain" if block.chain else None)
             case Code():
                 copy = el("button", "Copy", type="button", class_="copy")
-                return el("div", el("pre", el("code", block.text)), copy, class_="copyable")
+                code = _diff(block.text) if block.language == "diff" else text(block.text)
+                scrolls = "asis" if block.language == "text" else None  # a caret stands below what it marks
+                pre = el("pre", el("code", code), class_=scrolls, tabindex="0" if scrolls else None)
+                return el("div", pre, copy, class_="copyable")
             case Chart():
                 return line_chart(block.title, [(one_line(run, 60), values) for run, values in block.lines])
             case Fold():
@@ -275,6 +290,11 @@ class _Blocks:
                 missing = el("noscript", el("p", "This part needs JavaScript.", class_="warn"))
                 return join((missing, el("div", id="explorer")))
 
+    def _label(self, name: str) -> str:
+        """The name of a table for screen readers, numbered from the second of that name on."""
+        self._labels[name] += 1
+        return f"{name} {self._labels[name]}" if self._labels[name] > 1 else name
+
     def _line(self, line: Line, limit: int | None = _CELL) -> Html:
         return join(self._inline(part, limit) for part in parts_of(line))
 
@@ -282,7 +302,7 @@ class _Blocks:
         if isinstance(part, Bar):
             return _bar(part)
         if isinstance(part, str):
-            return _cut(part, limit)
+            return _with_code(_cut(part, limit))
         shown = _cut(part.text, limit)
         match part.look:
             case Look.PLAIN:
@@ -309,6 +329,21 @@ class _Blocks:
                 return el("span", shown, class_="dim")
             case _:
                 return el("strong", shown, class_=_CLASSES[part.look])
+
+
+def _diff(lines: str) -> Html:
+    """A unified diff, what goes and what comes in colors of their own."""
+    looks = {"-": "goes", "+": "comes"}
+    drawn = (el("span", line, class_=looks.get(line[:1])) for line in lines.split("\n"))
+    return Html("\n".join(drawn))
+
+
+def _with_code(sentence: str) -> Html:
+    """A sentence in which what stands between backticks is code."""
+    parts = sentence.split("`")
+    if len(parts) % 2 == 0:
+        return text(sentence)
+    return join(el("code", part) if position % 2 else part for position, part in enumerate(parts))
 
 
 def _cut(text: str, limit: int | None) -> str:

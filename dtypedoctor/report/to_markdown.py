@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, metadata
 from itertools import chain
 from typing import TypeVar
 
@@ -56,12 +58,40 @@ def render_markdown(document: Document, limit: int = LIMIT) -> str:
     """
     head = f"## {prose(document.title, 600)}" if document.headline else ""
     if document.about:
-        tool = "" if "dtypedoctor" in document.about else f" (report by dtypedoctor {__version__})"
-        head += f"\n\n{prose(document.about, 600)}{tool}"
+        signed = "dtypedoctor" in document.about or any(map(_has_facts, document.sections[:1]))
+        head += f"\n\n{prose(document.about, 600)}" + ("" if signed else f" (report by {_reporter()})")
     last = prose(document.last_line, 600)
     room = limit - size(head) - size(last) - 200
-    page = "\n\n".join(filter(None, (head, _fitted(_section, document.sections, room), last)))
+    page = "\n\n".join(filter(None, (head, _fitted(_section, _signed(document.sections), room), last)))
     return page.rstrip("\n") + "\n"
+
+
+def _reporter() -> str:
+    """The program with its version, and the project's address where the package's metadata has one."""
+    try:
+        known = metadata("dtypedoctor").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        known = []
+    addresses = [one.partition(", ")[2] for one in known]
+    return ", ".join([f"dtypedoctor {__version__}", *addresses[:1]])
+
+
+def _has_facts(section: Section) -> bool:
+    return any(isinstance(block, (Facts, Beside)) for block in section.blocks)
+
+
+def _signed(sections: Sequence[Section]) -> tuple[Section, ...]:
+    """The sections; the first table of facts begins with the program that reports them, since readers of a ticket may not know it."""
+    row: tuple[str, Line] = ("reported by", _reporter())
+    blocks: list[Block] = []
+    for block in sections[0].blocks if sections else ():
+        if isinstance(block, Facts):
+            blocks.append(Facts((row, *block.rows)))
+        elif isinstance(block, Beside) and block.left and isinstance(block.left[0], Facts):
+            blocks.append(replace(block, left=(Facts((row, *block.left[0].rows)), *block.left[1:])))
+        else:
+            blocks.append(block)
+    return (replace(sections[0], blocks=tuple(blocks)), *sections[1:]) if sections else ()
 
 
 def render_job_summary(document: Document) -> str:

@@ -1,5 +1,6 @@
 """The HTML report in a real browser, opened from disk as a maintainer would."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -303,3 +304,42 @@ def test_a_large_model_opens(browser: webdriver.Chrome, tmp_path: Path) -> None:
     search.send_keys(".")
     assert len(rows(browser)) > 390
     assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+
+
+def axe_core() -> Path | None:
+    """The file that ``npm install axe-core`` brings: named by AXE_CORE, or in a folder ``node_modules`` above this file."""
+    named = os.environ.get("AXE_CORE")
+    near = [folder / "node_modules" / "axe-core" / "axe.min.js" for folder in Path(__file__).resolve().parents]
+    return Path(named) if named else next((file for file in near if file.is_file()), None)
+
+
+@pytest.mark.skipif(
+    axe_core() is None, reason="axe-core is not installed: npm install axe-core, or AXE_CORE=axe.min.js"
+)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("columns", [390, 1440])
+def test_axe_finds_nothing(browser: webdriver.Chrome, tmp_path: Path, scheme: str, columns: int) -> None:
+    """Documents of every kind: a failing run, a comparison of two, a script's, the environment."""
+    failing, other = failing_run(tmp_path / "one"), failing_run(tmp_path / "two")
+    pages = [render(failing)]
+    for name, *arguments in (("compare", "compare", failing, other), ("env", "env")):
+        pages.append(tmp_path / f"{name}.html")
+        pages[-1].write_text(dtypedoctor(*arguments, "--format", "html").out, encoding="utf-8")
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    size = {"width": columns, "height": 1200, "deviceScaleFactor": 1, "mobile": columns < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})
+    try:
+        for page in pages:
+            browser.get(page.as_uri())
+            assert browser.find_element(By.TAG_NAME, "h1").text
+            browser.execute_script(axe_core().read_text(encoding="utf-8"))
+            found = browser.execute_async_script(
+                "const done = arguments[0]; axe.run().then((r) => done(r.violations.map((v) => [v.id, v.nodes[0].html])))"
+            )
+            assert found == [], page.name
+    finally:
+        browser.execute_cdp_cmd("Page.setBypassCSP", {"enabled": False})
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

@@ -18,7 +18,7 @@ function buildTools(explorer) {
   const heads = make("div", { class: "heads", role: "row" }, make("div", { class: "heat" }));
   const rows = make("div", { class: "rows", role: "treegrid", "aria-label": "Modules and their magnitudes" }, heads);
   const hint = make("p", { class: "dim" }, "Choose a module to see its tensors, dtypes and ops.");
-  const detail = make("div", { class: "detail", "aria-live": "polite", "aria-label": "The selected module" }, hint);
+  const detail = make("div", { class: "detail", tabindex: "0", role: "region", "aria-live": "polite", "aria-label": "The selected module" }, hint);
   const group = (label, buttons) => make("span", { class: "group", role: "group", "aria-label": label }, buttons);
   explorer.append(
     patterns(),
@@ -225,7 +225,7 @@ function buildTip() {
     if (!place) return;
     const run = data.runs[place.run];
     const where = `${run.label}, step ${run.columns[place.column]}`;
-    tip.textContent = [place.node.fqn || place.node.label, where, describe(place.cells[place.column])].join("\n");
+    tip.textContent = [fullName(place.node), where, describe(place.cells[place.column])].join("\n");
     tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
     tip.style.top = `${Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8)}px`;
   });

@@ -25,7 +25,7 @@ function chart(node) {
   const largest = Math.max(...measured.map((cell) => cell.a));
   const limit = dtype && dtype.max / largest < 1e6 ? dtype.max : null;
   const axes = scales(Math.max(...lines.map((line) => line.cells.length)), Math.min(...measured.map((cell) => cell.a)) / 2, Math.max(largest, limit || 0) * 2);
-  const label = `absmax of ${node.fqn} by step, logarithmic`;
+  const label = `absmax of ${fullName(node)} by step, logarithmic`;
   const svg = make(
     "svg",
     { viewBox: `0 0 ${CHART.width} ${CHART.height}`, role: "img", "aria-label": label },
@@ -142,7 +142,7 @@ function renderDetail(node) {
   const sources = unique([...told.map((finding) => finding.source), ...ops.map((op) => op[6])].filter(Boolean));
   const run = data.runs[state.left];
   ui.detail.replaceChildren(
-    make("h3", {}, node.fqn || node.label),
+    make("h3", {}, fullName(node)),
     make("p", { class: "dim" }, node.cls || "container"),
     ...told.map((finding) => make("p", {}, make("span", { class: "tag origin" }, finding.id), " ", finding.summary)),
     ...section("Magnitude over the steps", chart(node)),

@@ -136,7 +136,7 @@ function makeRow({ node, depth, context }, width) {
     "div",
     { class: "name", role: "gridcell" },
     make("span", { class: "twist", "aria-hidden": "true" }, parent ? (isOpen(node) ? "▾" : "▸") : ""),
-    make("b", { title: node.fqn || node.label }, node.label),
+    make("b", { title: fullName(node) }, node.label),
     tags(node),
     make("span", { class: "dim" }, node.parent ? node.cls : ""),
   );

@@ -57,6 +57,13 @@ function squash(node) {
 
 const { nodes, roots } = buildTree();
 
+/** The dotted name as it can be typed: model[1].up for 1.up. */
+function fullName(node) {
+  const index = /^\d+(\.\d+)*(?=\.|$)/.exec(node.fqn);
+  if (!index) return node.fqn || node.label;
+  return `model${index[0].split(".").map((number) => `[${number}]`).join("")}${node.fqn.slice(index[0].length)}`;
+}
+
 /** The module of that name, of a longer name that ends in it, or of that class. */
 function find(fqn) {
   if (fqn === null || fqn === undefined) return null;
