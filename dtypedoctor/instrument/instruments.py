@@ -141,6 +141,7 @@ class Instruments:
         modules.after_root = [silent.after_call, self._after_call]
         modules.after_any = [self._leaves_modules]
         modules.hear_gradients(self._note_gradient, self._bad.known)
+        phases.before_generate = [silent.before_generate]
         phases.before_backward = [silent.before_backward, self._before_backward]
         phases.on_gradients = [self._measure_returned]
         phases.after_backward = [self._after_backward]

@@ -49,6 +49,7 @@ class Phases:
         self._first = 1
         self._wrapped_generate = False
         self._stands_aside = False
+        self.before_generate: list[Callable[[tuple[Any, ...], dict[str, Any]], None]] = []
         self.before_backward: list[Callable[[list[Tensor]], None]] = []
         self.after_backward: list[Listener] = []
         self.before_step: list[Callable[[Optimizer], None]] = []
@@ -158,6 +159,7 @@ class Phases:
     def _around_generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         overrides = self._position.overrides
         open_before = len(overrides)
+        self._tell(self.before_generate, "some generated texts", args, kwargs)
         try:
             with self._noting_failure("generate"):
                 overrides.append("generate")

@@ -19,6 +19,7 @@ ALL = {
         "lora_dpo_adapters",
         "qlora_dpo_adapters",
         "qlora_grpo_saved_head",
+        "t5_clamped_float16",
     )
 }
 """Those that the ordinary suite has time for; ``dtypedoctor run scenarios/trainers`` runs all."""

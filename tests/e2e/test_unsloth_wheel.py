@@ -131,6 +131,15 @@ def test_grpo_on_a_checkpoint_saved_in_float16_finishes_near_float32_with_the_co
     assert "to have the same dtype, but got: c10::BFloat16 != c10::Half" in untreated.err
 
 
+def test_decoding_with_stale_adapters_is_found_by_one_run(tmp_path: Path) -> None:
+    """The old release keeps the adapters that it has cast in the first generation, so that later ones sample from the untrained policy."""
+    program, release = REAL / "programs" / "unsloth_grpo.py", released("unsloth", LAST_WITH_THE_DEFECT)
+    done = forked("exec", "--out", tmp_path / "run", program, release, "4", cwd=tmp_path, **ALONE)
+    assert done.code == 10, done.err
+    [found] = report_of(tmp_path / "run")["findings"]
+    assert (found["id"], found["phase"], found["step"]) == ("logprob-gap", "generate", 2)
+
+
 def test_untreated_a_state_of_another_dtype_raises_or_gives_wrong_weights_in_silence() -> None:
     """Under autocast a float32 state is the silent one: a 16-bit kernel fills memory of float32."""
     lines = values_of(released("unsloth", LAST_WITH_THE_DEFECT), STATES)

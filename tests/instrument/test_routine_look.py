@@ -47,6 +47,18 @@ def binned(x: Tensor) -> Tensor:
     return torch.randn(9)[number] * number.float()
 
 
+def test_memory_that_is_made_like_an_overflowed_tensor_ends_no_overflow(tmp_path: Path) -> None:
+    """As dropout makes its mask: what is in there does not come from the inf."""
+
+    def work(x: Tensor) -> Tensor:
+        square = x * x
+        mask = torch.zeros_like(square)
+        torch.empty_like(square).bernoulli_(0.5)
+        return mask + x.isfinite()
+
+    assert seen(tmp_path, "absorbed", work, torch.full((4,), 400.0).half()) == []
+
+
 def test_a_norm_that_returns_zeros_is_traced_back_to_its_squares(tmp_path: Path) -> None:
     """Everything that is left is finite; in float32 it would be near one."""
     (one,) = seen(tmp_path, "absorbed", rms_norm, torch.full((2, 4), 300.0).half())

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.decoding import DecodingCheck
 from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, RouterFlips
 from dtypedoctor.instrument.silent.loading import LoadingCheck, PatchCheck
 from dtypedoctor.instrument.silent.look import RoutineLook
@@ -46,6 +47,7 @@ class SilentChecks:
         self._updates = UpdateCheck(session)
         self._gradients = GradientCheck(session)
         self._twins = TwinCheck(session)
+        self._decoding = DecodingCheck(session)
         self._ratios = RatioCheck(session)
         self._patches = PatchCheck(session)
         self._eager = EagerReplay(session)
@@ -87,6 +89,7 @@ class SilentChecks:
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned."""
         self._twins.returned(module, args, kwargs, output)
+        self._decoding.returned(module, args, kwargs, output)
         self._eager.returned(module, args, kwargs, output)
 
     def after_call(self, module: nn.Module) -> None:
@@ -94,6 +97,10 @@ class SilentChecks:
         self._look.after_call()
         self._cache.after_call()
         self._rotary.after_call()
+
+    def before_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """``generate`` of transformers is called."""
+        self._decoding.before_generate(args, kwargs)
 
     def before_backward(self, tensors: list[Tensor]) -> None:
         """A backward pass begins at ``tensors``."""

@@ -27,6 +27,21 @@ from dtypedoctor.values import dataclass
 MAX_SHADOWED = 64
 """Ops of one call that are run in float32 beside the real ones; an inf that lives longer is the module watch's business."""
 _LARGE_TENSORS = "overflows that end in finite values, in large tensors"
+_MADE_ANEW = frozenset(
+    {
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "zero",
+        "fill",
+    }
+)
 NARROW = (torch.float16, torch.float8_e5m2)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float8_e5m2)
 
@@ -68,13 +83,15 @@ class AbsorbedOverflows:
 
     def saw(self, seen: Seen) -> None:
         """Follows what has overflowed, or finds out that this op has."""
+        if _reads_no_values(seen):
+            return
         held = self._held(seen)
         if self._count >= MAX_SHADOWED:
             self._shadows.clear()
             return
         if held:
             self._follow(seen, held)
-        elif any(measurable(t) and t.dtype in NARROW for t in seen.results) and not leaves_memory_as_it_was(seen.func):
+        elif any(measurable(t) and t.dtype in NARROW for t in seen.results):
             self._look_for_overflow(seen)
 
     def _held(self, seen: Seen) -> dict[int, _Shadow]:
@@ -205,6 +222,12 @@ def _not_finite(extent: Extent) -> int:
 
 def _fqn(place: OpPlace) -> str | None:
     return place.fqn if place.root != OUTSIDE else None
+
+
+def _reads_no_values(seen: Seen) -> bool:
+    """Whether the results do not depend on the operands' values: what memory is made like an inf may hold anything."""
+    name = schema_of(seen.func).name.removeprefix("aten::").rstrip("_")
+    return name in _MADE_ANEW or leaves_memory_as_it_was(seen.func)
 
 
 def _squares(seen: Seen) -> bool:

@@ -29,7 +29,7 @@ from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import MovedTwin, Twins
 from dtypedoctor.values import dataclass
 
-__all__ = ["TwinCheck"]
+__all__ = ["Asked", "TwinCheck", "in_dtype", "made_again", "main_parameter", "versions_of"]
 
 DISTRIBUTIONS = 64
 """Distributions of a call that are kept for comparison."""
@@ -56,7 +56,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class Asked:
     """A call of a model on rows of tokens.
 
     Attributes:
@@ -82,17 +82,39 @@ class _Call:
     autocast: str | None
     versions: int
 
+    @classmethod
+    def of(cls, session: Session, module: nn.Module, args: Any, kwargs: Any, output: Any) -> "Asked | None":
+        """The call of ``module`` that has returned ``output``; None where it was asked for no tokens, or answers with no scores."""
+        question = _question(args, kwargs)
+        found = _output(output, question) if question is not None else None
+        if question is None or found is None:
+            return None
+        mask = kwargs.get("attention_mask")
+        repeatable = all(map(_is_plain, (*args, *kwargs.values())))
+        return cls(
+            ref(module),
+            tuple(args) if repeatable else (),
+            dict(kwargs) if repeatable else {},
+            repeatable,
+            question,
+            _counted_tokens(mask, question),
+            found.detach(),
+            found.requires_grad,
+            session.autocast.dtype(question.device.type),
+            versions_of(module),
+        )
+
     def is_old(self) -> bool:
         """Whether the model is gone, or has other weights by now."""
         model = self.model()
-        return model is None or _versions(model) != self.versions
+        return model is None or versions_of(model) != self.versions
 
 
 @dataclass(slots=True, eq=False)
 class _Family:
     """Models whose parameters have the same names and shapes."""
 
-    calls: dict[int, deque[_Call]] = field(default_factory=dict)
+    calls: dict[int, deque[Asked]] = field(default_factory=dict)
     """Of each model, by identity."""
     counts: dict[int, int] = field(default_factory=dict)
     pairs: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -128,10 +150,10 @@ class TwinCheck:
         number = id(module)
         family.counts[number] = family.counts.get(number, 0) + 1
         if alone and family.counts[number] > ALONE:
-            family.calls.get(number, deque[_Call]()).clear()
+            family.calls.get(number, deque[Asked]()).clear()
             return
         with self._position.mute(), torch.no_grad():
-            call = self._call(module, args, kwargs, question, output)
+            call = Asked.of(self._session, module, args, kwargs, output)
             if call is None:
                 return
             self._look_whether_moved(module)
@@ -150,29 +172,7 @@ class TwinCheck:
             known = self._likeness[module] = hash(tuple(sorted(shapes.items())))
         return known
 
-    def _call(self, module: nn.Module, args: Any, kwargs: Any, question: Tensor, output: Any) -> _Call | None:
-        found = _output(output, question)
-        if found is None:
-            return None
-        mask = kwargs.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.shape != question.shape:
-            mask = torch.ones_like(question)
-        repeatable = all(map(_is_plain, (*args, *kwargs.values())))
-        device = question.device.type
-        return _Call(
-            ref(module),
-            tuple(args) if repeatable else (),
-            dict(kwargs) if repeatable else {},
-            repeatable,
-            question,
-            mask.bool(),
-            found.detach(),
-            found.requires_grad,
-            self._session.autocast.dtype(device),
-            _versions(module),
-        )
-
-    def _compare_with_others(self, family: _Family, module: nn.Module, call: _Call) -> None:
+    def _compare_with_others(self, family: _Family, module: nn.Module, call: Asked) -> None:
         for number, calls in family.calls.items():
             if number == id(module):
                 continue
@@ -183,7 +183,7 @@ class TwinCheck:
             if any(self._is_settled(call, other) for other in reversed(calls)):
                 family.pairs[pair] = 0
 
-    def _is_settled(self, call: _Call, before: _Call) -> bool:
+    def _is_settled(self, call: Asked, before: Asked) -> bool:
         """Whether the two calls had rows in common; then what they show is written."""
         if before.is_old() or before.output.dim() != call.output.dim():
             return False
@@ -196,7 +196,7 @@ class TwinCheck:
             self._tell(*_trained_first(call, before), gaps)
         return True
 
-    def _tell(self, ours: _Call, theirs: _Call, gaps: Tensor) -> None:
+    def _tell(self, ours: Asked, theirs: Asked, gaps: Tensor) -> None:
         trainer, generator = ours.model(), theirs.model()
         if trainer is None or generator is None or not _same_weights(trainer, generator):
             return
@@ -204,8 +204,8 @@ class TwinCheck:
         compared = Twins(
             trainer=_number(self._names, trainer),
             generator=_number(self._names, generator),
-            trainer_dtype=dtype_name(_main(trainer)),
-            generator_dtype=dtype_name(_main(generator)),
+            trainer_dtype=dtype_name(main_parameter(trainer)),
+            generator_dtype=dtype_name(main_parameter(generator)),
             rows=gaps.shape[0],
             choices=ours.output.shape[-1] if ours.output.dim() == 3 else 1,
             largest_gap=float(gaps.max()),
@@ -217,9 +217,9 @@ class TwinCheck:
             apart=apart,
         )
         self._session.once(compared, (compared.trainer, compared.generator))
-        self._found.append(_Found(ours.model, theirs.model, self._position.step, _versions(generator)))
+        self._found.append(_Found(ours.model, theirs.model, self._position.step, versions_of(generator)))
 
-    def _in_one_dtype(self, ours: _Call, theirs: _Call) -> tuple[float, float] | tuple[None, None]:
+    def _in_one_dtype(self, ours: Asked, theirs: Asked) -> tuple[float, float] | tuple[None, None]:
         """How far the wider model's log-probabilities move in the other's dtype, and how far they are from the other's then; nothing where that
         cannot be measured."""
         wide, narrow = sorted((ours, theirs), key=lambda call: (-_width(call), not call.repeatable))
@@ -229,8 +229,8 @@ class TwinCheck:
         weights = _in_the_dtypes_of(model, other)
         if weights is None:
             return None, None
-        as_it_is = _made_again(self._session, model, wide, {}, wide.autocast)
-        in_its_dtype = _made_again(self._session, model, wide, weights, narrow.autocast)
+        as_it_is = made_again(self._session, model, wide, {}, wide.autocast)
+        in_its_dtype = made_again(self._session, model, wide, weights, narrow.autocast)
         if as_it_is is None or in_its_dtype is None:
             return None, None
         moved, apart = _largest(_gaps(as_it_is, in_its_dtype)), _largest(_gaps(in_its_dtype, narrow))
@@ -244,7 +244,7 @@ class TwinCheck:
                 self._found.remove(found)
             elif generator is module and self._position.step > found.step:
                 self._found.remove(found)
-                if found.versions != _versions(generator) and not _same_weights(trainer, generator, exactly=True):
+                if found.versions != versions_of(generator) and not _same_weights(trainer, generator, exactly=True):
                     numbers = _number(self._names, trainer), _number(self._names, generator)
                     self._session.once(MovedTwin(trainer=numbers[0], generator=numbers[1]), numbers)
 
@@ -259,7 +259,7 @@ class _Found:
     versions: int
 
 
-def _trained_first(one: _Call, other: _Call) -> tuple[_Call, _Call]:
+def _trained_first(one: Asked, other: Asked) -> tuple[Asked, Asked]:
     """The call of the trained model, and that of the other; where both could be, the one that is in training mode."""
     model = one.model()
     if one.trained != other.trained:
@@ -289,6 +289,13 @@ def _question(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     return torch.cat([tensor.detach().reshape(len(tensor), -1) for tensor in found], -1)
 
 
+def _counted_tokens(mask: Any, question: Tensor) -> Tensor:
+    """Which tokens are no padding, by the attention mask; all without one."""
+    if isinstance(mask, Tensor) and mask.shape == question.shape:
+        return mask.bool()
+    return torch.ones_like(question).bool()
+
+
 def _is_tokens(value: Any) -> bool:
     return (
         isinstance(value, Tensor)
@@ -316,7 +323,7 @@ def _output(output: Any, question: Tensor) -> Tensor | None:
     return found.reshape(rows, -1, found.shape[-1])
 
 
-def _only_a_part(call: _Call) -> _Call:
+def _only_a_part(call: Asked) -> Asked:
     """Copies of what is compared of a call, so that the rest can be freed: of distributions :data:`DISTRIBUTIONS`."""
     rows = len(call.output)
     if call.output.dim() == 3:
@@ -333,7 +340,7 @@ def _at_places(output: Tensor) -> Tensor:
     return output[:, -(output.shape[1] // PLACES) * PLACES :: output.shape[1] // PLACES]
 
 
-def _gaps(one: _Call, other: _Call) -> Tensor | None:
+def _gaps(one: Asked, other: Asked) -> Tensor | None:
     """Differences of the log-probabilities of the rows that both calls have; None where they have none in common. Waits for the device."""
     theirs = {tokens: row for row, tokens in enumerate(_rows(other))}
     pairs = [(row, theirs[tokens]) for row, tokens in enumerate(_rows(one)) if tokens in theirs]
@@ -341,7 +348,7 @@ def _gaps(one: _Call, other: _Call) -> Tensor | None:
     return torch.cat(gaps) if gaps else None
 
 
-def _rows(call: _Call) -> Iterator[tuple[int, ...]]:
+def _rows(call: Asked) -> Iterator[tuple[int, ...]]:
     """The tokens of each row; where those of single tokens are compared, without padding, of which another batch has another amount."""
     if call.output.dim() == 3:
         yield from map(tuple, call.question.tolist())
@@ -350,7 +357,7 @@ def _rows(call: _Call) -> Iterator[tuple[int, ...]]:
         yield tuple(token for token, counted in zip(tokens, counts, strict=True) if counted)
 
 
-def _gap(one: _Call, row: int, other: _Call, its: int) -> Tensor | None:
+def _gap(one: Asked, row: int, other: Asked, its: int) -> Tensor | None:
     if one.output.dim() == 2:
         mine, theirs = _of_tokens(one, row), _of_tokens(other, its)
         length = min(len(mine), len(theirs))
@@ -366,7 +373,7 @@ def _gap(one: _Call, row: int, other: _Call, its: int) -> Tensor | None:
     return (mine - theirs).abs()[mine > LIKELY]
 
 
-def _counted(call: _Call, row: int) -> Tensor:
+def _counted(call: Asked, row: int) -> Tensor:
     """Which of the compared positions are no padding; all where there are not as many positions as tokens."""
     places, length = call.output.shape[1], call.question.shape[1]
     if places != length or not bool(call.mask[row].any()):
@@ -374,7 +381,7 @@ def _counted(call: _Call, row: int) -> Tensor:
     return _at_places(call.mask[row : row + 1, :, None])[0, :, 0].to(call.output.device)
 
 
-def _of_tokens(call: _Call, row: int) -> Tensor:
+def _of_tokens(call: Asked, row: int) -> Tensor:
     mask = call.mask[row][-call.output.shape[1] :]
     return call.output[row][mask].float()
 
@@ -391,7 +398,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _main(model: nn.Module) -> Tensor:
+def main_parameter(model: nn.Module) -> Tensor:
     """A parameter of the dtype that most elements have."""
     sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
@@ -400,12 +407,12 @@ def _main(model: nn.Module) -> Tensor:
     return next(parameter for parameter in model.parameters() if parameter.dtype is most)
 
 
-def _width(call: _Call) -> int:
+def _width(call: Asked) -> int:
     """Bits that the model of a call computes with, more or less: of its parameters, halved by a region of autocast."""
     model = call.model()
     if model is None:
         return 0
-    width = torch.finfo(_main(model).dtype).bits if _main(model).is_floating_point() else 8
+    width = torch.finfo(main_parameter(model).dtype).bits if main_parameter(model).is_floating_point() else 8
     return width * 2 - (call.autocast is not None)
 
 
@@ -429,7 +436,7 @@ def _few(parameter: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS]
 
 
-def _versions(model: nn.Module) -> int:
+def versions_of(model: nn.Module) -> int:
     """Changes with each write to a parameter."""
     return sum(version_of(parameter) + parameter.data_ptr() for parameter in model.parameters())
 
@@ -438,21 +445,29 @@ def _in_the_dtypes_of(model: nn.Module, other: nn.Module) -> dict[str, Tensor] |
     """The parameters of ``model`` that have another dtype than those of ``other``, cast to it; None where that takes too much memory."""
     wanted = {name: parameter.dtype for name, parameter in _weights(other).items()}
     plain = {id(parameter): name for name, parameter in _weights(model).items()}
-    narrow = _main(other).dtype
-    casts: dict[str, tuple[Tensor, torch.dtype]] = {}
+    narrow = main_parameter(other).dtype
+    dtypes = {name: wanted.get(plain.get(id(p), ""), narrow) for name, p in model.named_parameters()}
+    return _cast(model, dtypes)
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """The parameters of ``model`` that have another dtype, cast to ``dtype``; None where that takes too much memory."""
+    return _cast(model, {name: dtype for name, _ in model.named_parameters()})
+
+
+def _cast(model: nn.Module, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor] | None:
+    casts: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        dtype = wanted.get(plain.get(id(parameter), ""), narrow)
-        if parameter.is_floating_point() and parameter.dtype is not dtype:
-            casts[name] = parameter, dtype
-    size = sum(parameter.numel() * dtype.itemsize for parameter, dtype in casts.values())
-    if not fits(size, _main(model).device):
+        if parameter.is_floating_point() and parameter.dtype is not dtypes[name]:
+            casts[name] = parameter.detach()
+    if not fits(sum(p.numel() * dtypes[name].itemsize for name, p in casts.items()), main_parameter(model).device):
         return None
-    return {name: parameter.detach().to(dtype) for name, (parameter, dtype) in casts.items()}
+    return {name: parameter.to(dtypes[name]) for name, parameter in casts.items()}
 
 
-def _made_again(
-    session: Session, model: nn.Module, call: _Call, weights: dict[str, Tensor], autocast: str | None
-) -> _Call | None:
+def made_again(
+    session: Session, model: nn.Module, call: Asked, weights: dict[str, Tensor], autocast: str | None
+) -> Asked | None:
     """The call once more, without gradients and dropout, with other ``weights`` and in another region; None where it cannot be made."""
     question = result = None
     with (
@@ -466,15 +481,12 @@ def _made_again(
         result = _output(answer, question) if question is not None else None
     if result is None or question is None:
         return None
-    mask = call.kwargs.get("attention_mask")
-    counted = (
-        mask.bool() if isinstance(mask, Tensor) and mask.shape == question.shape else torch.ones_like(question).bool()
-    )
-    return _Call(call.model, (), {}, False, question, counted, result.detach(), False, autocast, call.versions)
+    counted = _counted_tokens(call.kwargs.get("attention_mask"), question)
+    return Asked(call.model, (), {}, False, question, counted, result.detach(), False, autocast, call.versions)
 
 
 @contextmanager
-def _nothing_changes(session: Session, model: nn.Module, call: _Call) -> Iterator[None]:
+def _nothing_changes(session: Session, model: nn.Module, call: Asked) -> Iterator[None]:
     """Inside, a call of ``model`` leaves the program as it was."""
     position = session.position
     device = call.question.device

@@ -8,7 +8,7 @@ from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.events import Flow, Metric, Observed
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.silent import FirstRatio, MovedTwin, Twins
+from dtypedoctor.trace.records.silent import DecodedTokens, FirstRatio, MovedTwin, Twins
 
 SPEC = FindingSpec(
     id="logprob-gap",
@@ -37,6 +37,10 @@ def detect_gap(trace: Trace) -> Iterator[Finding]:
     twins = _of_two_models(trace)
     if twins is not None:
         yield twins
+        return
+    decoded = [_decoded(seen) for seen in trace.observed(DecodedTokens)]
+    if decoded:
+        yield from decoded[:1]
         return
     found = tuple(_ratio_off(trace))
     yield from found or _reported(trace)
@@ -103,6 +107,38 @@ def _twins(seen: Observed[Twins]) -> Finding:
         ),
     )
     return make_finding(statement, phase=seen.phase, step=seen.step, dtype=_narrow(what))
+
+
+def _decoded(seen: Observed[DecodedTokens]) -> Finding:
+    what = seen.what
+    compared = (
+        f"{what.tokens:,} tokens that this model has generated, with the same weights: mean difference of their log-probabilities {what.mean_gap:.3g}, "
+        f"largest {what.largest_gap:.3g}."
+    )
+    evidence = [compared]
+    if what.rounding is not None:
+        evidence.append(
+            f"Rounding makes {what.rounding:.2g} of it: that is how far the call on all tokens is from the same call in float32."
+        )
+    if what.before is not None:
+        evidence.append(f"In an earlier step the mean difference was {what.before:.2g}.")
+    if what.random:
+        evidence.append("The model drops elements at random in training; for this figure it was called again without.")
+    statement = Statement(
+        id="logprob-gap",
+        severity=Severity.WARNING,
+        confidence=Confidence.POSSIBLE if what.rounding is None and what.before is None else Confidence.LIKELY,
+        summary=(
+            f"The model generates with other log-probabilities than it is trained with: those of the same tokens differ by {what.mean_gap:.2g} on average in "
+            f"step {seen.step}, with the same weights."
+        ),
+        cause=(
+            "Rounding does not explain the difference. Decoding one token at a time goes another way than a call on all tokens: other kernels, a cache, copies "
+            "of weights that are not updated with the weights. The model is trained on texts that another policy has sampled."
+        ),
+        evidence=tuple(evidence),
+    )
+    return make_finding(statement, phase="generate", step=seen.step, dtype=what.dtype)
 
 
 def _narrow(what: Twins) -> str:

@@ -187,6 +187,32 @@ class MovedTwin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedTokens:
+    """Tokens of which a model says something else when it gets them all at once than when it generated them, with the same weights.
+
+    Attributes:
+        model: number of the outermost module, where known.
+        dtype: of most of its parameters.
+        tokens: compared.
+        largest_gap, mean_gap: differences of their log-probabilities.
+        rounding: mean difference of the call at once from the same in float32; None where that could not be made.
+        before: mean difference in an earlier step, where it was small.
+        random: whether the model drops elements at random; then the call was made again without.
+    """
+
+    KIND: ClassVar[str] = "decoded-tokens"
+
+    model: int | None
+    dtype: str
+    tokens: int
+    largest_gap: float
+    mean_gap: float
+    rounding: float | None
+    before: float | None
+    random: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRatio:
     """The first clipped ratio whose backward pass begins.
 

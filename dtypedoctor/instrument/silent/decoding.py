@@ -1,0 +1,289 @@
+"""Does a model that generates one token at a time say of these tokens what it says of them all at once, when it is trained on them?
+
+Log-probabilities of generated tokens are kept, and compared with those of the next call outside of ``generate`` that gets the same tokens as long as no weight has
+changed. Rounding makes them differ a little; how much is measured by the same call in float32. What is further off comes from another way of computing: a
+kernel for single tokens with weights of its own, say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from dtypedoctor.dtypes import HALF
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.policies import is_random
+from dtypedoctor.instrument.silent.twins import Asked, in_dtype, made_again, main_parameter
+from dtypedoctor.trace.records.silent import DecodedTokens
+from dtypedoctor.values import dataclass
+
+__all__ = ["DecodingCheck"]
+
+ROWS, TOKENS = 16, 64
+"""Generated texts, and tokens of each, that are kept."""
+GENERATIONS = 2
+"""Calls of ``generate`` that are followed in a step; the steps are 1, 2, 4, 8 and so on."""
+ENOUGH = 4
+"""Tokens that are compared at least."""
+SUSPICIOUS = {True: 0.02, False: 1e-3}
+"""Mean difference from which on the rounding is measured; whether half precision is at work."""
+BEYOND_ROUNDING = 2.5
+"""A difference is more than rounding if it is so many times what float32 changes: two paths that each are so far from float32 are at most 2 apart."""
+BEYOND_BEFORE = 8
+"""And where float32 cannot be had, so many times what it was in an earlier step."""
+UNMEASURED = 0.05, 0.1
+"""Mean differences that rounding does not make where float32 cannot be had: with an earlier step to compare with, and without one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Generation:
+    """Texts that a model generates, and what it said of each token.
+
+    Attributes:
+        model: whose ``forward`` generates.
+        versions, adapters: of its weights, and which of its adapters are in use.
+        temperature: of sampling.
+        tokens: prompt and generated tokens, a tensor (rows, 1 or more) for each call.
+        mask: which tokens of the prompt count.
+        scores: of the token that comes next, by the last call.
+        said: for each generated token its log-probability (rows), at temperature 1 and at the temperature of sampling.
+    """
+
+    model: ReferenceType[nn.Module]
+    versions: int
+    adapters: tuple[Any, ...]
+    temperature: float
+    tokens: list[Tensor]
+    mask: Tensor
+    scores: Tensor | None
+    said: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, chosen: Tensor, scores: Tensor | None) -> None:
+        """The tokens ``chosen`` (rows) are what the last call was sampled for; ``scores`` are those of the next ones."""
+        if self.scores is not None and len(self.said) < TOKENS:
+            logits = self.scores.float()
+            both = (logits.log_softmax(-1), (logits / self.temperature).log_softmax(-1))
+            plain, cooled = (each.gather(-1, chosen[:, None])[:, 0] for each in both)
+            self.said.append((plain, cooled))
+            self.tokens.append(chosen[:, None].clone())
+        self.scores = scores if len(self.said) < TOKENS else None
+
+    def texts(self) -> list[tuple[list[int], list[int]]]:
+        """Of each row the prompt and the generated tokens. Waits for the device."""
+        prompts = [
+            [token for token, counted in zip(tokens, counts, strict=True) if counted]
+            for tokens, counts in zip(self.tokens[0].tolist(), self.mask.tolist(), strict=True)
+        ]
+        generated = torch.cat(self.tokens[1:], 1).tolist() if self.said else [[] for _ in prompts]
+        return list(zip(prompts, generated, strict=True))
+
+
+class DecodingCheck:
+    """Writes a :class:`DecodedTokens` for a model whose log-probabilities of generated tokens are others when it gets them all at once."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._names, self._position = session.names, session.position
+        self._temperature = 1.0
+        self._step = self._followed = 0
+        self._generations: list[_Generation] = []
+        self._open: _Generation | None = None
+        self._before: float | None = None
+        self._over = False
+
+    def before_generate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """``generate`` is called."""
+        self._open = None
+        if self._step != self._position.step:
+            self._step, self._followed = self._position.step, 0
+            self._generations.clear()
+        self._followed += 1
+        self._temperature = _temperature(args, kwargs)
+
+    def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """An outermost call has returned."""
+        if self._over or self._position.backward_depth:
+            return
+        generating = self._position.phase == "generate"
+        if generating and (self._followed > GENERATIONS or self._step & (self._step - 1)):
+            return
+        if not generating and not self._generations:
+            return
+        with self._position.mute(), torch.no_grad():
+            call = Asked.of(self._session, module, args, kwargs, output)
+            if call is None or call.question.dim() != 2:
+                return
+            if generating:
+                self._follow(module, call)
+            else:
+                self._compare(module, call)
+
+    def _follow(self, module: nn.Module, call: Asked) -> None:
+        if call.output.dim() != 3:
+            self._open = None
+            return
+        tokens, scores = call.question[:ROWS], call.output[:ROWS, -1].detach()
+        known = self._open
+        if known is not None and len(tokens) == len(known.mask) and self._goes_on(known, call):
+            known.add(tokens[:, -1], scores)
+            return
+        self._open = None
+        if any(map(is_random, module.modules())):
+            return
+        self._open = _Generation(
+            ref(module), call.versions, _adapters(module), self._temperature, [tokens.clone()], call.mask[:ROWS].clone(), scores
+        )  # fmt: skip
+        self._generations.append(self._open)
+
+    @staticmethod
+    def _goes_on(known: _Generation, call: Asked) -> bool:
+        """Whether a call gets one token more: alone where the others are in a cache, or with all of them."""
+        length = call.question.shape[1]
+        return length == 1 or length == known.mask.shape[1] + len(known.said) + 1
+
+    def _compare(self, module: nn.Module, call: Asked) -> None:
+        for generation in self._generations:
+            generator = generation.model()
+            if generator is None or generation.versions != call.versions or _adapters(module) != generation.adapters:
+                continue
+            pairs = _pairs(generation, call)
+            if len(pairs) >= ENOUGH:
+                self._judge(module, generation, call, pairs)
+                return
+
+    def _judge(self, module: nn.Module, generation: _Generation, call: Asked, pairs: "list[_Pair]") -> None:
+        gap = _gap(generation, call, pairs)
+        if gap is None:
+            return
+        random = any(map(is_random, module.modules()))
+        half = dtype_name(main_parameter(module)) in HALF or call.autocast in HALF
+        if float(gap.mean()) <= SUSPICIOUS[half]:
+            self._before = float(gap.mean())
+            return
+        at_once, rounding = self._rounding(module, call, pairs)
+        if random and at_once is None:
+            return
+        if random and at_once is not None:
+            gap = _gap(generation, at_once, pairs)
+        if gap is None or float(gap.mean()) <= max(SUSPICIOUS[half], self._at_most(rounding)):
+            return
+        self._over = True
+        place = self._names.find(module)
+        found = DecodedTokens(
+            model=place[0] if place is not None else None,
+            dtype=dtype_name(main_parameter(module)),
+            tokens=len(gap),
+            largest_gap=float(gap.max()),
+            mean_gap=float(gap.mean()),
+            rounding=rounding,
+            before=self._before,
+            random=random,
+        )
+        self._session.once(found, found.model, fqn="")
+
+    def _at_most(self, rounding: float | None) -> float:
+        """Mean difference of log-probabilities up to which rounding may be the reason."""
+        if rounding is not None:
+            return BEYOND_ROUNDING * rounding
+        if self._before is not None:
+            return max(BEYOND_BEFORE * self._before, UNMEASURED[0])
+        return UNMEASURED[1]
+
+    def _rounding(self, module: nn.Module, call: Asked, pairs: "list[_Pair]") -> tuple[Asked | None, float | None]:
+        """The call made again without dropout, and the mean difference between that and the same in float32; None for what cannot be had."""
+        weights = in_dtype(module, torch.float32)
+        again = made_again(self._session, module, call, {}, call.autocast) if call.repeatable else None
+        if again is None or weights is None:
+            return again, None
+        wide = made_again(self._session, module, call, weights, None)
+        return again, _between(again, wide, pairs) if wide is not None else None
+
+
+_Pair = tuple[int, int, int, int]
+"""Row and number of a generated token, row and column of the same one in another call."""
+
+
+def _pairs(generation: _Generation, call: Asked) -> list[_Pair]:
+    """The generated tokens that a call got behind the same tokens. Waits for the device."""
+    texts = generation.texts()
+    found = []
+    for row, (tokens, counts) in enumerate(zip(call.question.tolist(), call.mask.tolist(), strict=True)):
+        if not counts[0]:
+            continue  # padded on the left: models that count positions from there say something else
+        text = tokens[: sum(counts)]
+        shared = [
+            _shared(number, generated, row, text, len(prompt))
+            for number, (prompt, generated) in enumerate(texts)
+            if text[: len(prompt)] == prompt
+        ]
+        found += max(shared, key=len) if shared else []
+    return found
+
+
+def _shared(number: int, generated: list[int], row: int, text: list[int], begin: int) -> list[_Pair]:
+    pairs = []
+    for place, (ours, theirs) in enumerate(zip(generated, text[begin:], strict=False)):
+        if ours != theirs:
+            break
+        pairs.append((number, place, row, begin + place))
+    return pairs
+
+
+def _gap(generation: _Generation, call: Asked, pairs: list[_Pair]) -> Tensor | None:
+    """Differences of the log-probabilities, for the temperature at which they are smaller; None where there are too few."""
+    now = _of_call(call, pairs)
+    if now is None:
+        return None
+    gaps = []
+    for which in (0, 1):
+        said = torch.stack([generation.said[place][which][number] for number, place, _, _ in pairs]).to(now.device)
+        gaps.append((said - now).abs()[(now < 0) & now.isfinite() & said.isfinite()])
+    best = min(gaps, key=lambda each: float(each.mean()) if len(each) else 0.0)
+    return best if len(best) >= ENOUGH else None
+
+
+def _between(one: Asked, other: Asked, pairs: list[_Pair]) -> float | None:
+    """Mean difference of two calls on the same tokens."""
+    ours, theirs = _of_call(one, pairs), _of_call(other, pairs)
+    if ours is None or theirs is None:
+        return None
+    gap = (ours - theirs).abs()
+    gap = gap[gap.isfinite()]
+    return float(gap.mean()) if len(gap) else None
+
+
+def _of_call(call: Asked, pairs: list[_Pair]) -> Tensor | None:
+    """What a call says of the tokens, as log-probabilities; 0 where it says nothing of one."""
+    length, places = call.question.shape[1], call.output.shape[1]
+    if call.output.dim() == 2 and places != length - 1:
+        return None
+    found = []
+    for _, _, row, column in pairs:
+        place = column - 1 - (length - places if call.output.dim() == 3 else 0)
+        if place < 0:
+            found.append(call.output.new_zeros((), dtype=torch.float32))
+        elif call.output.dim() == 2:
+            found.append(call.output[row, place].float())
+        else:
+            found.append(call.output[row, place].float().log_softmax(-1)[call.question[row, column]])
+    return torch.stack(found)
+
+
+def _temperature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    """The temperature that ``generate`` samples with; 1 where it says none."""
+    model = args[0] if args else None
+    configured = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+    for temperature in (kwargs.get("temperature"), getattr(configured, "temperature", None)):
+        if isinstance(temperature, int | float) and temperature > 0:
+            return float(temperature)
+    return 1.0
+
+
+def _adapters(model: nn.Module) -> tuple[Any, ...]:
+    """Which of peft's adapters are in use: a text that was generated without them is meant to be so."""
+    layers = (module for module in model.modules() if hasattr(module, "_disable_adapters"))
+    return tuple((bool(layer._disable_adapters), str(getattr(layer, "_active_adapter", ""))) for layer in layers)

@@ -1,0 +1,120 @@
+"""Tokens that a model has generated, and gets back all at once: rounding is no finding, a path of its own with other weights is."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from watched import watched
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.rule import Finding
+from dtypedoctor.trace.model import Trace
+
+HALF = torch.bfloat16
+PROMPTS = torch.tensor([[0, 0, 5, 9, 3], [7, 2, 6, 4, 8], [7, 2, 6, 4, 8]])
+
+
+class KeepsItsCopy(nn.Module):
+    """An adapter on a linear layer, cast once for single tokens, as a fast path may do; ``fresh`` casts it each time."""
+
+    def __init__(self, base: nn.Linear, *, fresh: bool) -> None:
+        super().__init__()
+        self.base, self.fresh = base.requires_grad_(False), fresh
+        self.low = nn.Parameter(torch.randn(4, base.in_features) * 0.1)
+        self.high = nn.Parameter(torch.zeros(base.out_features, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == 1:
+            if self.fresh or not hasattr(self, "copies"):
+                self.copies = [self.low.detach().to(x.dtype, copy=True), self.high.detach().to(x.dtype, copy=True)]
+            low, high = self.copies
+        else:
+            low, high = self.low.to(x.dtype), self.high.to(x.dtype)
+        return self.base(x) + x @ low.T @ high.T
+
+
+def llama(dtype: torch.dtype = HALF, dropout: float = 0.0, *, fresh: bool | None = None) -> LlamaForCausalLM:
+    """A tiny model, with adapters on its MLP unless ``fresh`` is None."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2,
+        pad_token_id=0, eos_token_id=63, attention_dropout=dropout,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype)
+    if fresh is not None:
+        model.requires_grad_(requires_grad=False)
+        for layer in model.model.layers:
+            layer.mlp.up_proj = KeepsItsCopy(layer.mlp.up_proj, fresh=fresh)
+    return model
+
+
+def grpo(
+    model: LlamaForCausalLM, *, rate: float = 0.02, steps: int = 4, **sampling: object
+) -> Callable[[object], None]:
+    """Samples, trains on what was sampled, and so on."""
+
+    def program(_: object) -> None:
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+        for _step in range(steps):
+            mask = (PROMPTS != 0).long()
+            texts = model.generate(
+                PROMPTS, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=True, **sampling
+            )
+            mask = torch.cat([mask, torch.ones(3, 8, dtype=torch.int64)], 1)
+            model.train()
+            logits = model(input_ids=texts, attention_mask=mask).logits[:, 4:-1].float() / sampling.get(
+                "temperature", 1.0
+            )
+            said = logits.log_softmax(-1).gather(-1, texts[:, 5:, None])[..., 0]
+            (said * torch.tensor([[1.0], [-1.0], [0.5]])).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return program
+
+
+def gaps(trace: Trace) -> list[Finding]:
+    """The findings about log-probabilities."""
+    return [finding for finding in diagnose(trace) if finding.id == "logprob-gap"]
+
+
+def test_a_decode_path_that_keeps_a_copy_of_the_adapters_is_found_once_they_are_trained(tmp_path: Path) -> None:
+    """In step 1 the copy is right; float32 says how much of the difference rounding makes."""
+    (found,) = gaps(watched(tmp_path, grpo(llama(fresh=False))))
+    assert (found.phase, found.step in (2, 4), found.confidence) == ("generate", True, "likely")
+    assert any("float32" in line for line in found.evidence)
+
+
+HEALTHY = {
+    "bfloat16": lambda: grpo(llama()),
+    "float16": lambda: grpo(llama(torch.float16), rate=1e-4),
+    "float32": lambda: grpo(llama(torch.float32)),
+    "adapters cast each time": lambda: grpo(llama(fresh=True)),
+    "another temperature and the likeliest tokens": lambda: grpo(llama(), temperature=0.5, top_p=0.8, top_k=20),
+    "without a cache": lambda: grpo(llama(), use_cache=False),
+    "dropout": lambda: grpo(llama(dropout=0.3)),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_rounding_sampling_and_dropout_are_no_finding(tmp_path: Path, name: str) -> None:
+    """The cache rounds otherwise than one long call; that is all."""
+    assert gaps(watched(tmp_path, HEALTHY[name]())) == []
+
+
+def test_texts_of_another_policy_are_not_compared(tmp_path: Path) -> None:
+    """Weights that have changed since, on purpose, as after several updates on the same texts."""
+    model = llama(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+
+    def program(_: object) -> None:
+        texts = model.generate(PROMPTS[1:], max_new_tokens=8, min_new_tokens=8)
+        for _update in range(3):
+            model(input_ids=texts, labels=texts).loss.backward()
+            optimizer.step()
+
+    assert gaps(watched(tmp_path, program)) == []
