@@ -215,12 +215,11 @@ def _pairs(generation: _Generation, call: Asked) -> list[_Pair]:
         if not counts[0]:
             continue  # padded on the left: models that count positions from there say something else
         text = tokens[: sum(counts)]
-        shared = [
-            _shared(number, generated, row, text, len(prompt))
-            for number, (prompt, generated) in enumerate(texts)
-            if text[: len(prompt)] == prompt
-        ]
-        found += max(shared, key=len) if shared else []
+        best: list[_Pair] = []
+        for number, (prompt, generated) in enumerate(texts):
+            shared = _shared(number, generated, row, text, len(prompt)) if text[: len(prompt)] == prompt else []
+            best = shared if len(shared) > len(best) else best
+        found += best
     return found
 
 
