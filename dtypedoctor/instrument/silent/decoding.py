@@ -284,5 +284,5 @@ def _temperature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
 
 def _adapters(model: nn.Module) -> tuple[Any, ...]:
     """Which of peft's adapters are in use: a text that was generated without them is meant to be so."""
-    layers = (module for module in model.modules() if hasattr(module, "_disable_adapters"))
-    return tuple((bool(layer._disable_adapters), str(getattr(layer, "_active_adapter", ""))) for layer in layers)
+    layers = (each for each in model.modules() if isinstance(getattr(type(each), "disable_adapters", None), property))
+    return tuple((bool(layer.disable_adapters), str(getattr(layer, "active_adapters", ""))) for layer in layers)
