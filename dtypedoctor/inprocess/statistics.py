@@ -66,7 +66,7 @@ class Statistics:
                 found |= self._worst(f"{lane}/percent_of_max", percents)
             counts = _by_module(((self._sites[s].fqn, float(n)) for s, n in bad.items() if self._is(s, lane)), sum)
             if percents or counts:
-                found[f"{PREFIX}/{lane}/nonfinite/total"] = sum(counts.values())
+                found[f"{PREFIX}/{lane}/nonfinite/total"] = float(sum(counts.values()))
                 found |= self._worst(f"{lane}/nonfinite", counts)
         found |= {f"{PREFIX}/{name}/total": value for name, value in totals.items()}
         for name, values in shares.items():
