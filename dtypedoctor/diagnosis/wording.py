@@ -207,7 +207,7 @@ def magnitudes(op: Op) -> str:
 def bad_elements(tensor: TensorNote) -> str:
     """How many elements of a tensor are not finite, in words."""
     count = tensor.num_nan + tensor.num_posinf + tensor.num_neginf
-    return f"{count} of {prod(tensor.shape)} elements"
+    return f"{count:,} of {prod(tensor.shape):,} elements"
 
 
 def listed(names: Sequence[str]) -> str:

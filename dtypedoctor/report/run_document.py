@@ -184,7 +184,7 @@ def _link(link: Link) -> Line:
 def _map(report: Report) -> Section:
     intro = (
         "Each row is a module, each column a step. Color: the largest element on the log scale of its own dtype, from the "
-        "smallest normal value to the max; inf and NaN are hatched."
+        "smallest normal value to the max. Red is near the max and still finite, also in a run that is fixed; inf and NaN are hatched."
     )
     blocks = (Paragraph(intro, Look.DIM), Map(report.pictures, report.findings))
     return Section("Magnitudes, module by module", blocks, "map", "Magnitudes")

@@ -80,7 +80,11 @@ class _Page:
     def blocks(self, blocks: Iterable[Block]) -> None:
         """One below the other; what stands under a heading is set in further than it."""
         self._indent = _INDENT
+        after_code = False
         for block in blocks:
+            if after_code:
+                self.gap()
+            after_code = isinstance(block, Code)
             if isinstance(block, Heading):
                 self.line(block.text, "dim")
                 self._indent = 2 * _INDENT
@@ -98,7 +102,7 @@ class _Page:
             case Items():
                 self._grid([[self._text("-"), self._cell(item)] for item in block.items])
             case Code():
-                self._code(block.text)
+                self._code(block.text, block.language)
             case Chart():
                 self.line(f"{block.title} per step", "dim")
                 self._grid([[self._text(one_line(run, 40)), self._text(series(v))] for run, v in block.lines if v])
@@ -130,10 +134,12 @@ class _Page:
         elif block.brief:
             self.line(block.brief, "dim")
 
-    def _code(self, text: str) -> None:
+    def _code(self, text: str, language: str) -> None:
         """Not folded, whatever the width, so that it can be copied."""
+        colors = {"-": "red", "+": "green"} if language == "diff" else {}
         for line in paragraphs(text).split("\n"):
-            self._console.print(Text("  ").append_text(self._text(line, "bold")), highlight=False, soft_wrap=True)
+            shown = self._text(line, colors.get(line[:1], "bold"))
+            self._console.print(Text("  ").append_text(shown), highlight=False, soft_wrap=True)
 
     def _table(self, table: Table) -> None:
         rows = [[self._cell(line) for line in row] for row in table.rows]

@@ -41,10 +41,10 @@ def judge_overflow(origin: Origin) -> Finding | None:
         summary=f"{dtype} overflow in {short(place(op))}, step {op.step}, {op.phase}: {needs(origin)}.",
         cause=(
             f"{op.op} at {op.source} has finite operands, and a sum inside of it grows beyond the largest finite {dtype} value, "
-            f"{limit:.6g}, although the result would not. Later modules only propagate it."
+            f"{number(limit)}, although the result would not. Later modules only propagate it."
             if fits(origin)
             else f"{op.op} at {op.source} has finite operands and a result larger than the largest finite {dtype} value, "
-            f"{limit:.6g}, which becomes inf. Later modules only propagate it."
+            f"{number(limit)}, which becomes inf. Later modules only propagate it."
         ),
         evidence=tuple(overflow_evidence(origin)),
     )
