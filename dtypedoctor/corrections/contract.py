@@ -90,11 +90,14 @@ def put_in(name: str, model: nn.Module, modules: Sequence[str]) -> Installed:
 
 
 def install_edits(correction: Correction) -> Installed:
-    """Puts the edits of a correction into the modules of its library, which have been imported.
+    """Puts the edits of a correction into those modules of its library that have been imported.
 
     Raises:
-        TargetMismatchError: a module has not been imported, or its code is not what an edit was written for.
+        TargetMismatchError: no module has been imported, or the code of one is not what an edit was written for.
     """
+    imported = [edit for edit in correction.edits if edit.module in sys.modules]
+    if not imported:
+        raise TargetMismatchError(f"{correction.edits[0].module} has not been imported")
     counters = Counters()
     places: list[str] = []
     undoing: list[Callable[[], None]] = []
@@ -103,18 +106,15 @@ def install_edits(correction: Correction) -> Installed:
         for one in undoing:
             one()
 
-    for edit in correction.edits:
-        module = sys.modules.get(edit.module)
+    for edit in imported:
         try:
-            if module is None:
-                raise TargetMismatchError(f"{edit.module} has not been imported")
-            place, one = install(edit, module, lambda _: counters.hit())
+            place, one = install(edit, sys.modules[edit.module], lambda _: counters.hit())
         except TargetMismatchError:
             undo()
             raise
         places.append(place)
         undoing.append(one)
-    target = ", ".join(f"{edit.module}.{edit.function}" for edit in correction.edits)
+    target = ", ".join(f"{edit.module}.{edit.function}" for edit in imported)
     return Installed(target=target, proof=f"corrected lines at {', '.join(places)}", undo=undo, counters=counters)
 
 

@@ -155,16 +155,18 @@ def _with_corrections(spec: FindingSpec) -> FindingSpec:
 
 
 def corrections_of_library(finding: str, source: str | None) -> tuple[str, ...]:
-    """Ids of the corrections for ``finding`` that edit the library in which its line lies.
+    """Ids of the corrections for ``finding`` that edit a library's file in the folder in which its line lies.
 
     Args:
         finding: canonical id of a finding.
         source: ``package/folder/file.py:line``, or None.
     """
-    library = (source or "").partition("/")[0]
-    everything = registered(Correction).values() if library else ()
+    folder = (source or "").rpartition("/")[0].replace("/", ".")
     return tuple(
-        one.id for one in everything if one.library == library and finding in {canonical(name) for name, _ in one.fixes}
+        one.id
+        for one in (registered(Correction).values() if folder else ())
+        if folder in {edit.module.rpartition(".")[0] for edit in one.edits}
+        and finding in {canonical(name) for name, _ in one.fixes}
     )
 
 

@@ -76,12 +76,11 @@ def patch_of(correction: Correction, folders: list[str]) -> str:
     """
     library = correction.library
     found = list(files_of(correction.edits, folders))
-    missing = [edit.module for edit in correction.edits if file_of(edit.module, folders) is None]
     package = file_of(library, folders)
-    if missing and package is not None:
+    if not found and package is not None:
         with _fitting(correction, package):
-            raise TargetMismatchError(f"it has no {missing[0]}")
-    if missing:
+            raise TargetMismatchError(f"it has no {correction.edits[0].module}")
+    if not found:
         hint = f"pip install --no-deps --target DIR {library}=={correction.seen[-1]}, then pass --source DIR."
         raise UsageError(f"{correction.id}: the package {library} was not found", hint)
     diffs: list[str] = []

@@ -36,12 +36,13 @@ class EditedLibrary:
     Args:
         name: id of the correction.
         library: the library of ``edits``, as it is imported.
-        edits: what becomes of its source.
+        edits: what becomes of its source, in one module or in several of which a script may import some.
         counted: count the uses of the corrected lines; without it they cost nothing.
-        changed: called when all edits are in place, and when they cannot be.
+        changed: called when the edits of a module are in place, and when they cannot be.
 
     Attributes:
         places: ``file:line`` of each edit that is in place.
+        added: how many of these are in the module that was imported last.
         release: the library's version, where its metadata says so.
         error: why the correction is not in place, once its library is imported.
         hits: how often corrected lines have run.
@@ -60,6 +61,7 @@ class EditedLibrary:
         self.name = name
         self.library = library
         self.places: list[str] = []
+        self.added = 0
         self.release = ""
         self.error: TargetMismatchError | None = None
         self.hits = 0
@@ -71,8 +73,8 @@ class EditedLibrary:
 
     @property
     def installed(self) -> bool:
-        """Whether every edit is in place."""
-        return len(self.places) == len(self._edits)
+        """Whether the edits of every module that was imported are in place."""
+        return bool(self.places) and self.error is None
 
     @property
     def corrected_already(self) -> bool:
@@ -86,7 +88,8 @@ class EditedLibrary:
             return ""
         if self.error is not None:
             return f"{TargetMismatchError.__name__}: {self.library}{f' {self.release}' if self.release else ''}: {self.error}"
-        return f"{TargetMismatchError.__name__}: the script has not imported {self._edits[len(self.places)].module}"
+        modules = ", ".join(dict.fromkeys(edit.module for edit in self._edits))
+        return f"{TargetMismatchError.__name__}: the script has not imported {modules}"
 
     def begin(self) -> None:
         """Waits for each module of the edits; those that have been imported are edited at once."""
@@ -123,9 +126,9 @@ class EditedLibrary:
             return
         module = sys.modules[name]
         self.release = release_of(self.library, Path(module.__file__ or ""))
-        for edit in self._edits:
-            if edit.module != name:
-                continue
+        edits = [edit for edit in self._edits if edit.module == name]
+        self.added = len(edits)
+        for edit in edits:
             try:
                 place, undo = install(edit, module, self._hit)
             except TargetMismatchError as error:
@@ -135,8 +138,7 @@ class EditedLibrary:
                 break
             self.places.append(place)
             self._undoing.append(undo)
-        if self.error is not None or self.installed:
-            self._changed(self)
+        self._changed(self)
 
 
 def serve(asked: str) -> None:
@@ -248,7 +250,7 @@ class _Treatment:
         release = f"{edited.library} {edited.release}".strip()
         if edited.installed:
             untried = "" if edited.release in seen else f"; it was tried on {', '.join(seen)}, not on this release"
-            self._placed(edited.name, f"{release}, {', '.join(edited.places)}{untried}")
+            self._placed(edited.name, f"{release}, {', '.join(edited.places[-edited.added :])}{untried}")
         elif not edited.corrected_already:
             _refuse(f"{edited.name} does not fit {release}: {edited.error}")
         elif getpid() == self._root:

@@ -29,4 +29,27 @@ CORRECTIONS = (
             ),
         ),
     ),
+    Correction(
+        id="transformers-opt-clamped-scores",
+        summary="hold the masked attention scores of transformers' OPT within the range of their dtype, so that none is -inf",
+        fixes=(("fully-masked-row", ""),),
+        proves=("fully-masked-row",),
+        prefer="an OPT has to stay in float16",
+        library="transformers",
+        seen=("5.23.0",),
+        test="transformers_opt_clamped_scores.txt",
+        edits=(
+            Edit(
+                module="transformers.models.opt.modeling_opt",
+                function="eager_attention_forward",
+                parameters=("module", "query", "key", "value", "attention_mask"),
+                old="attn_weights = attn_weights + attention_mask",
+                new=(
+                    "smallest = torch.finfo(attn_weights.dtype).min  # a row of -inf has no softmax\n"
+                    "attn_weights = (attn_weights + attention_mask).clamp(min=smallest)"
+                ),
+                acts="attn_weights.dtype is torch.float16",
+            ),
+        ),
+    ),
 )
