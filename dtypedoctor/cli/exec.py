@@ -246,7 +246,7 @@ def treat(
 ) -> None:
     """Run a script with a correction in place, without instrumentation, until the library has the fix itself.
 
-    Prints one line for each correction and exits with the script's own status; 2 if a library's source is not what a correction
+    Prints one line for each corrected file or model and exits with the script's own status; 2 if a library's source is not what a correction
     was written for. A correction of a library costs what the same lines would in the library.
     """
     target = script_target(script, module=module, text=text)

@@ -188,7 +188,8 @@ def _require_one_rank() -> None:
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise TargetMismatchError(
-            "gradients of several ranks are reduced in buckets of the dtypes that the weights had"
+            "gradients of several ranks are reduced in buckets of the dtypes that the weights had; "
+            "make the change in the script, before the model is wrapped"
         )
 
 

@@ -154,19 +154,21 @@ def _with_corrections(spec: FindingSpec) -> FindingSpec:
     return replace(spec, remedies=tuple(remedies), remedies_by_class=by_class, settled_by=tuple(settled_by))
 
 
-def corrections_of_library(finding: str, source: str | None) -> tuple[str, ...]:
-    """Ids of the corrections for ``finding`` that edit a library's file in the folder in which its line lies.
+def corrections_of_library(finding: str, source: str | None, cls: str = "") -> tuple[str, ...]:
+    """Ids of the corrections for ``finding`` that edit the library in which its line lies.
 
     Args:
         finding: canonical id of a finding.
         source: ``package/folder/file.py:line``, or None.
+        cls: name of the class of the module that the finding originates in.
     """
-    folder = (source or "").rpartition("/")[0].replace("/", ".")
+    library = (source or "").partition("/")[0]
+    everything = registered(Correction).values() if library else ()
     return tuple(
         one.id
-        for one in (registered(Correction).values() if folder else ())
-        if folder in {edit.module.rpartition(".")[0] for edit in one.edits}
-        and finding in {canonical(name) for name, _ in one.fixes}
+        for one in everything
+        if one.library == library
+        and any(canonical(name) == finding and wanted in ("", cls) for name, wanted in one.fixes)
     )
 
 

@@ -63,7 +63,7 @@ def make_finding(
     information needs no remedy.
     """
     spec = spec_of(statement.id)
-    remedies = (*corrections_of_library(spec.id, source), *spec.remedies_for(cls))
+    remedies = (*corrections_of_library(spec.id, source, cls), *spec.remedies_for(cls))
     return Finding(
         id=statement.id,
         severity=statement.severity,

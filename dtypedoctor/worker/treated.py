@@ -217,7 +217,7 @@ class _Treatment:
                 edited.begin()
                 self._unused[name] = partial(_why_unused, edited)
             else:
-                model = _ModelCorrection(name, self._placed)
+                model = _ModelCorrection(name, self._placed, partial(self._not_fitting, name))
                 after_import("torch", model.begin)
                 self._unused[name] = partial(getattr, model, "reason")
         self._note(treated=sys.orig_argv)
@@ -235,7 +235,7 @@ class _Treatment:
                     f"{name} is in place in {len(others)} process{'es' if len(others) > 1 else ''} that the script started"
                 )
             elif why():
-                _say(f"{name} was not used: {why()}")
+                _say(f"{name} was not used: {'; '.join(_reasons_of(name, notes)) or why()}")
         missed = _not_treated(notes)
         if missed:
             more = f" and {len(missed) - _NAMED} more" if len(missed) > _NAMED else ""
@@ -260,6 +260,10 @@ class _Treatment:
         self._note(placed=name)
         if getpid() == self._root:
             _say(f"{name} is in place: {where}")
+
+    def _not_fitting(self, name: str, why: str) -> None:
+        """A model is not what a correction is for; another one may be."""
+        self._note(not_fitting=name, why=why)
 
     def _follow_subprocesses(self) -> None:
         popen = sys.modules["subprocess"].Popen
@@ -309,6 +313,11 @@ def _not_treated(notes: Sequence[Mapping[str, Any]]) -> list[str]:
     return missed
 
 
+def _reasons_of(name: str, notes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why a correction fits no model, in this process or in those that it has started; each reason once."""
+    return list(dict.fromkeys(note["why"] for note in notes if note.get("not_fitting") == name))
+
+
 def _why_unused(edited: EditedLibrary) -> str:
     """Why a correction is neither in place nor refused; empty where it is."""
     if edited.installed or edited.error is not None:
@@ -332,15 +341,17 @@ class _ModelCorrection:
     Args:
         name: id of the correction.
         placed: called with the id and with what proves it, once it is in place.
+        not_fitting: called with the reason for each model that it does not fit.
 
     Attributes:
         reason: why it is not in place; empty if it is.
     """
 
-    def __init__(self, name: str, placed: Callable[[str, str], None]) -> None:
+    def __init__(self, name: str, placed: Callable[[str, str], None], not_fitting: Callable[[str], None]) -> None:
         self.reason = "the script has not called any module"
         self._name = name
         self._placed = placed
+        self._not_fitting = not_fitting
         self._offered: set[int] = set()
         self._stop: Callable[[], None] = lambda: None
 
@@ -359,7 +370,9 @@ class _ModelCorrection:
         try:
             installed = put_in(self._name, module, [])
         except TargetMismatchError as error:
-            self.reason = str(error)
+            if self.reason != str(error):
+                self.reason = str(error)
+                self._not_fitting(self.reason)
             return
         self._stop()
         self.reason = ""

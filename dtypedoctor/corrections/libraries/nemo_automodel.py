@@ -11,7 +11,7 @@ CORRECTIONS = (
         safe=False,
         fixes=(("norm-promotes-to-float32", ""), ("adapter-dtype-mismatch", ""), ("operand-dtype-mismatch", "")),
         library="nemo_automodel",
-        seen=("0.4.0",),
+        seen=("0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0"),
         edits=(
             Edit(
                 module="nemo_automodel.components._peft.lora",
@@ -24,6 +24,14 @@ CORRECTIONS = (
                     'if (fwd := getattr(self, "super_fwd", None)) is not None:'
                 ),
                 acts="x.dtype != (self.weight if self.weight.is_floating_point() else self.lora_A.weight).dtype",
+            ),
+            Edit(  # from 0.5.0 on: gate, up and down projection in one autograd function
+                module="nemo_automodel.components._peft.lora_mlp",
+                function="LoRASwiGLUMLPFunction.forward",
+                parameters=("ctx", "x", "gW"),
+                old="x2 = x.reshape(-1, orig_shape[-1])",
+                new="x2 = x.reshape(-1, orig_shape[-1]).to(gW.dtype)",
+                acts="x.dtype != gW.dtype",
             ),
         ),
     ),

@@ -32,7 +32,7 @@ CORRECTIONS = (
     Correction(
         id="transformers-opt-clamped-scores",
         summary="hold the masked attention scores of transformers' OPT within the range of their dtype, so that none is -inf",
-        fixes=(("fully-masked-row", ""),),
+        fixes=(("fully-masked-row", "OPTAttention"),),
         proves=("fully-masked-row",),
         prefer="an OPT has to stay in float16",
         library="transformers",

@@ -16,7 +16,7 @@ CORRECTIONS = (
     Correction(
         id="trl-float32-adapters",
         summary="leave float32 adapters, and trainable copies of float32 modules, in float32 when TRL's trainers get a packed model",
-        fixes=(("update-stall", ""), ("head-dtype-mismatch", "")),
+        fixes=(("update-stall", ""),),
         prefer="adapters are trained on a packed model, and the script is not to be edited",
         library="trl",
         seen=("1.16.0",),

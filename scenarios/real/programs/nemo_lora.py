@@ -1,23 +1,35 @@
 """Trains a bfloat16 Llama of transformers with the LoRA layers and the cast of the NeMo Automodel that is installed.
 
-    python nemo_lora.py norms|rotary|none half|packed
+    python nemo_lora.py norms|rotary|none half|packed [head]
 
-The first word says which modules the model names to stay in float32. ``packed`` packs the linear layers to NF4 first. The norms of
-transformers end with ``weight * x``, those of NeMo Automodel's own models cast back. Prints the losses.
+The first word says which modules the model names to stay in float32. ``packed`` packs the linear layers to NF4 first. With ``head`` the head has LoRA
+as well, so that every layer after a norm is a LoRA layer. The norms of transformers end with ``weight * x``, those of NeMo Automodel's own models cast
+back. Releases before 0.4.0 have no cast of their own; there the modules named are made float32 again by hand. Prints the losses.
 """
 
 import sys
 
 import torch
 from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
-from nemo_automodel.components.models.common.utils import cast_model_to_dtype
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+try:
+    from nemo_automodel.components.models.common.utils import cast_model_to_dtype
+except ImportError:
+
+    def cast_model_to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+        """As transformers' loading does: everything, but not what the model names."""
+        for name, module in model.named_modules():
+            if not any(kept in name for kept in model._keep_in_fp32_modules):
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    tensor.data = tensor.data.to(dtype)
+
 
 KEPT = {"norms": ["post_attention_layernorm", "input_layernorm", "norm"], "rotary": ["rotary_emb"], "none": []}
 
 
-def main(kept: str, stored: str) -> None:
+def main(kept: str, stored: str, *words: str) -> None:
     """Trains for three steps."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -29,7 +41,7 @@ def main(kept: str, stored: str) -> None:
     cast_model_to_dtype(model, torch.bfloat16)
     if kept == "norms":  # the rotary table is another matter
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    settings = PeftConfig(target_modules=["*_proj"], dim=4, use_triton=False)
+    settings = PeftConfig(target_modules=["*_proj", *(["lm_head"] if "head" in words else [])], dim=4, use_triton=False)
     if stored == "packed":
         pack(model)
         settings.lora_dtype = torch.bfloat16
@@ -60,4 +72,4 @@ def pack(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), child, layer)
 
 
-main(sys.argv[1], sys.argv[2])
+main(*sys.argv[1:])
