@@ -41,7 +41,10 @@ def _line(spec: FindingSpec) -> str:
 
 def fixes() -> str:
     """Where each fix can be put in: a row for each."""
-    rows = ["| fix | `exec` | `treat --with` | `explain --patch` | in your own script |", "|---|---|---|---|---|"]
+    rows = [
+        "| fix | `exec` | `treat --with` | `apply` | `explain --patch` | in your own script |",
+        "|---|---|---|---|---|---|",
+    ]
     return "\n".join([*rows, *map(_row, reaches())])
 
 
@@ -49,7 +52,8 @@ def _row(reach: Reach) -> str:
     tried = f"`{reach.tried_by.split()[0]}`" if reach.tried_by else "–"
     released = f"; in a released library: {', '.join(f'`{name}`' for name in reach.released)}" if reach.released else ""
     by_hand = reach.remedy.by_hand or ("–" if reach.tried_by else f"only our scenarios{released}")
-    return f"| `{reach.remedy.id}` | {tried} | {'yes' if reach.kept else '–'} | {reach.releases or '–'} | {by_hand} |"
+    kept, applied = ("yes" if here else "–" for here in (reach.kept, reach.applied))
+    return f"| `{reach.remedy.id}` | {tried} | {kept} | {applied} | {reach.releases or '–'} | {by_hand} |"
 
 
 def tables() -> Iterator[tuple[Path, str, str]]:

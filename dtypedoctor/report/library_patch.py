@@ -31,6 +31,8 @@ def about(reach: "Reach") -> str:
         lines.append(f"Does it fix a script?  dtypedoctor exec {reach.tried_by} train.py")
     if reach.kept:
         lines.append(f"Keep it in place:      dtypedoctor treat --with {remedy.id} train.py")
+    if reach.applied:
+        lines.append(f'In one line of Python: dtypedoctor.apply(model, "{remedy.id}")')
     if reach.edited:
         lines.append(f"Propose it upstream:   dtypedoctor explain {remedy.id} --patch")
     if remedy.by_hand:

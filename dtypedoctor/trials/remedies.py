@@ -386,6 +386,7 @@ class Reach:
         remedy: the fix.
         tried_by: the option of ``exec`` that runs an unmodified script with it; empty where no option does.
         kept: ``treat --with`` keeps it in place.
+        applied: ``dtypedoctor.apply`` puts it into a model.
         edited: the correction that edits a library's source, which ``explain --patch`` prints as a diff; None for other fixes.
         released: ids of the corrections of released libraries for the same findings, where this one is for scenarios only.
     """
@@ -393,6 +394,7 @@ class Reach:
     remedy: Remedy
     tried_by: str
     kept: bool
+    applied: bool
     edited: Correction | None
     released: tuple[str, ...]
 
@@ -433,6 +435,7 @@ def _reach(remedy: Remedy, correction: Correction | None) -> Reach:
         remedy=remedy,
         tried_by=" ".join(exec_option(remedy.id)) if tried else "",
         kept=tried and correction is not None,
+        applied=tried and correction_named(remedy.id)[0] in registered(Correction),
         edited=correction if correction is not None and correction.edits else None,
         released=released,
     )

@@ -20,6 +20,7 @@ def test_explain_names_every_command_that_takes_the_fix(name: str) -> None:
     text = in_this_process("explain", name).out
     assert (f"dtypedoctor exec {reach.tried_by} train.py" in text) == bool(reach.tried_by)
     assert (f"dtypedoctor treat --with {name} train.py" in text) == reach.kept
+    assert (f'dtypedoctor.apply(model, "{name}")' in text) == reach.applied
     assert (f"dtypedoctor explain {name} --patch" in text) == bool(reach.edited)
     assert (f"Tried on {reach.releases}." in text) == bool(reach.edited)
     assert reach.remedy.by_hand in text
@@ -43,10 +44,16 @@ def test_what_treat_keeps_is_every_correction_that_fits_a_script() -> None:
 
 
 def test_no_module_of_the_core_knows_a_corrected_library_by_name() -> None:
-    """Corrections name their libraries; beside them only the environment of a report lists packages and variables. Links to issues do not count."""
+    """Corrections name their libraries; beside them only a report's environment (packages, variables) and the projects' issue templates do. Links do not count."""
     names = [library for library in {one.library for one in registered(Correction).values()} if library]
     names = [name for name in names if name not in ("transformers", "trl", "peft")]  # those that trainers are made of
-    outside = ("corrections/libraries", "tickets", "worker/environment.py", "redaction/secrets.py")
+    outside = (
+        "corrections/libraries",
+        "tickets",
+        "worker/environment.py",
+        "redaction/secrets.py",
+        "report/project_tickets.py",
+    )
     knowing = [
         f"{file.relative_to(PACKAGE)}:{node.lineno}: {node.value}"
         for file in PACKAGE.rglob("*.py")
