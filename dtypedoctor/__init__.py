@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dtypedoctor.inprocess.callback import DtypeDoctorCallback
     from dtypedoctor.inprocess.lightning import LightningCallback as LightningCallback
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["DtypeDoctorCallback", "__version__", "apply", "watch"]
 

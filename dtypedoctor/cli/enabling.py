@@ -27,9 +27,9 @@ except Exception:
 
 def register(app: typer.Typer) -> None:
     """Adds the verbs."""
-    app.command(name="enable", epilog="Example:  dtypedoctor enable && DTYPEDOCTOR=1 torchrun train.py")(enable)
-    app.command(name="disable")(disable)
-    app.command(name="job-report", hidden=True)(job_report)
+    app.command(name="enable", epilog="Example:  dtypedoctor enable")(enable)
+    app.command(name="disable", epilog="Example:  dtypedoctor disable")(disable)
+    app.command(name="job-report", epilog="Example:  dtypedoctor job-report runs/train-...")(job_report)
 
 
 def hook_text() -> str:
@@ -90,8 +90,13 @@ def _is_ours(place: Path) -> bool:
         return False
 
 
-def job_report(directory: Annotated[Path, typer.Argument(metavar="RUN")]) -> int:
-    """Write and show the report of a job whose processes have recorded themselves; its first process calls this."""
+def job_report(
+    directory: Annotated[Path, typer.Argument(help="Run directory of the job.", metavar="RUN")],
+) -> int:
+    """Write the report of a `DTYPEDOCTOR=1` job again.
+
+    The first process of a job does that when it ends; a job that was killed has none yet.
+    """
     from dtypedoctor.cli.output import console_for, kept
     from dtypedoctor.cli.reported import exit_code, next_command
     from dtypedoctor.redaction.redact import without_process_secrets

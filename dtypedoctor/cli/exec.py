@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from dtypedoctor.cli import completion
 from dtypedoctor.cli.launchers import taken_apart
 from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, OpenPage, Out, OverheadBudget, announce
 from dtypedoctor.errors import UsageError
@@ -44,10 +45,17 @@ Ablate = Annotated[
         "--ablate",
         help="Rerun without this, to see whether the failure requires it: autocast, fused-attention, compile or loss-scale.",
         metavar="NAME",
+        autocompletion=completion.ablations,
     ),
 ]
 Try = Annotated[
-    list[str] | None, typer.Option("--try", help="Rerun with this fix installed in the script.", metavar="FIX")
+    list[str] | None,
+    typer.Option(
+        "--try",
+        help="Rerun with this fix installed in the script.",
+        metavar="FIX",
+        autocompletion=completion.fixes,
+    ),
 ]
 Rerun = Annotated[
     bool,
@@ -234,7 +242,12 @@ def _standard_input() -> str:
         raise UsageError(f"standard input: not Python source text: {error}", "Save it as UTF-8.") from error
 
 
-With = Annotated[list[str], typer.Option("--with", help="Correction to put in place.", metavar="CORRECTION")]
+With = Annotated[
+    list[str],
+    typer.Option(
+        "--with", help="Correction to put in place.", metavar="CORRECTION", autocompletion=completion.corrections
+    ),
+]
 
 
 def treat(

@@ -1,5 +1,6 @@
 """The `dtypedoctor` command: verbs, options that all of them share, and the one place where errors become exit codes."""
 
+import os
 import re
 import sys
 import traceback
@@ -9,6 +10,7 @@ import typer
 
 from dtypedoctor import __version__
 from dtypedoctor.cli import enabling, exec, reading, replay, run
+from dtypedoctor.cli.configuration import with_project_defaults
 from dtypedoctor.cli.output import current_name, standard_streams
 from dtypedoctor.errors import DoctorError, ExitCode
 from dtypedoctor.report.text import paragraphs
@@ -55,8 +57,16 @@ def main() -> None:
     sys.exit(code)
 
 
+def _options_of(verb: str) -> list[str]:
+    """The options of a verb as they are typed; none where there is no such verb."""
+    command = typer.main.get_group(app).commands.get(verb)
+    return [option for one in command.params for option in one.opts] if command is not None else []
+
+
 def _outcome() -> int:
     try:
+        if f"_{app.info.name}_complete".upper() not in os.environ:
+            sys.argv[1:] = with_project_defaults(sys.argv[1:], _options_of)
         status = app(standalone_mode=False)
         return int(status) if isinstance(status, int) else int(ExitCode.OK)
     except DoctorError as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from dtypedoctor.cli import completion
 from dtypedoctor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def current_name(name: str) -> str:
 
 Out = Annotated[Path | None, typer.Option("--out", help="Run directory to create.", show_default="runs/NAME-TIME")]
 
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.", autocompletion=completion.devices)]
 
 AllowCode = Annotated[
     bool, typer.Option("--allow-code", help="Run code that a scenario from outside this directory names.")

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from dtypedoctor.cli import completion
 from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, print_text, show, shows_runs
 from dtypedoctor.errors import ExitCode, UsageError
 
@@ -34,7 +35,9 @@ def inspect(
             metavar="MODEL_OR_CHECKPOINT",
         ),
     ],
-    dtype: Annotated[str | None, typer.Option("--dtype", help="dtype it will be loaded in.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="dtype it will be loaded in.", autocompletion=completion.dtypes)
+    ] = None,
     scaler: Annotated[bool, typer.Option("--scaler", help="It will be trained with GradScaler.")] = False,
     fsdp: Annotated[bool, typer.Option("--fsdp", help="It will be sharded with FSDP.")] = False,
     format: FormatOption = TERMINAL,
@@ -157,7 +160,10 @@ def compare(
 
 def explain(
     finding: Annotated[
-        str | None, typer.Argument(help="Finding or fix id; without it, all are listed.", metavar="ID")
+        str | None,
+        typer.Argument(
+            help="Finding or fix id; without it, all are listed.", metavar="ID", autocompletion=completion.explained
+        ),
     ] = None,
     patch: Annotated[
         bool, typer.Option("--patch", help="Print a library's correction as a diff against its source, with a test.")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dtypedoctor.cli import completion
 from dtypedoctor.cli.output import TERMINAL, Device, FormatOption, Out, announce, show
 from dtypedoctor.errors import UsageError
 
@@ -23,9 +24,17 @@ def replay(
     out: Out = None,
     device: Device = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Make the call in this dtype: float16, bfloat16 or float32.")
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="Make the call in this dtype: float16, bfloat16 or float32.",
+            autocompletion=completion.dtypes,
+        ),
     ] = None,
-    attempt: Annotated[list[str] | None, typer.Option("--try", help="Also try this fix.", metavar="FIX")] = None,
+    attempt: Annotated[
+        list[str] | None,
+        typer.Option("--try", help="Also try this fix.", metavar="FIX", autocompletion=completion.fixes),
+    ] = None,
     script: Annotated[
         bool, typer.Option("--script", help="Print a stand-alone script that fails with the same error; run nothing.")
     ] = False,

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from dtypedoctor.cli import completion
 from dtypedoctor.cli.output import (
     TERMINAL,
     AllowCode,
@@ -48,14 +49,22 @@ def run(
         typer.Argument(
             help="Scenario files, directories of them, or names of built-in scenarios.",
             metavar="SCENARIO...",
+            autocompletion=completion.scenarios,
         ),
     ],
     out: Out = None,
     no_remedies: Annotated[bool, typer.Option("--no-remedies", help="Stop after the diagnosis: try no fixes.")] = False,
     model: Annotated[
-        str | None, typer.Option("--model", help="Override the model: builtin:NAME, a directory or a hub id.")
+        str | None,
+        typer.Option(
+            "--model",
+            help="Override the model: builtin:NAME, a directory or a hub id.",
+            autocompletion=completion.builtin_models,
+        ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Override the dtype of every model.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Override the dtype of every model.", autocompletion=completion.dtypes)
+    ] = None,
     device: Device = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Override the seed.")] = None,
     nproc_per_node: NprocPerNode = None,
@@ -118,10 +127,20 @@ ScenarioArgument = Annotated[
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", help="builtin:NAME, a directory, a downloaded hub id, or package.module:factory."),
+    typer.Option(
+        "--model",
+        help="builtin:NAME, a directory, a downloaded hub id, or package.module:factory.",
+        autocompletion=completion.builtin_models,
+    ),
 ]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="dtype of the model.", show_default="float16, or the scenario's")
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="dtype of the model.",
+        autocompletion=completion.dtypes,
+        show_default="float16, or the scenario's",
+    ),
 ]
 WorkloadOption = Annotated[
     str | None,

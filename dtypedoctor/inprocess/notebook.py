@@ -7,13 +7,15 @@ import ast
 import shlex
 from argparse import ArgumentParser
 from contextlib import ExitStack
+from itertools import chain, count
+from pathlib import Path
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from dtypedoctor.errors import UsageError as RefusedError
-from dtypedoctor.inprocess import watch
+from dtypedoctor.inprocess import numbered, watch
 
 
 def load(shell: InteractiveShell) -> None:
@@ -43,6 +45,14 @@ class _Options(ArgumentParser):
         raise UsageError(f"%%doctor: {message}. Known: --out DIR, --every N, --no-replay")
 
 
+def _free(out: str | None) -> Path | None:
+    """Where a cell that is run again records: the folder that was named, or ``OUT-2``, ``OUT-3``, …"""
+    if out is None:
+        return None
+    numbered_ones = (numbered(Path(out), call) for call in count(2))
+    return next(path for path in chain([Path(out)], numbered_ones) if path is not None and not path.exists())
+
+
 class _Doctor:
     """The magic of one shell."""
 
@@ -65,7 +75,7 @@ class _Doctor:
             BaseException: what the cell raises, as it was raised.
         """
         options = _Options().parse_args(shlex.split(line))
-        block = watch(out=options.out, every=options.every, replay=options.replay)
+        block = watch(out=_free(options.out), every=options.every, replay=options.replay)
         try:
             block.__enter__()
         except RefusedError as error:

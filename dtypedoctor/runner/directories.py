@@ -39,8 +39,13 @@ def new_directory(out: Path | None, name: str) -> Path:
         make_directory(out)
         return out
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = (Path("runs") / (stem + (f"-{i}" if i else "")) for i in count())
+    candidates = (runs_folder() / (stem + (f"-{i}" if i else "")) for i in count())
     return next(path for path in candidates if _made(path))
+
+
+def runs_folder() -> Path:
+    """Where run directories are made that nobody names: ``runs``, unless ``DTYPEDOCTOR_RUNS`` or the project's configuration says another."""
+    return Path(os.environ.get("DTYPEDOCTOR_RUNS") or "runs")
 
 
 def make_directory(directory: Path) -> None:
@@ -65,7 +70,7 @@ def _made(directory: Path) -> bool:
 
 def job_directory(name: str) -> Path:
     """``runs/NAME-TIME`` with the time at which the parent process was started: the same for all that it has started."""
-    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(_started(os.getppid())))}"
+    return runs_folder() / f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(_started(os.getppid())))}"
 
 
 def _started(process: int) -> float:

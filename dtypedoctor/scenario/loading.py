@@ -338,6 +338,7 @@ def json_schema() -> dict[str, Any]:
     schema = Scenario.model_json_schema()
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "urn:dtypedoctor:schema:scenario:1",
         **schema,
         "title": "dtypedoctor scenario",
     }

@@ -135,18 +135,24 @@ class _Process:
 
 
 def _new_job() -> str:
-    """``runs/NAME-TIME`` in the working directory."""
-    script = next((word for word in sys.orig_argv[1:] if word.endswith(".py")), sys.argv[0] or "program")
-    name = "".join(c if c.isalnum() else "-" for c in os.path.basename(script).removesuffix(".py").lower())
-    stem = os.path.abspath(os.path.join("runs", f"{name.strip('-') or 'program'}-{time.strftime('%Y%m%d-%H%M%S')}"))
-    for number in range(100):
-        path = f"{stem}-{number}" if number else stem
+    """Makes ``runs/NAME-TIME`` in the working directory, or where ``DTYPEDOCTOR_RUNS`` says."""
+    folder = os.path.abspath(os.environ.get("DTYPEDOCTOR_RUNS") or "runs")
+    stem = os.path.join(folder, f"{_job_name()}-{time.strftime('%Y%m%d-%H%M%S')}")
+    for end in ("", *(f"-{number}" for number in range(1, 100))):
         try:
-            os.makedirs(path)
+            os.makedirs(stem + end)
         except FileExistsError:
             continue
-        return path
+        return stem + end
     raise OSError(f"{stem}: already exists")
+
+
+def _job_name() -> str:
+    """The name of the first script on the command line, in lower case, with dashes for what a file name had better not have."""
+    scripts = (word for word in sys.orig_argv[1:] if word.endswith(".py"))
+    name = os.path.basename(next(scripts, sys.argv[0])).removesuffix(".py").lower()
+    plain = "".join(letter if letter.isalnum() else "-" for letter in name)
+    return plain.strip("-") or "program"
 
 
 def _place(directory: "Path", *, is_first: bool) -> "Path | None":

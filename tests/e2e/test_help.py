@@ -80,7 +80,7 @@ def test_bash_completes_verbs_and_formats(tmp_path: Path) -> None:
         ]
         path = os.pathsep.join([str(PROGRAM.parent), os.environ["PATH"]])
         done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True,
-                              env=os.environ | {"PATH": path})  # fmt: skip
+                              env=os.environ | {"PATH": path, "PYTHONPATH": str(tmp_path)})  # fmt: skip
         return done.stdout.split()
 
     assert completions("dtypedoctor", "comp") == ["compare"]
@@ -96,3 +96,16 @@ def test_bash_completes_verbs_and_formats(tmp_path: Path) -> None:
         "perfetto",
     ]
     assert "--tolerance" in completions("dtypedoctor", "compare", "--t")
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch is imported for a completion')")
+    assert completions("dtypedoctor", "run", "gemma4_grpo_f") == ["gemma4_grpo_fp16", "gemma4_grpo_fp32"]
+    assert completions("dtypedoctor", "explain", "float16-o") == ["float16-overflow"]
+    assert completions("dtypedoctor", "run", "x", "--dtype", "b") == ["bfloat16"]
+    assert completions("dtypedoctor", "exec", "--try", "gemma4-mlp-f") == ["gemma4-mlp-float32-product"]
+    assert completions("dtypedoctor", "exec", "--ablate", "") == [
+        "autocast",
+        "fused-attention",
+        "compile",
+        "loss-scale",
+    ]
+    assert "quant-state-dtype" in completions("dtypedoctor", "treat", "--with", "quant")
+    assert completions("dtypedoctor", "bisect", "--model", "builtin:g") == ["builtin:gemma4-tiny"]

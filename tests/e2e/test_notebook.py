@@ -83,14 +83,18 @@ def test_a_cell_that_raises_shows_the_finding_under_its_traceback(cells: Sequenc
 
 
 def test_wrong_options_are_refused_without_a_traceback(cells: Sequence[Any]) -> None:
-    """An unknown option names the known ones; a directory that exists is not written into."""
+    """An unknown option names the known ones."""
     (unknown,) = outputs(cells[4], "stream")
     assert unknown["text"] == (
         "UsageError: %%doctor: unrecognized arguments: --step 2. Known: --out DIR, --every N, --no-replay\n"
     )
-    (taken,) = outputs(cells[5], "stream")
-    assert taken["text"].startswith("UsageError: %%doctor: ")
-    assert "kept" in taken["text"]
+
+
+def test_a_cell_that_is_run_again_records_beside_the_first_time(cells: Sequence[Any], folder: Path) -> None:
+    """A run is never overwritten, and running a cell again is what notebooks are for."""
+    assert outputs(cells[5], "stream")[0]["text"].endswith("report in kept-2\n")
+    assert (folder / "kept" / "report.json").is_file()
+    assert (folder / "kept-2" / "report.json").is_file()
 
 
 def plain(text: str) -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dtypedoctor.scenario.model import OVERHEAD_BUDGET, Model, Name, Scenario, Script
+from dtypedoctor.scenario.model import OVERHEAD_BUDGET, FixName, Model, Name, Scenario, Script
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.just("\n"), max_size=40) | st.sampled_from(
     [
@@ -82,7 +82,7 @@ def _values(wanted: Any, limits: dict[str, Any]) -> st.SearchStrategy[Any]:
     origin, arguments = get_origin(wanted), get_args(wanted)
     if limits.get("pattern") == BUDGET:
         return st.from_regex(BUDGET.replace("$", ""), fullmatch=True)
-    if wanted == Name or "pattern" in limits:
+    if wanted in (Name, FixName) or "pattern" in limits:
         return NAMES
     if origin is Annotated:
         return _values(arguments[0], limits)

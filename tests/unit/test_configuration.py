@@ -1,0 +1,86 @@
+"""``[tool.dtypedoctor]``: which file, which keys, and that the command line wins."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dtypedoctor.cli.configuration import KEYS, RUNS_VARIABLE, with_project_defaults
+from dtypedoctor.cli.main import _options_of
+from dtypedoctor.errors import UsageError
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a project, two folders above the working directory."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    monkeypatch.setenv(RUNS_VARIABLE, "")
+    monkeypatch.delenv(RUNS_VARIABLE)
+    return tmp_path / "pyproject.toml"
+
+
+def completed(*words: str) -> Sequence[str]:
+    """The command line with the defaults."""
+    return with_project_defaults(words, _options_of)
+
+
+def test_options_of_the_verb_come_before_what_was_typed(project: Path) -> None:
+    """So what was typed wins; options that the verb has not are left out."""
+    project.write_text("[tool.dtypedoctor]\ncapsule-limit = 128\npropagate-exit = true\ndevice = 'cpu'\n")
+    assert completed("exec", "--capsule-limit", "1", "a.py") == [
+        "exec", "--capsule-limit=128", "--propagate-exit", "--capsule-limit", "1", "a.py"
+    ]  # fmt: skip
+    assert completed("run", "x") == ["run", "--device=cpu", "x"]
+    assert completed("explain", "x") == ["explain", "x"]
+    assert completed("no-such-verb") == ["no-such-verb"]
+    assert completed() == []
+
+
+def test_options_that_exclude_each_other_are_not_joined(project: Path) -> None:
+    """`--overhead-budget` in the file gives way to `--every-n-steps` on the command line."""
+    project.write_text("[tool.dtypedoctor]\noverhead-budget = '5%'\n")
+    assert completed("exec", "a.py") == ["exec", "--overhead-budget=5%", "a.py"]
+    assert completed("exec", "--every-n-steps=4", "a.py") == ["exec", "--every-n-steps=4", "a.py"]
+
+
+def test_the_folder_of_runs_is_relative_to_the_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a variable of the environment wins over it."""
+    from dtypedoctor.runner.directories import new_directory
+
+    project.write_text("[tool.dtypedoctor]\nruns = 'records'\n")
+    completed("run", "x")
+    assert new_directory(None, "x").parent == project.parent / "records"
+    monkeypatch.setenv(RUNS_VARIABLE, "elsewhere")
+    completed("run", "x")
+    assert new_directory(None, "x").parent == Path("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("capsul-limit = 1", "unknown key 'capsul-limit'; did you mean 'capsule-limit'?"),
+        ("allow-code = true", "unknown key 'allow-code'"),
+        ("capsule-limit = [1]", "capsule-limit must be text, a number, true or false, got [1]"),
+        ("capsule-limit = ", "cannot be read: Invalid value"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(text: str, message: str, project: Path) -> None:
+    """With the file's path, and for a slip of the pen the key that was meant."""
+    project.write_text(f"[tool.dtypedoctor]\n{text}\n")
+    with pytest.raises(UsageError) as refused:
+        completed("exec", "a.py")
+    assert str(project) in refused.value.message
+    assert message in refused.value.message
+
+
+def test_other_projects_are_not_read(project: Path) -> None:
+    """A file without the table is nobody's business, broken or not."""
+    project.write_text("[tool.ruff\n")
+    assert completed("exec", "a.py") == ["exec", "a.py"]
+
+
+def test_every_key_is_an_option_of_some_verb() -> None:
+    """A key that nothing reads would be a promise."""
+    options = {option for verb in ("run", "exec", "bisect", "replay", "report") for option in _options_of(verb)}
+    assert {f"--{key}" for key in KEYS} <= options
