@@ -83,7 +83,7 @@ MAX_WAITING = 4
 SHARE_HELD = 0.02
 """Share of the device's memory that the inputs of kept calls may take together, where that is more than :data:`MAX_HELD`; copies of
 parameters may take as much."""
-COPIES_ON_CUDA = False
+COPIES_ON_CUDA = True
 """Whether parameters of units that compute on CUDA are copied; not yet confirmed there."""
 SHARE_COPIED = 0.25
 """Share of the memory that is still free on the device beyond which copies of parameters are not allowed to grow."""
