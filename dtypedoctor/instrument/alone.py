@@ -3,7 +3,7 @@
 Of ``DistributedDataParallel`` that is the module inside of it, of a program that communicates by itself the outermost module. Under FSDP2
 (``fully_shard``) it is each unit that holds no other, and each module between units, as long as their parameters are unsharded: from the
 all-gather before a unit's forward to its end, and in the backward pass from the next all-gather to the reduce-scatter. Nothing is gathered here.
-What a GPU computes is known later than that, so :class:`ParameterCopies` keeps what a unit computed with. FSDP1 keeps its parameters in flat
+What a GPU computes is known later than that, so :mod:`dtypedoctor.instrument.copies` keeps what a unit computed with. FSDP1 keeps its parameters in flat
 tensors of its own, and DeepSpeed's ZeRO-3 gathers them inside of each call and notes on the parameters that it does; their modules are not made again.
 """
 
@@ -22,11 +22,10 @@ from dtypedoctor._torch_private import (
     class_before_sharding,
     hooks_of,
     marks_of_sharding,
-    parameters_of,
 )
 from dtypedoctor.instrument.live_call import mapped
 
-__all__ = ["ParameterCopies", "calls_alone", "is_of_several", "is_sharded", "parameter_not_here", "unit_set_aside"]
+__all__ = ["calls_alone", "is_of_several", "is_sharded", "parameter_not_here", "unit_set_aside"]
 
 SHARDING = "torch.distributed.fsdp"
 """The module that holds both generations of FSDP; it is not imported for this."""
@@ -82,44 +81,6 @@ def parameter_not_here(module: nn.Module) -> str:
         if is_shard or (parameter.numel() and not parameter.untyped_storage().nbytes()):
             return name
     return ""
-
-
-class ParameterCopies:
-    """Copies of the parameters of a module, made behind the stream: FSDP2 frees the memory of the originals when it reshards them.
-
-    Args:
-        module: has all of its parameters at the moment.
-
-    Attributes:
-        size: bytes that the copies take.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        held = [
-            (parameters_of(part), name, parameter)
-            for part in module.modules()
-            for name, parameter in parameters_of(part).items()
-            if parameter is not None
-        ]
-        distinct = {id(parameter): parameter for *_, parameter in held}
-        copies = {
-            key: nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            for key, parameter in distinct.items()
-        }
-        self._places = [(where, name, copies[id(parameter)]) for where, name, parameter in held]
-        self.size = sum(copy.numel() * copy.element_size() for copy in copies.values())
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, the copies are the module's parameters."""
-        before = [(where, name, where[name]) for where, name, _ in self._places]
-        try:
-            for where, name, copy in self._places:
-                where[name] = copy
-            yield
-        finally:
-            for where, name, parameter in before:
-                where[name] = parameter
 
 
 @contextmanager

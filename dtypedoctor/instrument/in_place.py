@@ -9,7 +9,7 @@ The operators of a replay are recorded in the trace of the run itself, with numb
 so they stand where they would stand if the op trace had been on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -18,13 +18,16 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.cuda import is_current_stream_capturing
+from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import at_end_of_backward, hook_gradient, transformation
-from dtypedoctor.instrument.alone import ParameterCopies, calls_alone, is_of_several, is_sharded, parameter_not_here
+from dtypedoctor.instrument.alone import calls_alone, is_of_several, is_sharded, parameter_not_here
+from dtypedoctor.instrument.copies import MAX_HELD, CopiesOfParameters, share_of_device
 from dtypedoctor.instrument.facts import packed_dtypes
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.live_call import LiveCall, mapped, tensors_of
 from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.optimizer_replay import OptimizerReplays
 from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.phases import Phases
 from dtypedoctor.instrument.recorders import Nonfinite
@@ -55,8 +58,6 @@ RESERVED = 1 << 20
 """Numbers of the trace that are kept free before each outermost call and backward pass, for the operators of a replay."""
 MAX_KEPT = 8
 """Outermost calls that are kept at a time."""
-MAX_HELD = 256 << 20
-"""Bytes of inputs and upstream gradients that one call may keep alive."""
 CAPSULE_LIMIT = 64 << 20
 """Bytes that a capsule may take if nobody says otherwise."""
 IN_PLACE = "capsule-{call}-{kind}"
@@ -80,13 +81,8 @@ HELD_FILE = "held-inputs.safetensors"
 
 MAX_WAITING = 4
 """Failed calls that wait until their parameters are unsharded again."""
-SHARE_HELD = 0.02
-"""Share of the device's memory that the inputs of kept calls may take together, where that is more than :data:`MAX_HELD`; copies of
-parameters may take as much."""
 COPIES_ON_CUDA = True
 """Whether parameters of units that compute on CUDA are copied; not yet confirmed there."""
-SHARE_COPIED = 0.25
-"""Share of the memory that is still free on the device beyond which copies of parameters are not allowed to grow."""
 NOT_HERE = "{} was resharded before it was known that the call had failed, and was not gathered again; --rerun runs all ranks again"
 SPOILT = "that a call of {} had failed was known only when its inputs or parameters were not finite any more; --rerun runs all ranks again"
 NONE_ALONE = (
@@ -119,6 +115,7 @@ class InPlaceReplays:
         phases: says when backward passes and optimizer steps begin and end.
         originals: values that casts have rounded away; see :class:`OpTrace`.
         aside: called for a context in which the instruments that watch operators stand aside.
+        measure: has all parameters measured that were not since the last optimizer step.
 
     Attributes:
         begun: whether calls are kept.
@@ -126,7 +123,7 @@ class InPlaceReplays:
     """
 
     def __init__(self, session: Session, modules: "ModuleWatch", phases: Phases, originals: Originals,
-                 aside: Callable[[], Any]) -> None:  # fmt: skip
+                 aside: Callable[[], Any], measure: Callable[[], None]) -> None:  # fmt: skip
         self._session, self._modules, self._phases = session, modules, phases
         self._originals = originals
         self._aside = aside
@@ -134,6 +131,7 @@ class InPlaceReplays:
         self._current: KeptCall | None = None
         self._waiting: list[_Waiting] = []
         self._copies = CopiesOfParameters(session)
+        self._steps = OptimizerReplays(session, self._new_trace, measure)
         self._late = False
         self._alone: WeakKeyDictionary[nn.Module, tuple[type, frozenset[int], bool]] = WeakKeyDictionary()
         self._sharded = False
@@ -141,7 +139,7 @@ class InPlaceReplays:
         self._failed: tuple[str, str] | None = None
         self._places: set[tuple[object, ...]] = set()
         self._spent = 0.0
-        self._next_id = 1
+        self._trace: OpTrace | None = None
         self._packed: dict[int, set[str]] = {}
         self._held = HeldInputs(session)
         self._written: set[str] = set()
@@ -249,7 +247,7 @@ class InPlaceReplays:
             not torch.is_grad_enabled()
         ):  # nothing comes back from an optimizer step: what arrives late is of the last call
             calls = calls[-1:]
-        left = max(MAX_HELD, _share_of_device()) - entered.size
+        left = share_of_device() - entered.size
         kept_calls = [entered]
         for kept in reversed(calls):
             left -= kept.size
@@ -361,16 +359,19 @@ class InPlaceReplays:
             self._through(forced, "forced", None)
         self._look()
 
-    def _before_step(self, optimizer: object) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         self._modules.flush()
         self._look()
+        self._steps.before_step(optimizer)
 
     def _after_scaler(self, scaler: object, optimizer: object, skipped: bool) -> None:
         if skipped:
-            self._before_step(optimizer)
+            self._modules.flush()
+            self._look()
             self._step_is_over()
 
-    def _after_step(self, optimizer: object) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._steps.after_step(optimizer)
         self._step_is_over()
         for kept in (*self._calls, *(one.kept for one in self._waiting)):
             kept.moved = True
@@ -409,6 +410,8 @@ class InPlaceReplays:
     def _look_now(self) -> None:
         """Replays the calls of what is known not to be finite: the first result of a module, and the first gradient."""
         news = sorted(self._modules.news())
+        if news and self._follows_from_step():
+            return
         forward = next((one for one in news if one.kind in RESULTS), None)
         backward = next((one for one in news if one.kind in GRADIENTS), None)
         if forward is not None:
@@ -416,6 +419,18 @@ class InPlaceReplays:
         if backward is not None and (not self._sharded or self._is_new("gradient", backward.step)):
             self._through(self._calls_behind(backward), "gradient", None)
         self._replay_waiting()
+
+    def _follows_from_step(self) -> bool:
+        """Whether an optimizer step has made a parameter inf or NaN; the step is made again, and what follows from it is not."""
+        if not self._steps.has_explained:
+            with self._aside(), self._phases.standing_aside():
+                self._steps.explain()
+        return self._steps.has_explained
+
+    def _new_trace(self) -> OpTrace:
+        first = self._trace.next_id if self._trace is not None else 1
+        self._trace = OpTrace(self._session, self._originals, first_id=first)
+        return self._trace
 
     def _replay_forward(self, found: Nonfinite) -> None:
         """Replays the call that holds a result that is not finite; of a job of several ranks not where it got such values itself."""
@@ -491,12 +506,11 @@ class InPlaceReplays:
         kept.replayed.add(pass_)
         self.count += 1
         began = perf_counter()
-        ops = OpTrace(self._session, self._originals, first_id=self._next_id)
+        ops = self._new_trace()
         inner = InnerCalls(self._session, _KINDS[why], self._capsule_limit) if why in _KINDS else None
         replay = RepeatedCall(self._session, kept, ops, inner)
         with kept.with_its_parameters(), self._aside(), self._modules.following(replay), self._phases.standing_aside():
             doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)
-        self._next_id = replay.ops.next_id
         self._spent += perf_counter() - began
         if replay.why_not:
             self._session.guard.tell(REPLAY_OF_FAILURES, replay.why_not)
@@ -522,58 +536,6 @@ class InPlaceReplays:
             if tensors:
                 self._session.writer.write_beside(f"{name}.safetensors", tensors)
             self._session.writer.write_beside(f"{name}.json", to_json(description).encode("utf-8"))
-
-
-class CopiesOfParameters:
-    """Keeps copies of what the last units of FSDP2 computed with, until it is known whether all was finite.
-
-    A copy is made behind the stream; nothing waits for it. The one that was used longest ago makes room for the next.
-
-    Args:
-        session: of the process.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._kept: list[KeptCall] = []
-        self._most = 0
-
-    def keep(self, kept: KeptCall, calls: Sequence[KeptCall]) -> None:
-        """Copies the parameters of a call, which are unsharded at the moment; those of calls that are not among ``calls`` are let go of."""
-        if kept.copies is not None:
-            self._kept.remove(kept)
-            self._kept.append(kept)
-            return
-        module = kept.live.module
-        size = bytes_of(module.parameters())
-        limit = max(MAX_HELD, _share_of_device())
-        if size == 0 or size > limit or parameter_not_here(module):
-            return
-        self._drop([one for one in self._kept if one not in calls])
-        while self._size() + size > limit:
-            self._drop(self._kept[:1])
-        if not self._fits(self._size() + size):
-            return
-        with self._session.position.mute(), out_of_their_sight(), torch.no_grad():
-            kept.copies = ParameterCopies(module)
-        self._kept.append(kept)
-
-    def _drop(self, calls: list[KeptCall]) -> None:
-        for kept in calls:
-            kept.copies = None
-            self._kept.remove(kept)
-
-    def _size(self) -> int:
-        return sum(kept.copies.size for kept in self._kept if kept.copies is not None)
-
-    def _fits(self, size: int) -> bool:
-        """Whether the device has room for copies of ``size`` bytes together; asked only where there were never as many."""
-        if size > self._most and torch.cuda.is_initialized():
-            free, _ = torch.cuda.mem_get_info()
-            if size - self._most > free * SHARE_COPIED:
-                return False
-        self._most = max(self._most, size)
-        return True
 
 
 class HeldInputs:
@@ -698,12 +660,6 @@ def _has_bad_gradient(kept: KeptCall) -> bool:
     """Whether a gradient of one of the parameters of a call, on a CPU, is not finite before it is reduced."""
     gradients = (parameter.grad for _, parameter in kept.live.parameters())
     return not all(gradient.is_cuda or is_finite(gradient) for gradient in gradients if gradient is not None)
-
-
-def _share_of_device() -> int:
-    if not torch.cuda.is_initialized():
-        return 0
-    return int(torch.cuda.get_device_properties().total_memory * SHARE_HELD)
 
 
 def _is_capturing() -> bool:

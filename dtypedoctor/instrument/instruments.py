@@ -98,7 +98,9 @@ class Instruments:
         self.silent = SilentChecks(session, originals, look=look)
         self.silent.make_again(window.call for window in windows if window.eager)
         self._ops = OpTrace(session, originals)
-        self.in_place = InPlaceReplays(session, self.modules, self.phases, originals, self._operators_unseen)
+        self.in_place = InPlaceReplays(
+            session, self.modules, self.phases, originals, self._operators_unseen, self._samples.look_closer
+        )
         """Replays calls that fail; begins only where it is asked to."""
         self._windows = OpWindows(self._ops, self.position, windows)
         self._bad = BadValues(session)
@@ -188,9 +190,9 @@ class Instruments:
             self._dtype_lines.stop()
             self.collectives.stop()
             self.sharding.stop()
+        self._samples.look_closer()
         self.in_place.finish()
         self._ops.close()
-        self._samples.look_closer()
         self.modules.stop()
         self.phases.stop()
         self.session.autocast.stop()

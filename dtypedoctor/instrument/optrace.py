@@ -86,6 +86,8 @@ class OpTrace(OperatorMode):
         self._promotions = 0
         self._last_error = ""
         self.is_open = False
+        self.lines: dict[str | None, str | None] = {}
+        """Lines of the program in the place of others: of what it has called, where that is made again from somewhere else."""
 
     @property
     def next_id(self) -> int:
@@ -295,7 +297,7 @@ class OpTrace(OperatorMode):
                 op=name,
                 inputs=tensors[0],
                 outputs=tensors[1],
-                source=place.source,
+                source=self.lines.get(place.source, place.source),
                 inplace=schema is not None and is_inplace(schema),
                 out_variant=schema is not None and has_out(schema),
                 function=place.function,

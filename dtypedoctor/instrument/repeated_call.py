@@ -3,7 +3,7 @@
 Which calls are kept, and when one is made again, is decided in :mod:`dtypedoctor.instrument.in_place`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import field
 from threading import get_ident
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import version_of
-from dtypedoctor.instrument.alone import Given, ParameterCopies, unit_set_aside
+from dtypedoctor.instrument.alone import Given, unit_set_aside
+from dtypedoctor.instrument.copies import ParameterCopies
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import out_of_their_sight
@@ -27,7 +28,18 @@ from dtypedoctor.values import dataclass
 if TYPE_CHECKING:
     from dtypedoctor.instrument.optrace import OpTrace
 
-__all__ = ["InnerCalls", "KeptCall", "Made", "RepeatedCall", "bytes_of", "is_finite", "itself", "type_and_message"]
+__all__ = [
+    "InnerCalls",
+    "KeptCall",
+    "Made",
+    "RepeatedCall",
+    "at_moment",
+    "bytes_of",
+    "is_finite",
+    "is_same",
+    "itself",
+    "type_and_message",
+]
 
 MAX_RESULT = 16 << 20
 """Bytes of a result that is kept alive, to compare that of the replay with it."""
@@ -166,7 +178,7 @@ class RepeatedCall:
             with ExitStack() as stack:
                 stack.callback(memory.restore)
                 stack.enter_context(as_before(roots, get_ident(), lambda: position.muted and not self._reducing))
-                stack.enter_context(self._position(first))
+                stack.enter_context(self._moment(first))
                 stack.enter_context(self._session.autocast.unheard())
                 self._given = stack.enter_context(unit_set_aside(live.module))
                 memory.keep_buffers(live.module)
@@ -182,6 +194,10 @@ class RepeatedCall:
         if said is not None and said[0] == CannotReplayError.__name__:
             self.why_not = said[1]
         return "" if self.why_not else self._difference(said, error if error is not None else self._kept.error)
+
+    def _moment(self, first: int) -> AbstractContextManager[None]:
+        kept = self._kept
+        return at_moment(self._session, first, step=kept.step, call=kept.call, overrides=kept.overrides)
 
     def _attempt(self, *, backward: bool) -> tuple[str, str] | None:
         """Type and message of what the call has raised, or the backward pass through it."""
@@ -235,23 +251,9 @@ class RepeatedCall:
             if tensor is None or version_of(tensor) != version:
                 continue  # freed, or written to since
             self.compared = True
-            if not _is_same(tensor, again):
+            if not is_same(tensor, again):
                 return "the result of the replay differs from that of the call"
         return ""
-
-    @contextmanager
-    def _position(self, first: int) -> Iterator[None]:
-        """Inside, the position is that of the call, and records take the numbers that were reserved for it."""
-        position, writer, kept = self._session.position, self._session.writer, self._kept
-        here = position.here
-        before = (here.call, here.stack, here.overrides, here.backward_depth, position.step)
-        try:
-            here.call, here.stack, here.overrides, here.backward_depth = kept.call, [], list(kept.overrides), 0
-            position.step = kept.step
-            with writer.numbering_from(first):
-                yield
-        finally:
-            here.call, here.stack, here.overrides, here.backward_depth, position.step = before
 
     @contextmanager
     def _differentiating(self) -> Iterator[None]:
@@ -341,6 +343,21 @@ def _mixes_dtypes(call: LiveCall) -> bool:
     return not call.autocast and bool(given and own) and given != own
 
 
+@contextmanager
+def at_moment(session: Session, first: int, *, step: int, call: int, overrides: Sequence[str]) -> Iterator[None]:
+    """Inside, the position is an earlier one, outside of all modules, and records take the numbers from ``first`` on that were reserved then."""
+    position = session.position
+    here = position.here
+    before = (here.call, here.stack, here.overrides, here.backward_depth, position.step)
+    try:
+        here.call, here.stack, here.overrides, here.backward_depth = call, [], list(overrides), 0
+        position.step = step
+        with session.writer.numbering_from(first):
+            yield
+    finally:
+        here.call, here.stack, here.overrides, here.backward_depth, position.step = before
+
+
 def itself(tensor: Tensor) -> Tensor:
     """Keeps a tensor itself where :func:`mapped` copies the containers around it."""
     return tensor
@@ -395,7 +412,7 @@ def _raised(said: tuple[str, str] | None) -> str:
     )
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def is_same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same bits; NaN equals NaN."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False

@@ -160,8 +160,7 @@ def _untold(look: CloserLook, why: str) -> CloserLook:
 def _replayed_in_place(before: Run) -> CloserLook:
     """The op trace that the run itself has left, of calls that it made again; where one of these went differently, what is seen without it."""
     seen = [record.what for record in before.trace.observed(ReplayedCall)]
-    calls = f"{len(seen)} failed call{'s' if len(seen) > 1 else ''}"
-    begun = f"Op trace: {calls} replayed in the process itself, {_moment_of(seen)}"
+    begun = f"Op trace: {_number_of(seen)} replayed in the process itself, {_moment_of(seen)}"
     doubt = next((what.doubt for what in seen if what.doubt), "")
     if doubt:
         words = f"{begun}; the replay differed: {doubt}."
@@ -174,6 +173,13 @@ def _replayed_in_place(before: Run) -> CloserLook:
     equal = sum(what.compared for what in seen)
     compared = "the results are" if equal == len(seen) else f"{equal} of {len(seen)} results could be compared, and are"
     return CloserLook(before=before, certificate=f"{begun}; {compared} bitwise equal.")
+
+
+def _number_of(replays: Sequence[ReplayedCall]) -> str:
+    steps = sum(replay.why == "optimizer" for replay in replays)
+    calls = len(replays) - steps
+    parts = [f"{calls} failed call{'s' if calls > 1 else ''}"] if calls else []
+    return " and ".join([*parts, *(["1 optimizer step"] if steps else [])])
 
 
 def _moment_of(replays: Sequence[ReplayedCall]) -> str:

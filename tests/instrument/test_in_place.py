@@ -19,11 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 from watched import watched
 
-import dtypedoctor.instrument.in_place as in_place_module
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.window import suspicious_windows
-from dtypedoctor.instrument.alone import ParameterCopies, calls_alone
-from dtypedoctor.instrument.in_place import COPIES_ON_CUDA, CopiesOfParameters, _Waiting
+from dtypedoctor.instrument import copies as copies_module
+from dtypedoctor.instrument.alone import calls_alone
+from dtypedoctor.instrument.copies import CopiesOfParameters, ParameterCopies
+from dtypedoctor.instrument.in_place import COPIES_ON_CUDA, _Waiting
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.live_call import LiveCall
 from dtypedoctor.instrument.operators import is_unfinished
@@ -116,6 +117,66 @@ def recomputes_backward() -> None:
     model = Model()
     (model(torch.ones(2, 4).half() / 1000).float().sum() * 60000).backward()
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
+
+
+def _trains_float16(optimizer: type[torch.optim.Optimizer], *, steps: int = 3, **options: Any) -> nn.Module:
+    """Two layers in float16; nothing but the optimizer can go wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)).half()
+    training = optimizer(model.parameters(), **options)
+    for step in range(steps):
+        if step == 1:
+            training.param_groups[0]["lr"] *= 10
+        model(torch.arange(4)).float().square().mean().backward()
+        training.step()
+        training.zero_grad()
+    return model
+
+
+class OwnStep(torch.optim.Optimizer):
+    """Divides by a second moment that is 0 for rows without a gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+        self.past: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.past.append(parameter.grad.square())
+                parameter.sub_(group["lr"] * parameter.grad / (self.past[-1].sqrt() + 1e-10))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("optimizer", "options", "finding", "confidence", "operators", "step"),
+    [
+        (torch.optim.AdamW, {}, "optimizer-epsilon-underflow", "proven", ("addcdiv_", "_foreach_addcdiv_"), 1),
+        (OwnStep, {}, "optimizer-epsilon-underflow", "proven", ("div",), 1),
+        (torch.optim.SGD, {"lr": 6e3, "weight_decay": 1.0}, "divergence", "likely", ("add_", "_foreach_add_"), 2),
+    ],
+)
+def test_an_optimizer_step_that_spoils_a_parameter_is_made_again(
+    tmp_path: Path, optimizer: Any, options: dict[str, Any], finding: str, confidence: str, operators: tuple[str, ...],
+    step: int, device: str,
+) -> None:  # fmt: skip
+    """On copies of what it began with; the operator and the line that calls ``step`` are named, and the parameters are what they were."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    found: list[nn.Module] = []
+    with torch.device(device):
+        trace = in_place(tmp_path, lambda: found.append(_trains_float16(optimizer, **options)))
+        bare = _trains_float16(optimizer, **options)
+    first = diagnose(trace)[0]
+    assert (first.id, first.phase, first.step, first.confidence.value) == (finding, "optimizer", step, confidence)
+    assert first.op is not None and first.op.split(".")[1] in operators
+    assert [seen.what.why for seen in trace.observed(ReplayedCall)] == ["optimizer"]
+    assert {seen.what.doubt for seen in trace.observed(ReplayedCall)} == {None}
+    sources = {op.source for op in trace.all(Op) if op.phase == "optimizer" and not op.sentinel}
+    assert all(source.startswith("test_in_place.py") for source in sources), sources
+    for one, other in zip(found[0].parameters(), bare.parameters(), strict=True):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
 def in_place(directory: Path, program: Callable[[], Any], *, force: int = 0) -> Trace:
@@ -478,7 +539,7 @@ def test_copies_of_parameters_stand_in_for_them_and_are_taken_away_again() -> No
 
 def test_copies_that_were_used_longest_ago_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a backward pass these are those of the last units, of which it is known by then whether they were finite."""
-    monkeypatch.setattr(in_place_module, "MAX_HELD", 3 * 24)
+    monkeypatch.setattr(copies_module, "MAX_HELD", 3 * 24)
     nets = [nn.Linear(2, 2) for _ in range(4)]
     calls = [_kept(LiveCall.entered(net, str(number), (), {})) for number, net in enumerate(nets)]
 

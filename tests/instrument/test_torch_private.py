@@ -105,6 +105,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_global_backward_hooks": lambda: nn.modules.module,
     "_global_forward_hooks_with_kwargs": lambda: nn.modules.module,
     "_callback_from_stance": of_module("torch._dynamo.eval_frame"),
+    "_foreach_copy_": lambda: torch,
     "_foreach_norm": lambda: torch,
     "_fused_sdp_choice": lambda: torch,
     "_forward_pre_hooks": lambda: nn.Linear(1, 1),

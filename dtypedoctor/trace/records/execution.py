@@ -136,15 +136,15 @@ class OpenRegions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedCall:
-    """An outermost module call was made again in the running program, with the op trace on; the operators bear its step and call.
+    """A module call, or an optimizer step, was made again in the running program, with the op trace on; the operators bear its step and call.
 
     Attributes:
         why: ``raised``, ``backward raised``, ``value`` or ``gradient`` (something was not finite), ``packed`` (its packed weights may be
-            dequantized wrongly).
+            dequantized wrongly), ``optimizer`` (its step has made a parameter inf or NaN).
         compared: whether what it returned or raised could be compared with what the call itself had.
         doubt: how it differed, as a clause; None where it did not.
         late: whether an optimizer had stepped since, and the parameters are those of then.
-        copies: whether its parameters are copies that were made when it was called.
+        copies: whether its parameters are copies that were made when it began.
     """
 
     KIND: ClassVar[str] = "replayed-call"
