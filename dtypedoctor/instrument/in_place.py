@@ -120,6 +120,7 @@ class InPlaceReplays:
     Attributes:
         begun: whether calls are kept.
         count: replays so far.
+        written: names of the capsules that were left beside the trace, and whether they hold a call.
     """
 
     def __init__(self, session: Session, modules: "ModuleWatch", phases: Phases, originals: Originals,
@@ -142,7 +143,7 @@ class InPlaceReplays:
         self._trace: OpTrace | None = None
         self._packed: dict[int, set[str]] = {}
         self._held = HeldInputs(session)
-        self._written: set[str] = set()
+        self.written: dict[str, bool] = {}
         self.count = 0
         self.begun = False
         self._every = 0
@@ -531,8 +532,8 @@ class InPlaceReplays:
     def _write_capsule(self, kept: KeptCall, description: dict[str, Any], tensors: bytes) -> None:
         """Writes the first capsule of a kind and an outermost call beside the trace; one inside of a later unit has only got what is not finite."""
         name = IN_PLACE.format(call=kept.call, kind=description["kind"])
-        if name not in self._written:
-            self._written.add(name)
+        if name not in self.written:
+            self.written[name] = bool(tensors)
             if tensors:
                 self._session.writer.write_beside(f"{name}.safetensors", tensors)
             self._session.writer.write_beside(f"{name}.json", to_json(description).encode("utf-8"))

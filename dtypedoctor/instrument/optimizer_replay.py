@@ -51,9 +51,9 @@ class _Copy:
     state: dict[str, Any]
     version: int = -1
 
-    def is_spoilt(self) -> bool:
-        """Whether the step has made it inf or NaN; asks the device, and waits for it."""
-        return not is_finite(self.parameter) and is_finite(self.value) and is_finite(self.gradient)
+    def is_spoilt(self, after: Tensor) -> bool:
+        """Whether the step has made it inf or NaN, which leaves it as ``after``; asks the device, and waits for it."""
+        return not is_finite(after) and is_finite(self.value) and is_finite(self.gradient)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +82,14 @@ class _Step:
     call: int
     source: str | None
     is_whole: bool
+
+    def spoils(self, later: "_Step | None") -> bool:
+        """Whether the step has made a parameter inf or NaN; what it left is what the ``later`` one, if there is one, has begun with."""
+        begun_later = later.copies if later is not None else {}
+        return any(
+            copy.is_spoilt(begun_later[key].value if key in begun_later else copy.parameter)
+            for key, copy in self.copies.items()
+        )
 
     def twin(self) -> Optimizer:
         """An optimizer of the same class that has the copies for parameters, and nothing in common with the program's."""
@@ -156,8 +164,8 @@ class OptimizerReplays:
 
     def explain(self) -> None:
         """Something is not finite: makes the step again that has spoilt a parameter, if one has. Waits for the device."""
-        for begun in self._steps:
-            if any(copy.is_spoilt() for copy in begun.copies.values()):
+        for begun, later in zip(self._steps, [*self._steps[1:], None], strict=True):
+            if begun.spoils(later):
                 self.has_explained = True
                 self._measure()
                 self._replay(begun)

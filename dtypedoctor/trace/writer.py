@@ -104,7 +104,7 @@ class TraceWriter:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory = directory.absolute()  # the program may change its working directory
+        self.directory = directory = directory.absolute()  # the program may change its working directory
         self._nonfinite: set[int] = set()
         self.following = 0
         """The next sequence number. Who reserves one for each of many samples counts it up itself, because a call takes longer."""
@@ -191,7 +191,7 @@ class TraceWriter:
         if not self._is_ours():
             return
         with contained():
-            descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
 
@@ -230,7 +230,7 @@ class TraceWriter:
         self._events = self._events.continued(directory / EVENTS)
         self._cursor = CursorPage(directory / CURSOR)
         self._details = DetailFiles(directory, self._events, _read_details, whole=True)
-        self._directory = directory
+        self.directory = directory
         self._owner = getpid()
         self._disowned = False
         self._marks = True
@@ -283,7 +283,7 @@ class TraceWriter:
         self._lost = lost
         self._cursor.stopped(self._stopped, self._lost)
         if self._stopped in _FULL:  # else the file has been taken away; the cursor's page tells the reader
-            say(f"dtypedoctor: recording stopped ({error.strerror}: {self._directory}); your program continues")
+            say(f"dtypedoctor: recording stopped ({error.strerror}: {self.directory}); your program continues")
 
 
 def _compact(rows: Sequence[SampleRow]) -> str:

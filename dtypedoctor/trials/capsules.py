@@ -1,7 +1,7 @@
 """Has a process that stood by catch the failing call of a run, and leaves it as a capsule in the run directory."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -171,12 +171,19 @@ def _made_in_place(made: Sequence[Path], wanted: dict[str, Any], directory: Path
             size = tensors.stat().st_size
             if size > wanted["limit"]:
                 return NoCapsule(why=f"it takes {size:,} bytes, and --capsule-limit is {wanted['limit']:,}")
-            return _placed({**description, "finding": wanted["finding"]}, tensors, directory)
+            told = {**description, "finding": wanted["finding"], "fixes": _wanted_of(description, wanted["fixes"])}
+            return _placed(told, tensors, directory)
     finally:
         for path in made:
             path.unlink(missing_ok=True)
             _tensors_of(path).unlink(missing_ok=True)
     return NoCapsule(why="by itself no module around the failing operator fails")
+
+
+def _wanted_of(description: Mapping[str, Any], fixes: Sequence[str]) -> list[dict[str, str]]:
+    """What came of the wanted fixes: which these are was not known where they were tried."""
+    tried = {row["fix"]: row for row in description.get("fixes", ())}
+    return [tried[fix] for fix in fixes if fix in tried]
 
 
 def _tensors_of(path: Path) -> Path:

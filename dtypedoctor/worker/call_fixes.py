@@ -1,27 +1,38 @@
 """Tries fixes on the failing call of a replay, in the process that has just kept it as a capsule: what works is *fixed here*.
 
 One call is made for each fix, with the fix in place, and one without it after that, which must fail as before: so nothing but the fix has made the
-difference. The process ends with that, so a fix that cannot be undone costs the ones after it and nothing else.
+difference. Where a fork has kept it (:func:`tried_fixes`) the process ends with that, so a fix that cannot be undone costs the ones after it and nothing
+else. Where the program itself has (CUDA, FSDP2), the call is built again from the files of the capsule once the program is over
+(:func:`try_on_capsules`), and shares nothing with it.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import get_ident
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtypedoctor.corrections.contract import TargetMismatchError, put_in
+from dtypedoctor.foreign_files import parse_json
 from dtypedoctor.instrument.capsule import Kind
-from dtypedoctor.instrument.live_call import AutocastState, LiveCall, Repeat, copied, mapped, tensors_of
+from dtypedoctor.instrument.live_call import AutocastState, LiveCall, RandomState, Repeat, copied, mapped, tensors_of
+from dtypedoctor.instrument.untouched import as_before
 from dtypedoctor.interruptions import contained
+from dtypedoctor.models.capsule import call_of, load_capsule
 from dtypedoctor.plugins import Correction, registered
 from dtypedoctor.redaction.messages import message_of
-from dtypedoctor.unpatched import process_time
+from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, read_capsule
+from dtypedoctor.unpatched import process_time, to_json
 
 LONGEST = 3.0
 """Seconds of processor time after which no other fix is tried."""
 FIXED, NOT_FIXED, NOT_TRIED = "fixed", "not-fixed", "not-tried"
+KEEP_FLOAT32 = "keep-float32"
 
 
 def tried_fixes(call: LiveCall, kind: Kind, fixes: Sequence[str]) -> list[dict[str, str]]:
@@ -71,6 +82,64 @@ def _tried(fix: str, change: "Change", call: LiveCall) -> Iterator[dict[str, str
 
 def _row(fix: str, outcome: str, reason: str) -> dict[str, str]:
     return {"fix": fix, "outcome": outcome, "reason": reason}
+
+
+def try_on_capsules(directory: Path) -> None:
+    """Tries every fix that may fit on the calls that this process has left as capsules beside its trace, and adds to each what came of it.
+
+    Which of the fixes matter is known only with the finding. What a call prints is swallowed, and what it would change outside of the process rejected.
+
+    Args:
+        directory: of the trace.
+    """
+    for path in sorted(directory.glob("capsule-*-*.json")):
+        with contained():  # without this the capsule says nothing of fixes
+            description = parse_json(path.read_bytes())
+            if "why" in description:
+                continue
+            device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+            with _as_capsule(path) as capsule:
+                call = _built(capsule, device)
+            with as_before((), get_ident(), lambda: False):
+                description["fixes"] = tried_fixes(call, Kind(description["kind"]), _that_may_fit(call.module))
+            path.write_text(to_json(description), encoding="utf-8")
+
+
+@contextmanager
+def _as_capsule(path: Path) -> Iterator[Path]:
+    """A directory that holds the files of the capsule under the names that they have when it is read."""
+    with TemporaryDirectory(dir=path.parent) as name:
+        os.link(path, f"{name}/{CAPSULE}")
+        os.link(path.with_suffix(".safetensors"), f"{name}/{CAPSULE_TENSORS}")
+        yield Path(name)
+
+
+def _built(directory: Path, device: torch.device) -> LiveCall:
+    """The call of a capsule, in its own dtype."""
+    capsule = read_capsule(directory)
+    model = load_capsule(directory, getattr(torch, capsule.dtype), device)
+    call, described = call_of(model), capsule.description["call"]
+    return LiveCall(
+        module=model.get_submodule(capsule.fqn).train(described["training"]),
+        fqn=capsule.fqn,
+        args=call.args,
+        kwargs=call.kwargs,
+        grad=call.grad,
+        inference=False,
+        autocast=tuple(
+            AutocastState(device=name, dtype=getattr(torch, dtype)) for name, dtype in described["autocast"]
+        ),
+        random=RandomState(cpu=call.random, cuda=None) if call.random is not None else None,
+        gradients=call.gradients,
+    )
+
+
+def _that_may_fit(module: nn.Module) -> list[str]:
+    """Ids of the fixes of a call that are made for any class, or for one that is in ``module``."""
+    classes = {"", *(type(part).__name__ for part in module.modules())}
+    corrections = registered(Correction).values()
+    fitting = [one.id for one in corrections if one.in_scripts and classes & {name for _, name in one.fixes}]
+    return [KEEP_FLOAT32, *_CHANGES, *(name for name in fitting if name != KEEP_FLOAT32)]
 
 
 def _objection(call: LiveCall) -> str:

@@ -139,12 +139,20 @@ class ProcessWatch:
             self._corrections.conclude()
         if self._conditions is not None:
             self._conditions.end()
-        return Totals(
+        totals = Totals(
             steps=self.instruments.position.step - 1,
             device=self._device(),
             peak_memory=self._peak_memory(),
             checksum=self._digest.value if self._digest is not None else None,
         )
+        with keeping("fixes of the failing call"):
+            if any(self.instruments.in_place.written.values()):
+                from dtypedoctor.worker.call_fixes import (
+                    try_on_capsules,  # the corrections, which a healthy run never needs
+                )
+
+                try_on_capsules(self._writer.directory)
+        return totals
 
     def _note_exit(self, leaving: SystemExit) -> None:
         """The program leaves with a status of its own: what it was handling, or a test runner has reported, is recorded if it failed."""

@@ -54,13 +54,17 @@ def caught(text: str, folder: Path) -> Capsule | NoCapsule | None:
     return treat_forked(path, folder, ONE_RUN).capsule
 
 
+@pytest.mark.parametrize("in_place", ["", "fails"], ids=["fork", "in-place"])
 @pytest.mark.parametrize(
     ("text", "cls", "kind"),
     [(OVERFLOW, "Scores", "nonfinite"), (MISMATCH, "Linear", "raised"), (BACKWARD, "Scores", "backward")],
     ids=["overflow", "mismatch", "backward"],
 )
-def test_the_smallest_module_that_fails_is_kept(text: str, cls: str, kind: str, tmp_path: Path) -> None:
-    """One row of the input is enough, and none of it is the script's own."""
+def test_the_smallest_module_that_fails_is_kept(
+    text: str, cls: str, kind: str, in_place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row of the input is enough, none of it is the script's own, and fixes were tried on it: by a fork, or in the process once it is over."""
+    monkeypatch.setenv("DTYPEDOCTOR_REPLAY_IN_PLACE", in_place)
     capsule = caught(text, tmp_path)
     assert isinstance(capsule, Capsule), capsule
     assert (capsule.cls, capsule.description["kind"]) == (cls, kind)
