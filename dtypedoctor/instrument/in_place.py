@@ -81,8 +81,6 @@ HELD_FILE = "held-inputs.safetensors"
 
 MAX_WAITING = 4
 """Failed calls that wait until their parameters are unsharded again."""
-COPIES_ON_CUDA = True
-"""Whether parameters of units that compute on CUDA are copied; not yet confirmed there."""
 NOT_HERE = "{} was resharded before it was known that the call had failed, and was not gathered again; --rerun runs all ranks again"
 SPOILT = "that a call of {} had failed was known only when its inputs or parameters were not finite any more; --rerun runs all ranks again"
 NONE_ALONE = (
@@ -401,7 +399,7 @@ class InPlaceReplays:
 
     def _is_known_later(self, module: nn.Module) -> bool:
         """Whether what ``module`` computes is known only when its parameters may have been resharded."""
-        return self._late or (COPIES_ON_CUDA and any(parameter.is_cuda for parameter in module.parameters()))
+        return self._late or any(parameter.is_cuda for parameter in module.parameters())
 
     def _look(self) -> None:
         """Replays the calls of what has become known by now not to be finite."""

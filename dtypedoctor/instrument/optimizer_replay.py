@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from inspect import unwrap
+from itertools import zip_longest
 from threading import get_ident
 from typing import Any
 
@@ -164,7 +165,7 @@ class OptimizerReplays:
 
     def explain(self) -> None:
         """Something is not finite: makes the step again that has spoilt a parameter, if one has. Waits for the device."""
-        for begun, later in zip(self._steps, [*self._steps[1:], None], strict=True):
+        for begun, later in zip_longest(self._steps, self._steps[1:]):
             if begun.spoils(later):
                 self.has_explained = True
                 self._measure()

@@ -22,7 +22,7 @@ from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
-from dtypedoctor.redaction.messages import elided
+from dtypedoctor.redaction.messages import elided, message_of
 from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
@@ -327,12 +327,15 @@ class InnerCalls:
             )  # stable: the innermost first, and first those where the dtypes do not meet yet
         through = sorted((call for call in self._returned if call.gradients), key=lambda call: -len(call.fqn))
         wanted = Wanted(module="", call=number, kind=kind, limit=self._limit, finding={})
-        with self._session.position.mute(), contained():
+        call = None
+        with self._session.position.mute(), contained() as ours:
             for call in self._found or through:
                 failing = Failing(kind=kind, error=signature(error), left=REPEATS)
                 if failing.shows(call):
                     description, tensors = capsule_of(call, failing, wanted)
                     return (description if tensors else {**description, "kind": kind, "fqn": call.fqn}), tensors
+        if ours.error is not None and call is not None:
+            return {"why": f"the call cannot be kept: {message_of(ours.error)}", "kind": kind, "fqn": call.fqn}, b""
         return None
 
 

@@ -243,6 +243,10 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
         if torch.cuda.is_initialized() and torch.cuda.get_sync_debug_mode():  # setting it warns
             stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("default")
+        stack.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
+        sys.dont_write_bytecode = (
+            True  # what is imported for the first time must not fail at the file that Python would write
+        )
         if COMPILER in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_modes())

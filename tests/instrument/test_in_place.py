@@ -1,9 +1,11 @@
 """Calls that fail are made again in the process itself: what the op trace then says, and that the program cannot tell."""
 
+import importlib
 import io
 import json
 import logging
 import random
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +26,7 @@ from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.instrument import copies as copies_module
 from dtypedoctor.instrument.alone import calls_alone
 from dtypedoctor.instrument.copies import CopiesOfParameters, ParameterCopies
-from dtypedoctor.instrument.in_place import COPIES_ON_CUDA, _Waiting
+from dtypedoctor.instrument.in_place import _Waiting
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.live_call import LiveCall
 from dtypedoctor.instrument.operators import is_unfinished
@@ -522,6 +524,19 @@ def test_a_model_whose_parameters_deepspeed_has_partitioned_is_not_called_alone(
     assert not calls_alone(net)
 
 
+def test_what_is_imported_for_the_first_time_writes_no_bytecode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file would be one that the replay changes; the import goes on without."""
+    (tmp_path / "seen_for_the_first_time.py").write_text("VALUE = 3", encoding="ascii")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    with as_before((), threading.get_ident(), lambda: False):
+        assert importlib.import_module("seen_for_the_first_time").VALUE == 3
+    assert not sys.dont_write_bytecode
+    assert [path.name for path in tmp_path.iterdir()] == ["seen_for_the_first_time.py"]
+
+
 def test_copies_of_parameters_stand_in_for_them_and_are_taken_away_again() -> None:
     """One copy of a tensor that two modules share; what the optimizer does to the originals does not reach them."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -584,7 +599,7 @@ def test_copies_of_parameters_are_made_without_waiting_for_the_device(tmp_path: 
             for _ in range(5):
                 step()
             assert count_synchronisations(step) == expected
-            assert all(kept.copies is not None for kept in instruments.in_place._calls) is COPIES_ON_CUDA
+            assert all(kept.copies is not None for kept in instruments.in_place._calls)
 
         watched(tmp_path, work)
     finally:
