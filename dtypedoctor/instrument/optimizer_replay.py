@@ -35,6 +35,8 @@ __all__ = ["OptimizerReplays"]
 
 KEPT = 2
 """Steps of which the copies are kept: what a device computes may be known one step later."""
+ON_CUDA = False
+"""Whether parameters on CUDA are copied; not yet confirmed there."""
 RESERVED = 1 << 17
 """Numbers of the trace that are kept free before each step, for the operators of a replay."""
 LEFT_OUT = (
@@ -221,6 +223,8 @@ def _copied(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.dtype is not torch.float16 or not _is_plain(parameter) or parameter.grad is None:
+                continue
+            if parameter.is_cuda and not ON_CUDA:
                 continue
             size = bytes_of([parameter, parameter.grad, *_tensors(optimizer, parameter)])
             if size > left or not measurable(parameter.grad):
