@@ -220,23 +220,23 @@ def _copied(optimizer: Optimizer) -> tuple[list[Tensor], bool]:
     """The parameters that are copied before a step, and whether these are all of float16."""
     left, is_whole = share_of_device() // KEPT, True
     found = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.dtype is not torch.float16 or not _is_plain(parameter) or parameter.grad is None:
-                continue
-            if parameter.is_cuda and not ON_CUDA:
-                continue
-            size = bytes_of([parameter, parameter.grad, *_tensors(optimizer, parameter)])
-            if size > left or not measurable(parameter.grad):
-                is_whole = False
-                continue
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for parameter in filter(_is_at_risk, parameters):
+        size = bytes_of([parameter, parameter.grad, *_tensors(optimizer, parameter)])
+        if size <= left:
             left -= size
             found.append(parameter)
+        else:
+            is_whole = False
     return found, is_whole
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and measurable(tensor)
+def _is_at_risk(parameter: Tensor) -> bool:
+    """Whether an optimizer step may make a parameter inf or NaN, and plain memory is all that there is of it."""
+    if parameter.dtype is not torch.float16 or (parameter.is_cuda and not ON_CUDA):
+        return False
+    is_plain = type(parameter) in (Tensor, nn.Parameter) and measurable(parameter)
+    return is_plain and parameter.grad is not None and measurable(parameter.grad)
 
 
 def _tensors(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
