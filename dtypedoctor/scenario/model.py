@@ -292,7 +292,7 @@ class Scenario(Strict):
     )  # fmt: skip
     overhead_budget: OVERHEAD_BUDGET = Field(
         default="off",
-        description="`5%`: after the first 40 steps each layer is measured in one of so many steps that measuring takes no more of the "
+        description="`5%`: after the first 32 steps each layer is measured in one of so many steps that measuring takes no more of the "
         "time; `1/16`: in one of 16 steps from the second on; `off`: always. The residual stream and the loss are measured in each step.",
     )  # fmt: skip
     distributed: Distributed | None = Field(
