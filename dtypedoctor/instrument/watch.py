@@ -60,7 +60,7 @@ class ModuleWatch:
     def __init__(self, session: Session) -> None:
         self.every = 1
         self._budget: Budget | None = None
-        self._planned = 0
+        self._planned = -1
         self._period = 1
         self._writer, self._position, self._names = session.writer, session.position, session.names
         self._guard, self._coverage = session.guard, session.coverage
@@ -173,24 +173,27 @@ class ModuleWatch:
     def keep_to(self, budget: Budget) -> None:
         """Measures only as much of each step as ``budget`` says; nothing changes where :attr:`every` is not 1."""
         if self.every == 1:
-            self._budget = budget
+            self._budget, self._planned = budget, -1
             self._recorders.keep_to(budget)
 
     def measure_all(self) -> None:
         """From here on everything is measured."""
-        self.every, self._budget = 1, None
+        self.every, self._budget, self._planned = 1, None, -1
 
     @property
     def period(self) -> int:
         """How this step is measured: 1 whole, 0 the residual stream and the loss alone, N these and one of N layers."""
-        step = self._position.step
-        if step != self._planned:
-            self._planned = step
-            if self._budget is not None and self.every == 1:
-                self._period = self._budget.period(step)
-        if self.every == 1:
-            return self._period if self._budget is not None else 1
-        return int(self.every > 1 and step % self.every == 1)
+        if self._position.step != self._planned:
+            self._plan()
+        return self._period
+
+    def _plan(self) -> None:
+        """A step begins: how it is measured."""
+        self._planned = step = self._position.step
+        if self.every != 1:
+            self._period = int(self.every > 1 and step % self.every == 1)
+        else:
+            self._period = self._budget.period(step) if self._budget is not None else 1
 
     @property
     def whole(self) -> bool:
@@ -199,7 +202,9 @@ class ModuleWatch:
 
     def _measures(self, place: Place) -> bool:
         """Whether what a module returns is measured in this step."""
-        period = self.period
+        if self._position.step != self._planned:
+            self._plan()
+        period = self._period
         return period == 1 or place.residual or (period > 1 and (place.layer + self._position.step) % period == 0)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -314,7 +319,9 @@ class ModuleWatch:
             return
         try:
             place = held[1]
-            if (self.every == 1 and self._budget is None) or self._measures(place):
+            if self._position.step != self._planned:
+                self._plan()
+            if self._period == 1 or self._measures(place):
                 self._coverage.module_calls += 1
                 self._returned.record(module, place, args, kwargs, output)
             else:
