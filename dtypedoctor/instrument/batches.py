@@ -71,16 +71,14 @@ class Row:
         "version",
     )
 
-    def __init__(self, tensor: Tensor | None, version: int = 0, stream: int = 0, gate: "Row | None" = None) -> None:
+    def __init__(
+        self, tensor: Tensor | None, version: int = 0, address: int = 0, stream: int = 0, gate: "Row | None" = None
+    ) -> None:
         self.tensor = tensor
         self.version = version
+        self.address = address
         self.stream = stream
-        self.address = 0
-        self.held: ref[Tensor] | None = None
-        if tensor is not None:
-            self.address = tensor.data_ptr()
-            if gate is None:
-                self.held = ref(tensor)
+        self.held = ref(tensor) if tensor is not None and gate is None else None
         self.gate = gate
         self.entries: tuple[tuple[int, int, int, int], ...] = ()
         self.doubts: tuple[Any, ...] = ()
@@ -114,8 +112,10 @@ class Batches:
         self._changed: list[Row] = []
         self._gated: list[Row] = []
         self._kept = 0
-        self._current_stream = _stream_getter(device)
-        self._streams: dict[int, torch.cuda.Stream | None] = {}
+        self.current_stream = _stream_getter(device)
+        """Tells the handle of the stream that is current."""
+        self.streams: dict[int, torch.cuda.Stream | None] = {}
+        """Those that have been current, by their handles."""
         self._home = 0
         self._flying: deque[tuple[int, list[Row]]] = deque()
         self.dead = False
@@ -131,35 +131,36 @@ class Batches:
 
     def begin_call(self) -> None:
         """An outermost module call begins: its stream is the one that modules compute on."""
-        self._home = self._current_stream()
+        self._home = self.stream_now()
 
     def add(self, tensor: Tensor, gate: Row | None = None) -> Row:
         """Hands over a tensor; it goes with the next batch, behind a gate with the first batch after that of its gate.
 
         A gate on another stream would not be ready in time: it is ignored.
         """
+        try:
+            version = version_now(tensor)
+        except RuntimeError:
+            version = -1
+        return self.put(tensor, version, tensor.data_ptr(), self.stream_now(), gate)
+
+    def put(self, tensor: Tensor, version: int, address: int, stream: int, gate: Row | None = None) -> Row:
+        """Does the same with a tensor whose version, address and stream were read when it was handed over."""
         size = tensor.nbytes
         if size == 0:
             empty = Row(None)
             empty.counts = (0.0, 0, 0)
             return empty
-        stream = self._current_stream()
-        if stream not in self._streams:
-            self._meet(stream)
         if stream != self._home or base_of(tensor) is not None:
             size = tensor.untyped_storage().nbytes()  # all of the memory that it is a part of is kept alive
         self._kept += size
-        try:
-            version = version_now(tensor)
-        except RuntimeError:
-            version = -1
         if gate is not None:
             tensor = tensor.detach()
             if gate.stream == stream:
-                row = Row(tensor, version, stream, gate)
+                row = Row(tensor, version, address, stream, gate)
                 self._gated.append(row)
                 return row
-        row = Row(tensor, version, stream)
+        row = Row(tensor, version, address, stream)
         waiting = self._open.get(stream)
         if waiting is None:
             waiting = self._open[stream] = []
@@ -168,11 +169,18 @@ class Batches:
             self._launch_open()
         return row
 
-    def _meet(self, handle: int) -> None:
+    def stream_now(self) -> int:
+        """Handle of the stream that is current."""
+        handle = self.current_stream()
+        if handle not in self.streams:
+            self.meet(handle)
+        return handle
+
+    def meet(self, handle: int) -> None:
         """The stream that is current is used for the first time: it has to wait until the results' memory has been cleared."""
-        self._streams[handle] = None
+        self.streams[handle] = None
         if self._device.type == "cuda":
-            self._streams[handle] = stream = torch.cuda.current_stream(self._device)
+            self.streams[handle] = stream = torch.cuda.current_stream(self._device)
             self._rows.make_ready(stream)
 
     def launch(self) -> list[Row]:
@@ -248,13 +256,13 @@ class Batches:
         handle = batch[0].stream
         if self._device.type != "cuda":
             return self._rows.launch(_asked(batch))
-        stream = self._streams[handle]
+        stream = self.streams[handle]
         assert stream is not None
-        if len(self._streams) > 1:  # where there is one only, its allocator and its order are all that is needed
+        if len(self.streams) > 1:  # where there is one only, its allocator and its order are all that is needed
             for row in batch:
                 if row.tensor is not None:
                     row.tensor.record_stream(stream)
-        if handle == self._current_stream():
+        if handle == self.current_stream():
             return self._rows.launch(_asked(batch))
         with torch.cuda.stream(stream):
             return self._rows.launch(_asked(batch))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dtypedoctor._torch_private import version_now, version_of
+from dtypedoctor.instrument import batches
 from dtypedoctor.instrument.batches import Batches, Row
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.device_rows import Counts, DeviceRows, device_rows
@@ -159,6 +160,16 @@ _Doubt = tuple[Source, Sequence[tuple[str, torch.dtype, torch.Size, Row]], int, 
 A plain tuple, because there is one for each module call and a named one takes a call to make."""
 
 
+TOGETHER = 32
+"""Tensors that are taken in together, at most; fewer where they are large."""
+
+_Waiting = tuple[
+    Tensor, int, int, int, tuple[int, int, int, int], Source | None, Sequence[tuple[str, Tensor, int, int]]
+]
+"""A tensor; its version, address and stream when it was handed over; number, step, call and site of its sample; the call that has returned it;
+what went into that, each with its path, version and address."""
+
+
 class StreamRecorder:
     """The recorder of one CUDA device.
 
@@ -177,6 +188,8 @@ class StreamRecorder:
         self._device = device
         self._batches = Batches(rows, device)
         self._known: dict[int, Row] = {}
+        self._waiting: deque[_Waiting] = deque()
+        self._waiting_bytes = 0
         self._forgotten: list[dict[int, Row]] = []
         self._confirmed: deque[_Doubt] = deque()
         self._calm: set[int] = set()
@@ -200,41 +213,77 @@ class StreamRecorder:
         with self._lock:
             returned = self._hand_over(rows, when)
             if source is not None and given:
-                self._doubt(returned, source, given, when)
+                _, step, call = when
+                self._doubt(returned, source, given, (self._writer.next_n(len(given)), step, call))
         if self._reader is None:
             self._read_in_background()
 
     def record_one(
         self, site: int, tensor: Tensor, step: int, call: int, source: Source | None = None, given: Sequence[Named] = ()
     ) -> int:
-        """Hands one tensor over. It does what :meth:`record` does in one function: a call takes longer than what is done here."""
-        writer, known = self._writer, self._known
-        with self._lock:
-            n = writer.following
-            writer.following = n + 1
-            row = known.get(id(tensor))
-            if row is None or not _is_of(row, tensor):
-                row = known[id(tensor)] = self._batches.add(tensor)
-            if row.counts is not None:
-                self._write([(n, step, call, site, row.counts)])
+        """Hands one tensor over.
+
+        Here it is only kept, with what may change until it is taken in. In a row with others that takes a fraction of the time that it
+        takes between the operators of a program, and in a forward pass the device may be waiting for the host.
+        """
+        writer, pending, more = self._writer, self._batches, 1 + len(given)
+        n = writer.following
+        writer.following = n + more
+        stream = pending.current_stream()
+        if site not in self._calm or stream not in pending.streams:
+            self._take_at_once(site, tensor, (n, step, call), source, given)
+        else:
+            try:
+                versions = [(path, one, version_now(one), one.data_ptr()) for path, one in given]
+                one = (tensor, version_now(tensor), tensor.data_ptr(), stream, (n, step, call, site), source, versions)
+            except RuntimeError:  # made in inference mode
+                self._take_at_once(site, tensor, (n, step, call), source, given)
             else:
-                row.entries += ((n, step, call, site),)
-                if site not in self._calm or row.version < 0:
-                    self._measure_now(site, tensor, row)
-            if source is not None and given and (row.counts is None or row.suspicious):
-                doubted = []
-                for path, one in given:
-                    other = known.get(id(one))
-                    if other is None or not _is_of(other, one):
-                        other = self._batches.add(one, row)
-                    doubted.append((path, one.dtype, one.shape, other))
-                row.doubts += ((source, doubted, n + 1, step, call),)
-                writer.following = n + 1 + len(doubted)
-                if row.counts is not None:
-                    self._confirm([row])
+                self._waiting.append(one)
+                self._waiting_bytes += tensor.nbytes
+                if len(self._waiting) >= TOGETHER or self._waiting_bytes >= batches.KEPT_BYTES // 2:
+                    with self._lock:
+                        self._take_in()
         if self._reader is None:
             self._read_in_background()
         return n
+
+    def _take_at_once(
+        self, site: int, tensor: Tensor, when: tuple[int, int, int], source: Source | None, given: Sequence[Named]
+    ) -> None:
+        """Takes in a tensor that cannot wait."""
+        with self._lock:
+            returned = self._hand_over(((site, tensor),), when)
+            if source is not None and given:
+                n, step, call = when
+                self._doubt(returned, source, given, (n + 1, step, call))
+
+    def _take_in(self) -> None:
+        """Takes in what was only kept so far, in its order; with the lock."""
+        waiting, known, put = self._waiting, self._known, self._batches.put
+        self._waiting_bytes = 0
+        while waiting:
+            tensor, version, address, stream, entry, source, given = waiting.popleft()
+            row = known.get(id(tensor))
+            if row is None or row.version != version or row.held is None or row.held() is not tensor:
+                row = known[id(tensor)] = put(tensor, version, address, stream)
+            if row.counts is None:
+                row.entries += (entry,)
+            else:
+                self._write([(*entry, row.counts)])
+                if not row.suspicious:
+                    continue
+            if source is not None and given:
+                doubted = []
+                for path, one, version, address in given:
+                    other = known.get(id(one))
+                    if other is None or other.version != version or other.held is None or other.held() is not one:
+                        other = put(one, version, address, stream, row)
+                    doubted.append((path, one.dtype, one.shape, other))
+                n, step, call, _ = entry
+                row.doubts += ((source, doubted, n + 1, step, call),)
+                if row.counts is not None:
+                    self._confirm([row])
 
     def _hand_over(self, rows: Rows, when: tuple[int, int, int]) -> list[Row]:
         n, step, call = when
@@ -268,6 +317,8 @@ class StreamRecorder:
 
     def begin_call(self) -> None:
         """Forgets what was measured: from here on it is another call's."""
+        if self._waiting:
+            self._send_all()
         self._batches.begin_call()
         self._forgotten.append(self._known)  # letting go of its rows takes a while that the device may not have
         self._known = {}
@@ -288,6 +339,7 @@ class StreamRecorder:
                 self._send_all()
             return
         with self._lock:
+            self._take_in()
             self._launch()
             self._launch()  # what was waiting for gates in the first
             for tensor, version, site in self._new:
@@ -333,8 +385,7 @@ class StreamRecorder:
             if tensor.device == self._device:
                 row = self._known_row(tensor) or self._batches.add(tensor, gate)
                 found.append((path, tensor.dtype, tensor.shape, row))
-        _, step, call = when
-        doubt = (source, found, self._writer.next_n(len(found)), step, call)
+        doubt = (source, found, *when)
         for row in returned:
             row.doubts += (doubt,)
         self._confirm([row for row in returned if row.counts is not None and row.suspicious])

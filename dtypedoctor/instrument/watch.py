@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.nn.modules import module as hooks
 
 from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook, tracing_state
@@ -349,7 +349,8 @@ class ModuleWatch:
                 self._note_error(module, args, error)
             else:
                 place = self._places.of(module) or self._places.inside(stack)
-                if whole or self._measures(place):
+                # Where no loss follows, what an outermost call returns is all that shows what went wrong inside.
+                if whole or self._measures(place) or (len(stack) == 1 and not is_grad_enabled()):
                     self._coverage.module_calls += not whole
                     self._returned.record(module, place, args, kwargs, output)
                 else:
