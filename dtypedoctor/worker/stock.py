@@ -21,7 +21,8 @@ from dtypedoctor.scenario.model import Model, Scenario
 from dtypedoctor.worker.environment import tensor_digest
 
 _SHARE_FOR_COPY = 4
-"""A copy of the weights is kept beside them where it takes at most one part in so many of the device's free memory."""
+"""A copy of the weights is kept beside them, and the model stays at all, where they take at most one part in so many of the device's free memory:
+a float32 reference takes twice as much as weights in half precision, and has to fit in beside both."""
 
 
 class NotRestoredError(Exception):
@@ -52,11 +53,14 @@ class Pristine:
 
     Args:
         model: just built.
+
+    Attributes:
+        keeps_copy: whether there was room for a copy of its weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        keeps_copy = _bytes(model) * _SHARE_FOR_COPY <= _free(model)
+        self.keeps_copy = keeps_copy = _bytes(model) * _SHARE_FOR_COPY <= _free(model)
         self._places = [
             _Place(
                 name=name,
@@ -151,6 +155,10 @@ class ResidentStock(Stock):
         self._pristine = {key: Pristine(built.model) for key, built in self._built.items()}
         gc.collect()
         gc.freeze()  # what stays need not be searched for garbage before each run
+
+    def may_stay(self) -> bool:
+        """Whether there is room for the models of other runs beside these."""
+        return all(pristine.keeps_copy for pristine in self._pristine.values())
 
     def _found(self, key: str) -> Built | None:
         return self._built.get(key)

@@ -81,6 +81,9 @@ def _serve_in_place(scenario: Scenario, home: Path, channel: Connection, redirec
     prepare_process(scenario)
     stock = ResidentStock()
     built = _filled(stock, scenario, device)
+    if built and not stock.may_stay():
+        built = False
+        print("the models are loaded for each run: they take too much memory to stay", file=sys.stderr, flush=True)
     channel.send(("ready", built, device.type))
     while built:
         try:
