@@ -26,6 +26,7 @@ from dtypedoctor.instrument.statistics import Extent, measurable, measure, real_
 from dtypedoctor.instrument.whereabouts import OUTSIDE
 from dtypedoctor.trace.events import Op, TensorNote
 from dtypedoctor.trace.records.execution import NonfiniteReached
+from dtypedoctor.unpatched import to_json
 
 EACH = 3
 """Records of one operator at one line that does the same with the same kind of values."""
@@ -137,6 +138,8 @@ class BadValues:
     Attributes:
         noticed: called when something that is not finite is seen.
 
+        kept: called with an operator that has made something that is not finite of finite operands, which are small.
+
     Observations of kind ``nonfinite-reached``: ``what`` (``item``: a number in Python; ``guard``: a test of it in Python;
     ``numbers``: a list or an array of numpy; ``saved``: a file or another process; ``loss``: a backward pass begins there; ``gradient``; ``call``: an argument of a module; ``alive``: there at the end of the program and
     never used; ``unused``: gone before that, and never used), ``id`` of the tensor in the ops (0 where it is not known), ``value`` (``nan``, ``inf``
@@ -153,6 +156,7 @@ class BadValues:
         self._unused: dict[int, Bad] = {}
         self._records = 0
         self.noticed: Callable[[], None] = lambda: None
+        self.kept: Callable[[Ran], None] = lambda ran: None
 
     @property
     def any(self) -> bool:
@@ -399,6 +403,8 @@ class BadValues:
             return
         if 0 < sum(t.numel() for t in ran.operands) <= REPLAYED:
             replay_wider(self._session.writer, n, ran.func, *ran.arguments)
+            if not any(text.lstrip("-") == "inf" for text in scalars(ran.arguments)):  # it was not asked for
+                self.kept(ran)
 
     def _write(self, ran: Ran, inputs: list[TensorNote], outputs: list[TensorNote]) -> int:
         position, writer = self._session.position, self._session.writer
@@ -455,3 +461,56 @@ def _unmeasured(note: TensorNote, bad: Bad) -> TensorNote:
     return replace(
         note, num_nan=int(bad.kind == "nan"), num_posinf=int(bad.kind == "inf"), num_neginf=int(bad.kind == "-inf")
     )
+
+
+OPERATOR_CAPSULES = "capsules of operators outside of modules"
+MOST_KEPT = 8
+"""Operators of one run that are kept."""
+
+
+class KeptOperators:
+    """Leaves capsules of failing operators beside the trace, until it is known which of them is what is found.
+
+    Args:
+        session: of the process.
+        limit: bytes that a capsule may take.
+    """
+
+    def __init__(self, session: Session, limit: int) -> None:
+        self._session = session
+        self._limit = limit
+        self._known: set[Any] = set()
+
+    def made_bad(self, ran: Ran) -> None:
+        """An operator has made something that is not finite."""
+        self._keep(ran.func, ran.arguments, None, ran.source, ran.results if ran.node is not None else ())
+
+    def rejected(self, func: Any, arguments: Arguments, error: BaseException) -> None:
+        """An operator has raised."""
+        line = line_of(sys._getframe(4))
+        self._keep(func, arguments, error, None if line is None else line.source, ())
+
+    def _keep(
+        self,
+        func: Any,
+        arguments: Arguments,
+        error: BaseException | None,
+        source: str | None,
+        gradients: Sequence[Tensor],
+    ) -> None:
+        key = (str(func), source)
+        size = sum(tensor.numel() for tensor in tensors_of(arguments))
+        if key in self._known or len(self._known) >= MOST_KEPT or size > REPLAYED or func.namespace != "aten":
+            return
+        self._known.add(key)
+        from dtypedoctor.instrument.capsule import operator_capsule  # only now: most programs need none
+
+        with self._session.position.mute():
+            found = operator_capsule(func, *arguments, error, self._limit)
+        if found is None or "why" in found[0]:
+            return
+        description, data = found
+        description["operator"] = {"op": str(func), "source": source, "backward": bool(gradients)}
+        name = f"operator-{len(self._known)}"
+        self._session.writer.write_beside(f"{name}.safetensors", data)
+        self._session.writer.write_beside(f"{name}.json", to_json(description).encode("utf-8"))

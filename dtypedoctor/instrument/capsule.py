@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from dtypedoctor.instrument.capture import Tensors, describe, recipe
+from dtypedoctor.instrument.capture import Operator, Tensors, describe, recipe
 from dtypedoctor.instrument.live_call import LiveCall, Repeat, copied, mapped, tensors_of
 from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.operators import tensors_of as operands_of
@@ -32,11 +32,13 @@ from dtypedoctor.values import dataclass
 if TYPE_CHECKING:
     from dtypedoctor.instrument.instruments import Instruments
 
-__all__ = ["CapsuleWatch", "Kind", "Wanted", "capsule_of"]
+__all__ = ["CapsuleWatch", "Kind", "Wanted", "capsule_of", "operator_capsule"]
 
 FORMAT = 1
 MOST_REPEATS = 400
 """Calls that are made to reduce one."""
+MOST_REPEATS_OF_OPERATOR = 40
+"""Calls that are made to reduce an operator, in the program itself."""
 LONGEST = 10.0
 """Seconds that go into reducing one."""
 SEEDS = 4
@@ -179,6 +181,22 @@ def _is_around(fqn: str, inner: str) -> bool:
 def signature(error: BaseException | None) -> str:
     """An exception by its class and message, whatever sizes it names."""
     return "" if error is None else _NUMBER.sub("N", f"{type(error).__name__}: {error}")
+
+
+def operator_capsule(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], error: BaseException | None, limit: int
+) -> tuple[dict[str, Any], bytes] | None:
+    """The capsule of one operator that raises ``error``, or makes something that is not finite of finite operands; None where it does not again.
+
+    Raises:
+        TypeError: an argument cannot be described.
+    """
+    call = LiveCall.entered(Operator(str(func)), "", args, kwargs)
+    kind = Kind.NONFINITE if error is None else Kind.RAISED
+    failing = Failing(kind=kind, error=signature(error), left=MOST_REPEATS_OF_OPERATOR)
+    if not failing.shows(call):
+        return None
+    return capsule_of(call, failing, Wanted(module="", call=0, kind=kind, limit=limit, finding={}))
 
 
 class Origin(OperatorMode):
@@ -359,7 +377,7 @@ def capsule_of(
     description = {
         "capsule": FORMAT,
         "fqn": call.fqn,
-        "class": type(call.module).__name__,
+        "class": call.module.operator if isinstance(call.module, Operator) else type(call.module).__name__,
         "kind": str(wanted.kind),
         "error": failing.error,
         "relative_error": error,
@@ -408,7 +426,14 @@ def _state(tensors: Tensors, sources: Sources) -> dict[str, Any]:
         for name in left:
             key = f"state/{name}".replace(".", "/")
             found[name] = describe(sources.state[name], tensors, key, sources.name_of)
-    return {name: value for name, value in found.items() if "opaque" not in value}
+    return {name: value for name, value in found.items() if not _has_opaque(value)}
+
+
+def _has_opaque(described: Any) -> bool:
+    """Whether something in a described value cannot be made again."""
+    if isinstance(described, dict):
+        return "opaque" in described or any(map(_has_opaque, described.values()))
+    return isinstance(described, list) and any(map(_has_opaque, described))
 
 
 def _cut(call: LiveCall, failing: Failing) -> tuple[LiveCall, list[str]]:

@@ -52,6 +52,44 @@ class Tensors:
         return dict(self._kept)
 
 
+class Operator(nn.Module):
+    """Stands for one operator of torch, so that it can be kept and made again as a module call can.
+
+    Args:
+        name: ``aten.mul.Tensor``.
+        backward: shape and dtype of the gradient that it gave in a backward pass; it runs in one then. None for a forward.
+    """
+
+    def __init__(self, name: str, backward: "tuple[list[int], torch.dtype] | None" = None) -> None:
+        super().__init__()
+        self.operator = name
+        self.backward = backward
+        if backward is not None:
+            shape, dtype = backward
+            self.zero = nn.Parameter(torch.zeros(shape, dtype=dtype))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls it; in a backward pass what it returns is the gradient of a parameter that is 0, which is returned here."""
+        operator: Any = functools.reduce(getattr, self.operator.split("."), torch.ops)
+        if self.backward is None:
+            return operator(*args, **kwargs)
+        return _InBackward.apply(self.zero, lambda: operator(*args, **kwargs))
+
+
+class _InBackward(torch.autograd.Function):
+    """Returns its input, and as its gradient whatever a function gives."""
+
+    @staticmethod
+    def forward(ctx: Any, zero: Tensor, gradient: Callable[[], Any]) -> Tensor:
+        ctx.gradient = gradient
+        return zero.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        with torch.no_grad():
+            return ctx.gradient(), None
+
+
 Name = Callable[[Any], str]
 """Gives a class or function the name by which it can be found again; raises TypeError where it has none."""
 
@@ -71,6 +109,15 @@ def recipe(
     Raises:
         TypeError: the class, or the instance's own forward, cannot be imported from anywhere.
     """
+    if isinstance(module, Operator):
+        return {
+            "operator": module.operator,
+            "class": "",
+            "attributes": {},
+            "parameters": {},
+            "buffers": {},
+            "children": {},
+        }
     named = name_of or importable
     described: dict[str, Any] = {
         "class": named(type(module)),

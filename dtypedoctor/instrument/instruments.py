@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor._torch_private import LOST
-from dtypedoctor.instrument.bad_values import BadValues, ends_of
+from dtypedoctor.instrument.bad_values import OPERATOR_CAPSULES, BadValues, KeptOperators, ends_of
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given
@@ -22,6 +22,7 @@ from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
 from dtypedoctor.instrument.in_place import InPlaceReplays
 from dtypedoctor.instrument.naming import CodePlaces
+from dtypedoctor.instrument.operators import Arguments
 from dtypedoctor.instrument.optrace import OpTrace, OpWindow, OpWindows
 from dtypedoctor.instrument.phases import Exports, Phases, Threads
 from dtypedoctor.instrument.places import When
@@ -104,6 +105,7 @@ class Instruments:
         """Replays calls that fail; begins only where it is asked to."""
         self._windows = OpWindows(self._ops, self.position, windows)
         self._bad = BadValues(session)
+        self._operators_kept: KeptOperators | None = None
         self._exports = Exports(session.guard, self._bad.left)
         self._bad.noticed = self._exports.start
         self.sentinel = self._new_sentinel()
@@ -377,7 +379,17 @@ class Instruments:
         sentinel.wanted = lambda: self.modules.whole
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
         sentinel.computed = self._note_child
+        sentinel.rejected = self.guard.shield(self._keep_rejected, OPERATOR_CAPSULES)
         return sentinel
+
+    def keep_operators(self, limit: int) -> None:
+        """From now on, leaves capsules of operators outside of modules that fail, of at most ``limit`` bytes each, beside the trace."""
+        self._operators_kept = KeptOperators(self.session, limit)
+        self._bad.kept = self.guard.shield(self._operators_kept.made_bad, OPERATOR_CAPSULES)
+
+    def _keep_rejected(self, func: Any, arguments: Arguments, error: BaseException) -> None:
+        if self._operators_kept is not None:
+            self._operators_kept.rejected(func, arguments, error)
 
     def _thread_begins(self, sentinel: Sentinel | None = None) -> None:
         self._of_thread.sentinel = sentinel or self._new_sentinel()

@@ -123,6 +123,7 @@ class Sentinel(OperatorMode):
         quiet: says whether somebody else looks at the operators now.
         wanted: says whether this is a step in which everything is measured.
         raised: called with what an operator has raised; raises nothing itself.
+        rejected: called with an operator that has raised, its arguments, and what it raised; raises nothing itself.
         computed: called in a process that the program has forked from this thread, when it first computes with floating point.
     """
 
@@ -158,6 +159,7 @@ class Sentinel(OperatorMode):
         self.quiet: Callable[[], bool] = lambda: False
         self.wanted: Callable[[], bool] = lambda: True
         self.raised: Callable[[BaseException], None] = lambda _: None
+        self.rejected: Callable[[Any, Arguments, BaseException], None] = lambda *_: None
         self.computed: Callable[[], None] = lambda: None
 
     @classmethod
@@ -379,6 +381,7 @@ class Sentinel(OperatorMode):
             result = func(*args, **kwargs)
         except Exception as error:  # told and passed on; nothing cheaper stands around each operator of a program
             self.raised(error)
+            self.rejected(func, kept, error)
             raise
         with self._looking:
             self._after(func, plan, (args, kwargs), kept, result)

@@ -7,13 +7,16 @@ A module's class in a script cannot be imported by anybody else. What makes it i
 import ast
 import builtins
 import collections
+import functools
 import inspect
+import logging
 import sys
 import sysconfig
 import textwrap
 import types
 from collections.abc import Iterator, Mapping
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,8 @@ SOURCE = "source"
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _NOT_THE_USERS = ("/site-packages/", "/dist-packages/")
+_NEVER_THE_USERS = ("dtypedoctor", "torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl")
+"""Packages that are named wherever they lie, such as beside a program or in a folder of ``PYTHONPATH``."""
 _LITERALS = (bool, int, float, complex, str, bytes, type(None), type(...))
 
 
@@ -144,12 +149,17 @@ class Sources:
             self._add("torch", torch)
 
     def _add_import(self, name: str, thing: Any) -> None:
-        """Something of a library; an object that cannot be imported is state."""
+        """Something of a library. A tensor, a configuration and an object of the user's is state; another one is missed only where it is used."""
         try:
             module, _, path = importable(thing).partition(":")
         except TypeError:
             module = path = ""
-        if not path:
+        if isinstance(thing, logging.Logger):
+            self._add("logging", logging)
+            self._parts[name] = f"{name} = logging.getLogger({thing.name!r})"
+        elif not path and (
+            isinstance(thing, torch.Tensor) or is_the_users(type(thing)) or hasattr(type(thing), "from_dict")
+        ):
             self.state[name] = thing
         if "." not in path and getattr(sys.modules.get(module), path, None) is thing:
             self._parts[name] = f"from {module} import {path}" + (f" as {name}" if path != name else "")
@@ -193,9 +203,18 @@ def is_the_users(thing: Any) -> bool:
     if module is None or module.__name__ == "__main__":
         return module is not None
     file = getattr(module, "__file__", None)
-    if file is None or module.__name__.partition(".")[0] == "dtypedoctor":
+    if file is None or module.__name__.partition(".")[0] in _NEVER_THE_USERS:
         return False
-    return not file.startswith(_LIBRARIES) and not any(part in file for part in _NOT_THE_USERS)
+    if file.startswith(_LIBRARIES) or any(part in file for part in _NOT_THE_USERS):
+        return False
+    return not _is_installed(module.__name__.partition(".")[0], file)
+
+
+@functools.cache
+def _is_installed(package: str, file: str) -> bool:
+    """Whether the metadata of a distribution of this name lie beside the package, as where a wheel was unpacked."""
+    beside = next((folder.parent for folder in Path(file).parents if folder.name == package), None)
+    return beside is not None and next(beside.glob(f"{package}-*.dist-info"), None) is not None
 
 
 def _outermost(thing: Any) -> Any:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.instrument.capture import Operator
+from dtypedoctor.instrument.live_call import tensors_of
 from dtypedoctor.interruptions import contained
-from dtypedoctor.replay.capsule import CAPSULE_TENSORS, read_capsule
+from dtypedoctor.replay.capsule import CAPSULE_TENSORS, Capsule, read_capsule
 from dtypedoctor.replay.script import CannotBeWrittenError, capsule_script
 from dtypedoctor.values import dataclass
 
@@ -100,7 +102,18 @@ def load_capsule(directory: Path, dtype: torch.dtype, device: torch.device) -> n
     if (error := refused.error) is not None:
         words = str(error) if isinstance(error, CannotBeWrittenError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"{directory}: the call cannot be rebuilt here: {words}", "Its libraries must be installed.")
+    if capsule.operator is not None:
+        module = _operator(capsule, arguments)
     return _with_call(module, arguments, script, kept, capsule.fqn, set(capsule.description["requires_grad"]))
+
+
+def _operator(capsule: Capsule, arguments: Any) -> nn.Module:
+    """The operator of a capsule as a module."""
+    op = str(capsule.description["call"]["recipe"]["operator"])
+    if not (capsule.operator or {}).get("backward"):
+        return Operator(op)
+    results = list(tensors_of(Operator(op)(*arguments[0], **arguments[1])))
+    return Operator(op, (list(results[0].shape), results[0].dtype))
 
 
 def _converted(
@@ -121,8 +134,10 @@ def _with_call(
     module: nn.Module, arguments: Any, script: types.ModuleType, kept: dict[str, Tensor], fqn: str, trained: set[str]
 ) -> nn.Module:
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(f"weight.{name}" in trained)
+        parameter.requires_grad_(f"weight.{name}" in trained or isinstance(module, Operator))
     gradients = {index: kept[key] for (_, index), key in script.__dict__.get("GRADIENTS", {}).items()}
+    if isinstance(module, Operator) and module.backward is not None:
+        gradients = {0: torch.ones_like(module.zero)}
     model = Enclosing(fqn, module) if fqn else module
     _calls[model] = Call(
         args=arguments[0],

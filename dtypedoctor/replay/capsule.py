@@ -81,6 +81,12 @@ class Capsule:
         return str(self.description["class"])
 
     @property
+    def operator(self) -> Mapping[str, Any] | None:
+        """Of an operator outside of modules ``op``, ``source`` and whether it ran in a ``backward`` pass; None of a module call."""
+        found = self.description.get("operator")
+        return found if isinstance(found, dict) else None
+
+    @property
     def finding(self) -> Mapping[str, Any]:
         """``id``, ``op``, ``phase``, ``dtype`` and ``summary`` of what was found in the run."""
         found: Mapping[str, Any] = self.description["finding"]

@@ -263,7 +263,7 @@ def capsule_script(capsule: Capsule, *, tensors: str = TENSORS, inline: bool = F
         )
         where = f"{capsule.cls} ({capsule.fqn or 'the whole model'})"
         claim = Claim(
-            title=f"{where}: {finding.get('id')}",
+            title=f"{where if capsule.operator is None else capsule.cls}: {finding.get('id')}",
             about=(str(finding.get("summary", "")),),
             check=_check(held),
             limit=min(_INACCURATE, (held.get("relative_error") or 1) / 2),
@@ -356,6 +356,9 @@ def _comment(texts: Iterable[str]) -> str:
     return "\n".join(f"# {printable(line)}".rstrip() for line in lines)
 
 
+_OPERATOR = re.compile(r"aten\.[a-z_0-9]+\.[A-Za-z_0-9]+")
+
+
 class _Writer:
     """Writes expressions.
 
@@ -397,7 +400,11 @@ class _Writer:
         return {"list": "[{}]", "set": "set([{}])", "size": "torch.Size([{}])"}[kind].format(items)
 
     def module(self, recipe: Mapping[str, Any]) -> str:
-        """A Python expression that makes a module."""
+        """A Python expression that makes a module, or names an operator."""
+        if "operator" in recipe:
+            if not _OPERATOR.fullmatch(recipe["operator"]):
+                raise CannotBeWrittenError("it names no operator of torch")
+            return f"torch.ops.{recipe['operator']}"
         given = [f"{name}={text}" for name, text in self._parts(recipe) if text != "{}"]
         flat = f"made({', '.join([repr(recipe['class']), *given])})"
         if len(flat) <= _LINE and "\n" not in flat:

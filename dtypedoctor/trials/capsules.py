@@ -1,5 +1,6 @@
 """Has a process that stood by catch the failing call of a run, and leaves it as a capsule in the run directory."""
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.redaction.redact import redact, short_paths, without_process_secrets
+from dtypedoctor.redaction.secrets import SECRET
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.wake import before, go_on, waiting_in
 from dtypedoctor.runner.run import BEFORE, Run
@@ -33,6 +35,15 @@ _FINITE = frozenset({
 """Findings about one call of which everything that is returned may be finite."""
 _SEEN_AROUND = ("router-flip",)
 """Findings that show in the module around the one to blame: what a router chooses is used there."""
+_SEEN_IN_OPERATOR = (
+    "float16-overflow",
+    "backward-overflow",
+    "domain-error",
+    "fully-masked-row",
+    "operand-dtype-mismatch",
+    "norm-square-overflow",
+)
+"""Findings that one operator shows, without what is around it."""
 _FIXES_OF_ANY_CALL = ("keep-float32", "bfloat16")
 """Tried on every failing call, beside what the finding proposes."""
 _CALLS = ("forward", "generate", "recompute", "backward")
@@ -51,9 +62,25 @@ def caught_in(
         seconds: that catching and reducing the call may take.
     """
     failures = [finding for finding in findings if finding.severity is not Severity.INFO]
+    operators = sorted(run.directory.glob("operator-*.json"))
+    try:
+        return _caught_in(run, failures, operators, limit, seconds)
+    finally:
+        for path in operators:
+            path.unlink(missing_ok=True)
+            _tensors_of(path).unlink(missing_ok=True)
+
+
+def _caught_in(
+    run: Run, failures: Sequence[Finding], operators: Sequence[Path], limit: int, seconds: float
+) -> Capsule | NoCapsule | None:
     made = sorted(run.directory.glob("capsule-*-*.json"), key=lambda path: int(path.name.split("-")[1]))
-    if not failures or not (made or waiting_in(run.directory)):
+    if not failures or not (made or operators or waiting_in(run.directory)):
         return None
+    operator = _operator_of(failures[0], operators)
+    if operator is not None:
+        description = {**parse_json(read_file(operator)), "finding": _finding(run, failures[0])}
+        return _placed(description, _tensors_of(operator), _place(run))
     try:
         wanted, window = _wanted(run, failures[0], limit, in_place=bool(made))
         if made:
@@ -100,18 +127,33 @@ def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -
         "call": 0 if kind == "backward" else window.call,
         "kind": kind,
         "limit": limit,
-        "finding": {
-            "id": finding.id,
-            "op": finding.op,
-            "phase": finding.phase,
-            "dtype": finding.dtype,
-            "fqn": finding.fqn,
-            "summary": finding.summary,
-            "versions": run.trace.environment.get("versions", {}),
-        },
+        "finding": _finding(run, finding),
         "fixes": list(dict.fromkeys([*finding.remedies, *_FIXES_OF_ANY_CALL])),
     }
     return wanted, window
+
+
+def _finding(run: Run, finding: Finding) -> dict[str, Any]:
+    """What a capsule says of what was found."""
+    return {
+        "id": finding.id,
+        "op": finding.op,
+        "phase": finding.phase,
+        "dtype": finding.dtype,
+        "fqn": finding.fqn,
+        "summary": finding.summary,
+        "versions": run.trace.environment.get("versions", {}),
+    }
+
+
+def _operator_of(finding: Finding, operators: Sequence[Path]) -> Path | None:
+    """The capsule of the operator outside of modules that is to blame; None where it is none, or alone does not show what is found."""
+    if finding.fqn is not None or finding.id not in _SEEN_IN_OPERATOR:
+        return None
+    kept = [(path, parse_json(read_file(path))["operator"]) for path in operators]
+    named = [(path, one) for path, one in kept if one["op"] == finding.op]
+    at_line = [path for path, one in named if one["source"] == finding.source]
+    return next(iter([*at_line, *(path for path, _ in named)]), None)
 
 
 def _is_of_gradient(analysis: Analysis) -> bool:
@@ -203,12 +245,39 @@ def _kept(scratch: Path, directory: Path) -> Capsule | NoCapsule:
 
 def _placed(description: dict[str, Any], tensors: Path, directory: Path) -> Capsule:
     """The capsule, moved to where it belongs, without secrets and paths of this machine."""
+    public = {**redact(description), "source": _without_secrets(description["source"])}
     directory.mkdir()
-    source = without_process_secrets(description.pop("source"))
-    public = {**redact(description), "source": short_paths(source)}
     tensors.rename(directory / CAPSULE_TENSORS)
     (directory / CAPSULE).write_text(to_json(public), encoding="utf-8")
     return read_capsule(directory)
+
+
+_IN_QUOTES = re.compile(rf"""["'][^"']*{re.escape(SECRET)}""")
+
+
+def _without_secrets(source: str) -> str:
+    """Source text without secrets, which still is a program: where a name in it looks like one, only texts in quotes are masked.
+
+    Raises:
+        UsageError: it is none.
+    """
+    masked = short_paths(without_process_secrets(source))
+    if _is_program(masked):
+        return masked
+    old, new = source.split("\n"), masked.split("\n")
+    if len(old) == len(new):
+        lines = [after if _IN_QUOTES.search(after) else before for before, after in zip(old, new, strict=True)]
+        if _is_program("\n".join(lines)):
+            return "\n".join(lines)
+    raise UsageError("the source text of its classes is no program without what looks like a secret in it")
+
+
+def _is_program(text: str) -> bool:
+    try:
+        compile(text, "source", "exec")
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def scenario_of(capsule: Capsule, remedies: Sequence[str]) -> Scenario:
@@ -246,6 +315,8 @@ def same_verdict(capsule: Capsule, findings: Sequence[Finding]) -> str:
     """Whether a replay comes to what was found in the run, as a sentence."""
     wanted = (capsule.finding.get("id"), capsule.finding.get("op"))
     found = [(finding.id, finding.op) for finding in findings if finding.severity is not Severity.INFO]
+    if capsule.operator is not None:  # its operands are the inputs of all that is replayed
+        found = [("operand-dtype-mismatch" if name == "model-input-dtype" else name, op) for name, op in found]
     if not found:
         return f"The replay does not fail; the run failed with {wanted[0]}."
     if found[0] == wanted:

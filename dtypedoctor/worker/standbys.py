@@ -103,6 +103,7 @@ class Standbys:
     def begin(self) -> None:
         """Begins to make them."""
         instruments = self._watch.instruments
+        instruments.keep_operators(self._capsule_limit)
         instruments.modules.before_root.insert(0, instruments.guard.shield(self._before_call, REPLAY_OF_FAILURES))
         instruments.on_suspicion.append(self._keep_latest)
         instruments.modules.on_error.append(self._keep_latest)

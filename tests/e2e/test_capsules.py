@@ -291,3 +291,49 @@ def test_the_script_of_a_capsule_fails_alone_as_the_run_did(text: str, said: str
     status, output, errors = run_clean(tmp_path / "alone" / "repro.py", 60)
     assert status == 1, output + errors
     assert said in output
+
+
+OUTSIDE = """
+import torch
+table = torch.full((6, 4), 300.0).half()
+same = torch.zeros(4, requires_grad=True)
+def distance(one, other):
+    return (one - other).square().sum(-1)
+print(distance(table, torch.zeros(4).half()))
+"""
+
+REJECTED_OUTSIDE = "import torch\ntorch.ones(5, 4) @ torch.ones(4, 3).half()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "op", "said"),
+    [
+        (OUTSIDE, "aten.pow.Tensor_Scalar", "elements are inf or NaN in torch.float16"),
+        (REJECTED_OUTSIDE, "aten.mm.default", "(nothing is raised in float32)"),
+    ],
+    ids=["overflow", "mismatch"],
+)
+def test_an_operator_outside_of_modules_is_kept(text: str, op: str, said: str, tmp_path: Path) -> None:
+    """It replays to the same verdict, and its script fails alone; nothing of it stays beside the trace."""
+    capsule = caught(text, tmp_path)
+    assert isinstance(capsule, Capsule), capsule
+    assert capsule.cls == op
+    assert not list(tmp_path.rglob("operator-*"))
+    finished = dtypedoctor("replay", capsule.directory, "--out", tmp_path / "again", cwd=tmp_path)
+    assert finished.code == 10, finished.err
+    verdict = json.loads((tmp_path / "again" / "report.json").read_text())["replay"]["verdict"]
+    assert verdict.startswith("Same verdict as in the run: ")
+    assert verdict.endswith(f"{op}.")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "repro.py").write_text(capsule_script(capsule, inline=True))
+    status, output, errors = run_clean(tmp_path / "alone" / "repro.py", 60)
+    assert status == 1, errors
+    assert said in output
+    assert len((tmp_path / "alone" / "repro.py").read_text().splitlines()) < 100
+
+
+def test_a_healthy_run_leaves_no_operator_behind(tmp_path: Path) -> None:
+    """An infinity that is looked at and dropped is no failure."""
+    text = "import torch\nx = torch.tensor([1e5]).half().float().clamp(max=1.0)\nprint(torch.nn.Linear(1, 1)(x))\n"
+    assert caught(text, tmp_path) is None
+    assert not list(tmp_path.rglob("operator-*"))
