@@ -88,12 +88,16 @@ def _require_finding(one: object) -> None:
         if not isinstance(value, types):
             wanted = " or ".join("None" if allowed is type(None) else allowed.__name__ for allowed in types)
             raise TypeError(f"{name} of its finding {one.id!r} is {type(value).__name__}, not {wanted}")
-        item_type = Link if name in ("provenance", "met") else str
-        for item in value if isinstance(value, tuple | list) else ():
-            if not isinstance(item, item_type):
-                raise TypeError(
-                    f"{name} of its finding {one.id!r} holds {type(item).__name__}, not {item_type.__name__}"
-                )
+        if isinstance(value, tuple | list):
+            _require_items(one.id, name, value)
+
+
+def _require_items(finding: str, name: str, items: Collection[object]) -> None:
+    """Raises TypeError where a field of a finding holds something else than texts, or links."""
+    item_type = Link if name in ("provenance", "met") else str
+    for item in items:
+        if not isinstance(item, item_type):
+            raise TypeError(f"{name} of its finding {finding!r} holds {type(item).__name__}, not {item_type.__name__}")
 
 
 def _with_fixes_of_class(finding: Finding, read: object) -> Finding:

@@ -426,19 +426,20 @@ def _reach(remedy: Remedy, correction: Correction | None) -> Reach:
     steps = [{"workload": {"kind": "script", "path": "train.py"}}]
     script = Scenario.model_validate({"name": "any", "summary": "any script", "steps": steps})
     tried = is_switched_on(remedy.change(script), script)
-    released: tuple[str, ...] = ()
-    if correction is not None and not tried:
-        released = tuple(
-            one.id for one in registered(Correction).values() if one.edits and _findings(one) & _findings(correction)
-        )
     return Reach(
         remedy=remedy,
         tried_by=" ".join(exec_option(remedy.id)) if tried else "",
         kept=tried and correction is not None,
         applied=tried and correction_named(remedy.id)[0] in registered(Correction),
         edited=correction if correction is not None and correction.edits else None,
-        released=released,
+        released=_released(correction) if correction is not None and not tried else (),
     )
+
+
+def _released(correction: Correction) -> tuple[str, ...]:
+    """The corrections of released libraries for the findings of ``correction``."""
+    everything = registered(Correction).values()
+    return tuple(one.id for one in everything if one.edits and _findings(one) & _findings(correction))
 
 
 def _findings(correction: Correction) -> set[str]:

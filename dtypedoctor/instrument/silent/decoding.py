@@ -109,9 +109,7 @@ class DecodingCheck:
         if self._over or self._position.backward_depth:
             return
         generating = self._position.phase == "generate"
-        if generating and (self._followed > GENERATIONS or self._step & (self._step - 1)):
-            return
-        if not generating and not self._generations:
+        if not (self._may_follow() if generating else self._generations):
             return
         with self._position.mute(), torch.no_grad():
             call = Asked.of(self._session, module, args, kwargs, output)
@@ -121,6 +119,10 @@ class DecodingCheck:
                 self._follow(module, call)
             else:
                 self._compare(module, call)
+
+    def _may_follow(self) -> bool:
+        """Whether this step's generations are followed: those of steps 1, 2, 4, 8 …, as many as there may be."""
+        return self._followed <= GENERATIONS and not self._step & (self._step - 1)
 
     def _follow(self, module: nn.Module, call: Asked) -> None:
         if call.output.dim() != 3:
