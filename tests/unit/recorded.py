@@ -87,18 +87,25 @@ def concluded(treatment: Treatment) -> dict[str, Any]:
     return {
         "findings": [_without_wording(one, "summary", "cause") for one in treatment.findings],
         "trials": [_without_wording(one, "summary", "reason") for one in treatment.trials],
-        "before": plain(asdict(treatment.before_summary)),
-        "reference": plain(asdict(reference)) if reference is not None else None,
+        "before": _without_time(plain(asdict(treatment.before_summary))),
+        "reference": _without_time(plain(asdict(reference))) if reference is not None else None,
         "observer": _without_wording(treatment.observer, "reason"),
         "no_closer": telling(treatment.no_closer),
         "refusals": len(treatment.refusals),
     }
 
 
+def _without_time(run: dict[str, Any]) -> dict[str, Any]:
+    """How long the process took says nothing of its diagnosis."""
+    return {name: value for name, value in run.items() if name != "seconds"}
+
+
 def _without_wording(value: Any, *sentences: str) -> dict[str, Any]:
     said: dict[str, Any] = plain(asdict(value))
     for name in sentences:
         said[name] = telling(said[name])
+    if said.get("run") is not None:
+        said["run"] = _without_time(said["run"])
     if "evidence" in said:
         said["evidence"] = [telling(line) for line in said["evidence"]]
         said["proven_by"] = said["proven_by"] and telling(said["proven_by"])
