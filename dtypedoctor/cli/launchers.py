@@ -12,11 +12,12 @@ from dtypedoctor.errors import UsageError
 _MODULES = {
     "torchrun": "torch.distributed.run",
     "accelerate-launch": "accelerate.commands.launch",
+    "deepspeed": "deepspeed.launcher.runner",
 }
 """Launchers by the name of their program, with the module that does the same in this interpreter."""
 _LAUNCH = {"accelerate": "launch"}
 """The first word behind a program of several verbs, where it is a launcher."""
-_OTHERS = ("deepspeed", "mpirun", "mpiexec", "srun", "horovodrun", "ray")
+_OTHERS = ("mpirun", "mpiexec", "srun", "horovodrun", "ray")
 _WITHOUT_PYTHON = frozenset({"--no-python", "--no_python"})
 _MODULE = frozenset({"-m", "--module"})
 _INTERPRETER = re.compile(r"python[0-9.]*")

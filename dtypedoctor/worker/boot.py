@@ -26,12 +26,13 @@ def begin() -> None:
     """Takes this file's folder off ``sys.path`` and runs what the arguments ask for: mostly a directory with ``request.json``."""
     if not sys.flags.safe_path:
         del sys.path[0]
+    added = _added_by_launcher()
     home = __file__.rsplit("/", 3)[0]
     installed = home in sys.path
     if not installed:
         sys.path.append(home)
     before = _real_modules_first()
-    serve = _service()
+    serve = _service(added)
     if sys.argv[1] in (RANK, LAUNCHED):
         _die_with_torchrun()
     sys.path[:] = before
@@ -40,8 +41,16 @@ def begin() -> None:
     serve()
 
 
-def _service() -> "Callable[[], None]":
-    """What this process is there for; whatever it needs of this package is imported here."""
+def _added_by_launcher() -> "list[str]":
+    """Takes ``--local_rank=N`` away from before this file's own arguments: deepspeed puts it before those of the script."""
+    added = []
+    while sys.argv[1].startswith(("--local_rank=", "--local-rank=")):
+        added.append(sys.argv.pop(1))
+    return added
+
+
+def _service(added: "list[str]") -> "Callable[[], None]":
+    """What this process is there for, ``added`` standing before the script's arguments; whatever it needs of this package is imported here."""
     from pathlib import Path
 
     from dtypedoctor.worker import main_module
@@ -57,7 +66,7 @@ def _service() -> "Callable[[], None]":
     if first == RANK:
         return lambda: script.serve_rank(Path(rest[0]))
     if first == LAUNCHED:
-        return lambda: script.serve_launched(Path(rest[0]))
+        return lambda: script.serve_launched(Path(rest[0]), added)
     return lambda: script.serve(Path(first))
 
 

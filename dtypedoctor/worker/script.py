@@ -11,7 +11,7 @@ import os
 import random
 import stat
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,15 +76,17 @@ def serve_rank(directory: Path) -> None:
     os._exit(status)  # the trace is complete: libraries' exit handlers can only hang or fail here
 
 
-def serve_launched(directory: Path) -> None:
+def serve_launched(directory: Path, added: Sequence[str] = ()) -> None:
     """The same for a process that a launcher of the user's has started; it records beside the others in ``directory``.
 
-    A process that the launcher starts a second time, after a failure, runs the script without being recorded.
+    A process that the launcher starts a second time, after a failure, runs the script without being recorded. The script's arguments
+    begin with ``added``.
     """
     here = member()
     place = rank_directory(directory, here.rank if here is not None else 0)
     request = from_json(read_request(directory))
     settings = request["scenario"]["steps"][0]["workload"]
+    settings["args"] = [*added, *settings["args"]]
     if request["repeats"]:
         request["repeats"] = str(rank_directory(Path("..") / request["repeats"], int(place.name.rpartition("-")[2])))
     try:

@@ -1,11 +1,17 @@
-"""``exec`` with a launcher in front of the script: real torchrun, real accelerate; each process is recorded, and one report tells of all."""
+"""``exec`` with a launcher in front of the script: real torchrun, real accelerate, real deepspeed; each process is recorded, and one report tells of all."""
 
 import os
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from command import dtypedoctor, report_of
+
+from dtypedoctor.runner.process import BOOT
+from dtypedoctor.runner.run import write_request
+from dtypedoctor.scenario.model import Request
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +25,7 @@ from torch import nn
 print("arguments", sys.argv[1:], "name", __name__, "folder", os.path.basename(sys.path[0]))
 rank = int(os.environ.get("RANK", 0))
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-if rank == int(sys.argv[1]):
+if rank == next(int(word) for word in sys.argv[1:] if word.isdecimal()):
     model[1].half()
 model(torch.ones(2, 4))
 """
@@ -67,6 +73,35 @@ def test_a_launcher_that_does_not_come_to_the_script_is_refused(folder: Path) ->
     assert "unrecognized arguments: --no-such-option" in done.err
     assert "torch.distributed.run ended with 2 before it started train.py" in done.err
     assert not (folder / "run").exists()
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_deepspeed_in_front_of_the_script(folder: Path) -> None:
+    """Its launcher starts each rank with ``--local_rank=N`` before the script's own arguments."""
+    command = ("deepspeed", "--num_gpus", "2", "train.py", "1")
+    done = dtypedoctor("exec", "--out", "run", *command, cwd=folder, DS_ACCELERATOR="cpu")
+    assert "arguments ['--local_rank=0', '1']" in done.out
+    (finding,) = report_of(folder / "run")["findings"]
+    assert (finding["id"], finding["rank"]) == ("operand-dtype-mismatch", 1)
+    assert done.code == 10
+
+
+def test_what_a_launcher_adds_reaches_the_script(folder: Path) -> None:
+    """A rank as deepspeed and torch.distributed.launch start it: the local rank stands before this package's own arguments."""
+    (folder / "before").mkdir()
+    step = {"workload": {"kind": "script", "path": "train.py", "args": ["7"]}}
+    request = Request.model_validate({"scenario": {"name": "train", "summary": "A script.", "steps": [step]}})
+    write_request(folder / "before", request)
+    done = subprocess.run(
+        [sys.executable, BOOT, "--local_rank=1", "--launched", folder / "before"],
+        cwd=folder,
+        env=os.environ | {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("arguments ['--local_rank=1', '7'] name __main__")
+    assert (folder / "before" / "rank-1" / "events.jsonl").is_file()
 
 
 def test_the_interpreter_in_front_of_the_script(folder: Path) -> None:

@@ -19,6 +19,7 @@ TORCHRUN, ACCELERATE = "torch.distributed.run", "accelerate.commands.launch"
         (["/somewhere/bin/torchrun", "train.py"], Launch(launcher=(TORCHRUN,), script="train.py", arguments=())),
         (["torchrun", "--standalone", "-m", "package.train", "-m"], Launch(launcher=(TORCHRUN, "--standalone"), script="package.train", arguments=("-m",), module=True)),
         (["accelerate", "launch", "--config_file=a.yaml", "train.py"], Launch(launcher=(ACCELERATE, "--config_file=a.yaml"), script="train.py", arguments=())),
+        (["deepspeed", "--num_gpus", "2", "train.py", "--deepspeed", "ds.json"], Launch(launcher=("deepspeed.launcher.runner", "--num_gpus", "2"), script="train.py", arguments=("--deepspeed", "ds.json"))),
         (["accelerate-launch", "train.py"], Launch(launcher=(ACCELERATE,), script="train.py", arguments=())),
         ([str(Path(sys.executable).parent / "python3"), "train.py", "1"], Launch(script="train.py", arguments=("1",))),
         ([str(Path(sys.executable).parent / "python3"), "-m", "a", "b"], Launch(script="a", arguments=("b",), module=True)),
