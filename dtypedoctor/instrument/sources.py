@@ -43,6 +43,8 @@ class Sources:
         """By name what defines it, in an order in which it can be executed."""
         self._known: dict[str, Any] = {}
         """By name what it stands for."""
+        self._modules: dict[str, set[str]] = {}
+        """By name of a module of the user's what is used of it: such a module is not there elsewhere."""
         self.state: dict[str, Any] = {}
         """What no text makes, by the name that it has in the text: ``Class.attribute`` or a global variable."""
 
@@ -51,6 +53,10 @@ class Sources:
         """The program that defines everything that was named; empty where all of it is importable."""
         imports = [part for part in self._parts.values() if part.startswith(("import ", "from "))]
         rest = [part for part in self._parts.values() if part not in imports]
+        for name, used in self._modules.items():
+            held = ", ".join(f"{one}={one}" for one in sorted(used) if one in self._parts or one in self.state)
+            rest.append(f"{name} = types.SimpleNamespace({held})")
+            imports.append("import types")
         return "\n".join(sorted(set(imports))) + "\n\n" + "\n\n".join(rest) + "\n" if rest else ""
 
     @property
@@ -119,8 +125,22 @@ class Sources:
         """Adds what the text of ``thing``, which is called ``name``, refers to."""
         around = dict(_around(thing))
         for used in _names_in(tree):
-            if used in around and used != name:
+            if used not in around or used == name:
+                continue
+            if isinstance(around[used], types.ModuleType) and _is_module_of_the_user(around[used]):
+                self._add_module(used, around[used], tree)
+            else:
                 self._add(used, around[used])
+
+    def _add_module(self, name: str, module: types.ModuleType, tree: ast.AST) -> None:
+        """Adds what ``tree`` uses of a module of the user's that is called ``name`` in it."""
+        if self._known.setdefault(name, module) is not module:
+            raise TypeError(f"two things are called {name}")
+        attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        for used in {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == name}:
+            if hasattr(module, used):
+                self._add(used, getattr(module, used))
+                self._modules.setdefault(name, set()).add(used)
 
     def _add_lambda(self, function: types.FunctionType) -> str:
         """Gives a lambda expression a name.
@@ -200,8 +220,12 @@ def _lambda_node(function: types.FunctionType) -> ast.Lambda:
 def is_the_users(thing: Any) -> bool:
     """Whether a class or function stands in the program or in a module beside it, and in no library."""
     module = sys.modules.get(getattr(thing, "__module__", None) or "")
-    if module is None or module.__name__ == "__main__":
-        return module is not None
+    return module is not None and _is_module_of_the_user(module)
+
+
+def _is_module_of_the_user(module: types.ModuleType) -> bool:
+    if module.__name__ == "__main__":
+        return True
     file = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] in _NEVER_THE_USERS:
         return False

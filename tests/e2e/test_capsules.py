@@ -337,3 +337,24 @@ def test_a_healthy_run_leaves_no_operator_behind(tmp_path: Path) -> None:
     text = "import torch\nx = torch.tensor([1e5]).half().float().clamp(max=1.0)\nprint(torch.nn.Linear(1, 1)(x))\n"
     assert caught(text, tmp_path) is None
     assert not list(tmp_path.rglob("operator-*"))
+
+
+def test_what_a_script_uses_of_its_own_package_is_carried_along(tmp_path: Path) -> None:
+    """Functions and constants of modules beside the script are not there elsewhere."""
+    package = tmp_path / "ours"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "parts.py").write_text("GAIN = 300.0\ndef scaled(x, by):\n    return x * by * GAIN\n")
+    (package / "model.py").write_text(
+        "import logging\nfrom torch import nn\nfrom . import parts\nlogger = logging.getLogger(__name__)\n"
+        "class Net(nn.Module):\n    def forward(self, x):\n        logger.debug('called')\n"
+        "        return parts.scaled(x, parts.GAIN)\n"
+    )
+    capsule = caught("import torch\nfrom ours.model import Net\nNet()(torch.ones(3, 4).half())\n", tmp_path)
+    assert isinstance(capsule, Capsule), capsule
+    assert "import ours" not in capsule.description["source"]
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "repro.py").write_text(capsule_script(capsule, inline=True))
+    status, output, errors = run_clean(tmp_path / "alone" / "repro.py", 60)
+    assert status == 1, errors
+    assert "elements are inf or NaN in torch.float16" in output
