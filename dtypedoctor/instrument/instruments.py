@@ -115,6 +115,7 @@ class Instruments:
         self.position.silent_work = self._note_child
         self.on_suspicion: list[Callable[[], None]] = []
         """Called when something has just been found not to be finite."""
+        self.on_suspicion.append(self.silent.look_again)
         if watch:
             self._listen()
         else:

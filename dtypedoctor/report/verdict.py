@@ -27,6 +27,7 @@ from dtypedoctor.trace.events import (
     NotWatched,
     Op,
     ParameterNote,
+    ScalerState,
     Site,
 )
 from dtypedoctor.trace.model import Trace
@@ -51,12 +52,15 @@ class Measured:
         bad: the first value that is not finite, in words, whether it matters or not; empty where everything measured is finite.
         matters: the first one that reaches a loss, gradient, parameter or result, and that no op trace shows to be meant so, in
             words; empty where there is none.
+        swallowed: an output of a module that was finite in float16 before and then was not, although no loss shows it, in words; empty where there
+            is none.
     """
 
     counts: Mapping[str, tuple[int, int]]
     skipped: Mapping[str, int] = field(default_factory=dict)
     bad: str = ""
     matters: str = ""
+    swallowed: str = ""
 
     @property
     def nothing(self) -> bool:
@@ -98,6 +102,7 @@ def measured_in(traces: Sequence[Trace], diagnosed: Trace | None = None) -> Meas
         skipped={name: total[f"{name}_skipped"] for name in MEASURED},
         bad=next(filter(None, map(_first_bad, seen)), ""),
         matters=next(filter(None, map(_first_that_matters, judged)), ""),
+        swallowed=next(filter(None, map(_first_swallowed, traces)), ""),
     )
 
 
@@ -145,6 +150,26 @@ def _first_that_matters(trace: Trace) -> str:
         return f"{name} in {trace.moment(incident.step)} ({incident.phase})"
     lost = next((metric for metric in analysis_of(trace).nonfinite_metrics if "loss" in metric.nonfinite), None)
     return f"the loss in step {lost.step}" if lost is not None else ""
+
+
+_REPLACED = (
+    "overflows float16 and was finite before; something replaces the inf or NaN before the loss, and what that does to the loss was not measured: train for "
+    "more steps, or compute this module in bfloat16"
+)
+
+
+def _first_swallowed(trace: Trace) -> str:
+    """The first output that overflows float16 while it is trained: a mask is infinite from the beginning."""
+    skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
+    finite: set[int] = set()
+    for sample, site in trace.measured():
+        if site.kind != "output" or site.dtype != "float16":
+            continue
+        if sample.finite:
+            finite.add(sample.site)
+        elif sample.site in finite and sample.step not in skipped and trace.steps_done:
+            return f"{one_line(site.fqn or site.cls, 80)} in {trace.moment(sample.step)}"
+    return ""
 
 
 _WHAT_TO_DO = {
@@ -295,6 +320,8 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
         )
     if treatment.closer is None and (doubt := doubt_in_words(trace)):
         return Status.UNKNOWN, f"Nothing found, but {doubt}."
+    if measured.swallowed and treatment.closer is None:
+        return Status.UNKNOWN, f"{_capital(measured.swallowed)} {_REPLACED}."
     if trace.end is not None and treatment.observer.bitwise_equal is False:
         return Status.UNKNOWN, f"Nothing found, but instrumentation changed the run: {treatment.observer.reason}."
     return Status.HEALTHY, _healthy(treatment, measured, noted)

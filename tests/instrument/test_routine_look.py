@@ -47,6 +47,20 @@ def binned(x: Tensor) -> Tensor:
     return torch.randn(9)[number] * number.float()
 
 
+@pytest.mark.parametrize("hide", [torch.nan_to_num, lambda y: torch.where(torch.isfinite(y), y, 0)])
+def test_an_overflow_that_training_leads_to_is_looked_at_in_the_next_call(
+    tmp_path: Path, hide: Callable[[Tensor], Tensor]
+) -> None:
+    """The calls that are looked at anyway are long over then, and what replaces the inf hides it from the loss."""
+    inner = Apply(lambda x, size: (x * size) * (x * size))
+    model = Apply(lambda x, size: hide(inner(x, size)))
+    model.inner = inner
+    x = torch.full((4,), 10.0).half()
+    trace = watched(tmp_path, lambda _: [model(x, size) for size in (1, 1, 1, 1, 40, 40, 40)])
+    (one,) = observed(trace, "absorbed")
+    assert (one.call, one.values["born"]["op"], one.values["rescued"]) == (6, "aten.mul.Tensor", 4)
+
+
 def test_memory_that_is_made_like_an_overflowed_tensor_ends_no_overflow(tmp_path: Path) -> None:
     """As dropout makes its mask: what is in there does not come from the inf."""
 

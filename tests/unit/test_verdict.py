@@ -228,3 +228,22 @@ def test_nan_that_was_made_outside_of_modules_and_replaced_is_not_called_finite(
     report = report_on(made.add(Coverage(operators=2, operators_measured=2)).build())
     assert report.status is Status.HEALTHY
     assert "inf or NaN (aten.log.default at train.py:6) reaches no loss, used gradient or parameter" in report.headline
+
+
+@pytest.mark.parametrize(
+    ("before", "skipped", "status"),
+    [(1.0, False, Status.UNKNOWN), (None, False, Status.HEALTHY), (1.0, True, Status.HEALTHY)],
+    ids=["finite before", "infinite from the beginning", "in a step that is skipped"],
+)
+def test_an_output_that_overflows_in_training_and_reaches_no_loss_is_not_called_healthy(
+    before: float | None, skipped: bool, status: Status
+) -> None:
+    """A mask is infinite from the beginning; what becomes infinite has been replaced by something, and by what was not measured."""
+    trace = TraceBuilder()
+    if before is not None:
+        trace.sample("mlp", before, step=1)
+    trace.sample("mlp", 60_000.0, inf=3, step=2, call=2).sample("", 2.0, dtype="float32", kind="loss", step=2, call=2)
+    trace.add(ScalerState(n=trace.n(), step=2, scale=1.0, found_inf=skipped, skipped=skipped))
+    report = report_on(trace.build())
+    assert report.status is status
+    assert ("overflows float16 and was finite before" in report.headline) is (status is Status.UNKNOWN)

@@ -70,6 +70,10 @@ class SilentChecks:
         """The experiment of :class:`GradientCheck`, for the second pass."""
         self._gradients.scaled_backward(tensors)
 
+    def look_again(self) -> None:
+        """Something has been found not to be finite."""
+        self._look.look_again()
+
     def follow_pretrained(self) -> None:
         """transformers has been imported."""
         self._loading.follow_pretrained()

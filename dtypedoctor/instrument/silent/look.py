@@ -2,7 +2,8 @@
 
 What goes wrong between two modules and leaves finite values behind is invisible to the module watch, and nothing fails, so
 that there would never be a reason for an op trace. A look writes nothing but what its checks conclude, and is taken rarely:
-of each outermost module at its calls 1, 2, 16, 128, 1024 …, apart for each phase, forward only.
+of each outermost module at its calls 1, 2, 16, 128, 1024 …, apart for each phase, forward only. After a call in which something was not finite, the next
+one is looked at too, a few times: a program that has got into float16's limits by training hides what it makes there more often than it fails.
 """
 
 from collections import Counter
@@ -44,6 +45,8 @@ from dtypedoctor.values import dataclass
 FIRST_LOOKS = 2
 EACH_LATER = 8
 """The calls that are looked at are 1, 2, and then each 8 times the one before."""
+MORE_LOOKS = 8
+"""Calls that are looked at besides because something was not finite in the one before."""
 
 TOO_LARGE = "a copy of what they overwrite would take too much memory; use a smaller batch to have them checked"
 
@@ -108,6 +111,12 @@ class RoutineLook:
         self._calls: Counter[tuple[int, str]] = Counter()
         self._mode: _Mode | None = None
         self._thread = 0
+        self._more_looks = MORE_LOOKS
+        self._looks_again = False
+
+    def look_again(self) -> None:
+        """Something has just been found not to be finite: the next call forward is looked at too. Nothing may have come of it."""
+        self._looks_again = self._more_looks > 0
 
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins."""
@@ -117,7 +126,9 @@ class RoutineLook:
             return
         key = (id(module), position.phase)
         self._calls[key] += 1
-        if _is_looked_at(self._calls[key]) and _may_look(module):
+        again, self._looks_again = self._looks_again, False
+        self._more_looks -= again
+        if (again or _is_looked_at(self._calls[key])) and _may_look(module):
             self._mode = _Mode(self._checks, self._session)
             self._thread = get_ident()
             self._mode.__enter__()
