@@ -243,7 +243,8 @@ def test_an_output_that_overflows_in_training_and_reaches_no_loss_is_not_called_
     if before is not None:
         trace.sample("mlp", before, step=1)
     trace.sample("mlp", 60_000.0, inf=3, step=2, call=2).sample("", 2.0, dtype="float32", kind="loss", step=2, call=2)
-    trace.add(ScalerState(n=trace.n(), step=2, scale=1.0, found_inf=skipped, skipped=skipped))
+    trace.sample("", 2.0, dtype="float32", kind="loss", step=3, call=3)
+    trace.add(ScalerState(n=trace.n(), step=2, scale=1024.0, found_inf=skipped, skipped=skipped))
     report = report_on(trace.build())
     assert report.status is status
     assert ("overflows float16 and was finite before" in report.headline) is (status is Status.UNKNOWN)
