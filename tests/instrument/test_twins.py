@@ -141,6 +141,16 @@ def test_the_same_weights_outside_of_the_policys_region(tmp_path: Path) -> None:
     assert "float32 in bfloat16 autocast" in found.summary
 
 
+def test_a_region_that_the_policys_own_forward_opens(tmp_path: Path) -> None:
+    """As accelerate has it do, where the reference was not prepared; buffers of a cast copy are cast with it."""
+    policy = Speaker()
+    reference = copy.deepcopy(policy)
+    policy.forward = torch.autocast("cpu", dtype=HALF)(policy.forward)
+    (found,) = findings(tmp_path, lambda: train(policy, reference))
+    assert (found.confidence, found.severity) == ("likely", Severity.WARNING)
+    assert "(float32 in bfloat16 autocast)" in found.summary
+
+
 def test_what_a_policy_said_before_its_last_step_is_not_compared(tmp_path: Path) -> None:
     """A new copy of it in bfloat16 is called on tokens that the policy saw with other weights."""
     policy = Speaker()

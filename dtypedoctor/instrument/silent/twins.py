@@ -227,8 +227,8 @@ class TwinCheck:
         if model is None or other is None or not wide.repeatable:
             return None, None
         weights = _in_the_dtypes_of(model, other)
-        if weights is None:
-            return None, None
+        if weights is None or (not weights and wide.autocast == narrow.autocast):
+            return None, None  # what differs is inside of the call
         as_it_is = made_again(self._session, model, wide, {}, wide.autocast)
         in_its_dtype = made_again(self._session, model, wide, weights, narrow.autocast)
         if as_it_is is None or in_its_dtype is None:
@@ -392,10 +392,15 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter) or any(part in name for part in _ADAPTERS):
             continue
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        found[name] = parameter
+        found[_plain(name)] = parameter
     return found
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter without those of wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def main_parameter(model: nn.Module) -> Tensor:
@@ -442,27 +447,30 @@ def versions_of(model: nn.Module) -> int:
 
 
 def _in_the_dtypes_of(model: nn.Module, other: nn.Module) -> dict[str, Tensor] | None:
-    """The parameters of ``model`` that have another dtype than those of ``other``, cast to it; None where that takes too much memory."""
-    wanted = {name: parameter.dtype for name, parameter in _weights(other).items()}
-    plain = {id(parameter): name for name, parameter in _weights(model).items()}
+    """The parameters and buffers of ``model`` that have another dtype than those of ``other``, cast to it; None where that takes too much memory."""
+    wanted = {_plain(name): tensor.dtype for name, tensor in _state(other)}
     narrow = main_parameter(other).dtype
-    dtypes = {name: wanted.get(plain.get(id(p), ""), narrow) for name, p in model.named_parameters()}
-    return _cast(model, dtypes)
+    return _cast(model, {name: wanted.get(_plain(name), narrow) for name, _ in _state(model)})
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """The parameters of ``model`` that have another dtype, cast to ``dtype``; None where that takes too much memory."""
-    return _cast(model, {name: dtype for name, _ in model.named_parameters()})
+    """The parameters and buffers of ``model`` that have another dtype, cast to ``dtype``; None where that takes too much memory."""
+    return _cast(model, {name: dtype for name, _ in _state(model)})
 
 
 def _cast(model: nn.Module, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor] | None:
     casts: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype is not dtypes[name]:
-            casts[name] = parameter.detach()
-    if not fits(sum(p.numel() * dtypes[name].itemsize for name, p in casts.items()), main_parameter(model).device):
+    for name, tensor in _state(model):
+        if tensor.is_floating_point() and tensor.dtype is not dtypes[name]:
+            casts[name] = tensor.detach()
+    if not fits(sum(t.numel() * dtypes[name].itemsize for name, t in casts.items()), main_parameter(model).device):
         return None
-    return {name: parameter.to(dtypes[name]) for name, parameter in casts.items()}
+    return {name: tensor.to(dtypes[name]) for name, tensor in casts.items()}
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def made_again(

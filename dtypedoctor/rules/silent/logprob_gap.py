@@ -52,30 +52,38 @@ def _of_two_models(trace: Trace) -> Finding | None:
     for seen in trace.observed(Twins):
         what = seen.what
         is_average = (what.trainer, what.generator) in averages  # kept wider on purpose, as averages must be
-        if not is_average and _is_made_by_the_dtype(what):
-            return _twins(seen)
+        ways = _ways_of_two(trace, what)
+        if not is_average and _is_made_by_the_dtype(what, ways):
+            return _twins(seen, ways)
     return None
 
 
-def _is_made_by_the_dtype(what: Twins) -> bool:
+def _is_made_by_the_dtype(what: Twins, ways: tuple[str, str]) -> bool:
     if what.moved is None or what.apart is None:  # not called again
-        return not what.dropout and what.largest_gap > GAP and _way(what, trainer=True) != _way(what, trainer=False)
+        return not what.dropout and what.largest_gap > GAP and ways[0] != ways[1]
     gone = what.dropout or what.apart <= max(WHAT_IS_LEFT * what.largest_gap, SAME)
     return gone and what.moved > SAME
 
 
-def _way(what: Twins, *, trainer: bool) -> str:
-    """How one of the two computes, in words."""
-    dtype, region = (
-        (what.trainer_dtype, what.trainer_autocast) if trainer else (what.generator_dtype, what.generator_autocast)
+def _ways_of_two(trace: Trace, what: Twins) -> tuple[str, str]:
+    """How the trained model and the other compute, in words."""
+    return (
+        _way(trace, what.trainer, what.trainer_dtype, what.trainer_autocast),
+        _way(trace, what.generator, what.generator_dtype, what.generator_autocast),
     )
+
+
+def _way(trace: Trace, root: int | None, dtype: str, region: str | None) -> str:
+    """The dtype of the weights, and the region that the model is called in or that its own ``forward`` opens, as accelerate has it do."""
+    inside = (flow.autocast for flow in trace.all(Flow) if root is not None and flow.root == root and flow.autocast)
+    region = region or next(inside, None)
     return f"{dtype} in {region} autocast" if region else dtype
 
 
-def _twins(seen: Observed[Twins]) -> Finding:
+def _twins(seen: Observed[Twins], ways: tuple[str, str]) -> Finding:
     what = seen.what
     gap = what.largest_gap if what.moved is None or not what.dropout else what.moved
-    ours, theirs = _way(what, trainer=True), _way(what, trainer=False)
+    ours, theirs = ways
     tokens = "tokens" if what.choices == 1 else f"{what.choices:,} choices, those above 0.1%"
     random = "dropout is left out of the second figure" if what.dropout else "neither drops anything at random"
     called_again: tuple[str, ...] = ()
