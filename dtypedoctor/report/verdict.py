@@ -161,10 +161,9 @@ _REPLACED = (
 def _first_swallowed(trace: Trace) -> str:
     """The first output that overflows float16 while it is trained: a mask is infinite from the beginning."""
     skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
+    outputs = ((sample, site) for sample, site in trace.measured() if site.kind == "output" and site.dtype == "float16")
     finite: set[int] = set()
-    for sample, site in trace.measured():
-        if site.kind != "output" or site.dtype != "float16":
-            continue
+    for sample, site in outputs:
         if sample.finite:
             finite.add(sample.site)
         elif sample.site in finite and sample.step not in skipped and trace.steps_done:

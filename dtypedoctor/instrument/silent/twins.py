@@ -231,10 +231,8 @@ class TwinCheck:
             return None, None  # what differs is inside of the call
         as_it_is = made_again(self._session, model, wide, {}, wide.autocast)
         in_its_dtype = made_again(self._session, model, wide, weights, narrow.autocast)
-        if as_it_is is None or in_its_dtype is None:
-            return None, None
-        moved, apart = _largest(_gaps(as_it_is, in_its_dtype)), _largest(_gaps(in_its_dtype, narrow))
-        return (moved, apart) if moved is not None and apart is not None else (None, None)
+        moved, apart = _largest_gap(as_it_is, in_its_dtype), _largest_gap(in_its_dtype, narrow)
+        return (None, None) if moved is None or apart is None else (moved, apart)
 
     def _look_whether_moved(self, module: nn.Module) -> None:
         """Tells of a generator that is an average of the policy: the first optimizer step has changed it, and not to the policy's weights."""
@@ -267,10 +265,9 @@ def _trained_first(one: Asked, other: Asked) -> tuple[Asked, Asked]:
     return (one, other) if model is not None and model.training else (other, one)
 
 
-def _largest(gaps: Tensor | None) -> float | None:
-    if gaps is None or not gaps.numel():
-        return None
-    largest = float(gaps.max())
+def _largest_gap(one: Asked | None, other: Asked | None) -> float | None:
+    gaps = _gaps(one, other) if one is not None and other is not None else None
+    largest = float(gaps.max()) if gaps is not None and gaps.numel() else math.inf
     return largest if math.isfinite(largest) else None
 
 
