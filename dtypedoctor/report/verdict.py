@@ -102,7 +102,7 @@ def measured_in(traces: Sequence[Trace], diagnosed: Trace | None = None) -> Meas
         skipped={name: total[f"{name}_skipped"] for name in MEASURED},
         bad=next(filter(None, map(_first_bad, seen)), ""),
         matters=next(filter(None, map(_first_that_matters, judged)), ""),
-        swallowed=next(filter(None, map(_first_swallowed, traces)), ""),
+        swallowed=next(filter(None, (_first_swallowed(trace) for trace in traces if trace.steps_done)), ""),
     )
 
 
@@ -161,14 +161,19 @@ _REPLACED = (
 def _first_swallowed(trace: Trace) -> str:
     """The first output that overflows float16 while it is trained: a mask is infinite from the beginning."""
     skipped = {state.step for state in trace.all(ScalerState) if state.skipped}
-    outputs = ((sample, site) for sample, site in trace.measured() if site.kind == "output" and site.dtype == "float16")
     finite: set[int] = set()
-    for sample, site in outputs:
+    for sample, site in trace.measured():
+        if not _is_float16_output(site) or sample.step in skipped:
+            continue
         if sample.finite:
             finite.add(sample.site)
-        elif sample.site in finite and sample.step not in skipped and trace.steps_done:
+        elif sample.site in finite:
             return f"{one_line(site.fqn or site.cls, 80)} in {trace.moment(sample.step)}"
     return ""
+
+
+def _is_float16_output(site: Site) -> bool:
+    return site.kind == "output" and site.dtype == "float16"
 
 
 _WHAT_TO_DO = {
