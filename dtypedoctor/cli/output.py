@@ -234,6 +234,19 @@ def show(document: "Document", format: str) -> None:
     print_text(format_named(format).render(document))
 
 
+def show_markdown(text: str) -> None:
+    """Prints Markdown: drawn, and in the pager where it is longer than the window, at a terminal; else as it is."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.markdown import Markdown
+
+    os.environ.setdefault("LESS", "-FRX")  # colors, and no pager for what fits
+    console = console_for(sys.stdout)
+    with console.pager(styles=True):
+        console.print(Markdown(text, code_theme="ansi_dark"))
+
+
 def print_text(text: str) -> None:
     """Prints a finished report.
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dtypedoctor.cli import completion
-from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, print_text, show, shows_runs
+from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, print_text, show, show_markdown, shows_runs
 from dtypedoctor.errors import ExitCode, UsageError
 
 
@@ -192,7 +192,7 @@ def explain(
     if fix is not None and finding not in finding_ids():
         print(about(fix))
         return
-    print(readable_page(finding))
+    show_markdown(readable_page(finding))
     if fix is not None:  # a finding and its fix may have one id
         print(f"\n## The fix of this name\n\n{about(fix)}")
 

@@ -224,7 +224,7 @@ def inspection_document(inspection: Inspection) -> Document:
         good=not inspection.troubled,
         sections=tuple(sections),
         checks=tuple(map(_check, findings)),
-        next_command=f"dtypedoctor explain {findings[0].id if findings else 'FINDING_ID'}",
+        next_command=f"dtypedoctor explain {findings[0].id}" if findings else "",
         data=lambda: _data(inspection),
     )
 

@@ -192,12 +192,21 @@ def load_scenario(path: Path, known: Mapping[str, Collection[str]] | None = None
         problems += told + [problem for problem in found if problem.place not in told_places]
     if problems or scenario is None:
         raise refusal(path, problems, f"{_HINT}{switched_off()}")
-    return _with_scripts_beside(scenario, path.resolve().parent)
+    return _with_files_beside(scenario, path.resolve().parent)
 
 
-def _with_scripts_beside(scenario: Scenario, folder: Path) -> Scenario:
-    """Scripts that are not found from the working directory are those in the scenario's own."""
+def _with_files_beside(scenario: Scenario, folder: Path) -> Scenario:
+    """Scripts and folders of models that are not found from the working directory are those in the scenario's own."""
     steps = scenario.model_dump()["steps"]
+    for step in steps:
+        name = step["model"]["name"] if step["model"] is not None else None
+        if (
+            name is not None
+            and ":" not in name
+            and not _exists(Path(name))
+            and (folder / name / "config.json").is_file()
+        ):
+            step["model"]["name"] = str(folder / name)
     for step in steps:
         script = step["workload"].get("path") if step["workload"]["kind"] == "script" else None
         if script is not None and not _exists(Path(script)) and _is_file(folder / script):

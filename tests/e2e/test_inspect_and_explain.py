@@ -1,6 +1,8 @@
 """``dtypedoctor inspect`` and ``dtypedoctor explain`` through the real command line."""
 
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -116,3 +118,32 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.stderr.strip() == "[]"
     assert "exec" in done.stdout
+
+
+def test_explain_draws_the_page_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headings without their signs, tables with lines; through the pager that the environment names."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PAGER": "cat", "TERM": "xterm-256color", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "dtypedoctor", "explain", "float16-overflow"]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment):
+        os.close(theirs)
+        written = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # Linux's way of saying that the terminal's last user has gone
+                break
+            if not part:
+                break
+            written += part
+    os.close(ours)
+    shown = re.sub(r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b]*\x1b\\\\", "", written.decode())
+    assert "How to fix it" in shown
+    assert not re.search(r"^#+ ", shown, re.MULTILINE)
+
+
+def test_nothing_is_proposed_to_be_explained_where_nothing_is_found(tmp_path: Path) -> None:
+    """No placeholder to be typed."""
+    finished = in_this_process("inspect", checkpoint(tmp_path / "model", torch.float16, "float16"))
+    assert finished.code == 0
+    assert "explain" not in finished.out

@@ -205,3 +205,17 @@ def test_a_file_without_permission_is_told(tmp_path: Path) -> None:
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     """A data file given by mistake is refused by its size."""
     assert mistakes(written(tmp_path, b"#" * (LARGEST_FILE + 1))) == ["larger than 128 KiB"]
+
+
+def test_a_model_folder_beside_the_file_is_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path in the file is one from the working directory, or else from the file's folder."""
+    (tmp_path / "files" / "tiny").mkdir(parents=True)
+    (tmp_path / "files" / "tiny" / "config.json").write_text("{}")
+    file = tmp_path / "files" / "own.yaml"
+    file.write_text("name: own\nsummary: A folder.\nsteps:\n  - model: {name: ./tiny}\n    workload: {kind: forward}\n")
+    monkeypatch.chdir(tmp_path)
+    model = load_scenario(file).steps[0].model
+    assert model is not None
+    assert Path(model.name).resolve() == (tmp_path / "files" / "tiny").resolve()
