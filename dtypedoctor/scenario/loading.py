@@ -199,19 +199,17 @@ def _with_files_beside(scenario: Scenario, folder: Path) -> Scenario:
     """Scripts and folders of models that are not found from the working directory are those in the scenario's own."""
     steps = scenario.model_dump()["steps"]
     for step in steps:
-        name = step["model"]["name"] if step["model"] is not None else None
-        if (
-            name is not None
-            and ":" not in name
-            and not _exists(Path(name))
-            and (folder / name / "config.json").is_file()
-        ):
-            step["model"]["name"] = str(folder / name)
-    for step in steps:
-        script = step["workload"].get("path") if step["workload"]["kind"] == "script" else None
-        if script is not None and not _exists(Path(script)) and _is_file(folder / script):
-            step["workload"]["path"] = str(folder / script)
+        if step["workload"]["kind"] == "script" and step["workload"]["path"] is not None:
+            step["workload"]["path"] = _beside(step["workload"]["path"], folder)
+        if step["model"] is not None and ":" not in step["model"]["name"]:
+            step["model"]["name"] = _beside(step["model"]["name"], folder, "config.json")
     return scenario.with_changes(steps=steps)
+
+
+def _beside(name: str, folder: Path, file: str = "") -> str:
+    """The path from ``folder`` where there is such a file, or a folder with ``file``, and none in the working directory; else ``name``."""
+    found = not _exists(Path(name)) and _is_file(folder / name / file if file else folder / name)
+    return str(folder / name) if found else name
 
 
 BUILTIN = "builtin:"
