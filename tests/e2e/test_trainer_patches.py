@@ -15,7 +15,7 @@ from dtypedoctor.corrections.contract import install_edits
 from dtypedoctor.plugins import Correction, registered
 
 PROGRAMS = Path(__file__).parents[2] / "scenarios" / "trainers" / "programs"
-ADAPTERS, SCORES = "trl-float32-adapters", "transformers-opt-clamped-scores"
+ADAPTERS, SCORES = "trl-float32-adapters", "transformers-opt-float32-scores"
 CASES = {
     ADAPTERS: [("adapters.py", "dpo", "packed"), ("adapters.py", "grpo", "packed", "saved")],
     SCORES: [("overflow.py", "opt", "float16")],

@@ -30,24 +30,21 @@ CORRECTIONS = (
         ),
     ),
     Correction(
-        id="transformers-opt-clamped-scores",
-        summary="hold the masked attention scores of transformers' OPT within the range of their dtype, so that none is -inf",
+        id="transformers-opt-float32-scores",
+        summary="add the mask to the attention scores of transformers' OPT in float32, in which the softmax is computed anyway",
         fixes=(("fully-masked-row", "OPTAttention"),),
         proves=("fully-masked-row",),
         prefer="an OPT has to stay in float16",
         library="transformers",
         seen=("5.23.0",),
-        test="transformers_opt_clamped_scores.txt",
+        test="transformers_opt_float32_scores.txt",
         edits=(
             Edit(
                 module="transformers.models.opt.modeling_opt",
                 function="eager_attention_forward",
                 parameters=("module", "query", "key", "value", "attention_mask"),
                 old="attn_weights = attn_weights + attention_mask",
-                new=(
-                    "smallest = torch.finfo(attn_weights.dtype).min  # a row of -inf has no softmax\n"
-                    "attn_weights = (attn_weights + attention_mask).clamp(min=smallest)"
-                ),
+                new="attn_weights = attn_weights.float() + attention_mask  # a sum of -inf in a whole row has no softmax",
                 acts="attn_weights.dtype is torch.float16",
             ),
         ),
