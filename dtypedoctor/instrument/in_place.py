@@ -411,13 +411,16 @@ class InPlaceReplays:
         news = sorted(self._modules.news())
         if news and self._follows_from_step():
             return
-        forward = next((one for one in news if one.kind in RESULTS), None)
-        backward = next((one for one in news if one.kind in GRADIENTS), None)
-        if forward is not None:
-            self._replay_forward(forward)
-        if backward is not None and (not self._sharded or self._is_new("gradient", backward.step)):
-            self._through(self._calls_behind(backward), "gradient", None)
+        for found in [one for one in news if one.kind in RESULTS][:1]:
+            self._replay_forward(found)
+        for found in [one for one in news if one.kind in GRADIENTS][:1]:
+            self._replay_backward(found)
         self._replay_waiting()
+
+    def _replay_backward(self, found: Nonfinite) -> None:
+        """Replays the backward pass through the calls behind a gradient that is not finite; under FSDP2 once a step."""
+        if not self._sharded or self._is_new("gradient", found.step):
+            self._through(self._calls_behind(found), "gradient", None)
 
     def _follows_from_step(self) -> bool:
         """Whether an optimizer step has made a parameter inf or NaN; the step is made again, and what follows from it is not."""
