@@ -464,7 +464,7 @@ class InPlaceReplays:
         last: KeptCall | None = None
         for kept in calls:
             if not kept.gets_finite_gradients():
-                return [last or kept]
+                return [last] if last is not None else []  # else the loss itself was not finite
             if kept.live.gradients:
                 last = kept
             if kept.live.fqn and kept.holds(kept.call, gradient.fqn):
