@@ -39,6 +39,8 @@ MOST_REPEATS = 400
 """Calls that are made to reduce one."""
 MOST_REPEATS_OF_OPERATOR = 40
 """Calls that are made to reduce an operator, in the program itself."""
+LONGEST_OF_OPERATOR = 0.5
+"""Seconds that go into reducing an operator."""
 LONGEST = 10.0
 """Seconds that go into reducing one."""
 SEEDS = 4
@@ -193,7 +195,8 @@ def operator_capsule(
     """
     call = LiveCall.entered(Operator(str(func)), "", args, kwargs)
     kind = Kind.NONFINITE if error is None else Kind.RAISED
-    failing = Failing(kind=kind, error=signature(error), left=MOST_REPEATS_OF_OPERATOR)
+    until = perf_counter() + LONGEST_OF_OPERATOR
+    failing = Failing(kind=kind, error=signature(error), left=MOST_REPEATS_OF_OPERATOR, until=until)
     if not failing.shows(call):
         return None
     return capsule_of(call, failing, Wanted(module="", call=0, kind=kind, limit=limit, finding={}))
