@@ -176,7 +176,8 @@ def execute(
     from dtypedoctor.report.to_terminal import print_document
 
     print_document(run_document(report), console_for(sys.stderr))
-    leave_report_page(directory, report, open_it=open_page)
+    if open_page or exit_code(report):  # drawing it for a healthy script would cost as much as the rest of the report
+        leave_report_page(directory, report, open_it=open_page)
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)
 

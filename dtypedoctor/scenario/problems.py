@@ -4,12 +4,13 @@ import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Self
-
-from pydantic_core import ErrorDetails
+from typing import TYPE_CHECKING, Any, Self
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.values import dataclass
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails  # a script's process imports this module, and no pydantic
 
 # Nobody misspells an id into more than this, and comparing long texts takes quadratic time.
 _LONGEST = 100
@@ -111,7 +112,7 @@ _OTHER_WORDS = {
 _NAME_WORDS = "lowercase letters, digits, '.', '_' and '-', beginning with a letter or digit"
 
 
-def in_words(error: ErrorDetails) -> str:
+def in_words(error: "ErrorDetails") -> str:
     """One error of pydantic as ``must be an integer, got 'eight'``, without its place.
 
     Kinds of error that no scenario can cause today fall back to pydantic's own sentence.
@@ -122,7 +123,7 @@ def in_words(error: ErrorDetails) -> str:
     return words(error["input"], error.get("ctx", {}))
 
 
-def allowed_words(error: ErrorDetails) -> list[str]:
+def allowed_words(error: "ErrorDetails") -> list[str]:
     """The words that pydantic lists as allowed, for errors that list some."""
     return _listed(error.get("ctx", {}))
 
