@@ -81,8 +81,8 @@ TOP_LEVEL = {
         ),
     ),
     "an id that is too long": (
-        f"remedies: [{'a' * 101}]",
-        f"7:12: remedies[0]: must be at most 100 characters, got '{'a' * 60}…'",
+        f"remedies: [{'a' * 1001}]",
+        f"7:12: remedies[0]: must be at most 1000 characters, got '{'a' * 60}…'",
     ),
     "a missing key inside": ("corrections: [{modules: []}]", "7:15: corrections[0].id: this key is missing"),
 }
