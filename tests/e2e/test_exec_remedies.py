@@ -57,6 +57,8 @@ SCALED = """
             return x * self.scale
 
     model = nn.Sequential(nn.Linear(2, 2), {name}(), nn.Linear(2, 1)).half()
+    nn.init.ones_(model[0].weight)
+    nn.init.constant_(model[2].weight, 0.01)
     print((model(torch.full((2, 2), 900.0).half()).float() * 1e-6).sum())
 """
 
