@@ -115,7 +115,7 @@ class Capsule:
 
     @property
     def fixes(self) -> tuple[CallFix, ...]:
-        """The fixes that were tried on the call when it was kept; none where it was kept on CUDA, or by an older version."""
+        """The fixes that were tried on the call when it was kept; none where an older version has kept it."""
         found = self.description.get("fixes")
         rows = found if isinstance(found, list) else []
         return tuple(

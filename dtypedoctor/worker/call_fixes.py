@@ -29,8 +29,6 @@ from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, read_capsule
 from dtypedoctor.unpatched import process_time, to_json
 
-ON_CUDA = False
-"""Whether fixes are tried in a process that uses CUDA; not yet confirmed there."""
 LONGEST = 3.0
 """Seconds of processor time after which no other fix is tried."""
 FIXED, NOT_FIXED, NOT_TRIED = "fixed", "not-fixed", "not-tried"
@@ -94,8 +92,6 @@ def try_on_capsules(directory: Path) -> None:
     Args:
         directory: of the trace.
     """
-    if torch.cuda.is_initialized() and not ON_CUDA:
-        return
     for path in sorted(directory.glob("capsule-*-*.json")):
         with contained():  # without this the capsule says nothing of fixes
             description = parse_json(path.read_bytes())
