@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from inspect import unwrap
 from itertools import zip_longest
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from dtypedoctor._torch_private import copy_all, version_of
 from dtypedoctor.instrument.copies import share_of_device
 from dtypedoctor.instrument.frames import source_of
-from dtypedoctor.instrument.optrace import OpTrace
 from dtypedoctor.instrument.repeated_call import at_moment, bytes_of, is_finite, is_same
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable, out_of_their_sight
@@ -30,6 +29,9 @@ from dtypedoctor.redaction.messages import message_of
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.records.execution import ReplayedCall
 from dtypedoctor.values import dataclass
+
+if TYPE_CHECKING:
+    from dtypedoctor.instrument.optrace import OpTrace
 
 __all__ = ["OptimizerReplays"]
 
@@ -125,7 +127,7 @@ class OptimizerReplays:
         has_explained: whether a step was found that has spoilt a parameter: what is not finite later follows from it.
     """
 
-    def __init__(self, session: Session, new_trace: Callable[[], OpTrace], measure: Callable[[], None]) -> None:
+    def __init__(self, session: Session, new_trace: "Callable[[], OpTrace]", measure: Callable[[], None]) -> None:
         self._session = session
         self._new_trace = new_trace
         self._measure = measure
