@@ -422,7 +422,17 @@ def _of_ranks(directory: Path, ended: WorkerExit) -> Run:
     failures = _failures(directory)
     started = sorted({*ranks, *failures})  # one that failed before it came to the script has no directory
     runs = [_collect(directory, rank, ended, failures, foreign=True) for rank in started]
-    return led_by(tuple(runs), min(failures, key=lambda rank: float(failures[rank]["time"]), default=min(ranks)))
+    return led_by(tuple(runs), _first_failure(failures, default=min(ranks)))
+
+
+def _first_failure(failures: dict[int, dict[str, Any]], *, default: int) -> int:
+    """The rank that failed first. Times are whole seconds, and whom torchrun ended by SIGTERM may share that of the rank that failed."""
+
+    def order(rank: int) -> tuple[bool, float]:
+        failure = failures[rank]
+        return int(failure["code"]) == -signal.SIGTERM, float(failure["time"])
+
+    return min(failures, key=order, default=default)
 
 
 _TORCHRUN = "torch.distributed.run"
@@ -482,8 +492,7 @@ def run_ranks(
     failures = _failures(directory)
     foreign = isinstance(request.scenario.steps[0].workload, Script)
     runs = [_collect(directory, rank, ended, failures, foreign=foreign) for rank in range(count)]
-    leading = min(failures, key=lambda rank: float(failures[rank]["time"]), default=0)
-    return led_by(tuple(runs), leading)
+    return led_by(tuple(runs), _first_failure(failures, default=0))
 
 
 def _torchrun(directory: Path, count: int) -> list[str]:
@@ -519,11 +528,15 @@ def _collect(
 ) -> Run:
     """One rank's run.
 
-    When a rank fails, torchrun stops the others. Those whose traces had an end by then are taken at the word of these.
+    When a rank fails, torchrun ends the others by SIGTERM, also those that are ending by themselves: what they would have ended with is not
+    known. Those whose traces had an end by then are taken at the word of these.
     """
     place = rank_directory(directory, rank)
     code = int(failures[rank]["code"]) if rank in failures else -signal.SIGTERM if failures else ended.code
-    run = collect(place, ended if ended.timed_out else replace(ended, code=code), foreign=foreign)
+    if ended.timed_out:
+        return replace(collect(place, ended, foreign=foreign), rank=rank)
+    by_launcher = signal.SIGTERM if rank in failures and code == -signal.SIGTERM else 0
+    run = collect(place, replace(ended, code=code, ended_by_launcher=by_launcher), foreign=foreign)
     end = run.trace.end
     if end is not None and run.exit.code == -signal.SIGTERM:
         run = collect(place, replace(run.exit, code=int(end.outcome != "completed")), foreign=foreign)

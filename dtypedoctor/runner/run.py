@@ -53,6 +53,8 @@ class WorkerExit:
         unknown: whether nobody was there to see it.
         asked_to_end: the signal that asked it to end and came by way of the doctor; 0 where none did. It may have heeded it in
             its own time and with any status.
+        ended_by_launcher: the signal by which its launcher ended it because another of its processes had failed; 0 where it ended by itself. If
+            its trace has an end, ``code`` is what that stands for, and not a status that it ended with.
     """
 
     code: int
@@ -60,6 +62,7 @@ class WorkerExit:
     seconds: float
     unknown: bool = False
     asked_to_end: int = 0
+    ended_by_launcher: int = 0
 
     def describe(self) -> str:
         """How it ended, in words."""
@@ -67,6 +70,8 @@ class WorkerExit:
             return "ended; its exit status was not recorded"
         if self.timed_out:
             return f"was stopped at its time limit after {self.seconds:.0f} s"
+        if self.ended_by_launcher:
+            return f"was ended by its launcher ({signal.Signals(self.ended_by_launcher).name}) after another process had failed"
         if self.code >= 0:
             return f"ended with status {self.code}"
         try:

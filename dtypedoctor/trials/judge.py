@@ -342,4 +342,7 @@ def _confirmed(finding: Finding, fixed: Mapping[str, Trial]) -> Finding:
 
 
 def _steps(run: RunSummary) -> str:
-    return f"{run.steps_completed}/{run.steps_planned} steps"
+    """The steps of a run; how many there should have been is known of scenarios, and not of a script."""
+    if run.steps_planned:
+        return f"{run.steps_completed}/{run.steps_planned} steps"
+    return f"{run.steps_completed} step{'' if run.steps_completed == 1 else 's'}"

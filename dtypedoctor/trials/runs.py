@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from dtypedoctor.analysis import analysis_of, ending_of
+from dtypedoctor.analysis import How, analysis_of, ending_of
 from dtypedoctor.diagnosis.distributed import SENT, Rank, leading_rank
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.errors import DoctorError, UsageError
@@ -81,11 +81,18 @@ def ranks_of(run: Run) -> tuple[Rank, ...]:
             number=one.rank if one.rank is not None else number,
             trace=one.trace,
             code=one.exit.code,
-            ended=ending_of(one).words,
+            ended=_ended(one),
             stopped=one.exit.timed_out and one.trace.end is None,
         )
         for number, one in enumerate(run.ranks)
     )
+
+
+def _ended(rank: Run) -> str:
+    """How a rank ended, in words; what its launcher ended while it was ending by itself has not completed."""
+    ending = ending_of(rank)
+    is_unknown = ending.how is How.COMPLETED and rank.exit.ended_by_launcher
+    return rank.exit.describe() if is_unknown else ending.words
 
 
 def rank_of(run: Run) -> int:

@@ -256,7 +256,8 @@ def _difference(watched: Run, unwatched: Run) -> str:
     raised, raised_unwatched = analysis_of(watched.trace).uncaught, analysis_of(unwatched.trace).uncaught
     if raised is not None and raised_unwatched is not None and _text(raised) != _text(raised_unwatched):
         return "the exceptions differ"
-    if watched.exit.code != unwatched.exit.code:
+    by_launcher = watched.exit.ended_by_launcher or unwatched.exit.ended_by_launcher  # of which rank is a race
+    if watched.exit.code != unwatched.exit.code and not by_launcher:
         return f"the script {watched.exit.describe()} with instrumentation, and {unwatched.exit.describe()} without"
     mine, yours = watched.trace.last(Resources), unwatched.trace.last(Resources)
     if mine is not None and yours is not None and mine.checksum != yours.checksum:

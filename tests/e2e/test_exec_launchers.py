@@ -1,6 +1,8 @@
 """``exec`` with a launcher in front of the script: real torchrun, real accelerate, real deepspeed; each process is recorded, and one report tells of all."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -132,3 +134,28 @@ def test_a_rank_that_fails_before_it_comes_to_the_script_is_reported(folder: Pat
     assert (done.code, report["status"]) == (10, "error")
     assert report["headline"].endswith("ended with status 3")
     assert any(line.startswith("rank 1: ended with status 3") for line in report["coverage"])
+
+
+ENDED_TOGETHER = """
+if int(os.environ["RANK"]) == 0:
+    atexit.register(time.sleep, 120)  # torchrun ends it before that
+    raise SystemExit("not finite")
+while not any("end" in line[:12] for line in open(glob.glob("run/before/rank-0/events.jsonl")[0])):
+    time.sleep(0.05)
+raise SystemExit("not finite")
+"""
+
+
+def test_a_rank_that_torchrun_ends_is_recorded_as_ended_by_it(folder: Path) -> None:
+    """Its trace has an end, but not with a status of its own; the rank that failed by itself leads."""
+    with (folder / "train.py").open("a") as script:
+        script.write("import atexit, glob, os, time\n" + ENDED_TOGETHER)
+    dtypedoctor(
+        "exec", "--out", "run", "torchrun", "--standalone", "--nproc-per-node", "2", "train.py", "7", cwd=folder
+    )
+    ends = [json.loads((folder / f"run/before/rank-{rank}/exit.json").read_text()) for rank in (0, 1)]
+    assert [end["ended_by_launcher"] for end in ends] == [signal.SIGTERM, 0]
+    assert ends[1]["code"] == 1
+    report = report_of(folder / "run")
+    assert report["before"]["ended"] == "ended with status 1"
+    assert any(line.startswith("rank 0: was ended by its launcher (SIGTERM)") for line in report["coverage"])

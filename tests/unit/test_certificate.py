@@ -1,5 +1,6 @@
 """A run with instrumentation and one without: what counts as equal, and what is said of a difference."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,25 @@ def test_equal_numbers_and_parameters_are_equal() -> None:
 def test_a_difference_is_named(other: Run, reason: str) -> None:
     """The first in which they differ, with both values."""
     assert compare_unwatched(run(*STEPS), other) == Observer(bitwise_equal=False, reason=reason)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_rank_that_its_launcher_ended_is_no_difference(swapped: bool) -> None:
+    """Every rank fails; which of them torchrun ends by SIGTERM before it has ended by itself is a race."""
+    failed, stopped = run(*STEPS, code=1), run(*STEPS)
+    stopped = replace(stopped, exit=replace(stopped.exit, ended_by_launcher=signal.SIGTERM))
+    watched = replace(failed, ranks=(failed, stopped if swapped else failed))
+    unwatched = replace(failed, ranks=(failed, failed if swapped else stopped))
+    found = compare_unwatched(watched, unwatched)
+    assert found.bitwise_equal is True
+    assert found.reason.startswith("on each of 2 ranks, ")
+
+
+def test_ranks_whose_trained_parameters_differ_differ_although_the_launcher_ended_one() -> None:
+    """Only its status is unknown."""
+    stopped = run(*STEPS)
+    stopped = replace(stopped, exit=replace(stopped.exit, ended_by_launcher=signal.SIGTERM))
+    assert compare_unwatched(run(*STEPS, checksum="bb", code=1), stopped).reason == "the trained parameters differ"
 
 
 def test_a_number_that_is_not_json_counts_as_one() -> None:

@@ -79,3 +79,12 @@ def test_another_cure_of_the_same_finding_is_told_and_proves_nothing_by_itself()
         "With autocast-dtype-of-model",
         "The same with autocast-off",
     ]
+
+
+def test_how_many_steps_a_script_plans_is_not_made_up() -> None:
+    """Nobody but the script knows."""
+    tried = trial("quant-state-dtype")
+    assert tried.run is not None
+    tried = replace(tried, run=replace(tried.run, steps_completed=20, steps_planned=0))
+    (found,) = confirm_by_trials([finding()], [tried])
+    assert found.evidence[-1].endswith("the run completes 20 steps; the failure does not recur.")
