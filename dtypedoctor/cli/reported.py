@@ -12,7 +12,7 @@ from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
 from dtypedoctor.report.model import Report, Status
-from dtypedoctor.runner.run import STDERR
+from dtypedoctor.runner.run import STDERR, STDOUT
 from dtypedoctor.trials.results import Outcome, Treatment
 
 ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
@@ -36,8 +36,9 @@ def exit_code(report: Report) -> int:
 def reported(treatment: Treatment, directory: Path) -> Report:
     """The report of a finished treatment, which is also written into ``directory``."""
     files = {"report": REPORT_JSON, "markdown": REPORT_MD, "before": "before"}
-    if (directory / "before" / STDERR).exists():
-        files["raw_output"] = f"before/{STDERR}"
+    for key, name in (("raw_stdout", STDOUT), ("raw_stderr", STDERR)):
+        if _has_content(directory / "before" / name):
+            files[key] = files["raw_output"] = f"before/{name}"
     if (directory / "server.log").exists():
         files["log"] = "server.log"
     report = build_report(
@@ -47,6 +48,10 @@ def reported(treatment: Treatment, directory: Path) -> Report:
         next_command=next_command(treatment, directory),
     )
     return kept(directory, report)
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
 
 
 def next_command(treatment: Treatment, directory: Path) -> str:

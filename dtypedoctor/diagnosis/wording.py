@@ -194,6 +194,14 @@ def number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.2g}".replace("e+", "e")
 
 
+def percent(share: float) -> str:
+    """A share (1.0 is all) in percent, two significant digits, never with an exponent: ``100%``, ``7.3%``, ``0.031%``, ``less than 0.01%``."""
+    value = 100 * share
+    if 0 < value < 0.01:
+        return "less than 0.01%"
+    return f"{value:.0f}%" if value >= 9.95 else f"{value:.2g}%"
+
+
 def max_of(dtype: str) -> str:
     """The largest finite value of ``dtype``, in words: ``float16 max is 65,504``."""
     return f"{dtype} max is {number(limit_of(dtype))}"

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
 from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, indexed, short
-from dtypedoctor.plugins import Correction, registered
+from dtypedoctor.plugins import KEEP_FLOAT32, Correction, registered
 from dtypedoctor.report.document import (
     Block,
     Check,
@@ -27,7 +27,7 @@ from dtypedoctor.report.model import Observer, Outcome, Report, RunSummary, Stat
 from dtypedoctor.report.text import ABSENT, counted, one_line
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.model import Scenario, ScenarioStep
-from dtypedoctor.trials.remedies import remedies
+from dtypedoctor.trials.remedies import remedies, remedy_named
 from dtypedoctor.trials.results import Bearing
 from dtypedoctor.values import dataclass
 
@@ -148,8 +148,8 @@ def _on_the_call(report: Report) -> Iterator[Block]:
     for fix in fixes:
         words = _WORDS_HERE.get(str(fix["outcome"]), str(fix["outcome"]))
         outcome = Words(words, outcome_look(words))
-        change = _summary_of(str(fix["fix"]))
-        rows.append((named(str(fix["fix"])), change, (outcome, f": {fix['reason']}") if fix["reason"] else outcome))
+        name = _as_tried(str(fix["fix"]), report)
+        rows.append((named(name), _summary_of(name), (outcome, f": {fix['reason']}") if fix["reason"] else outcome))
     yield Table(("fix", "what it changes", "outcome"), tuple(rows))
     if any(fix["outcome"] == Outcome.FIXED.value for fix in fixes):
         yield Paragraph(_FIXED_HERE, Look.DIM)
@@ -160,9 +160,15 @@ def _call_fixes(report: Report) -> Sequence[Mapping[str, Any]]:
     return (report.capsule or {}).get("fixes") or ()
 
 
+def _as_tried(fix: str, report: Report) -> str:
+    """A fix of the failing call as `exec --try` takes it for the whole script: with the module of the call where it needs one."""
+    module = str((report.capsule or {}).get("module") or "")
+    return f"{fix}:{module}" if fix == KEEP_FLOAT32 and module else fix
+
+
 def _summary_of(fix: str) -> str:
     """What a fix changes; empty for one that is not known here."""
-    known = registered(Correction).get(fix) or remedies().get(fix)
+    known = registered(Correction).get(fix) or remedy_named(fix)
     return known.summary[:1].upper() + known.summary[1:] if known is not None else ""
 
 
@@ -456,7 +462,8 @@ def observer_sentence(observer: Observer) -> str:
 
 def raw_sentence(report: Report) -> str:
     """Where the program's own output lies, which is not redacted; empty where it was not kept."""
-    place = report.files.get("raw_output")
+    places = [report.files[key] for key in ("raw_stdout", "raw_stderr") if key in report.files]
+    place = " and ".join(places) or report.files.get("raw_output")
     return (
         f"The program's output is in {place}, not redacted: it may contain secrets and data, and only you can read it."
         if place

@@ -56,7 +56,8 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, baselines: Baselines) ->
     if idle:
         return not_tried(remedy, idle, condition=True)
     after = summarise(remedy.id, run, scenario, baselines.twin)
-    reason = next(_objections(remedy, run, after, baselines), "")
+    remains = _remaining(baselines.findings, run.trace)
+    reason = next(_objections(remedy, run, after, baselines, remains), "")
     base = _ratio_base(baselines)
     last = {c.id: c for c in run.trace.all(Correction)}
     probe = diagnostic(remedy.id, scenario, run.trace, baselines.failed, passes=not reason)
@@ -64,20 +65,36 @@ def judge(remedy: Remedy, scenario: Scenario, run: Run, baselines: Baselines) ->
         remedy=remedy.id,
         summary=remedy.summary,
         outcome=Outcome.NOT_FIXED if reason else Outcome.FIXED,
-        reason=reason or f"all steps completed, the finding does not recur, {_finite(run.trace)}",
+        reason=reason or _why_fixed(run.trace, baselines.findings, remains),
         safe=remedy.safe and probe is None,
         run=after,
         parity=parity(run.trace, baselines.reference[1]) if baselines.reference else None,
         rescued_elements=sum(c.rescued for c in last.values()) if last else None,
         clamped_elements=sum(c.clamped for c in last.values()) if last else None,
-        step_time_ratio=_ratio(after.step_time, base.step_time if base else None),
+        # The steps of a script differ in what is measured and replayed in them, so their times do not compare.
+        step_time_ratio=None if run.foreign else _ratio(after.step_time, base.step_time if base else None),
         peak_memory_ratio=_ratio(after.peak_memory, base.peak_memory if base else None),
         ratio_base=base.label if base else None,
         output_error=after.output_error,
         as_intended=_as_intended(remedy, run),
         never_reached=_never_reached(run, baselines.raised),
+        remains=() if reason else remains,
         diagnostic=probe,
     )
+
+
+def _remaining(before: Sequence[Finding], after: Trace) -> tuple[str, ...]:
+    """Ids of the warnings that are found after the first finding of the untreated run, and in ``after`` too."""
+    known = [finding.id for finding in before if finding.severity is not Severity.INFO]
+    found = {finding.id for finding in analysis_of(after).findings if finding.severity is Severity.WARNING}
+    return tuple(dict.fromkeys(name for name in known[1:] if name in found and name != known[0]))
+
+
+def _why_fixed(trace: Trace, before: Sequence[Finding], remains: Sequence[str]) -> str:
+    if remains:
+        others = "another finding remains" if len(remains) == 1 else "other findings remain"
+        return f"{before[0].id} does not recur; {others}: {', '.join(remains)}"
+    return f"all steps completed, the finding does not recur, {_finite(trace)}"
 
 
 def _finite(trace: Trace) -> str:
@@ -126,7 +143,9 @@ def not_tried(remedy: Remedy, reason: str, *, condition: bool = False) -> Trial:
     )
 
 
-def _objections(remedy: Remedy, run: Run, after: RunSummary, baselines: Baselines) -> Iterator[str]:
+def _objections(
+    remedy: Remedy, run: Run, after: RunSummary, baselines: Baselines, remains: Sequence[str]
+) -> Iterator[str]:
     """What speaks against calling the run cured, the plainest first."""
     analysis, ending = analysis_of(run.trace), ending_of(run)
     if not ending.completed:
@@ -141,6 +160,8 @@ def _objections(remedy: Remedy, run: Run, after: RunSummary, baselines: Baseline
     before = {f.id for f in baselines.findings}
     errors = {f.id for f in baselines.findings if f.severity is not Severity.INFO}
     for finding in analysis.findings:
+        if finding.id in remains and finding.severity is Severity.WARNING:
+            continue
         if finding.id in errors or finding.severity is Severity.ERROR:
             yield f"{finding.id} {'recurs' if finding.id in before else 'occurs'}"
     bad = analysis.first_nonfinite

@@ -125,6 +125,8 @@ class Trial:
     """Whether a remedy that is there to raise, and not to cure, has raised."""
     never_reached: bool = False
     """Whether the run failed as before without having called any of the remedy's corrections, so that it says nothing of them."""
+    remains: tuple[str, ...] = ()
+    """Of a fix of the first finding, ids of the warnings that are found as without it: they need fixes of their own."""
     diagnostic: Diagnostic | None = None
     """What it says where a condition was switched from outside, which cures nothing even where the outcome is ``fixed``."""
 

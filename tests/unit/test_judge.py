@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from compared import OK
 from nonfinite_examples import overflow
-from silent_examples import absorbed
+from silent_examples import absorbed, updates
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
@@ -93,6 +93,28 @@ def test_what_speaks_against_a_cure_is_said(trace: TraceBuilder, steps: int, sai
     trial = tried(trace, steps=steps)
     assert trial.outcome is Outcome.NOT_FIXED
     assert trial.reason == said
+
+
+def test_a_fix_of_the_first_finding_is_one_although_a_warning_remains() -> None:
+    """The outcome is that of the first finding; the reason names what is found as without the fix."""
+    stall = replace(FOUND[0], id="update-stall", severity=Severity.WARNING)
+    trial = tried(updates(), findings=(FOUND[0], stall))
+    assert (trial.outcome, trial.remains) == (Outcome.FIXED, ("update-stall",))
+    assert trial.reason == "float16-overflow does not recur; another finding remains: update-stall"
+
+
+def test_a_fix_that_leaves_the_first_finding_is_none() -> None:
+    """A warning that comes first has to be gone, and one that is new is in nobody's way."""
+    stall = replace(FOUND[0], id="update-stall", severity=Severity.WARNING)
+    trial = tried(updates(), findings=(stall, FOUND[0]))
+    assert (trial.outcome, trial.reason, trial.remains) == (Outcome.NOT_FIXED, "update-stall recurs", ())
+
+
+def test_the_step_times_of_a_script_are_not_compared() -> None:
+    """What is measured and replayed differs from one of its steps to the next."""
+    scripts = replace(run(trained()), foreign=True)
+    trial = judge(CURE, SCENARIO, scripts, Baselines(before=BEFORE, findings=FOUND))
+    assert (trial.step_time_ratio, trial.peak_memory_ratio) == (None, 1.5)
 
 
 def test_another_error_than_before_is_no_cure_either() -> None:

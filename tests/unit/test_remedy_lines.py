@@ -13,6 +13,7 @@ from dtypedoctor.report.run_facts import (
     cures,
     ended_with,
     legend,
+    raw_sentence,
     remedy_lines,
     summary_facts,
     which_one,
@@ -194,3 +195,26 @@ def test_every_remedy_that_keeps_the_meaning_of_the_run_has_a_preference() -> No
     assert {remedy.id for remedy in remedies().values() if remedy.prefer} == safe - {
         "reconcile-dtypes-honouring-keep-list"
     }
+
+
+def test_a_fix_of_the_failing_call_is_named_as_try_takes_it() -> None:
+    """`keep-float32` alone is no fix of a script: its module belongs to it."""
+    capsule = {
+        "directory": "capsule",
+        "module": "layers.2.mlp",
+        "class": "GatedMLP",
+        "bytes": 2048,
+        "holds": "weights",
+        "fixes": [{"fix": "keep-float32", "outcome": "fixed", "reason": ""}],
+    }
+    text = render_markdown(run_document(replace(overflow(), capsule=capsule)))
+    assert "keep-float32:layers.2.mlp" in text
+    assert "Run layers.2.mlp in float32" in text
+
+
+def test_the_program_s_output_is_where_there_is_some() -> None:
+    """Both streams where both hold something; a report from before has one path."""
+    both = {"raw_stdout": "before/stdout.txt", "raw_stderr": "before/stderr.txt", "raw_output": "before/stderr.txt"}
+    assert "output is in before/stdout.txt and before/stderr.txt, not" in raw_sentence(replace(overflow(), files=both))
+    old = {"raw_output": "before/stderr.txt"}
+    assert "output is in before/stderr.txt, not" in raw_sentence(replace(overflow(), files=old))

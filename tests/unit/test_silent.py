@@ -23,6 +23,7 @@ from traces import TraceBuilder
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
+from dtypedoctor.diagnosis.wording import percent
 from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import Correction, Metric, Observed, ScalerState
 
@@ -217,3 +218,21 @@ def test_many_zeros_in_float16_gradients_are_looked_at_with_a_scaled_loss() -> N
     assert suspicious_windows(zeros.build()) == (Window(call=1, until="backward", scaled=True),)
     zeros.add(ScalerState(n=zeros.n(), step=1, scale=2.0, found_inf=False, skipped=False))
     assert suspicious_windows(zeros.build()) == ()
+
+
+def test_a_stall_says_how_many_parameters_could_be_measured() -> None:
+    """Where the others are NaN already, the stall is no statement about them."""
+    one = {"wanted": 64, "lost": 64, "dtype": "float16", "absmax": 1.0, "update": 1e-5}
+    known = {"optimizer": "SGD", "lr": 1e-3, "checks": 2, "first_step": 1, "wanted": 64, "lost": 64}
+    partial = only(seen("updates", **known, parameters={"embed.weight": one}, compared=24, finite=1))
+    assert "Measured only where values and gradients are finite: 1 of 24 parameters." in partial.evidence
+    assert any(line.endswith("Of the updates of all parameters together 100% are lost.") for line in partial.evidence)
+    whole = only(seen("updates", **known, parameters={"embed.weight": one}, compared=24, finite=24))
+    assert not any("Measured only" in line for line in whole.evidence)
+
+
+def test_percent_is_never_in_exponent_form() -> None:
+    """Two significant digits, all of it as 100%."""
+    assert [percent(x) for x in (1.0, 0.999, 0.095, 0.073, 0.00031, 1e-7, 12.0, 0.0)] == [
+        "100%", "100%", "9.5%", "7.3%", "0.031%", "less than 0.01%", "1200%", "0%",
+    ]  # fmt: skip

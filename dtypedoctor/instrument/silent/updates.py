@@ -149,6 +149,7 @@ class _Total:
     lost: int = 0
     absmax: float = 0.0
     update: float = 0.0
+    finite: bool = False
 
 
 @dataclass(slots=True)
@@ -204,12 +205,13 @@ class UpdateCheck:
         with self._position.mute(), torch.no_grad():
             counted = torch.stack([_counts(sample) for sample in samples]).tolist()
         totals = self._totals.setdefault(id(optimizer), {})
-        for sample, (wanted, lost, absmax, update) in zip(samples, counted, strict=True):
+        for sample, (wanted, lost, absmax, update, finite) in zip(samples, counted, strict=True):
             total = totals.setdefault(sample.name, _Total(dtype_name(sample.parameter), sample.before.numel()))
             total.wanted += int(wanted)
             total.lost += int(lost)
             total.absmax = max(total.absmax, absmax)
             total.update = max(total.update, update)
+            total.finite |= finite > 0
         self._tell(optimizer, totals)
 
     def _tell(self, optimizer: Optimizer, totals: dict[str, _Total]) -> None:
@@ -230,6 +232,8 @@ class UpdateCheck:
                 )
                 for name, t in stalled[:MOST_TOLD]
             },
+            compared=len(totals),
+            finite=sum(t.finite for t in totals.values()),
         )
         self._session.emit(told)
 
@@ -321,14 +325,14 @@ def _state_in_float32(state: dict[str, Any], sample: _Sample) -> dict[str, Any] 
 
 
 def _counts(sample: _Sample) -> Tensor:
-    """Elements that move in float32, those of them that did not move, largest finite weight and largest update."""
+    """Elements that move in float32, those of them that did not move, largest finite weight and update, elements with a finite update."""
     before = sample.before.float()
     update = sample.copy.detach() - before
     wanted = update.ne(0) & update.isfinite()
     lost = wanted & sample.now().eq(sample.before)
     largest = torch.where(wanted, update.abs(), 0.0).max()
     weight = torch.where(before.isfinite(), before.abs(), 0.0).max()
-    numbers = (wanted.sum(), lost.sum(), weight, largest)
+    numbers = (wanted.sum(), lost.sum(), weight, largest, update.isfinite().sum())
     return torch.stack(
         [number.double().cpu() if number.device.type == "cpu" else number.double() for number in numbers]
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dtypedoctor.diagnosis.checkpoint import StaticTensor, Subject
 from dtypedoctor.diagnosis.rule import SILENT, Confidence, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.wording import listed, module_of, named_module, short
+from dtypedoctor.diagnosis.wording import listed, module_of, named_module, percent, short
 from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Observed
@@ -80,7 +80,7 @@ def detect_router_flips(trace: Trace) -> Iterator[Finding]:
         proven_by=f"with {what.scores_op} in float32 on the same operands {what.flipped} tokens choose other experts",
         severity=Severity.WARNING,
         summary=(
-            f"{short(seen.fqn)} routes {100 * what.flipped / what.tokens:.2g}% of the tokens to other experts than "
+            f"{short(seen.fqn)} routes {percent(what.flipped / what.tokens)} of the tokens to other experts than "
             f"in float32: its scores are {what.dtype}."
         ),
         cause=(
@@ -124,7 +124,7 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
             id="rounded-rotary-buffer",
             severity=Severity.WARNING,
             proven_by=(
-                f"a table computed in float32 differs from the one that is read by up to {100 * what.deviation:.2g}%"
+                f"a table computed in float32 differs from the one that is read by up to {percent(what.deviation)}"
                 if what.read
                 else None
             ),
@@ -142,7 +142,7 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
                     f"rounding to {what.rounded_to}."
                 ),
                 (
-                    f"They are up to {100 * what.deviation:.2g}% off the geometric progression through the first and the "
+                    f"They are up to {percent(what.deviation)} off the geometric progression through the first and the "
                     "last, which a table in float32 follows."
                 ),
             ),

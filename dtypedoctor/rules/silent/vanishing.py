@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import prod, sqrt
 
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.wording import listed, module_of, short_parameter
+from dtypedoctor.diagnosis.wording import listed, module_of, percent, short_parameter
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules import Statement, make_finding_of
 from dtypedoctor.trace.events import Observed, ScalerState
@@ -155,6 +155,12 @@ def _counted(parameters: int) -> str:
     return "1 parameter is" if parameters == 1 else f"{parameters:,} parameters are"
 
 
+def _measured_of(what: Updates) -> Iterator[str]:
+    """That most parameters could not be measured because their values or gradients are inf or NaN, where that is so."""
+    if what.finite < what.compared:
+        yield f"Measured only where values and gradients are finite: {what.finite} of {what.compared} parameters."
+
+
 def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Finding:
     what = seen.what
     name, worst = next(iter(stalled.items()))
@@ -182,9 +188,10 @@ def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Fin
                 f"The same {what.optimizer} (learning rate {what.lr:g}) took the same steps on float32 copies, compared "
                 f"in the first {what.checks} step(s)."
             ),
+            *_measured_of(what),
             (
                 f"Parameters that stall: {listed(list(stalled))}. Of the updates of all parameters together "
-                f"{100 * what.lost / what.wanted:.2g}% are lost."
+                f"{percent(what.lost / what.wanted)} are lost."
             ),
         ),
     )

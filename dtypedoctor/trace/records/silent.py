@@ -398,6 +398,8 @@ class Updates:
         first_step: the first of them.
         wanted, lost: sums over all parameters.
         parameters: the worst of those that have lost at least half, by name.
+        compared: parameters that were compared.
+        finite: those of them with at least one update that is finite; the others hold or get inf or NaN.
     """
 
     KIND: ClassVar[str] = "updates"
@@ -409,3 +411,5 @@ class Updates:
     wanted: int
     lost: int
     parameters: Mapping[str, StalledParameter]
+    compared: int = 0
+    finite: int = 0
