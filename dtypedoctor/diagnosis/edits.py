@@ -552,6 +552,50 @@ def _odd_notes(scene: Scene) -> Iterator[ParameterNote]:
                 yield note
 
 
+def cast_promoted_output(scene: Scene) -> Changes | None:
+    """Casts what a norm returns to the dtype of its input, where it returns it on the line that promotes."""
+    found = _promoting_line(scene)
+    value = _returned_on(*found) if found is not None else None
+    if found is None or value is None or not _has_torch(found[0]):
+        return None
+    source = found[0]
+    into = _dtype_of_input(source, value) or f"torch.{scene.other}"
+    return source, _cast_of_product(source, value, into)
+
+
+def _promoting_line(scene: Scene) -> tuple[Source, int] | None:
+    """Where an operator of mixed dtypes returned the wider one, nearest to the origin of that dtype."""
+    places = [link.source for link in scene.finding.provenance if link.dtype_in and link.dtype_out]
+    return scene.line_at(places[-1] or "") if places and scene.other else None
+
+
+def _returned_on(source: Source, line: int) -> ast.expr | None:
+    """The value of the ``return`` that a line is a part of."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Return) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            return node.value
+    return None
+
+
+def _dtype_of_input(source: Source, value: ast.expr) -> str:
+    """``x.dtype`` for the input ``x`` of the ``forward(self, x)`` that returns ``value``; empty where ``x`` is assigned to."""
+    function = _function_around(source, value)
+    if not isinstance(function, ast.FunctionDef) or function.name != "forward" or len(function.args.args) < 2:
+        return ""
+    name = function.args.args[1].arg
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+    return "" if any(isinstance(node.ctx, ast.Store) for node in names) else f"{name}.dtype"
+
+
+def _cast_of_product(source: Source, value: ast.expr, into: str) -> list[Change]:
+    """``self.weight * h.to(x.dtype)``: the cast comes after the product, not before it."""
+    cast = f".to({into})"
+    sides = [value.left, value.right] if isinstance(value, ast.BinOp) else []
+    casts = [side for side in sides if source.text(side).endswith(cast)]
+    before = [(source.end(side) - len(cast.encode()), source.end(side), b"") for side in casts]
+    return [*source.after(value, cast), *before]
+
+
 _METHODS = frozenset({"half", "float", "bfloat16", "double"})
 
 
@@ -843,6 +887,7 @@ REMARKS = {
     "half-to-float32": "The edit computes all of it in float32: the simplest change, and the slowest.",
     "bfloat16-to-float32": "The edit computes all of it in float32: the simplest change, and the slowest.",
     "lower-learning-rate": "The edit divides it by 100.",
+    "cast-weights-where-set": "The edit makes the weights themselves {other} instead, on the line that made them {dtype}.",
 }
 """What has to be said of an edit that does more, or less, than the sentence above it."""
 
@@ -851,6 +896,8 @@ MAKERS: dict[str, Maker] = {
     "cast-operand": cast_operand,
     "make-in-dtype": make_in_dtype,
     "cast-where-set": cast_where_set,
+    "cast-promoted-output": cast_promoted_output,
+    "cast-weights-where-set": cast_where_set,
     "set-float32": set_float32,
     "half-to-bfloat16": half_to_bfloat16,
     "half-to-float32": half_to_float32,

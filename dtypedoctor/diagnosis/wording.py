@@ -133,7 +133,11 @@ def named_in(trace: Trace, finding: Finding) -> Finding:
         return usual.sub(lambda found: name or found[0], text)
 
     cls = class_of(trace, finding.fqn)
-    own_line = finding.source if finding.source and "/" not in finding.source else ""
+    promoting = [
+        link.source for link in finding.provenance if link.fqn == finding.fqn and link.dtype_in and link.dtype_out
+    ]
+    line = (promoting[-1] if promoting else None) or finding.source
+    own_line = line if line and "/" not in line else ""
     known = ", ".join(filter(None, (cls, own_line)))
     summary = usual.sub(lambda found: f"{name or found[0]} ({known})", finding.summary, count=1) if known else ""
     shown = name or "the outermost module"

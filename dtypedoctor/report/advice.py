@@ -7,11 +7,12 @@ from pathlib import Path
 from dtypedoctor.diagnosis.edits import Scene, Source, edits_for, masked_line
 from dtypedoctor.diagnosis.registry import page, spec_of
 from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec
-from dtypedoctor.diagnosis.wording import short, shown_line
+from dtypedoctor.diagnosis.wording import class_of, short, shown_line
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.report.document import Block, Code, Heading, Paragraph
 from dtypedoctor.report.text import counted
 from dtypedoctor.scenario.model import Script
+from dtypedoctor.trace.events import ParameterNote
 from dtypedoctor.trials.results import Treatment
 
 MOST_LINES = 12
@@ -24,7 +25,7 @@ def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
         spec = spec_of(finding.id)
         scene = _scene(treatment, finding)
         edits, remark = edits_for(scene, spec.edits) if own_files else ((), "")
-        text = f"{_text(spec, finding, scene.other)} {remark}".rstrip()
+        text = f"{_text(spec, scene)} {_filled(remark, scene)}".rstrip()
         yield Advice(finding=finding.id, text=text, edits=edits)
 
 
@@ -119,15 +120,29 @@ def _lines(one: Excerpt) -> Iterator[str]:
         yield f"{margin} | {' ' * one.begin}{'^' * (one.end - one.begin)}"
 
 
-def _text(spec: FindingSpec, finding: Finding, other: str | None) -> str:
-    if not spec.do_this:
-        return _first_way(finding)
-    return spec.do_this.format(
-        module=finding.module.partition(" (")[0] or short(finding.fqn),
+def _text(spec: FindingSpec, scene: Scene) -> str:
+    return _filled(spec.do_this, scene) if spec.do_this else _first_way(scene.finding)
+
+
+def _filled(text: str, scene: Scene) -> str:
+    """``text`` with the names and dtypes of the finding."""
+    finding = scene.finding
+    module = finding.module.partition(" (")[0] or short(finding.fqn)
+    return text.format(
+        module=module,
+        alike=_all_alike(scene) or module,
         op=finding.op or "the operator",
         dtype=finding.dtype or "odd",
-        other=other or "that of the others",
+        other=scene.other or "that of the others",
     )
+
+
+def _all_alike(scene: Scene) -> str:
+    """The modules whose parameters are like that of the finding, ``all 7 modules of class Norm``; empty where there is one only."""
+    cls = class_of(scene.trace, scene.finding.fqn) if scene.finding.fqn else ""
+    notes = [note for note in scene.trace.all(ParameterNote) if note.owner == cls and not note.buffer]
+    modules = {(note.root, note.name.rpartition(".")[0]) for note in notes if note.dtype == scene.finding.dtype}
+    return f"all {len(modules)} modules of class {cls}" if len(modules) > 1 else ""
 
 
 _HOW_TO_FIX = re.compile(

@@ -256,13 +256,20 @@ def _difference(watched: Run, unwatched: Run) -> str:
     raised, raised_unwatched = analysis_of(watched.trace).uncaught, analysis_of(unwatched.trace).uncaught
     if raised is not None and raised_unwatched is not None and _text(raised) != _text(raised_unwatched):
         return "the exceptions differ"
-    by_launcher = watched.exit.ended_by_launcher or unwatched.exit.ended_by_launcher  # of which rank is a race
-    if watched.exit.code != unwatched.exit.code and not by_launcher:
-        return f"the script {watched.exit.describe()} with instrumentation, and {unwatched.exit.describe()} without"
+    status = _status_difference(watched, unwatched)
+    if status:
+        return status
     mine, yours = watched.trace.last(Resources), unwatched.trace.last(Resources)
     if mine is not None and yours is not None and mine.checksum != yours.checksum:
         return "the trained parameters differ"
     return ""
+
+
+def _status_difference(watched: Run, unwatched: Run) -> str:
+    """The statuses, where they differ. Which rank torchrun ends before it has ended by itself is a race, and no difference."""
+    if watched.exit.ended_by_launcher or unwatched.exit.ended_by_launcher or watched.exit.code == unwatched.exit.code:
+        return ""
+    return f"the script {watched.exit.describe()} with instrumentation, and {unwatched.exit.describe()} without"
 
 
 def _metric_difference(ours: Sequence[Metric], theirs: Sequence[Metric]) -> str:

@@ -9,7 +9,7 @@ from traces import TraceBuilder, tensor
 
 from dtypedoctor.diagnosis.edits import MAKERS, Scene, edits_for, masked_line, safe_line
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
-from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Severity
+from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.trace.events import Raised
 
 FINDING = Finding(
@@ -108,7 +108,7 @@ def test_every_maker_that_a_spec_names_is_there() -> None:
     """And each template takes the values that a finding has."""
     for spec in map(spec_of, finding_ids()):
         assert set(spec.edits) <= set(MAKERS)
-        assert spec.do_this.format(module="m", op="o", dtype="d", other="e") is not None
+        assert spec.do_this.format(module="m", op="o", dtype="d", other="e", alike="a") is not None
 
 
 def test_texts_of_an_excerpt_are_masked_letter_by_letter(tmp_path: Path) -> None:
@@ -189,3 +189,35 @@ def test_the_argument_that_is_the_odd_operand_is_cast(
     read = replace(read, finding=replace(read.finding, dtype="float32"), trace=builder.build())
     found, _ = edits_for(read, ["cast-operand"])
     assert [edit.new for edit in found] == ([new] if new else [])
+
+
+@pytest.mark.parametrize(
+    ("signature", "line", "new"),
+    [
+        ("self, x", "return self.weight * h.to(x.dtype)", "return (self.weight * h).to(x.dtype)"),
+        ("self, x", "return h.to(x.dtype) * self.weight", "return (h * self.weight).to(x.dtype)"),
+        ("self, x", "return self.scaled(h)", "return self.scaled(h).to(x.dtype)"),
+        ("self, h", "return self.weight * h.bfloat16()", "return (self.weight * h.bfloat16()).to(torch.bfloat16)"),
+        ("self, x", "h = self.weight * h", None),
+    ],
+)
+def test_what_a_norm_returns_is_cast_to_the_dtype_of_its_input(
+    signature: str, line: str, new: str | None, tmp_path: Path
+) -> None:
+    """On the line that promotes; the input's dtype is named where the input is assigned to, and nothing is changed where nothing is returned."""
+    read = scene(
+        tmp_path,
+        "class Norm:",
+        f"    def forward({signature}):",
+        "        h = (x if 0 else h).float()",
+        f"        {line}",
+    )
+    links = (
+        Link(fqn="attn", op="aten.mm.default", dtype_in="float32", dtype_out=None, source="train.py:2"),
+        Link(fqn="norm", op="aten.mul.Tensor", dtype_in="bfloat16", dtype_out="float32", source="train.py:5"),
+    )
+    met = (Link(fqn="attn", op="load-dtype", dtype_in=None, dtype_out="bfloat16", source=None),)
+    read = replace(read, finding=replace(read.finding, dtype="float32", provenance=links, met=met))
+    found, _ = edits_for(read, ["cast-promoted-output"])
+    assert [edit.new.strip() for edit in found] == ([new] if new else [])
+    assert [edit.line for edit in found] == [5] * len(found)

@@ -119,8 +119,8 @@ NORM_PROMOTES_TO_FLOAT32 = FindingSpec(
         "https://github.com/NVIDIA-NeMo/Automodel/issues/1540",
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
-    do_this="Keep the norm's weight in the dtype of the activations ({other}): {module} is {dtype}.",
-    edits=("cast-where-set",),
+    do_this="Cast the output of the norm back to the dtype of its input ({other}), in {alike}: the {dtype} weight promotes it.",
+    edits=("cast-promoted-output", "cast-weights-where-set"),
 )
 BUFFER_PROMOTES_TO_FLOAT32 = FindingSpec(
     id="buffer-promotes-to-float32",
