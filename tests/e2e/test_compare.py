@@ -89,7 +89,7 @@ def test_a_run_with_a_damaged_parameter_is_told_apart(runs: Path, tmp_path: Path
     finished = compare(runs, "sdpa", str(tmp_path / "copy"))
     assert finished.code == 10
     headline = " ".join(finished.out.split())
-    assert headline.startswith("DIVERGED: model.layers.1.mlp.down_proj is the first to differ, in step 1 (forward)")
+    assert headline.startswith("DIVERGED: layers.1.mlp.down_proj is the first to differ, in step 1 (forward)")
 
 
 def test_an_unwatched_run_is_no_match(runs: Path) -> None:
