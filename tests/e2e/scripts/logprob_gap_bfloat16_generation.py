@@ -2,7 +2,7 @@
 #   id: logprob-gap
 #   phase: [forward, generate]
 #   raises: null
-#   confidence: likely
+#   confidence: proven
 #   severity: warning
 #   family: silent
 #   shows: 'largest gap 0\.[0-9]*[1-9]'
