@@ -58,7 +58,7 @@ def libraries_of(model: ModelSpec) -> list[str]:
     if model.name.startswith(BUILTIN):
         builtin = registered(Model).get(model.name.removeprefix(BUILTIN))
         needs += builtin.needs if builtin is not None else ()
-    elif not model.name.startswith(CAPSULE) and (Path(model.name).exists() or ":" not in model.name):
+    elif not model.name.startswith(CAPSULE) and (os.path.exists(model.name) or ":" not in model.name):
         needs += ["transformers", "accelerate"]  # a folder or a hub id: `from_pretrained(device_map=…)`
     needs += ["bitsandbytes"] if model.quantization is not None else []
     needs += ["peft"] if model.lora is not None else []
@@ -107,7 +107,7 @@ def _require_model(name: str, *, searched: bool) -> None:
             raise UsageError(
                 f"there is no builtin model {short!r}{did_you_mean(short, registered(Model))}", known(Model, BUILTIN)
             )
-    elif Path(name).exists():
+    elif os.path.exists(name):
         _require_config(Path(name))
     elif ":" in name:
         if searched:

@@ -120,7 +120,7 @@ def _require_weights(model: str) -> None:
     Raises:
         UsageError: it is not.
     """
-    if ":" not in model and not Path(model).exists() and cached(model) is None:
+    if ":" not in model and not os.path.exists(model) and cached(model) is None:
         meant = f"; did you mean '{BUILTIN}{model}'?" if model in registered(Model) else ""
         raise UsageError(
             f"--model: {model} is neither a directory nor a model in the Hugging Face cache{meant}",

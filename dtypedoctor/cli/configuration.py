@@ -5,10 +5,12 @@ shows the whole command. Only options that change what is measured or printed ca
 """
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dtypedoctor.cli.output import current_name
 from dtypedoctor.errors import UsageError
 
 FILE = "pyproject.toml"
@@ -26,52 +28,68 @@ KEYS = (
     "format",
 )
 """The options that can be set."""
-_EXCLUSIVE = (("every-n-steps", "overhead-budget"),)
+_REPLACES = {
+    "every-n-steps": ("overhead-budget",),
+    "overhead-budget": ("every-n-steps",),
+    "for": ("format",),
+    "resume": KEYS,
+}
+"""The keys that do not count where an option is typed that cannot stand beside them."""
+_TABLE = b"[tool.dtypedoctor]"
 
 
-def with_project_defaults(words: Sequence[str], options_of: Callable[[str], Sequence[str]]) -> list[str]:
+def with_project_defaults(words: Sequence[str], options_of: Callable[[str], Mapping[str, bool]]) -> list[str]:
     """The command line with the defaults of the project in it.
 
     Args:
         words: what was typed, without the program: the verb first.
-        options_of: the options of a verb, as they are typed; asked only where there is a table.
+        options_of: the options of a verb, as they are typed, and whether each is a flag; asked only where there is a table.
 
     Raises:
         UsageError: the table has a key or a value that cannot be used, or the file is no TOML.
     """
-    path = _nearest(Path.cwd()) if words else None
-    if path is None:
+    found = _nearest() if words and not words[0].startswith("-") else None
+    if found is None:
         return list(words)
+    path, settings = found
     verb, *rest = words
-    settings = _settings(path)
     if RUNS in settings:
-        os.environ.setdefault(RUNS_VARIABLE, str(path.parent / str(settings[RUNS])))
+        os.environ.setdefault(RUNS_VARIABLE, str(path.parent / settings[RUNS]))
     options = options_of(verb)
-    replaced = _replaced(rest)
+    replaced = _replaced(rest, options)
     usable = {key: value for key, value in settings.items() if f"--{key}" in options and key not in replaced}
-    return [verb, *_as_options(path, usable), *rest]
+    return [verb, *_as_options(path, usable, options), *rest]
 
 
-def _replaced(words: Sequence[str]) -> set[str]:
+def _replaced(words: Sequence[str], options: Mapping[str, bool]) -> set[str]:
     """The keys that what was typed excludes."""
-    typed = {word.partition("=")[0].removeprefix("--") for word in words}
-    return {key for pair in _EXCLUSIVE if typed.intersection(pair) for key in pair}
+    typed = {current_name(word.partition("=")[0].removeprefix("--")) for word in words if word.startswith("--")}
+    return {key for name in typed if f"--{name}" in options for key in _REPLACES.get(name, ())}
 
 
-def _nearest(folder: Path) -> Path | None:
-    """The ``pyproject.toml`` of ``folder`` or the nearest one above it that has such a table."""
+def _nearest() -> tuple[Path, dict[str, Any]] | None:
+    """The ``pyproject.toml`` of the working directory or the nearest one above it that has such a table, and the table."""
+    try:
+        folder = Path.cwd()
+        owners = {0, os.getuid(), folder.stat().st_uid}
+    except OSError:  # the directory was removed
+        return None
     for place in (folder, *folder.parents):
         path = place / FILE
         try:
-            if b"[tool.dtypedoctor]" in path.read_bytes():
-                return path
+            status = path.stat()
+            # In a folder that others can write to, such as /tmp, it would decide where their neighbors' runs are kept.
+            content = path.read_bytes() if stat.S_ISREG(status.st_mode) and status.st_uid in owners else b""
         except OSError:
             continue
+        settings = _settings(path, content) if _TABLE in content else None
+        if settings is not None:
+            return path, settings
     return None
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    """The table.
+def _settings(path: Path, content: bytes) -> dict[str, Any] | None:
+    """The table; None where it is only mentioned, in a comment or a text.
 
     Raises:
         UsageError: the file is no TOML, or a key is unknown.
@@ -81,22 +99,29 @@ def _settings(path: Path) -> dict[str, Any]:
     from dtypedoctor.scenario.problems import did_you_mean
 
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["dtypedoctor"]
-    except (ValueError, KeyError, TypeError) as error:
+        tool = tomllib.loads(content.decode("utf-8")).get("tool")
+    except ValueError as error:
         raise UsageError(f"{path}: cannot be read: {error}", "It must be TOML, in UTF-8.") from error
+    settings = tool.get("dtypedoctor") if isinstance(tool, dict) else None
+    if not isinstance(settings, dict):
+        return None
     known = (RUNS, *KEYS)
     for key in settings:
         if key not in known:
             meant = did_you_mean(key, known)
             raise UsageError(f"{path}: [tool.dtypedoctor]: unknown key {key!r}{meant}", f"Known: {', '.join(known)}.")
-    return dict(settings)
+    if not isinstance(settings.get(RUNS, ""), str):
+        raise UsageError(f"{path}: [tool.dtypedoctor]: {RUNS} must be text, got {settings[RUNS]!r}")
+    return settings
 
 
-def _as_options(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
+def _as_options(path: Path, settings: Mapping[str, Any], options: Mapping[str, bool]) -> Iterator[str]:
     for key, value in settings.items():
-        if value is True:
-            yield f"--{key}"
-        elif isinstance(value, (str, int, float)) and value is not False:
-            yield f"--{key}={value}"
+        if options[f"--{key}"]:
+            if not isinstance(value, bool):
+                raise UsageError(f"{path}: [tool.dtypedoctor]: {key} must be true or false, got {value!r}")
+            yield from [f"--{key}"] if value else []
+        elif value is True or not isinstance(value, (str, int, float)):
+            raise UsageError(f"{path}: [tool.dtypedoctor]: {key} must be text or a number, got {value!r}")
         elif value is not False:
-            raise UsageError(f"{path}: [tool.dtypedoctor]: {key} must be text, a number, true or false, got {value!r}")
+            yield f"--{key}={value}"

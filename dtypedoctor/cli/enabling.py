@@ -20,7 +20,8 @@ _HOOK = Path(__file__).resolve().parents[1] / "worker" / "hooked.py"
 _NAME = "dtypedoctor-hook.pth"
 _MARK = "# Made by `dtypedoctor enable`; `dtypedoctor disable` removes it.\n"
 _RUN = """try:
- exec(compile(open({path!r}).read(), {path!r}, "exec"), {{"__name__": "dtypedoctor-hook", "__file__": {path!r}}})
+ with open({path!a}, "rb") as hook: code = compile(hook.read(), {path!a}, "exec")
+ exec(code, {{"__name__": "dtypedoctor-hook", "__file__": {path!a}}})
 except Exception:
  pass"""
 
@@ -33,9 +34,10 @@ def register(app: typer.Typer) -> None:
 
 
 def hook_text() -> str:
-    """The ``.pth`` file. Python executes its line at the start of each process; it looks at one variable and never raises."""
+    """The ``.pth`` file, ASCII only: Python reads it in the locale's encoding. It executes its line at the start of each process; that
+    looks at one variable and never raises."""
     code = _RUN.format(path=str(_HOOK))
-    return f"{_MARK}import os; os.environ.get({SWITCH!r}) in (None, '', '0') or exec({code!r})\n"
+    return f"{_MARK}import os; os.environ.get({SWITCH!r}) in (None, '', '0') or exec({code!a})\n"
 
 
 def _place() -> Path:
@@ -51,8 +53,9 @@ def enable(
     """
     place = _place()
     if status:
-        enabled = _is_ours(place)
-        print(f"enabled: {place}" if enabled else "not enabled")
+        enabled = _text_of(place) == hook_text()
+        other = f": {place} is of another installation of dtypedoctor; `dtypedoctor enable` replaces it"
+        print(f"enabled: {place}" if enabled else f"not enabled{other if _is_ours(place) else ''}")
         return 0 if enabled else 10
     if place.exists() and not _is_ours(place):
         raise UsageError(f"{place}: this file is not dtypedoctor's", "Move it away.")
@@ -84,10 +87,14 @@ def disable() -> int:
 
 
 def _is_ours(place: Path) -> bool:
+    return _text_of(place).startswith(_MARK)
+
+
+def _text_of(place: Path) -> str:
     try:
-        return place.read_text(encoding="utf-8").startswith(_MARK)
-    except (OSError, UnicodeDecodeError):
-        return False
+        return place.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def job_report(

@@ -217,7 +217,7 @@ def script_target(script: str, *, module: bool, text: bool) -> dict[str, str]:
         return {"code": script}
     if script == "-":
         return {"path": script, "code": _standard_input()}
-    if not Path(script).exists():
+    if not os.path.exists(script):
         raise UsageError(
             f"{script}: no such script{_meant_beside(script)}", "Give a file, or -m and the name of a module."
         )

@@ -1,5 +1,6 @@
 """A script that somebody starts with a launcher, ``torchrun --nproc-per-node 2 train.py``: which words are whose."""
 
+import os
 import re
 import shutil
 import sys
@@ -54,7 +55,7 @@ def taken_apart(script: str, arguments: Sequence[str], *, module: bool, text: bo
         return _behind(script, arguments, f"-m {script}") if script in _MODULES.values() else plain
     if not text and _INTERPRETER.fullmatch(name) and shutil.which(script):
         return _of_interpreter(script, arguments)
-    if text or (Path(script).exists() and not _is_program(script)):
+    if text or (os.path.exists(script) and not _is_program(script)):
         return plain
     if name in _LAUNCH and arguments[:1] == [_LAUNCH[name]]:
         return _behind(_MODULES[f"{name}-launch"], arguments[1:], f"{name} launch")

@@ -57,10 +57,12 @@ def main() -> None:
     sys.exit(code)
 
 
-def _options_of(verb: str) -> list[str]:
-    """The options of a verb as they are typed; none where there is no such verb."""
+def _options_of(verb: str) -> dict[str, bool]:
+    """The options of a verb as they are typed, and whether each is a flag; none where there is no such verb."""
     command = typer.main.get_group(app).commands.get(verb)
-    return [option for one in command.params for option in one.opts] if command is not None else []
+    if command is None:
+        return {}
+    return {option: bool(getattr(one, "is_flag", False)) for one in command.params for option in one.opts}
 
 
 def _outcome() -> int:

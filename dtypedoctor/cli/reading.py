@@ -109,6 +109,7 @@ def _ticket(run: Path, project: str, format: str) -> None:
     from dtypedoctor.report.files import read_matrix, report_of
     from dtypedoctor.report.project_tickets import needs_capsule, template_of, ticket
     from dtypedoctor.report.run_facts import replay_command
+    from dtypedoctor.report.text import one_line
 
     template = template_of(project)
     if format not in (TERMINAL, "md"):
@@ -117,7 +118,7 @@ def _ticket(run: Path, project: str, format: str) -> None:
         raise UsageError(f"{run}: this is a folder of several runs", "Name one of them.")
     found = redact(report_of(run))
     print_text(ticket(found, project))
-    print(f"\nTitle: {found.headline}\nNew issue: {template.address}", file=sys.stderr)
+    print(f"\nTitle: {one_line(found.headline, 600)}\nNew issue: {template.address}", file=sys.stderr)
     if needs_capsule(found):
         print(f"Attach: {replay_command(found, shlex.quote(str(run)))} --script, and its tensors", file=sys.stderr)
 

@@ -82,7 +82,7 @@ def _code_of(scenario: Scenario) -> Iterator[str]:
     """What the scenario runs that is no part of dtypedoctor, at its place in the file."""
     for number, step in enumerate(scenario.steps):
         name = step.model.name if step.model is not None else ""
-        if ":" in name and not name.startswith("builtin:") and not Path(name).exists():
+        if ":" in name and not name.startswith("builtin:") and not os.path.exists(name):
             yield f"the model factory {one_line(name)} (steps[{number}].model.name)"
         if isinstance(step.workload, Script):
             script = step.workload.path or step.workload.module or "in its source text"

@@ -194,6 +194,8 @@ def cached(model_id: str) -> Path | None:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     model = hub / f"models--{model_id.replace('/', '--')}"
+    if not os.path.isdir(model):  # also where the name is longer than that of any file
+        return None
     main = model / "refs" / "main"
     if main.is_file():
         snapshot = model / "snapshots" / main.read_text(encoding="utf-8").strip()

@@ -1,6 +1,7 @@
 """A report as an issue of another project: the headings of its template, its own environment block, and our finding where it asks for it.
 
-Templates are those of September 2026 (``.github/ISSUE_TEMPLATE`` of each project). Environment blocks have the fields of what the template
+Headings, labels and questions of peft, transformers, unsloth, pytorch and axolotl are those of ``.github/ISSUE_TEMPLATE`` as a public copy of each repository
+has it (of no known date; labels without their links). Those of trl were written from memory: the copy had an older template. Environment blocks have the fields of what the template
 asks to run (``transformers env``, ``trl env``, ``collect_env.py``), filled from what was recorded of the failing process: nothing is run again, and
 a field that was not recorded says so. Boxes to tick and questions about the person stay open.
 """

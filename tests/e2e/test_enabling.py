@@ -64,6 +64,12 @@ def test_it_is_off_until_enabled_and_removed_without_a_trace(light: Light) -> No
     assert light.dtypedoctor("enable", "--status").code == 10
     assert light.dtypedoctor("enable").code == 0
     assert light.dtypedoctor("enable", "--status").code == 0
+    hook = light.packages / "dtypedoctor-hook.pth"
+    assert hook.read_bytes().isascii()
+    assert light("-X", "dev", "-c", "print(1)", DTYPEDOCTOR="1").err == ""
+    hook.write_text(hook.read_text().replace("hooked.py", "moved.py"))
+    assert light.dtypedoctor("enable", "--status").code == 10
+    assert light.dtypedoctor("enable").code == 0
     assert light("-c", MODULES).out == light("-c", MODULES, DTYPEDOCTOR="0").out == modules
     assert "dtypedoctor" in light("-c", MODULES, DTYPEDOCTOR="1").out
     assert light.dtypedoctor("disable").code == 0

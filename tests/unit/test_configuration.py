@@ -1,5 +1,6 @@
 """``[tool.dtypedoctor]``: which file, which keys, and that the command line wins."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def test_options_that_exclude_each_other_are_not_joined(project: Path) -> None:
     project.write_text("[tool.dtypedoctor]\noverhead-budget = '5%'\n")
     assert completed("exec", "a.py") == ["exec", "--overhead-budget=5%", "a.py"]
     assert completed("exec", "--every-n-steps=4", "a.py") == ["exec", "--every-n-steps=4", "a.py"]
+    assert completed("exec", "--watch_every", "4", "a.py") == ["exec", "--watch_every", "4", "a.py"]
+    assert completed("exec", "a.py", "--resume") == ["exec", "--overhead-budget=5%", "a.py", "--resume"]
+
+
+@pytest.mark.parametrize("words", [("report", "RUN", "--for", "trl"), ("bisect", "--resume", "RUN"), ("--help",)])
+def test_no_default_stands_beside_an_option_that_excludes_it(words: tuple[str, ...], project: Path) -> None:
+    """An issue is Markdown whatever the format is, and a bisection goes on with its own options."""
+    project.write_text("[tool.dtypedoctor]\nformat = 'json'\ndevice = 'cpu'\n")
+    assert completed(*words) == list(words)
 
 
 def test_the_folder_of_runs_is_relative_to_the_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +71,10 @@ def test_the_folder_of_runs_is_relative_to_the_file(project: Path, monkeypatch: 
     [
         ("capsul-limit = 1", "unknown key 'capsul-limit'; did you mean 'capsule-limit'?"),
         ("allow-code = true", "unknown key 'allow-code'"),
-        ("capsule-limit = [1]", "capsule-limit must be text, a number, true or false, got [1]"),
+        ("capsule-limit = [1]", "capsule-limit must be text or a number, got [1]"),
+        ("capsule-limit = true", "capsule-limit must be text or a number, got True"),
+        ("propagate-exit = 'yes'", "propagate-exit must be true or false, got 'yes'"),
+        ("runs = 5", "runs must be text, got 5"),
         ("capsule-limit = ", "cannot be read: Invalid value"),
     ],
 )
@@ -78,6 +91,24 @@ def test_other_projects_are_not_read(project: Path) -> None:
     """A file without the table is nobody's business, broken or not."""
     project.write_text("[tool.ruff\n")
     assert completed("exec", "a.py") == ["exec", "a.py"]
+    project.write_text("# [tool.dtypedoctor] is not used here\n[project]\nname = 'x'\n")
+    assert completed("exec", "a.py") == ["exec", "a.py"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_a_file_of_somebody_else_is_not_read(project: Path) -> None:
+    """Anybody can leave one in ``/tmp``. That of the working directory's owner counts: a checkout that a container mounts."""
+    project.write_text("[tool.dtypedoctor]\ncapsule-limit = 1\n")
+    os.chown(project, 12345, -1)
+    assert completed("exec", "a.py") == ["exec", "a.py"]
+    os.chown(Path.cwd(), 12345, -1)
+    assert completed("exec", "a.py") == ["exec", "--capsule-limit=1", "a.py"]
+
+
+def test_a_directory_that_was_removed_has_no_project(project: Path) -> None:
+    """What is printed needs none."""
+    Path.cwd().rmdir()
+    assert completed("explain", "x") == ["explain", "x"]
 
 
 def test_every_key_is_an_option_of_some_verb() -> None:

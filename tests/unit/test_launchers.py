@@ -15,6 +15,7 @@ TORCHRUN, ACCELERATE = "torch.distributed.run", "accelerate.commands.launch"
     ("words", "expected"),
     [
         (["train.py", "-x"], Launch(script="train.py", arguments=("-x",))),
+        (["long" * 100, "-x"], Launch(script="long" * 100, arguments=("-x",))),
         (["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"], Launch(launcher=(TORCHRUN, "--nproc-per-node", "2"), script="train.py", arguments=("--lr", "1"))),
         (["/somewhere/bin/torchrun", "train.py"], Launch(launcher=(TORCHRUN,), script="train.py", arguments=())),
         (["torchrun", "--standalone", "-m", "package.train", "-m"], Launch(launcher=(TORCHRUN, "--standalone"), script="package.train", arguments=("-m",), module=True)),

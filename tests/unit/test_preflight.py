@@ -62,6 +62,7 @@ def test_a_model_is_found_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: p
     for snapshot in ("one", "two"):
         (model / "snapshots" / snapshot).mkdir(parents=True)
     assert cached("org/other") is None
+    assert cached("long" * 100) is None
     assert cached("org/name") is not None
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("one\n")

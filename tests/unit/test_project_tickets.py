@@ -2,12 +2,15 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from planting import planted, rich_report
 from report_builders import everything, healthy, overflow
 
+from dtypedoctor.cli import reading
+from dtypedoctor.cli.output import kept
 from dtypedoctor.errors import UsageError
 from dtypedoctor.redaction.redact import Private, redact
 from dtypedoctor.report.model import Report
@@ -117,6 +120,13 @@ def test_axolotls_solution_is_not_in_the_behavior() -> None:
     answers = fields(ticket(recorded(), "axolotl"))
     assert "bfloat16()" in answers["Possible solution"]
     assert "bfloat16()" not in answers["Current behaviour"]
+
+
+def test_the_title_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is printed as it is pasted, and comes from a report that somebody else may have sent."""
+    kept(tmp_path, replace(overflow(), headline="a\x1b]0;title\x07\nb"))
+    reading.report(tmp_path, project="trl")
+    assert "Title: a\\x1b]0;title\\x07 b\n" in capsys.readouterr().err
 
 
 def test_an_unknown_project_is_refused_with_those_that_are_known() -> None:

@@ -13,7 +13,7 @@ CORRECTIONS = (
         proves=("compile-graph-break", "recompile-limit"),
         prefer="the model is compiled and axolotl cannot be updated to 0.18.0; eager calls keep their fast path",
         library="axolotl",
-        seen=("0.16.0", "0.16.1", "0.17.0"),
+        seen=("0.16.1", "0.17.0"),
         test="axolotl_compiled_dequantize.txt",
         edits=(
             Edit(
