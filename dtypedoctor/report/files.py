@@ -22,6 +22,7 @@ from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import leading_directory
 from dtypedoctor.trace.reader import read_trace
+from dtypedoctor.trials.results import run_of_fix
 from dtypedoctor.trials.runs import is_job, open_job
 from dtypedoctor.trials.treatment import examine
 
@@ -91,7 +92,7 @@ def with_pictures(report: Report, directory: Path) -> Report:
             ``remedy-ID`` and ``reference``. A run that left no trace is passed over.
     """
     cures = [trial.remedy for trial in report.trials if trial.outcome is Outcome.FIXED]
-    wanted = {BEFORE: "baseline", **{f"remedy-{remedy}": remedy for remedy in cures[:1]}, REFERENCE: REFERENCE}
+    wanted = {BEFORE: "baseline", **{run_of_fix(remedy): remedy for remedy in cures[:1]}, REFERENCE: REFERENCE}
     pictures = (_picture(directory, name, label) for name, label in wanted.items())
     return replace(report, pictures=tuple(picture for picture in pictures if picture is not None))
 

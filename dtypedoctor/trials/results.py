@@ -1,5 +1,8 @@
 """What trials find out, as values."""
 
+import math
+import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
@@ -78,7 +81,27 @@ class RunSummary:
         """``loss``, ``grad_norm`` or ``reward`` per step with NaN and inf where they were measured; None where nothing was."""
         finite: tuple[float | None, ...] = getattr(self, name)
         spelled = self.nonfinite.get(name, {})
-        return tuple(float(spelled[str(i)]) if str(i) in spelled else value for i, value in enumerate(finite))
+        return tuple(
+            _SPELLED.get(spelled[str(i)], math.nan) if str(i) in spelled else value for i, value in enumerate(finite)
+        )
+
+
+_SPELLED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+_LONGEST = 100
+
+
+def run_of_fix(fix: str) -> str:
+    """The name of the run, and of its directory, in which a fix is tried: ``remedy-bfloat16``.
+
+    Args:
+        fix: its id; of ``keep-float32`` with modules behind a colon, which may be more than fit into the name of a file.
+    """
+    readable = re.sub(r"[^\w.-]+", "-", fix, flags=re.ASCII)
+    if len(readable) > _LONGEST or not fix.isascii():
+        readable = f"{readable[:_LONGEST]}-{zlib.crc32(fix.encode(errors='backslashreplace')):08x}"
+    return f"remedy-{readable}"
 
 
 class Bearing(StrEnum):

@@ -1,6 +1,5 @@
 """Everything that is tried on a scenario: static checks of its files, the baseline, the op trace of what failed, trials, reference."""
 
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from dtypedoctor.trials.remedies import (
     is_switched_on,
     remedy_named,
 )
-from dtypedoctor.trials.results import Observer, Outcome, Treatment, Trial
+from dtypedoctor.trials.results import Observer, Outcome, Treatment, Trial, run_of_fix
 from dtypedoctor.trials.runs import (
     LaterRuns,
     RunRequest,
@@ -277,8 +276,7 @@ def _try(remedy: Remedy, scenario: Scenario, run: LaterRuns, baselines: Baseline
     condition = changed.conditions != scenario.conditions
     if reason:
         return not_tried(remedy, reason, condition=condition)
-    label = re.sub(r"[^\w.-]+", "-", remedy.id)
-    tried = run.attempt(f"remedy-{label}", Request(scenario=changed, repeats="before"))
+    tried = run.attempt(run_of_fix(remedy.id), Request(scenario=changed, repeats="before"))
     if isinstance(tried, str):  # what can be run untreated may still not be possible with the remedy
         return not_tried(remedy, tried, condition=condition)
     return judge(remedy, changed, tried, baselines)

@@ -1,11 +1,17 @@
 """Remedies are changes of scenarios: what each changes, and that the others stay as they are."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from report_builders import overflow
 
+from dtypedoctor.report.files import with_pictures
 from dtypedoctor.scenario.loading import available, load_scenario
 from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.trace.events import End, Header, Sample, Site
+from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.trials.remedies import (
     all_of,
     autocast_of_model,
@@ -16,6 +22,7 @@ from dtypedoctor.trials.remedies import (
     with_autocast,
     with_corrections,
 )
+from dtypedoctor.trials.results import Outcome, RunSummary, run_of_fix
 
 LLAMA: dict[str, Any] = {
     "name": "builtin:llama-nf4-fused",
@@ -161,3 +168,46 @@ def test_what_casts_without_a_word_is_called_unsafe() -> None:
     assert unsafe.isdisjoint(
         {"quant-state-dtype", "autocast-dtype-of-model", "dequant-buffer-keyed-by-dtype", "strict"}
     )
+
+
+def test_the_run_of_any_fix_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    """`bisect` may name a hundred modules, whose list is longer than the name of a file can be."""
+    modules = [f"model.layers.{i}.mlp" for i in range(40)]
+    fixes = [
+        "bfloat16",
+        "keep-float32:model[1]",
+        *(f"keep-float32:{','.join(modules)},{last}" for last in ("a", "b", "größe")),
+    ]
+    for fix in fixes:
+        (tmp_path / run_of_fix(fix)).mkdir()
+    assert (tmp_path / "remedy-bfloat16").is_dir()
+
+
+def test_the_picture_of_a_run_with_named_modules_is_found(tmp_path: Path) -> None:
+    """It lies where the trial has put it."""
+    fix = "keep-float32:model[1]"
+    (tmp_path / run_of_fix(fix)).mkdir()
+    writer = TraceWriter(tmp_path / run_of_fix(fix))
+    site = Site(
+        id=1, root=0, fqn="1", cls="Linear", phase="forward", kind="output", index="", dtype="float16", shape=[2]
+    )
+    sample = Sample(n=1, step=1, call=1, site=1, absmax=2.0)
+    for record in (Header(), site, sample, End(n=2, outcome="completed", steps_completed=1)):
+        writer.write(record)
+    writer.close()
+    trial = replace(overflow().trials[0], remedy=fix, outcome=Outcome.FIXED)
+    pictures = with_pictures(replace(overflow(), trials=(trial,)), tmp_path).pictures
+    assert [picture.label for picture in pictures] == [fix]
+
+
+def test_a_number_that_is_spelled_wrong_is_not_a_number() -> None:
+    """A report.json may come from anywhere."""
+    run = RunSummary(
+        label="before",
+        steps_completed=3,
+        steps_planned=3,
+        ended="completed",
+        loss=(None, None, 2.0),
+        nonfinite={"loss": {"0": "inf", "1": "?"}},
+    )
+    assert str(run.numbers("loss")) == "(inf, nan, 2.0)"
