@@ -10,7 +10,7 @@ from report_builders import overflow
 from dtypedoctor.report.files import with_pictures
 from dtypedoctor.scenario.loading import available, load_scenario
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trace.events import End, Header, Sample, Site
+from dtypedoctor.trace.events import End, Header, Site
 from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.trials.remedies import (
     all_of,
@@ -191,8 +191,7 @@ def test_the_picture_of_a_run_with_named_modules_is_found(tmp_path: Path) -> Non
     site = Site(
         id=1, root=0, fqn="1", cls="Linear", phase="forward", kind="output", index="", dtype="float16", shape=[2]
     )
-    sample = Sample(n=1, step=1, call=1, site=1, absmax=2.0)
-    for record in (Header(), site, sample, End(n=2, outcome="completed", steps_completed=1)):
+    for record in (Header(), site, End(n=2, outcome="completed", steps_completed=1)):
         writer.write(record)
     writer.close()
     trial = replace(overflow().trials[0], remedy=fix, outcome=Outcome.FIXED)
