@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from dtypedoctor.cli.output import kept
@@ -14,6 +15,7 @@ from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.runner.run import STDERR, STDOUT
 from dtypedoctor.trials.results import Outcome, Treatment
+from dtypedoctor.trials.treatment import NOT_REQUESTED
 
 ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
     ("no usable trace, and no finding without one", lambda r: not (r.trace_usable or r.findings), ExitCode.NO_TRACE),
@@ -47,7 +49,31 @@ def reported(treatment: Treatment, directory: Path) -> Report:
         files=files,
         next_command=next_command(treatment, directory),
     )
-    return kept(directory, report)
+    return kept(directory, replace(report, next_command=_next_of_script(report, directory) or report.next_command))
+
+
+def _next_of_script(report: Report, directory: Path) -> str:
+    """What runs a script again with the edit that the report shows, or with the first fix that can be tried on it; empty where there is neither."""
+    verb = "dtypedoctor exec "
+    if not report.command.startswith(verb):
+        return ""
+    again = shlex.join(_without_out(shlex.split(report.command), directory))
+    if report.do_this and report.do_this[0].edits:
+        return f"{again}  # after the edit above"
+    if any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials):
+        return ""
+    fixes = [trial.remedy for trial in report.trials if trial.reason.startswith(f"{NOT_REQUESTED}: --try ")]
+    return f"{verb}--try {fixes[0]} {again.removeprefix(verb)}" if fixes else ""
+
+
+def _without_out(words: list[str], directory: Path) -> list[str]:
+    """The words of a command without ``--out DIRECTORY``: a run directory is never overwritten."""
+    for at, word in enumerate(words):
+        if word == f"--out={directory}":
+            return [*words[:at], *words[at + 1 :]]
+        if words[at : at + 2] == ["--out", str(directory)]:
+            return [*words[:at], *words[at + 2 :]]
+    return words
 
 
 def _has_content(path: Path) -> bool:

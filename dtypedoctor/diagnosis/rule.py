@@ -228,8 +228,8 @@ class FindingSpec:
         needs_only: that ablation takes away nothing besides, so that a run which passes under it proves the finding.
         in_float32_too: it claims that the dtype is not the cause: a run without autocast that fails in the same place proves it.
         nonfinite: it names the origin of an inf or NaN, so that magnitudes of the modules around it say something.
-        do_this: what to change, as a sentence about ``{module}``, ``{op}``, ``{dtype}``, ``{other}`` (the dtype that it meets) and ``{alike}`` (all
-            modules of that class and dtype); where it is empty the first way of fixing on the page stands for it.
+        do_this: what to change, as a sentence about ``{module}``, ``{op}``, ``{dtype}``, ``{other}`` (the dtype that it meets) ``{alike}`` (all
+            modules of that class and dtype) and ``{device}``; where it is empty the first way of fixing on the page stands for it.
         edits: what makes that change in the program's source, the best first; names of :data:`dtypedoctor.diagnosis.edits.MAKERS`.
         page: file with the page about it (Markdown); None for ``docs/findings/ID.md``.
         in_any_program: it can be found in any program; False where a program has to declare something first.

@@ -223,8 +223,10 @@ def bad_elements(tensor: TensorNote) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first three names in a sentence, the others counted."""
+    """The first three names in a sentence, the others counted; of four all, since a count is no shorter than a name."""
     more = len(names) - 3
+    if more == 1:
+        return f"{', '.join(names[:3])} and {names[3]}"
     return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 

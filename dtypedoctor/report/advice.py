@@ -134,6 +134,7 @@ def _filled(text: str, scene: Scene) -> str:
         op=finding.op or "the operator",
         dtype=finding.dtype or "odd",
         other=scene.other or "that of the others",
+        device=str(scene.trace.environment.get("device", "cpu")).partition(":")[0],
     )
 
 

@@ -253,7 +253,7 @@ def _capsule(report: Report) -> Iterator[Block]:
     if not kept:
         return
     if "why" in kept:
-        yield Paragraph(f"The failing call was not kept as a capsule: {kept['why']}.")
+        yield Paragraph(f"No call was kept as a capsule: {kept['why']}.")
         return
     where = indexed(kept["module"]) or "the whole model"
     yield Heading("capsule")

@@ -560,7 +560,14 @@ def _fixed_by(report: Report) -> Iterator[_Fact]:
     if untried:
         yield from _labelled("suggested fix", "or", untried)
     else:
-        yield "fixed by", "no automatic fix"
+        yield _without_fix(report)
+
+
+def _without_fix(report: Report) -> _Fact:
+    """Where nothing can be switched on from outside: the edit that is shown, if there is one."""
+    if report.do_this and report.do_this[0].edits:
+        return "suggested fix", "the edit above, in your own source"
+    return "fixed by", "no automatic fix"
 
 
 def _labelled(first: str, others: str, lines: Sequence[RemedyLine]) -> Iterator[_Fact]:

@@ -105,7 +105,7 @@ def _wanted(run: Run, finding: Finding, limit: int, *, in_place: bool = False) -
         UsageError: no module call fails.
     """
     if finding.phase not in _CALLS:
-        raise UsageError(f"it fails in the {finding.phase} phase, and only a module call can be kept")
+        raise UsageError(f"the finding is about the {finding.phase} phase, and only a module call can be kept")
     analysis = analysis_of(run.trace)
     raised = analysis.uncaught if analysis.measured_incident is None else None
     is_outside = finding.fqn is None if raised is None or in_place else not raised.modules

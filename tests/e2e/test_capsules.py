@@ -171,12 +171,14 @@ dist.barrier()
 
 
 def test_the_rank_that_fails_leaves_its_call_beside_the_report(tmp_path: Path) -> None:
-    """Where `dtypedoctor replay RUN` looks for it, and what the report names next."""
+    """Where `dtypedoctor replay RUN` looks for it; what the report names next is the user's own command, with the edit that it shows."""
     (tmp_path / "script.py").write_text(CLASSES + RANKS, encoding="utf-8")
     done = dtypedoctor("exec", "--out", "run", "--nproc-per-node", "2", "script.py", cwd=tmp_path)
     assert done.code == 10, done.err
     assert read_capsule(tmp_path / "run").cls == "Scores"
-    assert done.err.split("Next")[-1].split("\n")[1].strip() == "dtypedoctor replay run/capsule --allow-code"
+    assert done.err.split("Next")[-1].split("\n")[1].strip() == (
+        "dtypedoctor exec --nproc-per-node 2 script.py  # after the edit above"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"capsule": 99}', '{"capsule": 1, "fqn": []}'])

@@ -108,7 +108,7 @@ def test_every_maker_that_a_spec_names_is_there() -> None:
     """And each template takes the values that a finding has."""
     for spec in map(spec_of, finding_ids()):
         assert set(spec.edits) <= set(MAKERS)
-        assert spec.do_this.format(module="m", op="o", dtype="d", other="e", alike="a") is not None
+        assert spec.do_this.format(module="m", op="o", dtype="d", other="e", alike="a", device="cpu") is not None
 
 
 def test_texts_of_an_excerpt_are_masked_letter_by_letter(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """What a report says about its remedies, and how the runs stand side by side."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from report_builders import hostile, mismatch, overflow
 
+from dtypedoctor.cli.reported import _next_of_script
+from dtypedoctor.diagnosis.rule import Advice, Edit
 from dtypedoctor.report.before_after import compare
 from dtypedoctor.report.document import parts_of, plain_text
 from dtypedoctor.report.model import Outcome, Report, Trial
@@ -164,7 +167,7 @@ def test_a_run_that_left_a_capsule_says_how_to_try_fixes_on_it() -> None:
 
 def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
     """None of those tried cures, or none was tried at all and one could be, or there is none."""
-    report = overflow()
+    report = replace(overflow(), do_this=())
     refused, failed = report.trials[2], replace(report.trials[0], outcome=Outcome.NOT_FIXED)
 
     def told(*trials: Trial) -> list[tuple[str, str]]:
@@ -178,6 +181,26 @@ def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
         ("fixed by", "none of the fixes tried; `dtypedoctor explain float16-overflow` lists others")
     ]
     assert told() == [("fixed by", "no automatic fix")]
+    edit = Edit(file="train.py", line=3, old="a", new="b")
+    report = replace(report, do_this=(Advice(finding="float16-overflow", text="Change it.", edits=(edit,)),))
+    assert told() == [("suggested fix", "the edit above, in your own source")]
+
+
+def test_what_to_type_next_is_the_users_own_command() -> None:
+    """With the edit that is shown; else with the first fix that a script can take; nothing where fixes were tried, or for what is no script.
+
+    The run directory is not named again: it is there already.
+    """
+    report = replace(overflow(), command="dtypedoctor exec --out o train.py --out p", do_this=())
+    reason = "not requested: --try bfloat16 runs the script again with it"
+    untried = replace(report.trials[0], remedy="bfloat16", outcome=Outcome.NOT_TRIED, reason=reason, run=None)
+    assert _next_of_script(report, Path("o")) == ""
+    suggested = replace(report, trials=(replace(untried, reason="it needs a scenario"), untried))
+    assert _next_of_script(suggested, Path("o")) == "dtypedoctor exec --try bfloat16 train.py --out p"
+    edit = Edit(file="train.py", line=3, old="a", new="b")
+    edited = replace(suggested, do_this=(Advice(finding="float16-overflow", text="Change it.", edits=(edit,)),))
+    assert _next_of_script(edited, Path("o")) == "dtypedoctor exec train.py --out p  # after the edit above"
+    assert _next_of_script(replace(edited, command="dtypedoctor run case.yaml"), Path("o")) == ""
 
 
 def test_of_several_cures_the_report_says_when_to_prefer_which() -> None:

@@ -23,7 +23,7 @@ from traces import TraceBuilder
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
-from dtypedoctor.diagnosis.wording import percent
+from dtypedoctor.diagnosis.wording import listed, percent
 from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import Correction, Metric, Observed, ScalerState
 
@@ -236,3 +236,10 @@ def test_percent_is_never_in_exponent_form() -> None:
     assert [percent(x) for x in (1.0, 0.999, 0.095, 0.073, 0.00031, 1e-7, 12.0, 0.0)] == [
         "100%", "100%", "9.5%", "7.3%", "0.031%", "less than 0.01%", "1200%", "0%",
     ]  # fmt: skip
+
+
+def test_of_four_names_all_are_listed() -> None:
+    """A count is no shorter than a name."""
+    assert listed(list("abc")) == "a, b, c"
+    assert listed(list("abcd")) == "a, b, c and d"
+    assert listed(list("abcde")) == "a, b, c and 2 more"

@@ -84,7 +84,7 @@ UPDATE_STALL = FindingSpec(
         "https://github.com/huggingface/trl/issues/7268",
         "https://github.com/meta-pytorch/torchtune/issues/2254",
     ),
-    do_this="Keep the trained parameters in float32 and compute under bfloat16 autocast.",
+    do_this="Keep the trained parameters in float32. To go on computing in bfloat16, wrap the forward pass: `with torch.autocast({device!r}, dtype=torch.bfloat16):`",
     edits=("set-float32", "bfloat16-to-float32"),
 )
 
