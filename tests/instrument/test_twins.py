@@ -1,8 +1,10 @@
 """Two models of the same weights in different dtypes, called on the same tokens: found in either order; averages, quantized copies and equals are not."""
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -230,3 +232,76 @@ def test_calling_a_model_again_changes_nothing_of_the_program(tmp_path: Path) ->
     got: list[object] = []
     assert len(findings(tmp_path, lambda: got.extend(program()))) == 1
     assert got == expected
+
+
+class Denoiser(nn.Module):
+    """Gets noise and a time step; what it outputs depends on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times, self.net = nn.Embedding(4, 8), nn.Linear(8, 8)
+
+    def forward(self, noise: Tensor, times: Tensor) -> Tensor:
+        return self.net(noise.to(self.net.weight.dtype) + self.times(times)[:, None])
+
+
+def test_calls_with_other_content_beside_equal_whole_numbers_are_not_compared(tmp_path: Path) -> None:
+    """The same time steps with other noise; images beside a prompt are the same case."""
+    student = Denoiser()
+    teacher = copy.deepcopy(student).to(HALF)
+
+    def program() -> None:
+        times = torch.arange(4)
+        with torch.no_grad():
+            teacher(torch.randn(4, 5, 8), times)
+        student(torch.randn(4, 5, 8, requires_grad=True), times).sum().backward()
+
+    assert findings(tmp_path, program) == ()
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter, by peft's names."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+        nn.init.zeros_(self.lora_B["default"].weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
+def test_an_adapter_that_has_been_trained_makes_other_weights(tmp_path: Path, *, trained: bool) -> None:
+    """A new one changes nothing, and the reference has none."""
+    policy = Speaker(dropout=0.1)
+    reference = copy.deepcopy(policy).to(HALF)
+    policy.head = Adapted(policy.head)
+    if trained:
+        nn.init.normal_(policy.head.lora_B["default"].weight)
+    assert bool(findings(tmp_path, lambda: train(policy, reference))) is not trained
+
+
+def test_nothing_is_kept_of_models_that_are_gone_or_have_been_compared(tmp_path: Path) -> None:
+    """Of one of other shapes it is let go of when the next model is called."""
+    policy = Speaker()
+    reference = copy.deepcopy(policy).to(HALF)
+
+    def is_kept_after(program: Callable[[Tensor], object]) -> bool:
+        tokens = TOKENS.clone()
+        kept = ref(tokens)
+        program(tokens)
+        del tokens
+        nn.Embedding(32, 8)(TOKENS)
+        gc.collect()
+        return kept() is not None
+
+    def pair(tokens: Tensor) -> None:
+        for model in (reference, policy, reference, policy):
+            model(tokens)
+
+    seen: list[bool] = []
+    watched(tmp_path, lambda _: seen.extend([is_kept_after(lambda tokens: Speaker()(tokens)), is_kept_after(pair)]))
+    assert seen == [False, False]

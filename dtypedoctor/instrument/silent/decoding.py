@@ -27,6 +27,8 @@ ROWS, TOKENS = 16, 64
 """Generated texts, and tokens of each, that are kept."""
 GENERATIONS = 2
 """Calls of ``generate`` that are followed in a step; the steps are 1, 2, 4, 8 and so on."""
+COMPARED = 16
+"""Calls that are compared with a generation; each waits for the device."""
 ENOUGH = 4
 """Tokens that are compared at least."""
 SUSPICIOUS = {True: 0.02, False: 1e-3}
@@ -35,6 +37,8 @@ BEYOND_ROUNDING = 2.5
 """A difference is more than rounding if it is so many times what float32 changes: two paths that each are so far from float32 are at most 2 apart."""
 BEYOND_BEFORE = 8
 """And where float32 cannot be had, so many times what it was in an earlier step."""
+_PROPOSED = "assistant_model", "prompt_lookup_num_tokens", "penalty_alpha"
+"""Options of ``generate`` with which a call gets tokens that are not what the one before has chosen."""
 UNMEASURED = 0.05, 0.1
 """Mean differences that rounding does not make where float32 cannot be had: with an earlier step to compare with, and without one."""
 
@@ -50,7 +54,8 @@ class _Generation:
         tokens: prompt and generated tokens, a tensor (rows, 1 or more) for each call.
         mask: which tokens of the prompt count.
         scores: of the token that comes next, by the last call.
-        said: for each generated token its log-probability (rows), at temperature 1 and at the temperature of sampling.
+        said: for each generated token its log-probability (rows), at temperature 1 and at the temperature of sampling; NaN where it has none.
+        left: calls that may still be compared with it.
     """
 
     model: ReferenceType[nn.Module]
@@ -61,16 +66,20 @@ class _Generation:
     mask: Tensor
     scores: Tensor | None
     said: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    left: int = COMPARED
 
     def add(self, chosen: Tensor, scores: Tensor | None) -> None:
         """The tokens ``chosen`` (rows) are what the last call was sampled for; ``scores`` are those of the next ones."""
         if self.scores is not None and len(self.said) < TOKENS:
             logits = self.scores.float()
             both = (logits.log_softmax(-1), (logits / self.temperature).log_softmax(-1))
-            plain, cooled = (each.gather(-1, chosen[:, None])[:, 0] for each in both)
+            known = chosen.clamp(0, logits.shape[-1] - 1)  # on CUDA an index out of range ends the program
+            plain, cooled = (each.gather(-1, known[:, None])[:, 0].where(known == chosen, torch.nan) for each in both)
             self.said.append((plain, cooled))
             self.tokens.append(chosen[:, None].clone())
-        self.scores = scores if len(self.said) < TOKENS else None
+        self.scores = (
+            scores.clone() if scores is not None and len(self.said) < TOKENS else None
+        )  # the rest can be freed
 
     def texts(self) -> list[tuple[list[int], list[int]]]:
         """Of each row the prompt and the generated tokens. Waits for the device."""
@@ -89,6 +98,7 @@ class DecodingCheck:
         self._session = session
         self._names, self._position = session.names, session.position
         self._temperature = 1.0
+        self._is_plain = True
         self._step = self._followed = 0
         self._generations: list[_Generation] = []
         self._open: _Generation | None = None
@@ -103,6 +113,7 @@ class DecodingCheck:
             self._generations.clear()
         self._followed += 1
         self._temperature = _temperature(args, kwargs)
+        self._is_plain = _is_plain_sampling(args, kwargs)
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned."""
@@ -122,7 +133,7 @@ class DecodingCheck:
 
     def _may_follow(self) -> bool:
         """Whether this step's generations are followed: those of steps 1, 2, 4, 8 …, as many as there may be."""
-        return self._followed <= GENERATIONS and not self._step & (self._step - 1)
+        return self._is_plain and self._followed <= GENERATIONS and not self._step & (self._step - 1)
 
     def _follow(self, module: nn.Module, call: Asked) -> None:
         if call.output.dim() != 3:
@@ -130,14 +141,16 @@ class DecodingCheck:
             return
         tokens, scores = call.question[:ROWS], call.output[:ROWS, -1].detach()
         known = self._open
+        if known is not None and known.model() is not module:
+            return  # an encoder, or a smaller model that proposes tokens
         if known is not None and len(tokens) == len(known.mask) and self._goes_on(known, call):
             known.add(tokens[:, -1], scores)
             return
         self._open = None
-        if any(map(is_random, module.modules())):
+        if len(self._generations) >= GENERATIONS or any(map(is_random, module.modules())):
             return
         self._open = _Generation(
-            ref(module), call.versions, _adapters(module), self._temperature, [tokens.clone()], call.mask[:ROWS].clone(), scores
+            ref(module), call.versions, _adapters(module), self._temperature, [tokens.clone()], call.mask[:ROWS].clone(), scores.clone()
         )  # fmt: skip
         self._generations.append(self._open)
 
@@ -152,6 +165,9 @@ class DecodingCheck:
             generator = generation.model()
             if generator is None or generation.versions != call.versions or _adapters(module) != generation.adapters:
                 continue
+            if not generation.said or generation.left <= 0:
+                continue
+            generation.left -= 1
             pairs = _pairs(generation, call)
             if len(pairs) >= ENOUGH:
                 self._judge(module, generation, call, pairs)
@@ -282,6 +298,13 @@ def _temperature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         if isinstance(temperature, int | float) and temperature > 0:
             return float(temperature)
     return 1.0
+
+
+def _is_plain_sampling(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether each row of a call goes on with the token that was chosen for it: not with beams, which change places, nor proposed tokens."""
+    configured = kwargs.get("generation_config") or getattr(args[0] if args else None, "generation_config", None)
+    options = {name: kwargs.get(name, getattr(configured, name, None)) for name in ("num_beams", *_PROPOSED)}
+    return options.pop("num_beams") in (None, 1) and not any(value is not None for value in options.values())
 
 
 def _adapters(model: nn.Module) -> tuple[Any, ...]:

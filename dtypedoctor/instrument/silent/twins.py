@@ -5,6 +5,7 @@ differ although their weights are the same, the wider one is called once more in
 """
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -36,7 +37,7 @@ DISTRIBUTIONS = 64
 PLACES = 16
 """Positions of a row at which they are kept."""
 MOST_KEPT = 32 << 20
-"""Bytes that are kept of what one model outputs; the oldest calls are forgotten first."""
+"""Bytes that are kept of the calls of one model; the oldest calls are forgotten first."""
 ALONE = 32
 """Calls of a model that are kept before there is another one of its shapes."""
 ATTEMPTS = 8
@@ -52,6 +53,8 @@ SAME_OUTPUT = 1e-5
 _WRAPPERS = ("_orig_mod.", "module.", "base_model.model.", "base_layer.", "original_module.")
 """What compilers, DDP and peft put into the names of parameters."""
 _ADAPTERS = ("lora_", "modules_to_save.")
+_SECOND_FACTOR = re.compile(r"lora_B\.[^.]+")
+"""In the name of a parameter of LoRA that is 0 as long as the adapter changes nothing; with the adapter's name."""
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -109,25 +112,40 @@ class Asked:
         model = self.model()
         return model is None or versions_of(model) != self.versions
 
+    def size(self) -> int:
+        """Bytes that it keeps alive."""
+        given = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
+        return bytes_of([self.output, self.question, self.mask, *given])
+
 
 @dataclass(slots=True, eq=False)
 class _Family:
     """Models whose parameters have the same names and shapes."""
 
+    models: dict[int, ReferenceType[nn.Module]] = field(default_factory=dict)
+    """Those of which calls have been kept, by identity; the same keys below."""
     calls: dict[int, deque[Asked]] = field(default_factory=dict)
-    """Of each model, by identity."""
     counts: dict[int, int] = field(default_factory=dict)
     pairs: dict[tuple[int, int], int] = field(default_factory=dict)
     """Attempts that are left to compare two models."""
 
-    def is_alone(self, model: nn.Module) -> bool:
-        """Whether only ``model`` of this family is alive."""
-        dead = [number for number, calls in self.calls.items() if calls and calls[-1].model() is None]
-        for number in dead:
-            del self.calls[number]
+    def forget_dead(self) -> None:
+        """Lets go of what is kept of models that are gone."""
+        for number in [number for number, model in self.models.items() if model() is None]:
+            del self.models[number], self.calls[number]
             self.counts.pop(number, None)
             self.pairs = {pair: left for pair, left in self.pairs.items() if number not in pair}
-        return not set(self.calls) - {id(model)}
+
+    def is_alone(self, model: nn.Module) -> bool:
+        """Whether only ``model`` of this family is alive."""
+        self.forget_dead()
+        return not set(self.models) - {id(model)}
+
+    def is_settled(self, model: nn.Module) -> bool:
+        """Whether ``model`` will not be compared with any other one again."""
+        number = id(model)
+        others = (other for other in self.models if other != number)
+        return all(self.pairs.get((min(number, other), max(number, other)), ATTEMPTS) <= 0 for other in others)
 
 
 class TwinCheck:
@@ -153,15 +171,19 @@ class TwinCheck:
             family.calls.get(number, deque[Asked]()).clear()
             return
         with self._position.mute(), torch.no_grad():
+            self._look_whether_moved(module)
+            if not alone and family.is_settled(module):
+                family.calls.get(number, deque[Asked]()).clear()
+                return
             call = Asked.of(self._session, module, args, kwargs, output)
             if call is None:
                 return
-            self._look_whether_moved(module)
             if not alone:
                 self._compare_with_others(family, module, call)
+            family.models[number] = ref(module)
             kept = family.calls.setdefault(number, deque())
             kept.append(_only_a_part(call))
-            while len(kept) > 1 and bytes_of([each.output for each in kept]) > MOST_KEPT:
+            while len(kept) > 1 and sum(each.size() for each in kept) > MOST_KEPT:
                 kept.popleft()
 
     def _like(self, module: nn.Module) -> int:
@@ -170,6 +192,8 @@ class TwinCheck:
         if known is None:
             shapes = {name: parameter.shape for name, parameter in _weights(module).items()}
             known = self._likeness[module] = hash(tuple(sorted(shapes.items())))
+            for family in self._families.values():
+                family.forget_dead()
         return known
 
     def _compare_with_others(self, family: _Family, module: nn.Module, call: Asked) -> None:
@@ -277,13 +301,34 @@ def _number(names: Any, module: nn.Module | None) -> int | None:
 
 
 def _question(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tokens (rows, length) among the arguments: ``input_ids`` (and what goes to a decoder), or the first tensor of whole numbers."""
-    found = [kwargs[name] for name in ("input_ids", "decoder_input_ids") if _is_tokens(kwargs.get(name))]
+    """The tokens (rows, length) among the arguments: ``input_ids`` (and what goes to a decoder), or the first tensor of whole numbers.
+
+    None where the output depends on more than these: on images, on noise of which the whole numbers are the time steps, on embeddings.
+    """
+    if any(_is_content(name, value) for name, value in (*enumerate(args), *kwargs.items())):
+        return None
+    found = _tokens_by_name(kwargs)
     if not found:
         found = [value for value in (*args, *kwargs.values()) if _is_tokens(value)][:1]
     if len({len(tensor) for tensor in found}) != 1:
         return None
-    return torch.cat([tensor.detach().reshape(len(tensor), -1) for tensor in found], -1)
+    rows = [tensor.detach().reshape(len(tensor), -1) for tensor in found]
+    return torch.cat(rows, -1) if len(rows) > 1 else rows[0]
+
+
+def _tokens_by_name(kwargs: Mapping[str, Any]) -> list[Tensor]:
+    found = [kwargs[name] for name in ("input_ids", "decoder_input_ids") if _is_tokens(kwargs.get(name))]
+    labels = kwargs.get("labels")
+    if len(found) == 1 and isinstance(labels, Tensor) and _is_tokens(labels) and labels.shape != found[0].shape:
+        found.append(labels)  # what the decoder gets is made of them
+    return found
+
+
+def _is_content(name: object, value: Any) -> bool:
+    """Whether an argument says something that is not in the tokens."""
+    if name == "encoder_outputs":
+        return value is not None
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and "mask" not in str(name)
 
 
 def _counted_tokens(mask: Any, question: Tensor) -> Tensor:
@@ -421,16 +466,37 @@ def _width(call: Asked) -> int:
 def _same_weights(one: nn.Module, other: nn.Module, *, exactly: bool = False) -> bool:
     """Whether the weights of one model are those of the other, but for rounding to the narrower dtype; judged by a few elements of each."""
     ours, theirs = _weights(one), _weights(other)
-    if ours.keys() != theirs.keys() or not all(map(measurable, (*ours.values(), *theirs.values()))):
+    if ours.keys() != theirs.keys():
         return False
-    same = []
-    for name, weight in ours.items():
-        pair = _few(weight), _few(theirs[name])
-        narrow, wide = sorted(pair, key=lambda few: -torch.finfo(few.dtype).eps)
-        rounded = wide.to(narrow.dtype).float()
-        close = 0.0 if exactly or wide.dtype in (narrow.dtype, torch.float32) else torch.finfo(narrow.dtype).eps
-        same.append(((rounded - narrow.float()).abs() <= close * rounded.abs()).all())
+    pairs = [(ours[name], theirs[name]) for name in ours] + _pairs_of_adapters(one, other)
+    if not all(measurable(weight) for pair in pairs for weight in pair):
+        return False
+    same = [_is_rounded(_few(mine), _few(its), exactly=exactly) for mine, its in pairs]
     return bool(torch.stack([each.to(same[0].device) for each in same]).all()) if same else False
+
+
+def _is_rounded(mine: Tensor, its: Tensor, *, exactly: bool) -> Tensor:
+    """Whether the narrower of two pieces of a weight is the wider one, rounded; does not wait for the device."""
+    narrow, wide = sorted((mine, its), key=lambda few: -torch.finfo(few.dtype).eps)
+    rounded = wide.to(narrow.dtype).float()
+    close = 0.0 if exactly or wide.dtype in (narrow.dtype, torch.float32) else torch.finfo(narrow.dtype).eps
+    return ((rounded - narrow.to(rounded.device).float()).abs() <= close * rounded.abs()).all()
+
+
+def _pairs_of_adapters(one: nn.Module, other: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """The second factors of LoRA in the two models, zeros for one that has none: an adapter of zeros changes nothing."""
+    ours, theirs = _second_factors(one), _second_factors(other)
+    pairs = []
+    for name in {**ours, **theirs}:
+        known = ours[name] if name in ours else theirs[name]
+        nothing = torch.zeros_like(known)
+        pairs.append((ours.get(name, nothing), theirs.get(name, nothing)))
+    return pairs
+
+
+def _second_factors(model: nn.Module) -> dict[str, Tensor]:
+    found = ((name, weight) for name, weight in model.named_parameters() if _SECOND_FACTOR.search(name))
+    return {_SECOND_FACTOR.sub("lora_B", _plain(name)): weight for name, weight in found}
 
 
 def _few(parameter: Tensor) -> Tensor:
@@ -513,9 +579,9 @@ def _nothing_changes(session: Session, model: nn.Module, call: Asked) -> Iterato
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, nothing is dropped at random."""
     before = [(module, module.training) for module in model.modules()]
-    for module, _ in before:
-        module.training = False
     try:
+        for module, _ in before:
+            module.training = False
         yield
     finally:
         for module, training in before:
