@@ -11,6 +11,7 @@ from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 
+from dtypedoctor.cells import cell_of, cell_source, cells
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.rule import Edit, Finding
 from dtypedoctor.diagnosis.wording import differentiated
@@ -128,6 +129,8 @@ class Scene:
         return self._read[key]
 
     def _opened(self, path: Path) -> Source | None:
+        if (text := cell_source(str(path))) is not None:
+            return _cell(cell_of(str(path)) or str(path), text)
         whole = path.resolve()
         installed = {"site-packages", "dist-packages"} & set(whole.parts) or whole.is_relative_to(_DOCTOR)
         if whole.suffix != ".py" or installed or not any(whole.is_relative_to(folder) for folder in self.folders):
@@ -206,10 +209,18 @@ class Scene:
             return at[0]
         return self.source(self.script) if self.script is not None else None
 
+    def dtype_files(self) -> Iterator[Source]:
+        """The files in which the program may set its dtype: the one that failed, and in a notebook its cells, the latest first."""
+        first = self.failing_file()
+        others = (self.source(name) for name in cells())
+        yield from (source for source in (first, *others) if source is not None)
+
     def line_at(self, place: str) -> tuple[Source, int] | None:
         """The file and line of ``train.py:31``; None for a place in none of the program's files, or in one of several of that name."""
         name, _, line = place.rpartition(":")
         named = {str(Path(file).resolve()) for file in self._files() if f"/{file}".endswith(f"/{name}")}
+        if cell_source(name) is not None:
+            named = {name}
         if len(named) != 1 or not line.isdigit():
             return None
         source = self.source(*named)
@@ -222,6 +233,14 @@ class Scene:
         frames = self.raised.frames if self.raised is not None else []
         yield from dict.fromkeys(place.rpartition(" ")[0].rpartition(":")[0] for place in frames)
         yield from dict.fromkeys(place.rpartition(":")[0] for place in places)
+
+
+def _cell(name: str, text: str) -> Source | None:
+    """A cell of a notebook, whose path is its name; None where it is no Python."""
+    try:
+        return Source(Path(name), text.encode(), ast.parse(text))
+    except (ValueError, SyntaxError, RecursionError):
+        return None
 
 
 def edits_for(scene: Scene, makers: Iterable[str]) -> tuple[tuple[Edit, ...], str]:
@@ -677,13 +696,18 @@ def half_to_float32(scene: Scene) -> Changes | None:
 
 
 def _half_to(scene: Scene, dtype: str) -> Changes | None:
-    source = scene.failing_file()
-    if source is None:
+    made = next((made for source in scene.dtype_files() if (made := _without_halves(source, dtype))), None)
+    if made is None:
         return None
-    changes = [change for node in ast.walk(source.tree) for change in _without_half(source, node, dtype)]
+    source, changes = made
     scalers = _in_calls(scene, "GradScaler", lambda source, call: _with_keyword(source, call, "enabled=False"))
-    if scalers is not None and scalers[0] is source and changes:
+    if scalers is not None and scalers[0] is source:
         changes += scalers[1]
+    return source, changes
+
+
+def _without_halves(source: Source, dtype: str) -> Changes | None:
+    changes = [change for node in ast.walk(source.tree) for change in _without_half(source, node, dtype)]
     return (source, changes) if changes else None
 
 

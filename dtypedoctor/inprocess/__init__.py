@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +17,14 @@ from typing import ParamSpec, Self, TypeVar
 from rich.console import Console
 from torch import nn
 
+from dtypedoctor.diagnosis.rule import Advice, Finding
 from dtypedoctor.errors import UsageError
 from dtypedoctor.inprocess.statistics import Statistics
 from dtypedoctor.instrument.budget import budget_of
 from dtypedoctor.interruptions import contained, say
+from dtypedoctor.plugins import KEEP_FLOAT32
 from dtypedoctor.redaction.redact import redact, without_process_secrets
+from dtypedoctor.report.advice import diff_of
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report, write_report
 from dtypedoctor.report.model import Report
 from dtypedoctor.report.run_document import public_run
@@ -149,12 +152,14 @@ class WatchReport(Report):
     __slots__ = ()
 
     def __str__(self) -> str:
-        """The headline, and a line for each finding."""
+        """The headline, a line for each further finding, and below each what to do about it."""
         public = redact(self)
         lines = [f"{public.status}: {one_line(public.headline, 600)}"]
+        advice = {one.finding: one for one in reversed(public.do_this)}
         for finding in public.findings:
-            more = f": {one_line(finding.summary, 300)}" if finding.summary != public.headline else ""
-            lines.append(f"  {finding.id}{more}")
+            if finding.summary != public.headline:
+                lines.append(f"{finding.id}: {one_line(finding.summary, 300)}")
+            lines += _what_to_do(finding, advice.get(finding.id))
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -188,11 +193,23 @@ class WatchReport(Report):
         print_document(public_run(self), Console())
 
 
+def _what_to_do(finding: Finding, advice: Advice | None) -> Iterator[str]:
+    """The advice on a finding, the edit where there is one, and the fix that needs none."""
+    if advice is not None:
+        yield f"  do this: {one_line(advice.text, 300)}"
+    if advice is not None and advice.edits:
+        yield from (f"    {line}" for line in diff_of(advice.edits).splitlines())
+    if finding.fqn and "bfloat16" in finding.remedies:
+        yield f'  to try without an edit: dtypedoctor.apply(model, "{KEEP_FLOAT32}:{finding.fqn}")'
+
+
 def numbered(out: Path | None, call: int) -> Path | None:
     """The run directory of another part: ``OUT-2``, ``OUT-3``, …; None where none is named."""
     return out.with_name(f"{out.name}-{call}") if out is not None else None
 
 
+_NOTEBOOK = "notebook"
+"""The name of what runs in a notebook's kernel, whose command line nobody can repeat."""
 _current: "Watched | None" = None
 
 
@@ -232,7 +249,7 @@ class Watched:
         self._say = (lambda text: None) if quiet else say
         self._replay = replay
         self._statistics = Statistics() if statistics else None
-        self._name = "notebook" if "ipykernel" in sys.modules else scenario_name(sys.argv[0])
+        self._name = _NOTEBOOK if "ipykernel" in sys.modules else scenario_name(sys.argv[0])
         self._out = out
         self.directory: Path
         self.report: WatchReport | None = None
@@ -308,7 +325,7 @@ class Watched:
         run = collect(self.directory / BEFORE, ended, foreign=True)
         built = build_report(
             examine(self._scenario(), run, replay=self._replay),
-            command=shlex.join(without_process_secrets(["python", *sys.argv])),
+            command="" if self._name == _NOTEBOOK else shlex.join(without_process_secrets(["python", *sys.argv])),
             files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": BEFORE},
             next_command=f"dtypedoctor report {shlex.quote(str(self.directory))}",
         )

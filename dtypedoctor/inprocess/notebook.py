@@ -87,8 +87,11 @@ class _Doctor:
 
     def _run(self, cell: str) -> object:
         shell = self._shell
-        source = shell.transform_cell(cell)
-        name = shell.compile.cache(source, shell.execution_count, raw_code=cell)
+        source = "\n" + shell.transform_cell(
+            cell
+        )  # the line of the magic, so that lines are counted as in the notebook
+        number = len(shell.user_ns.get("In", [])) - 1  # execution_count is the next cell's already
+        name = shell.compile.cache(source, number, raw_code=cell)
         tree = ast.parse(source, name)
         if tree.body and isinstance(last := tree.body[-1], ast.Expr):
             kept = ast.copy_location(ast.Name(_VALUE, ast.Store()), last)

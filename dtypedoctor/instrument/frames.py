@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch.autograd.function import FunctionCtx
 
 from dtypedoctor._torch_private import OpOverload
+from dtypedoctor.cells import cell_of
 
 _NOT_THE_USERS = (
     "torch.",
@@ -47,8 +48,8 @@ class Line(NamedTuple):
 
     @property
     def source(self) -> str:
-        """``package/file.py:line``; of a script the file's name."""
-        return f"{_from_package(self.code.co_filename, self.module)}:{self.number}"
+        """``package/file.py:line``; of a script the file's name, of a notebook ``cell In[3]:line``."""
+        return f"{cell_of(self.code.co_filename) or _from_package(self.code.co_filename, self.module)}:{self.number}"
 
 
 def line_of(frame: FrameType | None) -> Line | None:

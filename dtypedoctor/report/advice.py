@@ -120,6 +120,9 @@ def _lines(one: Excerpt) -> Iterator[str]:
         yield f"{margin} | {' ' * one.begin}{'^' * (one.end - one.begin)}"
 
 
+_EXPONENTIAL = " If it is a softmax written out, exp(x) / sum: use torch.softmax, or subtract the maximum of x first."
+
+
 def _text(spec: FindingSpec, scene: Scene) -> str:
     return _filled(spec.do_this, scene) if spec.do_this else _first_way(scene.finding)
 

@@ -122,6 +122,10 @@ def reproduction_script(report: Report) -> str:
     return "\n".join((*head, install_command(report.environment), *lines, ""))
 
 
+_KERNEL = "ipykernel_launcher.py"
+"""The program that a notebook's kernel runs."""
+
+
 def _running(report: Report) -> Iterator[str]:
     values = plain(report.scenario)
     if not values:
@@ -135,6 +139,8 @@ def _running(report: Report) -> Iterator[str]:
         return
     workload = scenario.steps[0].workload
     if isinstance(workload, Script):
+        if Path(workload.path or "").name == _KERNEL:
+            return  # a notebook: no command line runs its cells again
         what = workload.path if workload.path != "-" else "The program on standard input"
         if what is not None or workload.module is not None:
             yield f"# {one_line(what or f'The module {workload.module}')} is not part of this report: put it here."

@@ -47,7 +47,7 @@ from dtypedoctor.values import dataclass
 if TYPE_CHECKING:
     from dtypedoctor.trials.bisection.results import Inside
 
-WATCHED_LIVE = "the program was instrumented while it ran and is not run again from here (`dtypedoctor exec` does that)"
+WATCHED_LIVE = "the program was instrumented while it ran and is not run again from here (of a script, `dtypedoctor exec` does that; in a notebook, run it again with the edit or with dtypedoctor.apply)"
 LIVE_SECONDS = 60.0
 """How long a program that watches itself waits for a replay, and for the capsule of the call that failed."""
 NOT_REQUESTED = "not requested"

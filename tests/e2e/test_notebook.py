@@ -21,9 +21,16 @@ HEALTHY = """%%doctor --out kept
 x = 20
 nn.Linear(4, 4)(torch.ones(2, 4))
 x + 1"""
+OVERFLOW_MODEL = """class Pooling(nn.Module):
+    def forward(self, x):
+        return torch.exp(2 * x)
+pooled = nn.Sequential(nn.Linear(4, 4, bias=False), Pooling())
+nn.init.eye_(pooled[0].weight)
+pooled = pooled.half()
+x = torch.full((2, 4), 9.0, dtype=pooled[0].weight.dtype)"""
 CELLS = (
     LOADS, HEALTHY, MISMATCH, "%%doctor\nx;", "%%doctor --step 2\n1", "%%doctor --out kept\n1", "%reload_ext dtypedoctor",
-    "%%doctor --no-replay\nx",
+    "%%doctor --no-replay\nx", OVERFLOW_MODEL, "%%doctor\npooled(x)",
 )  # fmt: skip
 
 
@@ -71,15 +78,26 @@ def test_a_cell_that_raises_shows_the_finding_under_its_traceback(cells: Sequenc
     assert "doctor/inprocess" not in frames
     assert "model(torch.ones(" in plain(frames)
     (shown,) = outputs(cells[2], "display_data")
-    assert shown["data"]["text/plain"].splitlines() == [
-        "findings: aten.addmm.default in model[1] gets float16 and float32.",
-        "  operand-dtype-mismatch",
-    ]
+    headline, advice = shown["data"]["text/plain"].splitlines()[:2]
+    assert headline == "findings: aten.addmm.default in model[1] gets float16 and float32."
+    assert advice.startswith("  do this: ")
     page = shown["data"]["text/html"]
     assert page.startswith("<iframe srcdoc=")
     assert "operand-dtype-mismatch" in page
     assert str(Path.home()) not in page, "a notebook is passed on"
     assert list(folder.glob("runs/notebook-*/capsule"))
+
+
+def test_a_finding_names_the_cell_and_the_line_and_the_edit_of_it(cells: Sequence[Any]) -> None:
+    """The temporary name under which a kernel compiles a cell tells nobody anything."""
+    (shown,) = outputs(cells[9], "display_data")
+    text = shown["data"]["text/plain"]
+    assert "cell In[9]:3" in text
+    assert "-pooled = pooled.half()" in text
+    assert "+pooled = pooled.bfloat16()" in text
+    assert 'dtypedoctor.apply(model, "keep-float32:1")' in text
+    page = shown["data"]["text/html"]
+    assert "ipykernel_launcher" not in page
 
 
 def test_wrong_options_are_refused_without_a_traceback(cells: Sequence[Any]) -> None:
