@@ -1,7 +1,7 @@
 """What to do about each finding, in words and as a change of the program's source; the lines at which it shows; how both are laid out."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dtypedoctor.diagnosis.edits import Scene, Source, edits_for, masked_line
@@ -21,12 +21,26 @@ MOST_LINES = 12
 
 def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
     """What to do about each finding, in their order; without edits where the program's files may not be read."""
+    shown: dict[tuple[str, int], tuple[str, str]] = {}
     for finding in treatment.findings:
         spec = spec_of(finding.id)
         scene = _scene(treatment, finding)
         edits, remark = edits_for(scene, spec.edits) if own_files else ((), "")
         text = f"{_text(spec, scene)} {_filled(remark, scene)}".rstrip()
+        text += _covers(edits, shown)
+        shown |= {(edit.file, edit.line): (finding.id, edit.new) for edit in edits}
         yield Advice(finding=finding.id, text=text, edits=edits)
+
+
+def _covers(edits: tuple[Edit, ...], shown: Mapping[tuple[str, int], tuple[str, str]]) -> str:
+    """A sentence where the edit of an earlier finding gives the same line bfloat16 and this one gives it float32; else empty."""
+    for edit in edits:
+        other, new = shown.get((edit.file, edit.line), ("", ""))
+        if other and new.replace("bfloat16", "float32") == edit.new != new:
+            return (
+                f" It changes the line that the edit for {other} changes: float32 covers both, so make this edit only."
+            )
+    return ""
 
 
 def _scene(treatment: Treatment, finding: Finding) -> Scene:

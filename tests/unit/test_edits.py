@@ -10,6 +10,7 @@ from traces import TraceBuilder, tensor
 from dtypedoctor.diagnosis.edits import MAKERS, Scene, edits_for, masked_line, safe_line
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
+from dtypedoctor.report.advice import _covers
 from dtypedoctor.trace.events import Raised
 
 FINDING = Finding(
@@ -221,3 +222,12 @@ def test_what_a_norm_returns_is_cast_to_the_dtype_of_its_input(
     found, _ = edits_for(read, ["cast-promoted-output"])
     assert [edit.new.strip() for edit in found] == ([new] if new else [])
     assert [edit.line for edit in found] == [5] * len(found)
+
+
+def test_two_edits_of_one_line_say_which_covers_both() -> None:
+    """bfloat16 for an overflow, float32 for a stall: the second is enough; an edit of another line says nothing."""
+    half = "    return net.to(torch.float16)"
+    wide = Edit(file="train.py", line=50, old=half, new="    return net.to(torch.float32)")
+    shown = {("train.py", 50): ("float16-overflow", "    return net.to(torch.bfloat16)")}
+    assert "float32 covers both, so make this edit only." in _covers((wide,), shown)
+    assert _covers((replace(wide, line=51),), shown) == ""
