@@ -84,7 +84,8 @@ def faulty() -> Run:
 
 
 def test_a_function_that_dynamo_can_trace_leaves_nothing_to_report() -> None:
-    """One graph, no break, no recompile."""
+    """One graph, no break, no recompile. The process has compiled before: what Dynamo meets at its first use there is no part of it."""
+    torch.compile(lambda x: x.cos(), backend="eager")(torch.ones(2))
     with CompileWatch() as watch:
         torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.ones(2))
     report = watch.report()
