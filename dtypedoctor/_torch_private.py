@@ -188,6 +188,18 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
         _set_version_counter(tuple(tensors), tuple(versions))
 
 
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GLOBAL_STEP_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+
+def has_hooks_of_the_program(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether functions of the program run before or after each of the optimizer's steps. Without the names they go unseen."""
+    of_it = (getattr(optimizer, name, {}) for name in _STEP_HOOKS)
+    of_all = (getattr(sys.modules["torch.optim.optimizer"], name, {}) for name in _GLOBAL_STEP_HOOKS)
+    every = [hook for hooks in (*of_it, *of_all) for hook in hooks.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("dtypedoctor.") for hook in every)
+
+
 _set_version_counter = _optional("_C._autograd._unsafe_set_version_counter", None)
 
 has_no_memory: Callable[[Tensor], bool] = getattr(Tensor, "_is_zerotensor", lambda _: False)
@@ -259,7 +271,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def hook_gradient(tensor: Tensor, hook: Any) -> None:
-    """Has ``hook`` called with the gradient of a plain tensor that is no leaf.
+    """Has ``hook`` called with the gradient of a plain tensor that is no leaf; with None if nothing has used the tensor, but its siblings.
 
     The same as ``tensor.register_hook(hook)`` without a handle to remove it by, which takes two thirds of the time: the hooks of a tensor
     are a dictionary, and any key does that is not the number of a handle. Without the names it is that.
@@ -555,13 +567,18 @@ FRAME_SKIPPER = "torch._dynamo.decorators"
 
 
 def skip_frames(function: Callable[..., Any]) -> None:
-    """Has Dynamo, once it is imported, run the frames of a function as they are; nothing without the name.
+    """Has Dynamo, once it is imported, run the frames of a function and of what it calls as they are; without the names, its own alone.
 
-    Python calls some functions inside of compiled ones, an audit hook say, and Dynamo would compile them too.
+    Python calls some functions inside of compiled ones, an audit hook say, and Dynamo would compile them too and count them.
     """
     skip: Any = getattr(sys.modules.get(FRAME_SKIPPER), "skip", None)
     if skip is not None:
         skip(function)
+    evaluation: Any = sys.modules.get("torch._dynamo.eval_frame")
+    decide = getattr(evaluation, "set_code_exec_strategy", None)
+    if decide is not None:
+        left = evaluation.FrameAction.SKIP
+        decide(function.__code__, evaluation.FrameExecStrategy(left, left))
 
 
 def is_compiled_module(module: nn.Module) -> bool:

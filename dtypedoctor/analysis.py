@@ -3,17 +3,19 @@
 It is worked out once for each trace: trials, bisections, comparisons and reports read fields.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
 
 from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.distributed import OF_ANOTHER_RANK
 from dtypedoctor.diagnosis.incidents import MEASURED, REFUSED, Incident, incidents
 from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.rule import Finding, Severity
-from dtypedoctor.diagnosis.wording import complaint_of, failing_line, is_dtype_error
+from dtypedoctor.diagnosis.wording import complaint_of, failing_line, is_dtype_error, own_line
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised, Root, Sample, Site
 from dtypedoctor.trace.model import Trace
@@ -148,6 +150,23 @@ def ending_of(run: Run) -> Ending:
     if run.foreign and run.exit.code != 0:
         return Ending(how=How.STATUS, words=run.exit.describe())
     return Ending(how=How.COMPLETED, words=How.COMPLETED.value)
+
+
+def ended_at(run: Run) -> str:
+    """How ``run`` ended, in words; an exception with the program's own line, and one that another rank's end has led to with that."""
+    ending = ending_of(run)
+    line = own_line(ending.raised) if ending.raised is not None else None
+    if ending.raised is None or line is None:
+        return ending.words
+    name, message = ending.raised.type, ending.raised.message
+    if OF_ANOTHER_RANK.search(message):
+        said = _BRACKET.sub("", message).partition(". ")[0][:160]
+        return f"{name} at {line}, because another rank had ended: {said}"
+    return ending.words.replace(name, f"{name} at {line}", 1)
+
+
+_BRACKET = re.compile(r"^\[[^\]]*\]\s*")
+"""Where in the backend's own source an exception comes from."""
 
 
 def _exception(name: str, raised: Raised, moment: str) -> str:

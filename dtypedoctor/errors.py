@@ -21,6 +21,10 @@ class ExitCode(IntEnum):
     """Findings remain."""
 
 
+INTERRUPTED = 130
+"""Status of a command that Ctrl-C has ended, as that of any other program."""
+
+
 class DoctorError(Exception):
     """Base of the errors that end a command with one message and no traceback.
 
@@ -51,6 +55,12 @@ class EmptyTraceError(UsageError):
 
 class WorkerDiedError(DoctorError):
     """A worker ended without leaving a usable trace (exit 3)."""
+
+    exit_code = ExitCode.NO_TRACE
+
+
+class NodeLostError(UsageError):
+    """The machines on which something was to run were lost again and again, so nothing is known of it (exit 3)."""
 
     exit_code = ExitCode.NO_TRACE
 

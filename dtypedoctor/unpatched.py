@@ -9,7 +9,7 @@ from io import FileIO
 from json.decoder import JSONDecoder
 from json.encoder import JSONEncoder
 from os import PathLike, getpid, listdir
-from time import monotonic, perf_counter, process_time, sleep, time_ns
+from time import monotonic, perf_counter, process_time, sleep, thread_time, time_ns
 from typing import Any
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "process_time",
     "read_text",
     "sleep",
+    "thread_time",
     "time_ns",
     "to_json",
 ]

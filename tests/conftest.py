@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from dtypedoctor.runner.view import NoViewError, require_view
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")  # how long an example takes depends on the machine
+
+sys.path.append(str(Path(__file__).parent / "e2e"))  # helpers of its tests, such as `patience`, are others' too
 
 SLOW_FOLDERS = ("e2e", "benchmarks")
 

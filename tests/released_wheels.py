@@ -37,6 +37,9 @@ def released(name: str, version: str, *, as_source: bool = False) -> Path:
                 unpacked = next(unpacked.glob(f"**/{name}/__init__.py")).parents[1]
             else:
                 zipfile.ZipFile(archive).extractall(unpacked)
-            if not folder.is_dir():  # another test may have been faster
+            try:
                 unpacked.rename(folder)
+            except OSError:  # a test in another process was faster
+                if not folder.is_dir():
+                    raise
     return folder

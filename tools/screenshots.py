@@ -1,6 +1,6 @@
 """Makes the images of the documentation from real runs: ``python tools/screenshots.py [RUN]``; needs Chromium and its driver.
 
-The script of ``docs/your-own-script.md`` is run by ``dtypedoctor exec``, in a folder of its own, and its report is drawn for terminals of three
+The script of ``docs/your-own-script.md`` is run by ``dtypedoctor exec``, in a folder of its own, and what it prints is drawn for terminals of three
 widths, in a notebook, as GitHub draws Markdown, and as a recording of the prompt. The page comes from RUN, a finished run of
 ``scenarios/gemma4_grpo_fp16.yaml``, which is run if none is named. Everything goes to ``docs/images``.
 """
@@ -28,8 +28,7 @@ from selenium.webdriver.chrome.service import Service
 
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.report.files import read_report
-from dtypedoctor.report.run_document import run_document
-from dtypedoctor.report.to_terminal import print_document
+from dtypedoctor.report.first_screen import print_first_screen
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -37,8 +36,6 @@ SCRIPT = re.search(r"```python\n(import torch.*?)```", (ROOT / "docs/your-own-sc
 COMMAND = "dtypedoctor exec train.py"
 SCENARIO = ROOT / "scenarios" / "gemma4_grpo_fp16.yaml"
 WIDTHS = (60, 100, 200)
-RECORDED_LINES = 30
-"""Lines of the report that the recording ends with."""
 
 GITHUB = """
 body { font: 16px/1.5 -apple-system, "Segoe UI", "Noto Sans", "DejaVu Sans", sans-serif; color: #1f2328; max-width: 900px; margin: 24px auto; padding: 0 32px; }
@@ -75,17 +72,17 @@ def drawn(lines: str, columns: int, title: str) -> str:
     return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)
 
 
-def report_at(run: Path, columns: int) -> str:
-    """The report of a run as a terminal of this width shows it."""
+def screen_at(run: Path, columns: int) -> str:
+    """What a terminal of this width shows when the run has ended."""
     written = io.StringIO()
     console = Console(file=written, width=columns, force_terminal=True, color_system="standard", highlight=False)
-    print_document(run_document(redact(read_report(run))), console)
+    print_first_screen(redact(read_report(run)), console, run.name, ["report.html", "report.md", "report.json"])
     return written.getvalue()
 
 
 def recording(run: Path, said: str) -> str:
-    """The prompt, what the script prints, and the first lines of the report, one after the other."""
-    report = report_at(run, 100).splitlines()[:RECORDED_LINES]
+    """The prompt, what the script prints, and the first screen, one after the other."""
+    report = screen_at(run, 100).splitlines()
     lines = [f"$ {COMMAND}", *said.splitlines(), *report]
     picture = drawn("\n".join(lines), 100, COMMAND)
     seconds = [0.3, *(1.6 + 0.25 * at for at in range(len(said.splitlines())))]
@@ -190,13 +187,12 @@ def main(run: Path | None) -> None:
         script, said = run_script(folder)
         for width in WIDTHS:
             (IMAGES / f"terminal-{width}.svg").write_text(
-                drawn(report_at(script, width), width, COMMAND), encoding="utf-8"
+                drawn(screen_at(script, width), width, COMMAND), encoding="utf-8"
             )
         (IMAGES / "recording.svg").write_text(recording(script, said), encoding="utf-8")
         run = run or scenario_run(folder)
-        upper = re.split(r"\n[^\n]*Baseline and fixes", report_at(run, 100))[0].rstrip()
         title = "dtypedoctor run gemma4_grpo_fp16"
-        (IMAGES / "terminal-gemma4.svg").write_text(drawn(upper, 100, title), encoding="utf-8")
+        (IMAGES / "terminal-gemma4.svg").write_text(drawn(screen_at(run, 100), 100, title), encoding="utf-8")
         page = run / "report.html"
         shoot(browser, page, "report-light", (1440, 1900), hidden="#compare")
         shoot(browser, page, "report-dark", (1440, 1900), scheme="dark", hidden="#compare")

@@ -4,7 +4,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,9 @@ from dtypedoctor.report.build import REPORT_JSON, REPORT_MD
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
 from dtypedoctor.runner.launch import Launcher, WarmServer
+from dtypedoctor.runner.machines import Where, machines
 from dtypedoctor.runner.run import Run
+from dtypedoctor.runner.sending import RemoteRun, packed
 from dtypedoctor.scenario.loading import BUILTIN, case_of, override, resolve
 from dtypedoctor.scenario.model import Request, Scenario
 from dtypedoctor.trials.bisection.bisect import Progress, bisect
@@ -66,8 +68,8 @@ class Case:
     resumed: bool
 
 
-def new_case(options: Options) -> Case:
-    """A case in a new run directory.
+def new_case(options: Options, *, elsewhere: bool = False) -> Case:
+    """A case in a new run directory; what only other machines need is not looked for here.
 
     Raises:
         UsageError: the options contradict each other, the scenario cannot be read, or the directory cannot be made.
@@ -77,7 +79,8 @@ def new_case(options: Options) -> Case:
         scenario = scenario.with_changes(time_limit=options.time_limit)
     if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
         raise UsageError("--tolerance must be a number above 0", "It is a difference of log-probabilities, e.g. 0.05.")
-    require_at_hand(scenario)
+    if not elsewhere:
+        require_at_hand(scenario)
     asked = Asked(scenario=scenario, tolerance=options.tolerance)
     directory = new_directory(options.out, f"bisect-{scenario.name}")
     Journal(directory).begin(asked)
@@ -132,8 +135,8 @@ MOST_JOBS = 4
 """Runs at a time where nobody says: each holds a model of its own."""
 
 
-def bisect_case(case: Case, jobs: int | None, *, resident: bool | None = None) -> Report:
-    """Bisects ``case`` and leaves the report in its directory; ``resident`` as in :class:`WarmServer`.
+def bisect_case(case: Case, where: Where, *, resident: bool | None = None) -> Report:
+    """Bisects ``case`` by runs on some machines and leaves the report in its directory; ``resident`` as in :class:`WarmServer`.
 
     Raises:
         UsageError: it cannot be run at all; a new directory is not left behind.
@@ -142,9 +145,11 @@ def bisect_case(case: Case, jobs: int | None, *, resident: bool | None = None) -
     pace = Pace(case.directory, "bisect", case.asked.scenario)
     with (
         _kept_only_if_used(case),
-        _sigterm_as_ctrl_c(),
+        sigterm_as_ctrl_c(),
         _narrowing(pace) as view,
-        _probe_runner(case, jobs, view, resident=resident) as runner,
+        _remote_runner(case, where, view)
+        if where.is_elsewhere
+        else _probe_runner(case, where.jobs, view, resident=resident) as runner,
     ):
         journal = Journal(case.directory)
 
@@ -177,7 +182,7 @@ def _narrowing(pace: Pace) -> Iterator[Narrowing]:
 
 
 @contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
+def sigterm_as_ctrl_c() -> Iterator[None]:
     """Inside, what a job scheduler or ``timeout`` sends ends the search as Ctrl-C does: with the best answer so far."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -220,14 +225,35 @@ def _probe_runner(case: Case, jobs: int | None, view: Narrowing, *, resident: bo
         ) and case.asked.scenario.device != "cpu"
         width = jobs or (max(1, len(gpus)) if on_gpu else min(len(os.sched_getaffinity(0)), MOST_JOBS))
 
-        def note(place: str, run: Run | UsageError) -> None:
-            journal.note("run", place=place, ended=run.message if isinstance(run, UsageError) else ending_of(run).words)
-
         yield ProbeRunner(
             directory,
             lambda request, place, slot: warm.start(request, place, _gpu_environment(slot, gpus) if on_gpu else {}),
             1 if warm.runs_in_place else width,
-            note=note,
+            note=_noting(journal),
+        )
+
+
+def _noting(journal: Journal) -> Callable[[str, Run | UsageError], None]:
+    def note(place: str, run: Run | UsageError) -> None:
+        journal.note("run", place=place, ended=run.message if isinstance(run, UsageError) else ending_of(run).words)
+
+    return note
+
+
+@contextmanager
+def _remote_runner(case: Case, where: Where, view: Narrowing) -> Iterator[ProbeRunner]:
+    """Runs each request as a job of an executor, which builds the model itself."""
+    scenario = case.asked.scenario
+    sent = packed([scenario], where)
+    view.say(sent.in_words())
+    sent.write(case.directory)
+    view.stage(f"reaching the machines of {where.executor}")
+    with machines(where.fitting([scenario]), case.directory / "jobs", scenario.time_limit) as (executor, width):
+        yield ProbeRunner(
+            case.directory,
+            lambda request, place, _: RemoteRun(executor, request, place, sent, view.say),
+            width,
+            note=_noting(Journal(case.directory)),
         )
 
 

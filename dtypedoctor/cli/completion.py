@@ -54,6 +54,13 @@ def devices(incomplete: str) -> list[str]:
     return _beginning(incomplete, ("auto", "cpu", "cuda"))
 
 
+def executors(incomplete: str) -> list[str]:
+    """What runs scenarios and probes."""
+    from dtypedoctor.runner.machines import EXECUTORS
+
+    return _beginning(incomplete, EXECUTORS)
+
+
 def builtin_models(incomplete: str) -> list[str]:
     """``builtin:NAME`` of each model that is built without a download."""
     from dtypedoctor.plugins import Model, registered

@@ -104,12 +104,11 @@ def job_report(
 
     The first process of a job does that when it ends; a job that was killed has none yet.
     """
-    from dtypedoctor.cli.output import console_for, kept
+    from dtypedoctor.cli.output import console_for, kept, left_in
     from dtypedoctor.cli.reported import exit_code, next_command
     from dtypedoctor.redaction.redact import without_process_secrets
     from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
-    from dtypedoctor.report.run_document import run_document
-    from dtypedoctor.report.to_terminal import print_document
+    from dtypedoctor.report.first_screen import print_first_screen
     from dtypedoctor.runner.process import collect_job
     from dtypedoctor.runner.run import BEFORE, WorkerExit
     from dtypedoctor.trials.plan import Plan
@@ -127,7 +126,8 @@ def job_report(
         files={"report": REPORT_JSON, "markdown": REPORT_MD, "before": BEFORE},
         next_command=next_command(treatment, directory),
     )
-    print_document(run_document(kept(directory, report)), console_for(sys.stderr))
+    kept(directory, report)
+    print_first_screen(report, console_for(sys.stderr), str(directory), left_in(directory, page=False))
     return exit_code(report)
 
 

@@ -14,6 +14,7 @@ from dtypedoctor.cli import completion
 from dtypedoctor.cli.launchers import taken_apart
 from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, OpenPage, Out, OverheadBudget, announce
 from dtypedoctor.errors import UsageError
+from dtypedoctor.interruptions import say
 
 WEEK = 604_800
 
@@ -170,13 +171,16 @@ def execute(
     )
     directory = new_directory(out, scenario.name)
     report, status = treat_script(scenario, directory, plan, in_place=rerun_in_place)
-    from dtypedoctor.cli.output import console_for, leave_report_page
+    from dtypedoctor.cli.output import console_for, leave_report_page, left_in
     from dtypedoctor.cli.reported import exit_code
-    from dtypedoctor.report.run_document import run_document
-    from dtypedoctor.report.to_terminal import print_document
+    from dtypedoctor.report.first_screen import print_first_screen
 
-    print_document(run_document(report), console_for(sys.stderr))
-    if open_page or exit_code(report):  # drawing it for a healthy script would cost as much as the rest of the report
+    has_page = open_page or bool(exit_code(report))  # for a healthy script it would cost as much as all the rest
+    if here is None or here.local_rank == 0:
+        print_first_screen(report, console_for(sys.stderr), str(directory), left_in(directory, page=has_page))
+    else:  # a job ends with one report on the terminal, and with one command to type next
+        say(f"dtypedoctor: {directory.name}: {report.headline} ({directory})")
+    if has_page:
         leave_report_page(directory, report, open_it=open_page)
     own = propagate_exit or here is not None  # a launcher ends the whole job where one of its processes fails
     return status if own else exit_code(report)

@@ -4,7 +4,7 @@ Where there is no terminal, a line for each run or probe.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -60,16 +60,20 @@ class Region:
         self._stream = stream
         self._console = Console(file=stream, highlight=False)
         self._live: Live | None = None
+        self._depth = 0
 
     def __enter__(self) -> Self:
-        if self._stream.isatty():
+        self._depth += 1
+        if self._depth == 1 and self._stream.isatty():
             self._live = Live(console=self._console, refresh_per_second=10, transient=True)
             self._live.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._live is not None:
+        self._depth -= 1
+        if self._depth == 0 and self._live is not None:
             self._live.__exit__(kind, error, tb)
+            self._live = None
 
     @property
     def changes(self) -> bool:
@@ -95,16 +99,73 @@ class Region:
             self._live.console.print(Text(line[: self.width] if cut else line))
 
 
+class Counted:
+    """How many of several scenarios are finished, and how long the rest may take.
+
+    Args:
+        expected: the seconds of each in the last run of the same kind; None where there is none.
+    """
+
+    def __init__(self, expected: Mapping[str, float | None]) -> None:
+        self._expected = dict(expected)
+        self._took: dict[str, float] = {}
+        self._begun: dict[str, float] = {}
+        self._began = time.monotonic()
+        self.total = len(self._expected)
+
+    @property
+    def done(self) -> int:
+        """How many are finished."""
+        return len(self._took)
+
+    def begin(self, name: str) -> None:
+        """A scenario begins; the second time nothing changes."""
+        self._begun.setdefault(name, time.monotonic())
+
+    def note(self, name: str, seconds: float) -> None:
+        """A scenario is finished."""
+        self._took[name] = seconds
+        self._begun.pop(name, None)
+
+    def left(self) -> float | None:
+        """Seconds that the rest may take: what it took earlier, else as long on average as what is known."""
+        known = [*self._took.values(), *(one for one in self._expected.values() if one is not None)]
+        if not known:
+            return None
+        mean = sum(known) / len(known)
+        rest = {name: one or mean for name, one in self._expected.items() if name not in self._took}
+        now = time.monotonic()
+        gone = sum(min(now - begun, rest[name]) for name, begun in self._begun.items())
+        return max(0.0, sum(rest.values()) - gone) / max(1, len(self._begun))
+
+    def plan(self) -> str:
+        """As in ``Plan: 26 of 29 scenarios, about 5 min``."""
+        left = self.left()
+        some = f"{self.total - self.done} of " if self.done else ""
+        return f"Plan: {some}{counted(self.total, 'scenario')}" + (f", about {_roughly(left)}" if left else "")
+
+    def words(self) -> str:
+        """As in ``3 of 29 scenarios, 40 s so far, about 5 min left``."""
+        left = self.left() if self.done < self.total else None
+        rest = f", about {_roughly(left)} left" if left else ""
+        return (
+            f"{self.done} of {counted(self.total, 'scenario')}, {_roughly(time.monotonic() - self._began)} so far{rest}"
+        )
+
+
 class LiveView:
     """Shows progress on stderr: a line that keeps changing on a terminal, one line a run elsewhere.
 
     Args:
         stream: usually ``sys.stderr``.
         every_run: False leaves no line for the single runs, whose number may be in the hundreds.
+        scenarios: those that run are some of these.
     """
 
-    def __init__(self, stream: TextIO, *, every_run: bool = True) -> None:
+    def __init__(self, stream: TextIO, *, every_run: bool = True, scenarios: Counted | None = None) -> None:
         self._every_run = every_run
+        self._scenarios = scenarios
+        self._running: tuple[str, ...] = ()
         self._region = Region(stream)
         self._label = ""
         self._began = time.monotonic()
@@ -138,6 +199,14 @@ class LiveView:
         """Leaves a line that is not about a single run."""
         self._region.leave(line)
 
+    def scenario(self, *names: str) -> None:
+        """These scenarios are running now."""
+        if self._scenarios is not None:
+            for name in names:
+                self._scenarios.begin(name)
+        self._running = names
+        self._region.show(self)
+
     def end(self, outcome: str) -> None:
         """The run has ended as ``outcome`` says."""
         if self._pace is not None:
@@ -158,8 +227,12 @@ class LiveView:
     def __rich__(self) -> Text:
         """The line as it is now: the terminal asks for it ten times a second, also while nothing calls :meth:`progress`."""
         seconds = time.monotonic() - self._began
-        text = Text.assemble(_spinner(seconds), (self._label, "bold"), f"  {seconds:5.1f} s  {self._where}")
-        text.append(_left(self._pace), style="dim")
+        if self._scenarios is None:
+            text = Text.assemble(_spinner(seconds), (self._label, "bold"), f"  {seconds:5.1f} s  {self._where}")
+            text.append(_left(self._pace), style="dim")
+        else:
+            what = ", ".join(self._running) + (f": {self._label}" if self._label else "")
+            text = Text.assemble(_spinner(seconds), (self._scenarios.words(), "bold"), f"  {what}  {self._where}")
         text.truncate(self._region.width, overflow="ellipsis")
         return text
 

@@ -278,6 +278,15 @@ def kept(directory: Path, report: "Report") -> "Report":
     return report
 
 
+def left_in(directory: Path, *, page: bool) -> list[str]:
+    """Names of the reports in a run directory, the best one to read first; none where nothing could be written there.
+
+    ``page``: whether report.html will be among them.
+    """
+    written = [name for name in ("report.md", "report.json") if (directory / name).exists()]
+    return ["report.html", *written] if page and written else written
+
+
 OpenPage = Annotated[bool, typer.Option("--open", help="Open report.html in the browser.")]
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from shutil import which
 
 from dtypedoctor.cli.output import kept
 from dtypedoctor.diagnosis.rule import Severity
@@ -14,6 +15,7 @@ from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.runner.run import STDERR, STDOUT
+from dtypedoctor.trace.ranks import member
 from dtypedoctor.trials.results import Outcome, Treatment
 from dtypedoctor.trials.treatment import NOT_REQUESTED
 
@@ -49,17 +51,37 @@ def reported(treatment: Treatment, directory: Path) -> Report:
         files=files,
         next_command=next_command(treatment, directory),
     )
-    return kept(directory, replace(report, next_command=_next_of_script(report, directory) or report.next_command))
+    following = _next_of_script(report, directory, treatment.rerun) or report.next_command
+    return kept(directory, replace(report, next_command=as_typed_here(following)))
 
 
-def _next_of_script(report: Report, directory: Path) -> str:
-    """What runs a script again with the edit that the report shows, or with the first fix that can be tried on it; empty where there is neither."""
+def as_typed_here(command: str) -> str:
+    """A command of dtypedoctor as it works in this shell: by the interpreter that runs now where no other name finds the same installation."""
+    name = "dtypedoctor"
+    here = Path(sys.executable).parent
+    found = which(name)
+    if not command.startswith(f"{name} ") or (found is not None and Path(found).parent == here):
+        return command
+    python = which("python")
+    word = "python" if python is not None and Path(python).parent == here else shlex.quote(sys.executable)
+    return f"{word} -m {command}"
+
+
+def _next_of_script(report: Report, directory: Path, rerun: str = "") -> str:
+    """What runs a script again after the edit that the report shows, or with the options by which it would tell more, or with the first fix that can
+    be tried on it; empty where there is none of that.
+    """
+    if member() is not None:  # one of several: only their launcher can start them again
+        return f"dtypedoctor report {shlex.quote(str(directory.parent))}"
     verb = "dtypedoctor exec "
     if not report.command.startswith(verb):
         return ""
     again = shlex.join(_without_out(shlex.split(report.command), directory))
-    if report.do_this and report.do_this[0].edits:
-        return f"{again}  # after the edit above"
+    if report.do_this and (report.do_this[0].edits or report.do_this[0].code):
+        return again
+    options = rerun.partition(": ")[0]
+    if options and " N " not in options:  # nobody but its launcher knows how many processes
+        return f"{verb}{options} {again.removeprefix(verb)}"
     if any(trial.outcome is not Outcome.NOT_TRIED for trial in report.trials):
         return ""
     fixes = [trial.remedy for trial in report.trials if trial.reason.startswith(f"{NOT_REQUESTED}: --try ")]

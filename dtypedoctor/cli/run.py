@@ -1,7 +1,9 @@
 """``dtypedoctor run``: scenarios from failure to proven fix. ``dtypedoctor bisect``: the smallest culprit, by intervention."""
 
+import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,10 +18,17 @@ from dtypedoctor.cli.output import (
     OpenPage,
     Out,
     announce,
+    console_for,
     leave_page,
     leave_report_page,
+    left_in,
     show,
 )
+
+if TYPE_CHECKING:
+    from dtypedoctor.cli.many import Batch
+    from dtypedoctor.runner.machines import Where
+    from dtypedoctor.scenario.model import Scenario
 
 MANY = 4
 """Scenarios that are counted and not named when they begin."""
@@ -43,16 +52,65 @@ ResidentWorkers = Annotated[
 ]
 
 
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs",
+        help="Scenarios, or probes of a bisection, at a time.",
+        min=1,
+        show_default="scenarios: 1; probes: one per core or GPU, at most 4; on a cluster one per machine or GPU",
+    ),
+]
+ExecutorOption = Annotated[
+    str,
+    typer.Option(
+        "--executor",
+        help="What runs them: local, ray, slurm (by submitit), or submitit-local.",
+        autocompletion=completion.executors,
+    ),
+]
+Address = Annotated[
+    str | None, typer.Option("--address", help="Ray cluster.", show_default="RAY_ADDRESS, or the one of this machine")
+]
+Partition = Annotated[str | None, typer.Option("--partition", help="Partition of Slurm.")]
+SlurmOption = Annotated[
+    list[str] | None, typer.Option("--slurm", help="Parameter of Slurm's jobs, e.g. account=lab.", metavar="KEY=VALUE")
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus",
+        help="GPUs of each job on a cluster.",
+        min=0,
+        show_default="1 where the scenario takes CUDA, or Ray has some",
+    ),
+]
+Send = Annotated[
+    list[Path] | None,
+    typer.Option("--send", help="File or folder that other machines need beside what scenarios name."),
+]
+Shared = Annotated[
+    list[Path] | None, typer.Option("--shared", help="Folder that all machines have at this path: it is not sent.")
+]
+
+
+ResumeRun = Annotated[
+    Path | None,
+    typer.Option("--resume", help="Continue several scenarios that were interrupted, from their directory."),
+]
+
+
 def run(
     scenarios: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             help="Scenario files, directories of them, or names of built-in scenarios.",
             metavar="SCENARIO...",
             autocompletion=completion.scenarios,
         ),
-    ],
+    ] = None,
     out: Out = None,
+    resume: ResumeRun = None,
     no_remedies: Annotated[bool, typer.Option("--no-remedies", help="Stop after the diagnosis: try no fixes.")] = False,
     model: Annotated[
         str | None,
@@ -77,49 +135,114 @@ def run(
     ] = None,
     allow_code: AllowCode = False,
     resident_workers: ResidentWorkers = None,
+    executor: ExecutorOption = "local",
+    jobs: Jobs = None,
+    address: Address = None,
+    partition: Partition = None,
+    slurm: SlurmOption = None,
+    gpus: Gpus = None,
+    send: Send = None,
+    shared: Shared = None,
     format: FormatOption = TERMINAL,
     open_page: OpenPage = False,
 ) -> int:
     """Run scenarios: reproduce the failure, diagnose it, try each proposed fix and compare with the reference run.
 
     Exits 0 if nothing is wrong, or if each scenario fails and is fixed as it expects; 10 if findings remain; 3 if the worker
-    left no usable trace. Several scenarios get a directory each, and one matrix of all of them is printed.
+    left no usable trace, or its machine was lost. Several scenarios get a directory each, and one matrix of all of them is printed.
     """
-    announce(f"Running {' '.join(scenarios) if len(scenarios) < MANY else f'{len(scenarios)} scenarios'}")
+    named = scenarios or ([str(resume)] if resume is not None else [])
+    announce(f"Running {' '.join(named) if len(named) < MANY else f'{len(named)} scenarios'}")
+    where = _where(executor, jobs, address, partition, slurm, gpus, send, shared)
+    from dtypedoctor.cli.many import new_batch, resumed_batch
+    from dtypedoctor.cli.running import load_all
+    from dtypedoctor.errors import UsageError
+    from dtypedoctor.scenario.loading import override
+
+    if bool(scenarios) == (resume is not None):
+        raise UsageError("pass either SCENARIO or --resume", "For example: dtypedoctor run gemma4_grpo_fp16")
+    changes: dict[str, Any] = {
+        "model": model, "dtype": dtype, "device": device, "seed": seed, "processes": nproc_per_node,
+        "watch_every": every_n_steps,
+    }  # fmt: skip
+    if resume is not None:
+        if no_remedies or any(one is not None for one in (out, wheels, resident_workers, *changes.values())):
+            raise UsageError(
+                "--resume continues with the original options",
+                "Pass it alone, or with --allow-code, --jobs and the options of an executor.",
+            )
+        return _treat_several(resumed_batch(resume, allow_code=allow_code), where, format, open_page=open_page)
+    loaded = [override(one, **changes) for one in load_all(scenarios or [], allow_code=allow_code)]
+    if len(loaded) == 1 and not Path(named[0]).is_dir() and not where.is_elsewhere:
+        if (jobs or 1) > 1:
+            raise UsageError("--jobs has no effect with one scenario", "Pass several scenarios, or leave it out.")
+        return _treat_one(loaded[0], out, format, remedies=not no_remedies, wheels=wheels,
+                          resident=resident_workers, open_page=open_page)  # fmt: skip
+    batch = new_batch(out, loaded, remedies=not no_remedies, wheels=wheels, resident=resident_workers)
+    return _treat_several(batch, where, format, open_page=open_page)
+
+
+def _treat_one(scenario: "Scenario", out: Path | None, format: str, *, remedies: bool, wheels: Path | None,
+               resident: bool | None, open_page: bool) -> int:  # fmt: skip
     from dtypedoctor.cli.reported import exit_code
-    from dtypedoctor.cli.running import load_all, matrix_exit, treat_all, treat_scenario
+    from dtypedoctor.cli.running import treat_scenario
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.matrix import matrix_document
+    from dtypedoctor.report.first_screen import print_first_screen
     from dtypedoctor.report.run_document import run_document
     from dtypedoctor.runner.directories import new_directory
-    from dtypedoctor.scenario.loading import override
     from dtypedoctor.trials.plan import Plan
 
-    plan = Plan(remedies=not no_remedies)
-    loaded = [
-        override(
-            one,
-            model=model,
-            dtype=dtype,
-            device=device,
-            seed=seed,
-            processes=nproc_per_node,
-            watch_every=every_n_steps,
-        )
-        for one in load_all(scenarios, allow_code=allow_code)
-    ]
-    if len(loaded) == 1 and not Path(scenarios[0]).is_dir():
-        directory = new_directory(out, loaded[0].name)
-        report = treat_scenario(loaded[0], directory, plan, wheels=wheels, resident=resident_workers)
-        show(run_document(report if format == TERMINAL else redact(report)), format)
-        leave_report_page(directory, report, open_it=open_page)
-        return exit_code(report)
-    directory = new_directory(out, "scenarios")
-    rows, reports = treat_all(loaded, directory, plan, wheels, resident=resident_workers)
+    directory = new_directory(out, scenario.name)
+    report = treat_scenario(scenario, directory, Plan(remedies=remedies), wheels=wheels, resident=resident)
+    if format == TERMINAL:
+        print_first_screen(report, console_for(sys.stdout), str(directory), left_in(directory, page=True))
+    else:
+        show(run_document(redact(report)), format)
+    leave_report_page(directory, report, open_it=open_page)
+    return exit_code(report)
+
+
+def _treat_several(batch: "Batch", where: "Where", format: str, *, open_page: bool) -> int:
+    from dtypedoctor.cli.many import treat_all
+    from dtypedoctor.cli.running import matrix_exit
+    from dtypedoctor.cli.scripts import removed_if_refused
+    from dtypedoctor.redaction.redact import redact
+    from dtypedoctor.report.matrix import matrix_document
+
+    with nullcontext() if batch.resumed else removed_if_refused(batch.directory):
+        rows, reports = treat_all(batch, where)
     public = list(map(redact, reports))
-    show(matrix_document(rows, reports if format == TERMINAL else public, exit_code=matrix_exit(rows)), format)
-    leave_page(directory, matrix_document(rows, public, exit_code=matrix_exit(rows)), open_it=open_page)
-    return matrix_exit(rows)
+    code = matrix_exit(rows)
+    show(matrix_document(rows, reports if format == TERMINAL else public, exit_code=code), format)
+    leave_page(batch.directory, matrix_document(rows, public, exit_code=code), open_it=open_page)
+    return code
+
+
+def _where(executor: str, jobs: int | None, address: str | None, partition: str | None, slurm: list[str] | None,
+           gpus: int | None, send: list[Path] | None, shared: list[Path] | None) -> "Where":  # fmt: skip
+    """On which machines to run.
+
+    Raises:
+        UsageError: the executor is not installed, or an option does not fit it.
+    """
+    from dtypedoctor.errors import UsageError
+    from dtypedoctor.runner.machines import Where, require_executor
+
+    for one in slurm or ():
+        if not one.partition("=")[0] or not one.partition("=")[2]:
+            raise UsageError(f"--slurm {one}: a parameter is KEY=VALUE", "For example: --slurm account=lab")
+    where = Where(
+        executor=executor,
+        jobs=jobs,
+        address=address,
+        partition=partition,
+        slurm=dict(one.partition("=")[::2] for one in slurm or ()),
+        gpus=gpus,
+        send=tuple(send or ()),
+        shared=tuple(shared or ()),
+    )
+    require_executor(where)
+    return where
 
 
 ScenarioArgument = Annotated[
@@ -164,10 +287,6 @@ Tolerance = Annotated[
 TimeLimit = Annotated[
     int | None, typer.Option("--time-limit", help="Seconds for one run.", min=1, show_default="the scenario's")
 ]
-Jobs = Annotated[
-    int | None,
-    typer.Option("--jobs", help="Runs at a time.", min=1, show_default="one per core or GPU, at most 4"),
-]
 
 
 def bisect(
@@ -181,8 +300,15 @@ def bisect(
     tolerance: Tolerance = None,
     time_limit: TimeLimit = None,
     allow_code: AllowCode = False,
-    jobs: Jobs = None,
     resident_workers: ResidentWorkers = None,
+    executor: ExecutorOption = "local",
+    jobs: Jobs = None,
+    address: Address = None,
+    partition: Partition = None,
+    slurm: SlurmOption = None,
+    gpus: Gpus = None,
+    send: Send = None,
+    shared: Shared = None,
     open_page: OpenPage = False,
 ) -> int:
     """Find the smallest set of modules to keep in float32, the corrections needed, and the modes that fail.
@@ -192,6 +318,7 @@ def bisect(
     answer so far; --resume continues after any end and repeats no run.
     """
     announce(f"Bisecting {scenario or model or resume or ''}".rstrip())
+    where = _where(executor, jobs, address, partition, slurm, gpus, send, shared)
     from dtypedoctor.cli.bisecting import Options, bisect_case, new_case, resumed_case
     from dtypedoctor.cli.reported import exit_code
     from dtypedoctor.report.run_document import bisection_document
@@ -207,8 +334,8 @@ def bisect(
         time_limit=time_limit,
         allow_code=allow_code,
     )
-    case = resumed_case(resume, options) if resume is not None else new_case(options)
-    report = bisect_case(case, jobs, resident=resident_workers)
+    case = resumed_case(resume, options) if resume is not None else new_case(options, elsewhere=where.is_elsewhere)
+    report = bisect_case(case, where, resident=resident_workers)
     show(bisection_document(report), TERMINAL)
     leave_report_page(case.directory, report, open_it=open_page, bisection=True)
     return exit_code(report)

@@ -1,12 +1,11 @@
 """What ``run`` does once its arguments are read. It is imported only then: ``--help`` must not wait for it.
 
-Of several scenarios each gets a directory of its own, and all of them one matrix.
+Of several scenarios each gets a directory of its own, and all of them one matrix: ``many.py``.
 """
 
 import os
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,16 +17,12 @@ from dtypedoctor.analysis import ending_of
 from dtypedoctor.cli.at_hand import require_at_hand
 from dtypedoctor.cli.live import IMPORTS, LOADING, LiveView
 from dtypedoctor.cli.pace import Pace
-from dtypedoctor.cli.reported import exit_code, reported
+from dtypedoctor.cli.reported import reported
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.cli.scripts import removed_if_refused
-from dtypedoctor.errors import DoctorError, ExitCode, UsageError
-from dtypedoctor.redaction.redact import redact
-from dtypedoctor.report.build import REPORT_JSON
-from dtypedoctor.report.files import MATRIX_JSON
-from dtypedoctor.report.matrix import MatrixRow, in_one_line, refused_report, refused_row, render_matrix_json, row_of
+from dtypedoctor.errors import INTERRUPTED, ExitCode, UsageError
+from dtypedoctor.report.matrix import MatrixRow
 from dtypedoctor.report.model import Report
-from dtypedoctor.runner.directories import new_directory
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, WarmServer, may_share_process, run_to_end
 from dtypedoctor.runner.process import run_launched, run_ranks, run_script
 from dtypedoctor.runner.run import Run
@@ -194,61 +189,9 @@ def _paths(text: str) -> list[Path]:
     return found
 
 
-def treat_all(
-    scenarios: Sequence[Scenario],
-    directory: Path,
-    plan: Plan,
-    wheels: Path | None = None,
-    *,
-    resident: bool | None = None,
-) -> tuple[list[MatrixRow], list[Report]]:
-    """Treats each scenario in a folder of its name in ``directory``, which is new, and leaves the matrix there.
-
-    A scenario that cannot be run at all is a row of the matrix like any other; the rest is run all the same.
-
-    Returns:
-        The rows, and the reports in the same order.
-    """
-    rows: list[MatrixRow] = []
-    reports: list[Report] = []
-    for scenario in scenarios:
-        view = LiveView(sys.stderr, every_run=False)
-        row, report = _treated(scenario, directory, plan, view, wheels, resident=resident)
-        rows.append(row)
-        reports.append(report)
-        view.say(f"{len(rows)}/{len(scenarios)} {in_one_line(rows[-1])}")
-    try:
-        (directory / MATRIX_JSON).write_text(render_matrix_json(rows, exit_code=matrix_exit(rows)), encoding="utf-8")
-        print(f"Matrix: {directory / MATRIX_JSON}", file=sys.stderr)
-    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
-        print(f"dtypedoctor: cannot write the matrix to {directory}: {error.strerror}", file=sys.stderr)
-    return rows, reports
-
-
-def _treated(
-    scenario: Scenario, directory: Path, plan: Plan, view: LiveView, wheels: Path | None, *, resident: bool | None
-) -> tuple[MatrixRow, Report]:
-    began = time.monotonic()
-    try:
-        report = treat_scenario(
-            scenario,
-            new_directory(directory / scenario.name, scenario.name),
-            plan,
-            view,
-            wheels=wheels,
-            resident=resident,
-        )
-    except DoctorError as refused:
-        if refused.hint:
-            view.say(f"{scenario.name}: {refused.hint}")
-        row = refused_row(scenario.name, refused.message, exit_code=int(refused.exit_code))
-        return row, refused_report(scenario.name, refused.message)
-    seconds = round(time.monotonic() - began, 2)
-    path = f"{scenario.name}/{REPORT_JSON}"
-    return row_of(redact(report), exit_code=exit_code(report), seconds=seconds, path=path), report
-
-
 def matrix_exit(rows: Sequence[MatrixRow]) -> int:
-    """0 if each scenario's exit code is 0; else the code of the gravest: usage, then a dead worker, then findings."""
+    """0 if each scenario's exit code is 0; else the code of the gravest: usage, then a dead worker, then findings. 130 after Ctrl-C."""
     codes = {row.exit for row in rows}
+    if INTERRUPTED in codes:
+        return INTERRUPTED
     return next((int(code) for code in _GRAVEST_FIRST if int(code) in codes), int(ExitCode.OK))

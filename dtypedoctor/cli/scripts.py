@@ -1,6 +1,8 @@
 """What ``exec`` does once its arguments are read: it starts the script, and then imports what reads the trace while that runs."""
 
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
@@ -8,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtypedoctor.errors import UsageError
-from dtypedoctor.runner.directories import remove_unused
+from dtypedoctor.runner.directories import remove_unmeasured, remove_unused
 from dtypedoctor.runner.process import outliving, run_launched, run_ranks, run_script
 from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trials.plan import Plan, first_run
@@ -44,6 +46,8 @@ def treat_script(scenario: Scenario, directory: Path, plan: Plan, *, in_place: b
         def launch(label: str, request: Request) -> "Run":
             if label == "before":
                 first = run(request, directory / label, live=True, meanwhile=_import_the_rest)
+                if _was_interrupted(first):
+                    raise KeyboardInterrupt
                 if reruns is not None:
                     reruns.first_is_over()
                 return first
@@ -87,9 +91,18 @@ def _import_the_rest() -> None:
 
 @contextmanager
 def removed_if_refused(directory: Path) -> Iterator[None]:
-    """Takes the run directory away again where nothing could be run in it."""
+    """Takes the run directory away again where nothing could be run in it, or nothing was measured before Ctrl-C."""
     try:
         yield
     except UsageError:
         remove_unused(directory)
         raise
+    except KeyboardInterrupt:
+        if remove_unmeasured(directory):
+            print(f"dtypedoctor: interrupted before anything was measured; {directory} was removed", file=sys.stderr)
+        raise
+
+
+def _was_interrupted(first: "Run") -> bool:
+    """Whether Ctrl-C has ended a script of which nothing was measured; one that raises KeyboardInterrupt by itself has failed."""
+    return first.exit.asked_to_end == signal.SIGINT and not any(run.trace.samples for run in (first, *first.ranks))

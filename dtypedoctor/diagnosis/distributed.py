@@ -9,11 +9,13 @@ from functools import cached_property
 from math import inf
 
 from dtypedoctor.diagnosis.incidents import Incident, incidents
-from dtypedoctor.diagnosis.rule import Finding
+from dtypedoctor.diagnosis.registry import rules
+from dtypedoctor.diagnosis.rule import Finding, most_severe_first
 from dtypedoctor.diagnosis.wording import short
-from dtypedoctor.trace.events import Raised, Sample, Site
+from dtypedoctor.trace.events import Observed, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.models import ProcessGroup
+from dtypedoctor.trace.records.models import CollectiveCall, ProcessGroup
+from dtypedoctor.trace.succession import Succession
 from dtypedoctor.values import dataclass
 
 SENT, RECEIVED = "sent", "received"
@@ -116,6 +118,49 @@ class Carried:
     group: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A collective or message as one rank called it.
+
+    Attributes:
+        seen: the record that describes it.
+        exact: whether that was written at this call; else at an earlier one that was the same but for its shape.
+    """
+
+    seen: Observed[CollectiveCall]
+    exact: bool
+
+
+def calls_of(trace: Trace) -> dict[str, Sequence[Called]]:
+    """Every collective and message that the rank is known to have called, by channel, in order."""
+    records: dict[str, dict[int, Observed[CollectiveCall]]] = {}
+    for seen in trace.observed(CollectiveCall):
+        records.setdefault(seen.what.channel, {})[seen.what.number] = seen
+    counts = [*trace.called, *[0] * len(records)]
+    return {
+        channel: tuple(_unrolled(known, max(count, max(known) + 1)))
+        for (channel, known), count in zip(records.items(), counts, strict=False)
+    }
+
+
+def _unrolled(known: dict[int, Observed[CollectiveCall]], count: int) -> Iterator[Called]:
+    """The calls of a channel; where there is no record, those that who wrote them expected."""
+    latest: dict[_Call, Observed[CollectiveCall]] = {}
+    calls: Succession[_Call] = Succession()
+    for number in range(count):
+        expected = calls.expected()
+        seen = known.get(number) or (latest[expected] if expected is not None else None)
+        if seen is None:  # its record is lost
+            return
+        call = (seen.what.name, seen.what.dtype, seen.what.source, seen.fqn)
+        latest[call] = seen
+        calls.came(call)
+        yield Called(seen, number in known)
+
+
+_Call = tuple[str, str, str | None, str | None]
+
+
 def leading_rank(ranks: Sequence[Rank]) -> int:
     """The rank that the report is about: where something was not finite first, else the one that died first.
 
@@ -150,11 +195,20 @@ def _sent_since_the_failure(origin: Rank) -> Iterator[tuple[Key, Sample]]:
 
 
 def across_ranks(findings: Sequence[Finding], ranks: Sequence[Rank], source: int) -> tuple[Finding, ...]:
-    """The findings of rank ``source``, the first of them with what the other ranks add."""
-    if not findings or len(ranks) < 2:
+    """The findings of rank ``source``, the first of them with what the other ranks add, and what only several ranks show together."""
+    if len(ranks) < 2:
         return tuple(findings)
-    first, *others = (replace(finding, rank=source) for finding in findings)
-    return (replace(first, evidence=(*_told(ranks, source), *first.evidence)), *others)
+    own = [replace(finding, rank=source) for finding in findings]
+    own[:1] = [replace(first, evidence=(*_told(ranks, source), *first.evidence)) for first in own[:1]]
+    return with_compared(own, ranks)
+
+
+def with_compared(own: Sequence[Finding], ranks: Sequence[Rank]) -> tuple[Finding, ...]:
+    """The findings with what only several ranks show together. That comes first, unless something was found in an earlier step."""
+    shared = [finding for rule in rules() if rule.compare for finding in rule.compare(ranks)]
+    if shared and own and (own[0].step or 0) < (shared[0].step or 0):
+        return most_severe_first((*own, *shared))
+    return most_severe_first((*shared, *own))
 
 
 def coverage_of(ranks: Sequence[Rank]) -> Iterator[str]:

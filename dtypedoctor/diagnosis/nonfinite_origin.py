@@ -281,8 +281,11 @@ def search(graph: OpGraph, incident: Incident) -> Search:
             return False
         if incident.phase == "optimizer":
             return op.phase == "optimizer" and op.step == incident.step
-        if incident.kind in GRADIENTS:  # a backward pass goes through all calls that the loss was made of
-            return op.phase not in ("forward", "generate") and op.step == incident.step
+        if (
+            incident.kind in GRADIENTS
+        ):  # a backward pass goes through all calls that the loss was made of, in the last of them
+            is_of_it = op.step >= incident.step if graph.trace.by_call else op.step == incident.step
+            return is_of_it and op.phase not in ("forward", "generate")
         return op.call == incident.call
 
     if not any(op.n < incident.n and inside(op) for op in graph.ops):

@@ -172,10 +172,12 @@ def bad_ends(graph: OpGraph, n: int, wanted: Callable[[Op], bool]) -> list[Op]:
     def counts(op: Op) -> bool:
         return op.n < n and wanted(op)
 
-    def is_used(tensor: TensorNote) -> bool:
-        return any(map(counts, graph.consumers(tensor)))
+    def is_used(op: Op) -> bool:
+        """Whether a later op uses what is bad: a tensor that is transposed twice is the first one again."""
+        users = (user for tensor in nonfinite(op.outputs) for user in graph.consumers(tensor))
+        return any(user.n > op.n and counts(user) for user in users)
 
-    return [op for op in filter(counts, graph.ops) if (bad := nonfinite(op.outputs)) and not any(map(is_used, bad))]
+    return [op for op in filter(counts, graph.ops) if nonfinite(op.outputs) and not is_used(op)]
 
 
 def ancestry(graph: OpGraph, last: Op) -> Ancestry:

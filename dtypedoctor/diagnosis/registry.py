@@ -23,7 +23,7 @@ BUILT_IN = "dtypedoctor.rules"
 """The package whose modules name their rules in ``RULES``. Rules import the diagnosis, so it looks them up when they are first needed."""
 
 PRECEDENCE = (
-    "mismatch", "scaling", "streams", "non-finite", "loss-scale", "compilation", "missing-patches", "stale-autocast-cache", "integer-casts",
+    "collectives", "mismatch", "scaling", "streams", "non-finite", "loss-scale", "compilation", "missing-patches", "stale-autocast-cache", "integer-casts",
     "rescues", "erased", "gradient-underflow", "update-stall", "router-flips", "logprob-gap", "rounded-positions", "partial-stall",
     "rotary-tables", "loading", "loaded-dtype", "packed-weights", "trainable-weights", "shard-units", "rotary-weights", "kept-weights",
 )  # fmt: skip
@@ -67,6 +67,7 @@ def _shielded(rule: Rule) -> Rule:
         rule,
         detect=shielded(rule.detect) if rule.detect else None,
         inspect=shielded(rule.inspect) if rule.inspect else None,
+        compare=shielded(rule.compare) if rule.compare else None,
     )
 
 

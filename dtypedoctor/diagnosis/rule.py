@@ -1,6 +1,6 @@
 """What is known of a failure before any run: a :class:`FindingSpec` for each finding id, and a :class:`Rule` that finds it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
@@ -10,6 +10,7 @@ from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
     from dtypedoctor.diagnosis.checkpoint import Subject
+    from dtypedoctor.diagnosis.distributed import Rank
     from dtypedoctor.trace.model import Trace
 
 
@@ -102,7 +103,8 @@ class Edit:
     Attributes:
         file: path, relative to the working directory where it is inside of it.
         line: number, from 1.
-        old, new: the whole line, without its end.
+        old: the whole line, without its end.
+        new: what stands in its place: a line, several, or nothing where the line goes.
     """
 
     file: str
@@ -119,11 +121,13 @@ class Advice:
         finding: its id.
         text: what to change, in a sentence or two.
         edits: the change in the program's source, where it could be made; each ``old`` was in the file when the report was written.
+        code: a line to add where the text says; empty where the edits are all, or nothing is to be added.
     """
 
     finding: str
     text: str
     edits: tuple[Edit, ...] = ()
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,7 @@ class Excerpt:
 
 Detector = Callable[["Trace"], Iterable[Finding]]
 Inspector = Callable[["Subject"], Iterable[Finding]]
+Comparer = Callable[["Sequence[Rank]"], Iterable[Finding]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +235,7 @@ class FindingSpec:
         nonfinite: it names the origin of an inf or NaN, so that magnitudes of the modules around it say something.
         do_this: what to change, as a sentence about ``{module}``, ``{op}``, ``{dtype}``, ``{other}`` (the dtype that it meets) ``{alike}`` (all
             modules of that class and dtype) and ``{device}``; where it is empty the first way of fixing on the page stands for it.
+        partly_frozen: the same, and a line of code to add, where some weights of that dtype are frozen: no edit may widen these.
         edits: what makes that change in the program's source, the best first; names of :data:`dtypedoctor.diagnosis.edits.MAKERS`.
         page: file with the page about it (Markdown); None for ``docs/findings/ID.md``.
         in_any_program: it can be found in any program; False where a program has to declare something first.
@@ -253,6 +259,7 @@ class FindingSpec:
     nonfinite: bool = False
     in_any_program: bool = True
     do_this: str = ""
+    partly_frozen: tuple[str, str] | None = None
     edits: tuple[str, ...] = ()
     page: Path | None = None
 
@@ -276,12 +283,14 @@ class Rule:
         specs: every finding that it may make.
         detect: reads a trace and gives its findings; None for a rule about models alone.
         inspect: reads what files, or a worker's notes, say of a model, and gives its findings; None for a rule about runs alone.
+        compare: reads what the ranks of one job have left, and gives what only several of them show together; None for other rules.
     """
 
     name: str
     specs: tuple[FindingSpec, ...]
     detect: Detector | None = None
     inspect: Inspector | None = None
+    compare: Comparer | None = None
 
     def __post_init__(self) -> None:
         """Raises TypeError where ``specs`` is something else, such as a spec alone: packages of others make rules, too."""

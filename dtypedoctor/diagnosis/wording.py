@@ -1,7 +1,7 @@
 """Words: what torch's messages say of dtypes, and how findings name modules, operators, tensors and numbers."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -124,9 +124,10 @@ def named_in(trace: Trace, finding: Finding) -> Finding:
         trace: that the finding comes from; it knows the other modules and the classes.
         finding: whose ``module`` is set, and whose texts name it.
     """
+    names = {site.fqn for site in trace.sites.values() if site.fqn}
     if finding.fqn is None:
-        return finding
-    name = module_name(finding.fqn, {site.fqn for site in trace.sites.values()})
+        return _with_texts(finding, lambda text: _shortened(text, names))
+    name = module_name(finding.fqn, names)
     usual = re.compile(rf"(?<![\w.]){re.escape(short(finding.fqn))}(?![\w\[]|\.\w| \()", re.IGNORECASE)
 
     def renamed(text: str) -> str:
@@ -141,12 +142,33 @@ def named_in(trace: Trace, finding: Finding) -> Finding:
     known = ", ".join(filter(None, (cls, own_line)))
     summary = usual.sub(lambda found: f"{name or found[0]} ({known})", finding.summary, count=1) if known else ""
     shown = name or "the outermost module"
+    told = replace(_with_texts(finding, renamed), module=f"{shown} ({cls})" if cls else shown)
+    return _with_texts(replace(told, summary=summary or told.summary), lambda text: _shortened(text, names))
+
+
+_DOTTED = re.compile(r"(?<![\w./\[\]])[A-Za-z_0-9]+(?:\.[A-Za-z_0-9]+)+(?![\w(\[]|\.\w)")
+
+
+def _shortened(text: str, names: Collection[str]) -> str:
+    """The text with each module, and each parameter of one, by the one name that the whole report has for it."""
+
+    def shown(found: re.Match[str]) -> str:
+        module, _, last = found[0].rpartition(".")
+        if found[0] in names and not found[0].replace(".", "").isdigit():  # 4.1 may be a number
+            return module_name(found[0], names)
+        if module in names and last.isidentifier():
+            return f"{module_name(module, names)}.{last}"
+        return found[0]
+
+    return _DOTTED.sub(shown, text)
+
+
+def _with_texts(finding: Finding, changed: Callable[[str], str]) -> Finding:
     return replace(
         finding,
-        module=f"{shown} ({cls})" if cls else shown,
-        summary=summary or renamed(finding.summary),
-        cause=renamed(finding.cause),
-        evidence=tuple(map(renamed, finding.evidence)),
+        summary=changed(finding.summary),
+        cause=changed(finding.cause),
+        evidence=tuple(map(changed, finding.evidence)),
     )
 
 
@@ -230,6 +252,9 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
+THE_RUN_ENDED = "The run ended in "
+
+
 def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
     """The exception that ended the run, as a piece of evidence; empty where there was none."""
     raised = trace.last(Raised)
@@ -239,7 +264,7 @@ def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
     if raised.caught:
         when = f"{trace.moment(raised.step)} ({raised.phase})"
         return (f"{raised.type} was raised in {when} and was caught by the program: {first_line[:200]}",)
-    return (f"The run ended in {trace.moment(raised.step)} ({raised.phase}) with {raised.type}: {first_line[:200]}",)
+    return (f"{THE_RUN_ENDED}{trace.moment(raised.step)} ({raised.phase}) with {raised.type}: {first_line[:200]}",)
 
 
 def failing_line(raised: Raised) -> str | None:
@@ -253,6 +278,15 @@ def raising_line(raised: Raised) -> str | None:
     """``package/file.py:line`` of the innermost frame outside of torch and of the doctor; None where there is none."""
     outside = [frame for frame in _at_work(raised) if "/torch/" not in frame and "/dtypedoctor/" not in frame]
     return _line(outside[-1]) if outside else None
+
+
+_OF_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|/dtypedoctor/|^<")
+
+
+def own_line(raised: Raised) -> str | None:
+    """``file.py:line`` of the innermost frame of the program itself; where only libraries are known, that of :func:`raising_line`."""
+    own = [frame for frame in raised.frames if not _OF_LIBRARIES.search(frame)]
+    return _line(own[-1]) if own else raising_line(raised)
 
 
 def _line(frame: str) -> str:
@@ -270,8 +304,15 @@ def shown_line(at: str) -> str:
 
 
 def _at_work(raised: Raised) -> list[str]:
-    """The frames without those that only hand on what somebody else computes with a subclass of tensors."""
-    return [frame for frame in raised.frames if not frame.endswith((" __torch_function__", " __torch_dispatch__"))]
+    """The frames without those that only hand on a call: of subclasses of tensors, and around functions that are deprecated."""
+    return [
+        frame
+        for frame in raised.frames
+        if not frame.endswith((" __torch_function__", " __torch_dispatch__")) and not _AROUND_DEPRECATED.search(frame)
+    ]
+
+
+_AROUND_DEPRECATED = re.compile(r"/(typing_extensions|_?(py_)?warnings)\.py:\d+ wrapper$")
 
 
 def class_of(trace: Trace, fqn: str) -> str:

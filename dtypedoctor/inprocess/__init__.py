@@ -197,6 +197,8 @@ def _what_to_do(finding: Finding, advice: Advice | None) -> Iterator[str]:
     """The advice on a finding, the edit where there is one, and the fix that needs none."""
     if advice is not None:
         yield f"  do this: {one_line(advice.text, 300)}"
+    if advice is not None and advice.code:
+        yield f"    {advice.code}"
     if advice is not None and advice.edits:
         yield from (f"    {line}" for line in diff_of(advice.edits).splitlines())
     if finding.fqn and "bfloat16" in finding.remedies:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtypedoctor._torch_private import memory_key
-from dtypedoctor.instrument.frames import Line, line_of
+from dtypedoctor.instrument.frames import Line, line_of, own_statement
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import Arguments, has_out, is_inplace, scalars, tensors_of
 from dtypedoctor.instrument.replay import replay_wider
@@ -229,7 +229,7 @@ class BadValues:
         bad = self.behind(tensor)
         if bad is not None and bad.says is None:
             bad.used = True
-            self.reached(what, bad, sample=sample)
+            self.reached(what, bad, _line_of_program() if what == "loss" else None, sample=sample)
 
     def finish(self) -> None:
         """The program has ended: tells of everything that is not finite, there or gone, and that nothing was computed from."""
@@ -431,6 +431,12 @@ class BadValues:
             )
         )
         return n
+
+
+def _line_of_program() -> str | None:
+    """The program's own line that is at work; None where only libraries are."""
+    statement = own_statement(sys._getframe())
+    return None if statement is None else statement.source
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:

@@ -400,9 +400,9 @@ class Capture:
             if tensor.requires_grad:
                 tensor.register_hook(self._keep_gradient(gradients, index, f"gradient.{place}.{index}"))
 
-    def _keep_gradient(self, gradients: dict[str, str], index: int, key: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            if str(index) not in gradients:
+    def _keep_gradient(self, gradients: dict[str, str], index: int, key: str) -> Callable[[Tensor | None], None]:
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is not None and str(index) not in gradients:
                 gradients[str(index)] = self._tensors.keep(key, gradient)
 
         return hook

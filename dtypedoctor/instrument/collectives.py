@@ -32,12 +32,14 @@ from dtypedoctor._torch_private import (
     unit_fqn,
     version_of,
 )
-from dtypedoctor.instrument.frames import local_of
+from dtypedoctor.instrument.frames import local_of, own_line
+from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import tensors_of
 from dtypedoctor.instrument.places import Looks, Place
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
-from dtypedoctor.trace.records.models import ProcessGroup
+from dtypedoctor.trace.records.models import CollectiveCall, ProcessGroup
+from dtypedoctor.trace.succession import Succession
 from dtypedoctor.values import dataclass
 
 
@@ -219,6 +221,30 @@ class _Pending:
         return [row for row, version in zip(self.rows, self.versions, strict=True) if version_of(row[2]) == version]
 
 
+_Call = tuple[str, str, str | None, str]
+"""Name, dtype, line and module of a collective: what is the same when a program does the same again."""
+
+
+class _Channel:
+    """What is called on a process group, or sent from one rank to another, in order.
+
+    Args:
+        number: its place among the channels of this process.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.count = 0
+        self._calls: Succession[_Call] = Succession()
+
+    def is_new(self, call: _Call) -> bool:
+        """Counts a call, and says whether it is another one than the reader of the trace will expect."""
+        known = self._calls.expected() == call
+        self._calls.came(call)
+        self.count += 1
+        return not known
+
+
 class Collectives:
     """Watches the collectives of this process from the moment at which it belongs to a group.
 
@@ -240,6 +266,7 @@ class Collectives:
         self._unread: dict[int, ref[Tensor]] = {}
         self._places: dict[tuple[int, str, str], Place] = {}
         self._groups: set[str] = set()
+        self._channels: dict[str, _Channel] = {}
         self._inside = False
         self._ended: Callable[[str], None] | None = None
 
@@ -336,6 +363,7 @@ class Collectives:
         root = root_of(followed.name, args, place)
         route = route_of(followed.name, args, place, group)
         there = f"{group.group_name}:{route or ''}"
+        self._note_call(followed, there if route else group.group_name, args)
         if followed.name in SHARED:
             self._session.writer.entered_collective()
         if followed.results is not None and self._about_to_overwrite(args[followed.results]):
@@ -348,6 +376,29 @@ class Collectives:
             self._measure(rows, at_once=followed.operands == followed.results)
         if followed.results is not None and receives:
             results += self._rows(followed.name, RECEIVED, there, args[followed.results])
+
+    def _note_call(self, followed: Followed, channel: str, args: tuple[Any, ...]) -> None:
+        """Writes what this rank calls, before it can wait for ever, unless it is what was to be expected."""
+        places = [place for place in (followed.operands, followed.results) if place is not None]
+        tensors = next(filter(None, ([*tensors_of(args[place])] for place in places)), [])
+        if not tensors:
+            return
+        line, (_, unit) = own_line(sys._getframe()), self._unit()
+        source, dtype = line.source if line is not None else None, dtype_name(tensors[0])
+        here = self._channels.setdefault(channel, _Channel(len(self._channels)))
+        number = here.count
+        if here.is_new((followed.name, dtype, source, unit)):
+            call = CollectiveCall(
+                channel=channel,
+                number=number,
+                name=followed.name,
+                dtype=dtype,
+                shape=list(tensors[0].shape),
+                numel=sum(tensor.numel() for tensor in tensors),
+                source=source,
+            )
+            self._session.emit(call, fqn=unit)
+        self._session.writer.called_collective(here.number, here.count)
 
     def _returned(self, answer: Any, rows: list[Row]) -> None:
         if not rows:
@@ -426,6 +477,9 @@ class Collectives:
             return
         self._groups.add(group.group_name)
         described = ProcessGroup(
-            name=group.group_name, ranks=dist.get_process_group_ranks(group), backend=dist.get_backend(group)
+            name=group.group_name,
+            ranks=dist.get_process_group_ranks(group),
+            backend=dist.get_backend(group),
+            rank=dist.get_rank(),
         )
         self._session.emit(described)

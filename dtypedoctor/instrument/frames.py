@@ -104,6 +104,12 @@ class Statement(NamedTuple):
     instruction: int
     line: int
 
+    @property
+    def source(self) -> str:
+        """``file.py:line``; in a notebook ``cell In[3]:line``."""
+        file = self.code.co_filename
+        return f"{cell_of(file) or file.rpartition('/')[2]}:{self.line}"
+
     def call(self) -> Call:
         """The call that the instruction is part of."""
         expression = _expression(self.code, self.instruction)
@@ -129,6 +135,14 @@ def span_of(code: CodeType, instruction: int) -> list[int]:
     """First and last line (from 1), first and last column (bytes, from 0) of an instruction's expression; empty where they are not known."""
     found = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
     return [number for number in found if number is not None] if None not in found else []
+
+
+def own_line(frame: FrameType | None) -> Line | None:
+    """The line of the program's own code that is at work; where only libraries are, that of the innermost which is not torch."""
+    own = frame
+    while own is not None and not is_own_file(own.f_code.co_filename):
+        own = own.f_back
+    return line_of(frame) if own is None else Line(own.f_code, own.f_globals.get("__name__", ""), own.f_lineno)
 
 
 def own_statement(frame: FrameType | None) -> Statement | None:

@@ -82,7 +82,7 @@ HELD_FILE = "held-inputs.safetensors"
 MAX_WAITING = 4
 """Failed calls that wait until their parameters are unsharded again."""
 NOT_HERE = "{} was resharded before it was known that the call had failed, and was not gathered again; --rerun runs all ranks again"
-SPOILT = "that a call of {} had failed was known only when its inputs or parameters were not finite any more; --rerun runs all ranks again"
+SPOILT = "that a call of {} had failed was known only when its inputs or parameters were not finite any more; --rerun runs the script again"
 NONE_ALONE = (
     "FullyShardedDataParallel (FSDP1) and DeepSpeed's ZeRO-3 gather parameters in ways that one rank cannot repeat; "
     "with fully_shard (FSDP2), or --rerun, the call can be replayed"
@@ -456,8 +456,12 @@ class InPlaceReplays:
         calls = [kept for kept in reversed(self._calls) if kept.step == gradient.step]
         if self._sharded:
             return self._calls_that_spoil(gradient, calls)
-        own = [kept for kept in calls if kept.call == gradient.call] if gradient.kind == "grad_output" else []
-        return own or calls
+        calls = [
+            kept for kept in calls if kept.live.gradients and kept.gets_finite_gradients()
+        ]  # the others only propagate it
+        if gradient.kind == "grad_output":  # made by the call itself, or by one after it
+            return [kept for kept in reversed(calls) if kept.call >= gradient.call]
+        return sorted(calls, key=lambda kept: not _has_bad_gradient(kept))
 
     def _calls_that_spoil(self, gradient: Nonfinite, calls: list[KeptCall]) -> list[KeptCall]:
         """Of ``calls``, in the order of the backward pass, the last one whose upstream gradients are finite before one where they are not."""
@@ -474,6 +478,9 @@ class InPlaceReplays:
     def _through(self, calls: list[KeptCall], why: str, error: tuple[str, str] | None) -> None:
         """Replays the backward pass through ``calls``, until one of them shows what is looked for."""
         for kept in calls:
+            if why == "gradient" and kept.moved and kept.copies is None and kept.has_bad_parameters():
+                self._session.guard.tell(REPLAY_OF_FAILURES, SPOILT.format(kept.live.fqn or "the model"))
+                continue
             found = bool(kept.live.gradients) and self._replay_or_wait(kept, why, backward=True, error=error)
             if found and why != "forced":
                 return
@@ -493,7 +500,7 @@ class InPlaceReplays:
     def _replay(
         self, kept: KeptCall, why: str, *, backward: bool = False, error: tuple[str, str] | None = None
     ) -> bool:
-        """Makes the call again; whether it has done what it did before.
+        """Makes the call again; whether it has done what it did before, and has made the gradient that is looked for.
 
         Args:
             kept: the call.
@@ -528,7 +535,7 @@ class InPlaceReplays:
                 copies=kept.copies is not None,
             )
             self._session.emit(record, fqn=kept.live.fqn)
-        return not doubt
+        return not doubt and (why != "gradient" or replay.is_bad)
 
     def _write_capsule(self, kept: KeptCall, description: dict[str, Any], tensors: bytes) -> None:
         """Writes the first capsule of a kind and an outermost call beside the trace; one inside of a later unit has only got what is not finite."""
@@ -615,7 +622,7 @@ class _AtEndOfBackward:
     def __init__(self, told: Callable[[], None]) -> None:
         self._told = told
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         """It has."""
         self._told()
 
@@ -630,10 +637,10 @@ class _WentBack:
         self._told = told
         self._kept = ref(kept)  # a tensor that holds what holds it would stay until Python's collector comes
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         """It has come back."""
         kept = self._kept()
-        if kept is not None:
+        if kept is not None and gradient is not None:
             self._told(kept, gradient)
 
 
@@ -648,9 +655,10 @@ class _KeepGradient:
         self._gradients = gradients
         self._index = index
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         """It has come back."""
-        self._gradients.setdefault(self._index, gradient)
+        if gradient is not None:
+            self._gradients.setdefault(self._index, gradient)
 
 
 def _comes_back(tensor: Tensor) -> bool:

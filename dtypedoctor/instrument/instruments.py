@@ -304,7 +304,7 @@ class Instruments:
             self._samples.skipped(optimizer)
             if self._budget is not None:
                 self._budget.sign("the gradient scaler skipped a step")
-        if self.watching:
+        if self.watching and scaler.is_enabled():  # a disabled one scales nothing
             self._scaler.tell(scaler, skipped)
 
     def _sample_of_step(self, kind: str, found: list[Rooted], phase: str, when: When | None) -> None:
@@ -380,6 +380,8 @@ class Instruments:
         sentinel.wanted = lambda: self.modules.whole
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
         sentinel.computed = self._note_child
+        sentinel.writing, sentinel.wrote = self.silent.writes.before, self.silent.writes.after
+        sentinel.follow = self.silent.logprobs.ran
         sentinel.rejected = self.guard.shield(self._keep_rejected, OPERATOR_CAPSULES)
         return sentinel
 

@@ -180,9 +180,10 @@ class LiveCall:
             if tensor.requires_grad:
                 tensor.register_hook(self._keep(index))
 
-    def _keep(self, index: int) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            self.gradients.setdefault(index, gradient)
+    def _keep(self, index: int) -> Callable[[Tensor | None], None]:
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is not None:
+                self.gradients.setdefault(index, gradient)
 
         return hook
 

@@ -21,6 +21,7 @@ from dtypedoctor._torch_private import (
     is_composite,
     memory_key,
     modes_on,
+    next_sequence_number,
     pop_mode,
     push_mode,
     schema_of,
@@ -68,6 +69,11 @@ def is_unfinished(func: Any) -> bool:
     if func.namespace in _COLLECTIVES or str(func) in _BEFORE_A_COLLECTIVE:
         return True
     return isinstance(func, OpOverload) and any(argument.name == _GROUP for argument in schema_of(func).arguments)
+
+
+def node_of_operator() -> int | None:
+    """Number of the autograd node of the operator that is being dispatched, which is made just before; None where gradients are off."""
+    return next_sequence_number() - 1 if torch.is_grad_enabled() else None
 
 
 def leaves_memory_as_it_was(func: Any) -> bool:

@@ -38,6 +38,7 @@ class Phases:
         pause, resume: called around all of these, and around what a gradient scaler does.
         settle: called when a backward pass or an optimizer step has begun, and when something was compiled.
         after_scaler: called with the scaler, the optimizer and whether the step was skipped.
+        on_scaled: called with a tensor that a gradient scaler has multiplied, and the tensor before.
         on_failure: called with an exception that leaves a backward pass, a generation or a scaler, once.
         failure: identity of the last exception that left a backward pass, a generation or a scaler, and that phase.
     """
@@ -58,6 +59,7 @@ class Phases:
         self.on_failure: list[Callable[[BaseException], None]] = []
         self.before_unscale: list[Callable[[Any, Optimizer], None]] = []
         self.after_scaler: list[Callable[[Any, Optimizer, bool], None]] = []
+        self.on_scaled: list[Callable[[Tensor, Tensor], None]] = []
         self.on_gradients: list[Callable[[Any], None]] = []
         self.pause: Listener = _nothing
         self.resume: Listener = _nothing
@@ -69,6 +71,7 @@ class Phases:
         """Wraps backward, optimizer and scaler steps of the process."""
         self._wrap(torch.autograd, "backward", self._around_backward)
         self._wrap(torch.autograd, "grad", self._around_backward)
+        self._wrap(torch.amp.GradScaler, "scale", self._around_scale)
         self._wrap(torch.amp.GradScaler, "step", self._around_scaler_step)
         self._wrap(torch.amp.GradScaler, "unscale_", self._around_unscale)
         if not MODES_CAN_IGNORE_COMPILED:
@@ -166,6 +169,12 @@ class Phases:
                 return original(*args, **kwargs)
         finally:
             del overrides[open_before:]
+
+    def _around_scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        if isinstance(outputs, Tensor) and isinstance(scaled, Tensor) and scaled is not outputs:
+            self._tell(self.on_scaled, "a loss before it was scaled", scaled, outputs)
+        return scaled
 
     def _around_scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
                             **kwargs: Any) -> Any:  # fmt: skip

@@ -22,7 +22,7 @@ from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
-from dtypedoctor.redaction.messages import elided, message_of
+from dtypedoctor.redaction.messages import LONGEST, elided, message_of, without_volatile
 from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
@@ -115,6 +115,10 @@ class KeptCall:
         with out_of_their_sight():
             return any(bool((tensor.isnan() | (tensor == torch.inf)).any()) for tensor in given)
 
+    def has_bad_parameters(self) -> bool:
+        """Whether a parameter is not finite now; asks the device, and waits for it."""
+        return not all(is_finite(tensor) for _, tensor in self.live.parameters())
+
     def gets_finite_gradients(self) -> bool:
         """Whether all gradients that have come back to its results are finite; asks the device, and waits for it."""
         return all(map(is_finite, self.live.gradients.values()))
@@ -133,6 +137,7 @@ class RepeatedCall:
         ops: the op trace.
         why_not: why the call could not be made again; empty where it was.
         compared: whether its result could be compared with what the call itself had returned or raised.
+        is_bad: whether a gradient that it has made is not finite.
         capsule: description and tensors of the smallest module call in it that fails; None where there is none.
     """
 
@@ -148,6 +153,7 @@ class RepeatedCall:
         self._result: list[Tensor] = []
         self.why_not = ""
         self.compared = False
+        self.is_bad = False
 
     def entered(self, module: nn.Module) -> None:
         """A module is called in the replay."""
@@ -231,11 +237,14 @@ class RepeatedCall:
             return
         results, gradients = [outputs[i] for i in upstream], list(upstream.values())
         try:
-            torch.autograd.grad(results, ends, gradients, allow_unused=True, retain_graph=True)
+            made: Sequence[Tensor | None] = torch.autograd.grad(
+                results, ends, gradients, allow_unused=True, retain_graph=True
+            )
         except RuntimeError as error:
             if "use_reentrant=True" not in str(error):
                 raise
-            _accumulate(results, gradients, ends)
+            made = _accumulate(results, gradients, ends)
+        self.is_bad = not all(is_finite(gradient) for gradient in made if gradient is not None)
 
     def _difference(self, said: tuple[str, str] | None, before: tuple[str, str] | None) -> str:
         if said != before:
@@ -374,13 +383,14 @@ def is_finite(tensor: Tensor) -> bool:
         return bool(tensor.detach().isfinite().all())
 
 
-def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> None:
-    """Runs a backward pass that ``autograd.grad`` cannot; the gradients of leaves are afterwards what they were."""
+def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> list[Tensor | None]:
+    """The gradients of leaves of a backward pass that ``autograd.grad`` cannot run; they hold afterwards what they held."""
     before = [(leaf, leaf.grad) for leaf in ends if leaf.is_leaf]
     try:
         for leaf, _ in before:
             leaf.grad = None
         torch.autograd.backward(results, gradients)
+        return [leaf.grad for leaf, _ in before]
     finally:
         for leaf, gradient in before:
             leaf.grad = gradient
@@ -403,8 +413,8 @@ def _allowed(live: LiveCall) -> tuple[torch.device | None, int]:
 
 
 def type_and_message(error: BaseException) -> tuple[str, str]:
-    """By what an exception of the call is compared with that of its replay."""
-    return type(error).__name__, str(error)
+    """By what an exception of the call is compared with that of its replay, which is made at another time, with other objects."""
+    return type(error).__name__, without_volatile(str(error)[:LONGEST])
 
 
 def _raised(said: tuple[str, str] | None) -> str:

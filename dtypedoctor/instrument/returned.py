@@ -167,7 +167,7 @@ class _Hook(tuple[Any, ...]):
     __eq__ = object.__eq__
     """A tensor that a module returns twice has two of them."""
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         """Records it."""
         record, place, path, call = self
         record(place, path, call, gradient)
@@ -346,7 +346,7 @@ class Returned:
                 source=source,
             )
 
-    def _gradient_is_there(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
+    def _gradient_is_there(self, place: Place, path: str, call: int, gradient: Tensor | None) -> None:
         """The gradient of an output: of a place and a path in what it returned, in an outermost call. The usual case in one function, as above."""
         usual: _Gradient | None = place.gradients.get(path)
         if (
@@ -366,7 +366,9 @@ class Returned:
             return
         usual.recorder.record_one(usual.site, gradient, self._position.step, call)
 
-    def _gradient_of_any(self, place: Place, path: str, call: int, gradient: Tensor) -> None:
+    def _gradient_of_any(self, place: Place, path: str, call: int, gradient: Tensor | None) -> None:
+        if gradient is None:  # autograd has none for an output that nothing has used, where its siblings have one
+            return
         if type(gradient) is not Tensor or not _lies_there(gradient):
             with out_of_their_sight():
                 self._gradient_of_class(place, path, call, gradient)

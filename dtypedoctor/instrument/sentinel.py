@@ -48,6 +48,7 @@ from dtypedoctor.instrument.operators import (
 )
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.logprobs import is_followed
 from dtypedoctor.instrument.statistics import measurable, real_of
 from dtypedoctor.lasting import at_fork
 from dtypedoctor.replay.standby import is_forking
@@ -109,6 +110,8 @@ class _Plan(NamedTuple):
     """It writes to operands."""
     fresh: bool = False
     """It takes no more than the form of its operands."""
+    followed: bool = False
+    """It may make, pass on or compare log-probabilities."""
 
 
 class Sentinel(OperatorMode):
@@ -124,7 +127,9 @@ class Sentinel(OperatorMode):
         wanted: says whether this is a step in which everything is measured.
         raised: called with what an operator has raised; raises nothing itself.
         rejected: called with an operator that has raised, its arguments, and what it raised; raises nothing itself.
+        writing: called with an operator that is about to write to its operands; what it returns is handed to ``wrote`` with the line.
         computed: called in a process that the program has forked from this thread, when it first computes with floating point.
+        follow: called with each operator that may make, pass on or compare log-probabilities, its arguments and its result; raises nothing itself.
     """
 
     supports_higher_order_operators = True
@@ -161,6 +166,9 @@ class Sentinel(OperatorMode):
         self.raised: Callable[[BaseException], None] = lambda _: None
         self.rejected: Callable[[Any, Arguments, BaseException], None] = lambda *_: None
         self.computed: Callable[[], None] = lambda: None
+        self.writing: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = lambda *_: None
+        self.wrote: Callable[[Any, Line | None], None] = lambda *_: None
+        self.follow: Callable[[Any, Arguments, Any], None] = lambda *_: None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -176,6 +184,7 @@ class Sentinel(OperatorMode):
     def stop(self) -> None:
         """Ends for good; tells of what is not finite and was never used."""
         self.leave()
+        super().leave()  # an interruption between the putting on and the note of it has left it on
         self._bad.finish()
 
     def leave(self) -> None:
@@ -373,10 +382,16 @@ class Sentinel(OperatorMode):
             self._seen += 1
             self._coverage.operators += 1
             if self._seen > ALLOWANCE and self._seen % ROUND >= MEASURED and self._is_thin:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if plan.followed:
+                    self.follow(func, (args, kwargs), result)
+                return result
         kept: Arguments = (args, kwargs)
+        write = None
         if plan.writes:
             kept = self._before(func, kept)
+            with self._looking:
+                write = self.writing(func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except Exception as error:  # told and passed on; nothing cheaper stands around each operator of a program
@@ -385,6 +400,10 @@ class Sentinel(OperatorMode):
             raise
         with self._looking:
             self._after(func, plan, (args, kwargs), kept, result)
+            if write is not None:
+                self.wrote(write, line_of(sys._getframe(1)))
+        if plan.followed:
+            self.follow(func, (args, kwargs), result)
         return result
 
     def _plan(self, func: Any) -> _Plan:
@@ -540,4 +559,5 @@ def _plan_of(func: Any) -> _Plan:
     if schema.is_mutable and torch.Tag.nondeterministic_seeded in func.tags:
         return _Plan(passes=True)  # random numbers written into memory
     name = schema.name.removeprefix("aten::")
-    return _Plan(writes=schema.is_mutable, fresh=name.endswith("_like") or name.startswith("new_"))
+    fresh = name.endswith("_like") or name.startswith("new_")
+    return _Plan(writes=schema.is_mutable, fresh=fresh, followed=is_followed(func))

@@ -249,14 +249,16 @@ def perturb(model: nn.Module, spec: Perturbation) -> None:
             if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
                 parameter.add_(_unit(parameter, limits.eps) * _signs(parameter, generator))
 
-    def moved(gradient: Tensor) -> Tensor:
+    def moved(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # of an output that nothing has used
+            return None
         unit = _unit(gradient, limits.eps, at_least=limits.smallest_normal * limits.eps)
         return gradient + unit * _signs(gradient, generator)
 
     _on_gradients(model, moved)
 
 
-def _on_gradients(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def _on_gradients(model: nn.Module, change: Callable[[Tensor | None], Tensor | None]) -> None:
     def watch_output(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(change)

@@ -54,6 +54,42 @@ _IDENTIFIER = re.compile(r"[\w.:*/<>@+-]+")
 _MARK = "\0"
 
 
+_TIME = r"\d{1,2}:\d\d(?::\d\d)?(?:[.,]\d+)?"
+_LENGTH = r"\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+_UNIT = r"(?:(?:[nuµm]?s|secs?|seconds?|min(?:ute)?s?|h|hours?)\b(?!/)|\w+/s\b|s/\w+)"
+_VALUE = rf"\s*[:=]?\s*(?:(?:nan|inf|none|tensor)\b|[-+.]?(?>{_LENGTH})(?!\s?{_UNIT}))"
+"""What follows the name of a value, ``min -2.0``, and not a unit: a number that is no length of time itself, as it is in ``1 min 30 s``."""
+_VOLATILE = tuple(
+    (re.compile(pattern, re.IGNORECASE), instead)
+    for pattern, instead in (
+        (r"(?<![\w/.])/(?:tmp|var/tmp|dev/shm|run/user/\d+)/[^\s'\"`:,;()\[\]<>]+", "<temporary>"),
+        (r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "<id>"),
+        (r"\b0x[0-9a-f]+", "0x"),
+        (rf"\b\d{{4}}-\d\d-\d\d(?:[T _]{_TIME})?(?:Z\b|[+-]\d\d:?\d\d\b)?|\b\d{{8}}[-_]\d{{4,6}}\b", "<time>"),
+        (r"((?:\b(?:\d{1,3}\.){3}\d{1,3}|\blocalhost|//[\w.-]+|\[[0-9a-f:]*:[0-9a-f:]*\]):)\d{1,5}\b", r"\1<port>"),
+        (rf"(?<![\w.:]){_TIME}(?![\w:])", "<time>"),
+        (r"\b((?:ports?|p?pid|tid|(?:process|thread)(?: id)?)(?:'?\s*[=:#(]\s*|\s+))\d+\b", r"\1<number>"),
+        (rf"(?<![\w.]){_LENGTH}({_UNIT}|[ \t]{_UNIT}(?!{_VALUE}))", r"<duration>\1"),
+        (r"(?<![\w.])1[4-9]\d{8}(?:\.(?!0+\b)\d+|(?:\d{3}|\d{6}|\d{9})(?:\.\d+)?)\b(?!\.\d)", "<time>"),
+    )
+)
+"""What differs from process to process though nothing else does: temporary files, identifiers, addresses, times, ports, processes."""
+
+
+def without_volatile(text: str, process: int = 0) -> str:
+    """``text`` with what no two processes have in common replaced, so that the texts of two runs can be compared.
+
+    Args:
+        text: a message, or what a program prints.
+        process: its number; one of a few digits is replaced only where the text says what it is.
+    """
+    if process > 999:
+        text = re.sub(rf"(?<![\w.]){process}(?![\w.]\w)", "<process>", text)
+    for pattern, instead in _VOLATILE:
+        text = pattern.sub(instead, text)
+    return text
+
+
 def message_of(error: BaseException) -> str:
     """The message of an exception that was raised, without data and secrets; empty where it has none, or fails to say it."""
     with contained() as failed:  # it runs code of the exception's class

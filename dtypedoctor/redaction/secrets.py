@@ -164,13 +164,17 @@ _QUOTES = ("'\"'\"'", '\\"', "\\'", '"', "'")
 """What may stand around names and values: a quote as a shell (``shlex.join``) or a string literal writes it in another, or itself."""
 _QUOTE = "|".join(map(re.escape, _QUOTES))
 _VALUE = re.compile(
-    rf"""(?:[({{\[][^(){{}}\[\]\n]{{0,2000}}[)}}\]])|({_QUOTE})(?:(?!\1)[^\n])*\1|(?!\\["'])[^\s"',;&)\]}}|]+"""
+    rf"""(?:[\w.]{{0,100}}[({{\[][^(){{}}\[\]\n]{{0,2000}}[)}}\]]\w{{0,100}})|({_QUOTE})(?:(?!\1)[^\n])*\1|(?!\\["'])[^\s"',;&)\]}}|]+"""
 )
 _ASSIGNED = re.compile(rf"""(?<![\w.-])((?:{_QUOTE})?)([\w.-]++)\1((?:(?<=["'])\s*+\])?\s*+(?:=|:(?!:|//))\s*+)""")
 _OPTION = re.compile(r"(?<![\w-])(?P<option>--?[\w-]++)\s++(?!-)")
 _PAIR = re.compile(rf"""({_QUOTE})(?P<option>[\w.-]{{2,60}})\1\s*+,\s*+(?={_QUOTE})""")
 """A name and its value as two items of a tuple or a list."""
 _BEGINNING = re.compile(r"\s*+")
+_CALL = re.compile(r"torch(?:\.[A-Za-z_]+)+\([A-Za-z_.]*[,)]")
+"""What a sampled token is assigned in a line of code: ``next_tokens = torch.multinomial(probs, …)``."""
+_ARITHMETIC = re.compile(r"-\(")
+"""What no value begins with: ``BCE = -(x * …``."""
 
 _HASH = (
     r"(?<![A-Za-z0-9/@+])(?<!commit/)(?<!tree/)(?<!blob/)(?<!commit[ :=])(?<!revision[ :=])(?<!commit: )(?<!revision: )"
@@ -235,12 +239,18 @@ def _without_values(text: str, heads: re.Pattern[str], is_secret: Callable[[re.M
         if not is_secret(head):
             continue
         value = _VALUE.match(text, at)
-        if value is None or _TRIVIAL.fullmatch(value[0].strip("\"'\\")):
+        if value is None or _TRIVIAL.fullmatch(value[0].strip("\"'\\")) or _is_code(head, text, at):
             continue
         quote = value[1] or ""
         parts += [text[done:at], f"{quote}{SECRET}{quote}"]
         done = at = value.end()
     return "".join(parts) + text[done:]
+
+
+def _is_code(head: re.Match[str], text: str, at: int) -> bool:
+    """Whether a result of torch or of arithmetic is assigned, and not a value."""
+    sampled = head[0].endswith("= ") and re.fullmatch(r"(?:next_)?tokens?", head[2]) is not None
+    return (sampled and _CALL.match(text, at) is not None) or _ARITHMETIC.match(text, at) is not None
 
 
 def _assigns_a_secret(head: re.Match[str]) -> bool:

@@ -19,7 +19,7 @@ from signal import pthread_sigmask
 from typing import Any
 
 from dtypedoctor.replay.cage import isolate_descriptors, isolate_memory
-from dtypedoctor.unpatched import from_json, getpid, perf_counter
+from dtypedoctor.unpatched import from_json, getpid, process_time, thread_time
 from dtypedoctor.values import dataclass
 
 __all__ = ["PREFIX", "THREADS", "OrEnd", "Standby", "is_forking", "stand_by"]
@@ -51,7 +51,7 @@ class Standby:
 
     Attributes:
         pipe: the named pipe at which it listens.
-        seconds: how long the program was held up to make it.
+        seconds: of processor time that it took to make it, which are the same on a busy machine.
     """
 
     pipe: Path
@@ -88,20 +88,20 @@ def stand_by(pipe: Path) -> Standby | dict[str, Any]:
     Raises:
         OSError: it could not be made.
     """
-    began = perf_counter()
+    began = thread_time()
     posix.mkfifo(pipe, 0o600)
     ready, tell = posix.pipe()
     has_threads = _end_openmp_threads()
     try:
-        request = _forked(pipe, ready, tell)
-        if request is not None:
-            return {**request, THREADS: has_threads}
+        made = _forked(pipe, ready, tell)
+        if not isinstance(made, float):
+            return {**made, THREADS: has_threads}
     except OSError:
         pipe.unlink(missing_ok=True)
         raise
     finally:
         posix.close(ready)
-    return Standby(pipe=pipe, seconds=perf_counter() - began)
+    return Standby(pipe=pipe, seconds=thread_time() - began + made)
 
 
 _HARD_PAUSE = 2
@@ -144,8 +144,10 @@ def _openmp_libraries() -> list[ctypes.CDLL] | None:
     return found
 
 
-def _forked(pipe: Path, ready: int, tell: int) -> dict[str, Any] | None:
-    """None in the program, once the standby is ready; in a process that goes on later the request. ``tell`` is closed in both.
+def _forked(pipe: Path, ready: int, tell: int) -> dict[str, Any] | float:
+    """In the program, once the standby is ready, the seconds of other processes for it; in one that goes on later the request.
+
+    ``tell`` is closed in both.
 
     Raises:
         OSError: it did not get ready, or there is no memory for it.
@@ -169,17 +171,17 @@ def _forked(pipe: Path, ready: int, tell: int) -> dict[str, Any] | None:
                     setstate(drawn)
                 return request
             posix.close(tell)
-            is_ready = bool(select([ready], [], [], READY_SECONDS)[0]) and bool(posix.read(ready, 1))
-            if not is_ready:  # a library's own handler of forks may wait for a thread
+            microseconds = posix.read(ready, 32) if select([ready], [], [], READY_SECONDS)[0] else b""
+            if not microseconds:  # a library's own handler of forks may wait for a thread
                 posix.kill(child, signal.SIGKILL)
-            posix.waitpid(child, 0)
+            used = posix.wait4(child, 0)[2]
     finally:
         _forking = False
         if getpid() == program:
             pthread_sigmask(signal.SIG_SETMASK, heard)
-    if not is_ready:
+    if not microseconds:
         raise OSError(f"{pipe.name} did not get ready")
-    return None
+    return float(used.ru_utime + used.ru_stime + int(microseconds) / 1e6)
 
 
 @contextlib.contextmanager
@@ -215,7 +217,7 @@ def _listen(pipe: Path, tell: int, program: int) -> dict[str, Any]:
     isolate_descriptors(keep=(source, tell))
     isolate_memory()
     _be_killed_first()
-    posix.write(tell, b".")
+    posix.write(tell, str(int(process_time() * 1e6)).encode("ascii"))
     posix.close(tell)
     while (request := _next_request(source, program)) is not None:
         child = posix.fork()

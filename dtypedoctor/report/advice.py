@@ -1,18 +1,22 @@
 """What to do about each finding, in words and as a change of the program's source; the lines at which it shows; how both are laid out."""
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 
-from dtypedoctor.diagnosis.edits import Scene, Source, edits_for, masked_line
+from dtypedoctor.diagnosis.edits import edits_for
 from dtypedoctor.diagnosis.registry import page, spec_of
 from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec
+from dtypedoctor.diagnosis.scene import Scene, Source, masked_line
 from dtypedoctor.diagnosis.wording import class_of, short, shown_line
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.report.document import Block, Code, Heading, Paragraph
-from dtypedoctor.report.text import counted
+from dtypedoctor.report.text import counted, memory
 from dtypedoctor.scenario.model import Script
 from dtypedoctor.trace.events import ParameterNote
+from dtypedoctor.trace.records.silent import Updates
 from dtypedoctor.trials.results import Treatment
 
 MOST_LINES = 12
@@ -25,6 +29,10 @@ def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
     for finding in treatment.findings:
         spec = spec_of(finding.id)
         scene = _scene(treatment, finding)
+        if spec.partly_frozen is not None and _is_partly_frozen(scene):
+            text, code = (_filled(part, scene) for part in spec.partly_frozen)
+            yield Advice(finding=finding.id, text=text, code=code)
+            continue
         edits, remark = edits_for(scene, spec.edits) if own_files else ((), "")
         text = f"{_text(spec, scene)} {_filled(remark, scene)}".rstrip()
         text += _covers(edits, shown)
@@ -62,10 +70,10 @@ def excerpts_of(treatment: Treatment, *, own_files: bool) -> tuple[Excerpt, ...]
     if not treatment.findings or not own_files:
         return ()
     scene = _scene(treatment, treatment.findings[0])
-    raised = scene.raised
-    if raised is not None and not raised.caught and len(raised.spans) == len(raised.frames):
+    raised, found = scene.raised, scene.failing_line()
+    is_late = found is not None and spec_of(treatment.findings[0].id).nonfinite  # what raises then only noticed it
+    if raised is not None and not raised.caught and len(raised.spans) == len(raised.frames) and not is_late:
         return tuple(_along(scene, list(zip(raised.frames, raised.spans, strict=True))))
-    found = scene.failing_line()
     return (_excerpt(found[0], found[1], "", [], scene.shown(found[0].path)),) if found is not None else ()
 
 
@@ -145,7 +153,12 @@ def _filled(text: str, scene: Scene) -> str:
     """``text`` with the names and dtypes of the finding."""
     finding = scene.finding
     module = finding.module.partition(" (")[0] or short(finding.fqn)
+    about_optimizer = "{model}" in text or "{before_optimizer}" in text
+    model, before = _optimizer_of(scene) if about_optimizer else ("", "")
     return text.format(
+        cost=_cost_of_float32(scene) if "{cost}" in text else "",
+        model=model,
+        before_optimizer=before,
         module=module,
         alike=_all_alike(scene) or module,
         op=finding.op or "the operator",
@@ -153,6 +166,53 @@ def _filled(text: str, scene: Scene) -> str:
         other=scene.other or "that of the others",
         device=str(scene.trace.environment.get("device", "cpu")).partition(":")[0],
     )
+
+
+def _parameters_of(scene: Scene) -> list[ParameterNote]:
+    """The parameters of the run, each as it was noted last."""
+    notes = {(note.root, note.name): note for note in scene.trace.all(ParameterNote) if not note.buffer}
+    return list(notes.values())
+
+
+def _is_partly_frozen(scene: Scene) -> bool:
+    """Whether a line that casts the whole model would widen weights that nobody trains."""
+    return any(not note.requires_grad and note.dtype == scene.finding.dtype for note in _parameters_of(scene))
+
+
+_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Lion": 1, "Adagrad": 1}
+"""Tensors that an optimizer keeps of each parameter, in its dtype; not of SGD and RMSprop, which keep more with momentum."""
+
+
+def _cost_of_float32(scene: Scene) -> str:
+    """What it costs to train in float32 what is trained in half precision, to follow a clause; empty where that is not known."""
+    half = [note for note in _parameters_of(scene) if note.requires_grad and note.dtype == scene.finding.dtype]
+    elements = sum(prod(note.shape) for note in half)
+    optimizer = next((seen.what.optimizer for seen in scene.trace.observed(Updates)), "")
+    if not elements or optimizer not in _MOMENTS:
+        return ""
+    tensors = 2 + _MOMENTS[optimizer]  # weight and gradient
+    kept = f" and {counted(_MOMENTS[optimizer], 'moment')} of {optimizer}"
+    return f" (costs {memory(2 * tensors * elements)} more for {counted(elements, 'trained weight')}: weight, gradient{kept} take 4 bytes each, not 2)"
+
+
+def _optimizer_of(scene: Scene) -> tuple[str, str]:
+    """What the program calls the model whose parameters it gives to its optimizer, and where; a general name where that cannot be seen."""
+    optimizer = next((seen.what.optimizer for seen in scene.trace.observed(Updates)), "")
+    source = scene.failing_file()
+    for node in source.every(ast.Call) if source is not None and optimizer else ():
+        name = _name_of_model(node) if ast.unparse(node.func).rpartition(".")[2] == optimizer else ""
+        if name and source is not None:
+            return name, f"Before {optimizer} is made ({scene.shown(source.path)}:{node.lineno}),"
+    return "model", "Before the optimizer is made,"
+
+
+def _name_of_model(made: ast.Call) -> str:
+    """What is called ``model`` in ``AdamW(model.parameters())``; empty where that cannot be seen."""
+    for call in ast.walk(made):
+        function = call.func if isinstance(call, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr in ("parameters", "named_parameters"):
+            return ast.unparse(function.value)
+    return ""
 
 
 def _all_alike(scene: Scene) -> str:
@@ -181,18 +241,23 @@ def _first_way(finding: Finding) -> str:
     return " ".join(plain.replace("`", "").split())
 
 
-def do_this(advice: Advice) -> tuple[Block, ...]:
-    """The advice as it stands on the first screen: the sentence, then the change as a unified diff."""
+def do_this(advice: Advice, most: int = MOST_LINES) -> tuple[Block, ...]:
+    """The advice as it stands on the first screen: the sentence, then the change as a unified diff of at most so many lines."""
     if not advice.text:
         return ()
-    diff = (Code(diff_of(advice.edits), "diff"),) if advice.edits else ()
-    return (Heading("do this"), Paragraph(advice.text), *diff)
+    diff = [Code(diff_of(advice.edits, most), "diff")] if advice.edits else []
+    code = [Code(advice.code, "python")] if advice.code else []
+    return (Heading("do this"), Paragraph(advice.text), *diff, *code)
 
 
-def diff_of(edits: tuple[Edit, ...]) -> str:
+def diff_of(edits: tuple[Edit, ...], most: int = MOST_LINES) -> str:
     """The edits as a unified diff, which `patch -p0` takes where all are shown."""
-    shown, rest = edits[:MOST_LINES], len(edits) - MOST_LINES
-    lines = [f"--- {edits[0].file}", f"+++ {edits[0].file}"]
+    shown, rest = edits[:most], len(edits) - most
+    lines, moved = [f"--- {edits[0].file}", f"+++ {edits[0].file}"], 0
     for edit in shown:
-        lines += [f"@@ -{edit.line} +{edit.line} @@", f"-{edit.old}", f"+{edit.new}"]
-    return "\n".join(lines) + (f"\n… and {rest} more lines (report.json, do_this)" if rest > 0 else "")
+        new = edit.new.split("\n") if edit.new else []
+        begin = edit.line + moved if new else edit.line + moved - 1
+        count = "" if len(new) == 1 else f",{len(new)}"
+        lines += [f"@@ -{edit.line} +{begin}{count} @@", f"-{edit.old}", *(f"+{line}" for line in new)]
+        moved += len(new) - 1
+    return "\n".join(lines) + (f"\n… and {rest} more changed lines (report.json, do_this)" if rest > 0 else "")

@@ -16,6 +16,7 @@ from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_scr
 from dtypedoctor.report.advice import advice_on, excerpts_of
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.noticed import noticed_in
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_json import render_json
 from dtypedoctor.report.to_markdown import render_markdown
@@ -63,6 +64,7 @@ def build_report(
         findings=treatment.findings,
         do_this=tuple(advice_on(treatment, own_files=own_files)),
         excerpts=excerpts_of(treatment, own_files=own_files),
+        noticed=noticed_in(treatment) if treatment.findings else "",
         trials=treatment.trials,
         before=treatment.before_summary,
         trace_usable=any(run.trace.usable for run in treatment.before.processes),

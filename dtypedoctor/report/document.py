@@ -201,7 +201,7 @@ class Document:
         labels: what a format with room for badges shows beside the status.
         checks: what a CI gates on.
         parts: the documents that this one sums up.
-        next_command: what to type next.
+        next_command: what to type next; ``next_title`` stands above it.
         last_line: what else could be done, in a sentence; may be empty.
         data: makes what programs read, e.g. ``report.json``.
     """
@@ -217,6 +217,7 @@ class Document:
     checks: tuple[Check, ...] = ()
     parts: tuple["Document", ...] = ()
     next_command: str = ""
+    next_title: str = "Next"
     last_line: str = ""
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from dtypedoctor.diagnosis.rule import Confidence
-from dtypedoctor.errors import UsageError
+from dtypedoctor.errors import INTERRUPTED, UsageError
 from dtypedoctor.foreign_files import parse_json
 from dtypedoctor.report.before_after import compare, side_by_side
 from dtypedoctor.report.document import (
@@ -33,13 +33,16 @@ from dtypedoctor.values import dataclass
 SCHEMA = 1
 
 
+NOT_RUN = "not run"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixRow:
     """One scenario.
 
     Attributes:
         scenario: its name.
-        status: that of its report; ``refused`` where it could not be run at all.
+        status: that of its report; ``refused`` where it could not be run at all, ``not run`` where Ctrl-C came before its end.
         before: how the baseline ended, in words.
         finding: id of the first finding, its place (fqn, op, phase) and its confidence; None without a finding.
         cause: the first finding's headline; the reason where the scenario was refused.
@@ -122,6 +125,16 @@ def refused_row(scenario: str, message: str, *, exit_code: int) -> MatrixRow:
     )
 
 
+def not_run_row(scenario: str) -> MatrixRow:
+    """The row of a scenario that Ctrl-C has left out, or ended."""
+    return MatrixRow(scenario=scenario, status=NOT_RUN, before="not run", as_expected=False, exit=INTERRUPTED)
+
+
+def not_run_report(scenario: str) -> Report:
+    """Stands for such a scenario where reports are shown and not rows."""
+    return Report(name=scenario, status=Status.UNKNOWN, headline="Not run: interrupted.")
+
+
 def in_one_line(row: MatrixRow) -> str:
     """The row as a line of progress."""
     verdict = "as expected" if row.as_expected else "UNEXPECTED"
@@ -165,17 +178,23 @@ def matrix_document(rows: Sequence[MatrixRow], reports: Sequence[Report], *, exi
         reports: those of the scenarios, in the same order.
         exit_code: of the whole command.
     """
-    met = sum(row.as_expected for row in rows)
+    ran = [row for row in rows if row.status != NOT_RUN]
+    met = sum(row.as_expected for row in ran)
+    left = f"; {len(rows) - len(ran)} not run (interrupted)" if len(ran) < len(rows) else ""
     seconds = duration(sum(row.seconds for row in rows))
     attention = sorted(zip(rows, reports, strict=True), key=lambda pair: pair[0].as_expected)
     notes = [Paragraph(_UNSAFE, Look.DIM)] if any(row.unsafe for row in rows) else []
     return Document(
         name="scenarios",
-        headline=f"{met} of {counted(len(rows), 'scenario')} as expected, in {seconds}.",
+        headline=f"{met} of {counted(len(ran), 'scenario')} as expected, in {seconds}{left}.",
         good=met == len(rows),
         sections=(
             Section("", (Table(_HEADER, tuple(map(_cells, rows))), *notes)),
-            *(_details(row, report) for row, report in attention if row.finding is not None or not row.as_expected),
+            *(
+                _details(row, report)
+                for row, report in attention
+                if row.finding is not None or (not row.as_expected and row in ran)
+            ),
         ),
         parts=tuple(map(run_document, reports)),
         data=lambda: _data(rows, exit_code),
@@ -187,6 +206,8 @@ _UNSAFE = "* unsafe: casts silently, so it may hide a failure instead of fixing 
 
 
 def _cells(row: MatrixRow) -> tuple[Line, ...]:
+    if row.status == NOT_RUN:
+        return (named(row.scenario), "not run", ABSENT, ABSENT, ABSENT)
     found = f"{row.finding}, {'proven' if row.proven else row.confidence}" if row.finding else "none"
     after = ("fixed" if row.cured_by else "not fixed") if row.finding else ABSENT
     expected = Words("yes", Look.GOOD) if row.as_expected else Words("NO", Look.BAD)

@@ -142,6 +142,8 @@ class Report:
     """What to do about each finding, in their order."""
     excerpts: tuple[Excerpt, ...] = ()
     """The lines of source at which the first finding shows: the program's own, then that of the library where it raised."""
+    noticed: str = ""
+    """Where the program itself showed the failure: a loss that is not finite, the exception that ended it; empty where it showed nothing."""
     trials: tuple[Trial, ...] = ()
     before: RunSummary | None = None
     trace_usable: bool = True

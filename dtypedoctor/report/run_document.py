@@ -73,20 +73,38 @@ def run_document(report: Report) -> Document:
         _trust(report),
         _reproduce(report),
     )
-    ran = run_title(report)
-    about = f"scenario {report.name}" + (f": {ran}" if ran else "")
     return Document(
         name=report.name,
         headline=report.headline,
         status=status_word(report),
         good=report.status is Status.HEALTHY,
-        about=about if report.replay is None else replay_title(report),
+        about=_about(report) if report.replay is None else replay_title(report),
         labels=tuple(_labels(report)),
         sections=tuple(part for part in parts if part.blocks),
         checks=tuple(_checks(report)),
         next_command=report.next_command,
+        next_title="Next, after the edit above" if _is_after_edit(report) else "Next",
         last_line=report.rerun,
         data=lambda: report_data(report),
+    )
+
+
+def _about(report: Report) -> str:
+    """What ran, and how its steps are counted."""
+    ran = run_title(report)
+    what = f"scenario {report.name}" + (f": {ran}" if ran else "")
+    if ran.startswith("script"):
+        what = f"script {report.name}" + ran.removeprefix("script").replace("; on", " on", 1)
+    counted_by_call = any(finding.call is not None for finding in report.findings)
+    unit = "forward calls of the outermost module" if counted_by_call else "optimizer steps"
+    return f"{what}; {'calls' if counted_by_call else 'steps'} are {unit}, counted from 1" if report.findings else what
+
+
+def _is_after_edit(report: Report) -> bool:
+    """Whether what to type next runs the script that the report shows an edit of."""
+    return (
+        bool(report.do_this and (report.do_this[0].edits or report.do_this[0].code))
+        and "dtypedoctor exec " in report.next_command
     )
 
 
@@ -176,7 +194,7 @@ def _link(link: Link) -> Line:
         ": ",
         named(link.op),
         " in ",
-        named(indexed(link.fqn or "") or "(no module)"),
+        named(module_name(link.fqn or "") or "(no module)"),
         *source,
     )
 
@@ -224,7 +242,7 @@ def _trust(report: Report) -> Section:
     sentences = (observer_sentence(report.observer), measured_sentence(report), raw_sentence(report))
     blocks: list[Block] = [Paragraph(sentence) for sentence in sentences if sentence]
     if report.expectation:
-        blocks.append(Paragraph((Words(_AS_EXPECTED[report.expectation_met], Look.STRONG), report.expectation)))
+        blocks.append(Paragraph(expectation_line(report)))
     if report.coverage:
         blocks += [Heading("not covered"), Items(report.coverage)]
     notes = [(picture.label, note) for picture in report.pictures for note in picture.notes]
@@ -232,6 +250,11 @@ def _trust(report: Report) -> Section:
         noted: tuple[Line, ...] = tuple((Words(f"{label}: ", Look.STRONG), note) for label, note in notes)
         blocks += [Heading("events of the runs"), Items(noted)]
     return Section("Can this be trusted?", tuple(blocks), "trust", "Trust")
+
+
+def expectation_line(report: Report) -> Line:
+    """Whether it came out as the scenario expects."""
+    return (Words(_AS_EXPECTED[report.expectation_met], Look.STRONG), report.expectation)
 
 
 def _reproduce(report: Report) -> Section:

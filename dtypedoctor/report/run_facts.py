@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
-from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, indexed, short
+from dtypedoctor.diagnosis.wording import OWN_WORKLOADS, indexed, module_name, short
 from dtypedoctor.plugins import KEEP_FLOAT32, Correction, registered
 from dtypedoctor.report.document import (
     Block,
@@ -332,6 +332,8 @@ CONFIDENCE = {
     Confidence.POSSIBLE: "possible, not proven",
 }
 _SETTLED = "the operator, or the whole run, was repeated with one change, and the failure disappeared"
+_AS_LOADED = "load-dtype"
+"""A link of a chain that ends at a parameter: the name is a contract, and says little."""
 _OF_A_REGION = "autocast-contradicts-model"
 
 _BUILTIN = "builtin:"
@@ -402,6 +404,23 @@ def _source(finding: Finding) -> str | None:
     return f"{finding.source} (the scenario's workload)" if own else finding.source
 
 
+def origins(finding: Finding) -> list[str]:
+    """Where a finding originates: of a mismatch where each of the two dtypes was set, of anything else operator, module and line."""
+    ends = [chain[-1] for _, chain in chains(finding) if chain[-1].source]
+    if ends:
+        return [_set_by(link) for link in dict.fromkeys(ends)]
+    told = dict(place(finding))
+    where = " in ".join(told[label] for label in ("op", "module") if label in told)
+    at = f" at {told['source']}" if "source" in told else ""
+    return [f"{where}{at} ({told['when']})".strip() if "when" in told else f"{where}{at}"]
+
+
+def _set_by(link: Link) -> str:
+    """``float32: parameter bias (nn.Linear()) in head at train.py:22``."""
+    where = f" in {module_name(link.fqn)}" if link.fqn else ""
+    return f"{link.dtype_out or link.dtype_in}: {link.op}{where} at {link.source}"
+
+
 def title(finding: Finding) -> str:
     """The sentence at the head of a finding; of one that another finding leads to, that it is where that one surfaces."""
     return f"Where it surfaces: {finding.summary}" if finding.consequence_of else finding.summary
@@ -427,7 +446,8 @@ def _joined(links: tuple[Link, ...]) -> tuple[Link, ...]:
 
 def _worded(link: Link) -> Link:
     """Names of parameters without that of the module, which the link has already."""
-    return replace(link, op=link.op.replace(f": {link.fqn}.", ": ")) if link.fqn else link
+    op = link.op.replace(f": {link.fqn}.", ": ") if link.fqn else link.op
+    return replace(link, op=op.replace(f"{_AS_LOADED}: ", "parameter "))
 
 
 def watched_and_not(observer: Observer) -> str:
@@ -516,6 +536,7 @@ _MOST = 6
 
 
 _Fact = tuple[str, Line]
+NO_FIX: _Fact = ("fixed by", "no automatic fix")
 
 
 def summary_facts(report: Report) -> tuple[_Fact, ...]:
@@ -525,8 +546,7 @@ def summary_facts(report: Report) -> tuple[_Fact, ...]:
 
 def _facts(report: Report) -> Iterator[_Fact]:
     finding = report.findings[0]
-    if error := ended_with(report):
-        yield "error", named(error)
+    yield from where_facts(report)
     yield "what", (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}")
     for label, value in place(finding):
         if label == "module":
@@ -535,6 +555,19 @@ def _facts(report: Report) -> Iterator[_Fact]:
         else:
             yield label, named(value)
     yield from (_surface(other) for other in report.findings[1:] if other.consequence_of == finding.id)
+    yield from outcome_facts(report)
+
+
+def where_facts(report: Report) -> Iterator[_Fact]:
+    """Where the most important finding originates, and where the program noticed it."""
+    for position, words in enumerate(origins(report.findings[0])):
+        yield "and" if position else "origin", named(one_line(words))
+    if noticed := report.noticed or ended_with(report):
+        yield "noticed", named(one_line(noticed, 400))
+
+
+def outcome_facts(report: Report) -> Iterator[_Fact]:
+    """What became of fixes, ablations and the run without instrumentation."""
     yield from _fixed_by(report)
     yield from _diagnoses(report)
     if same := watched_and_not(report.observer):
@@ -567,7 +600,7 @@ def _without_fix(report: Report) -> _Fact:
     """Where nothing can be switched on from outside: the edit that is shown, if there is one."""
     if report.do_this and report.do_this[0].edits:
         return "suggested fix", "the edit above, in your own source"
-    return "fixed by", "no automatic fix"
+    return NO_FIX
 
 
 def _labelled(first: str, others: str, lines: Sequence[RemedyLine]) -> Iterator[_Fact]:

@@ -182,14 +182,14 @@ def _result(one: _Placed, ids: Sequence[str]) -> dict[str, Any]:
 
 
 def _fixes(advice: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The edits of the program's source as one fix: each replaces a whole line."""
+    """The edits of the program's source as one fix: each replaces a whole line, or takes it away."""
     by_file: dict[str, list[dict[str, Any]]] = {}
     for edit in advice.get("edits") or ():
         where = {
             "startLine": edit["line"],
             "startColumn": 1,
-            "endLine": edit["line"],
-            "endColumn": len(edit["old"]) + 1,
+            "endLine": edit["line"] if edit["new"] else edit["line"] + 1,
+            "endColumn": len(edit["old"]) + 1 if edit["new"] else 1,
         }
         change = {"deletedRegion": where, "insertedContent": {"text": edit["new"]}}
         by_file.setdefault(edit["file"], []).append(change)

@@ -61,7 +61,7 @@ def print_document(document: Document, console: Console) -> None:
         page.blocks(section.blocks)
     if document.next_command:
         page.gap()
-        page.line("Next", "bold", indent=0)
+        page.line(document.next_title, "bold", indent=0)
         page.block(Code(document.next_command))
     if document.last_line:
         page.gap()

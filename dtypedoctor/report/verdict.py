@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, fields
 
-from dtypedoctor.analysis import How, analysis_of, ending_of
+from dtypedoctor.analysis import How, analysis_of, ended_at, ending_of
 from dtypedoctor.diagnosis.incidents import GRADIENTS
 from dtypedoctor.diagnosis.ops import asked_for
 from dtypedoctor.diagnosis.rule import Finding, Severity
@@ -18,8 +18,10 @@ from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.cursor import Stopped
 from dtypedoctor.trace.events import (
     FAILED_THERE,
+    LOST_UPDATES,
     NO_TORCH,
     NOT_HERE,
+    NOT_SEEN,
     NOTHING_WATCHED,
     WORKED_ELSEWHERE,
     Coverage,
@@ -298,7 +300,7 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
         return Status.ERROR, f"Nothing found before the run was {ending.words}."
     if not ending.completed:
         unseen = "".join(f" ({lack})" for lack in (_lack(treatment, measured),) if lack)
-        return Status.ERROR, f"The run failed; nothing precision-related was found{unseen}: {ending.words}"
+        return Status.ERROR, f"The run failed; nothing precision-related was found{unseen}: {_ended(treatment.before)}"
     if blind := next((note.why for note in trace.all(NotWatched) if note.what == NOTHING_WATCHED), ""):
         return Status.ERROR, f"Nothing was instrumented: {blind}."
     if measured.matters:
@@ -338,8 +340,28 @@ def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) ->
         return f"Nothing found before the script ended without Python's shutdown: {known}."
     failed = [note.what for note in trace.all(NotWatched) if note.why.startswith(FAILED_THERE)]
     unchecked = f" Not checked, because dtypedoctor failed there: {one_line(', '.join(failed), 200)}." if failed else ""
+    unseen = [
+        note.what
+        for note in trace.all(NotWatched)
+        if note.why.startswith(NOT_SEEN) or note.what.startswith(LOST_UPDATES)
+    ]
+    if unseen:
+        unchecked += f" Not checked: {one_line(', '.join(unseen), 200)}."
     also = f" Note: {noted.summary}" if noted is not None else ""
-    return f"Nothing found{' that is wrong' if also else ''}: {_done(treatment)}, {_finiteness(measured)}.{unchecked}{also}"
+    still = _standstill(trace)
+    return f"Nothing found{' that is wrong' if also else ''}: {_done(treatment)}, {_finiteness(measured)}{still}.{unchecked}{also}"
+
+
+def _standstill(trace: Trace) -> str:
+    """From when on every gradient that was measured is exactly 0, where there were others before: nothing is learned, for whatever reason."""
+    largest: dict[int, float] = {}
+    for sample, site in trace.measured():
+        if site.kind == "grad":
+            largest[sample.step] = max(largest.get(sample.step, 0.0), sample.absmax)
+    learned = max((step for step, size in largest.items() if size), default=None)
+    if learned is None or not (still := [step for step in largest if step > learned]):
+        return ""
+    return f", but every gradient is exactly 0 from {trace.moment(min(still))} on"
 
 
 def _stop(stopped: Sequence[Stopped]) -> str:
@@ -379,6 +401,10 @@ def _finiteness(measured: Measured) -> str:
 
 def _as_far_as_known(trace: Trace, measured: Measured) -> str:
     return f"{counted(trace.steps_done, 'step')} completed, {_finiteness(measured)}"
+
+
+def _ended(run: Run) -> str:
+    return f"rank {run.rank} of {len(run.ranks)}: {ended_at(run)}" if run.rank is not None else ending_of(run).words
 
 
 def _who(run: Run) -> str:

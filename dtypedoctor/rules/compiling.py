@@ -39,7 +39,7 @@ RECOMPILE_LIMIT = FindingSpec(
     ),
     ablations=("eager-attention",),
     do_this="Compile once for all sizes with `dynamic=True`, and keep counters out of the module's attributes.",
-    edits=("compiled-for-any-size",),
+    edits=("counter-in-tensor", "compiled-for-any-size"),
 )
 
 REFUSED = "Unsupported"

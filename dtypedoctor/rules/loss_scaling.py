@@ -38,6 +38,8 @@ NO_INF_CHECKS = FindingSpec(
         "https://github.com/huggingface/accelerate/issues/328",
         "https://github.com/huggingface/transformers/issues/24003",
     ),
+    do_this="Make the optimizer after the model has its final form, and step only optimizers whose parameters the loss depends on.",
+    edits=("optimizer-after-model", "step-where-gradients"),
 )
 LOSS_SCALE_EXHAUSTED = FindingSpec(
     id="loss-scale-exhausted",

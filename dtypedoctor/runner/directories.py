@@ -88,11 +88,12 @@ def scenario_name(program: str) -> str:
 
 
 _OWN = {
-    REQUEST, PRIVATE_REQUEST, EVENTS, CURSOR, EXIT, STDOUT, STDERR, "server.log", "bisection.jsonl", "random_states.json", STREAMS,
+    REQUEST, PRIVATE_REQUEST, EVENTS, CURSOR, EXIT, STDOUT, STDERR, "server.log", "bisection.jsonl", "scenarios.jsonl", "sent.json", "random_states.json", STREAMS,
     "failures.json", LEADING, "error.json", "stdout.log", "stderr.log", "folded.json", "folded.json.part", TIMING,
 }  # fmt: skip
 _DETAIL = re.compile(r"detail-[0-9.]+\.jsonl")
 _REFUSED = f'"e":"{NAMES[Refused]}"'.encode()
+_SAMPLES = b'["s",'
 _ENOUGH = 1 << 16
 """Bytes of a trace in which a refusal stands, if it holds one: nothing was run before it."""
 
@@ -105,6 +106,13 @@ def remove_unused(directory: Path) -> None:
     """
     if not any(_is_run(trace) for trace in directory.rglob(EVENTS)):
         _remove_own(directory)
+
+
+def remove_unmeasured(directory: Path) -> bool:
+    """Takes a run directory away in which nothing was measured, but for files that the doctor did not make; whether it is gone."""
+    if not any(_ever(trace, _SAMPLES) for trace in directory.rglob(EVENTS)):
+        _remove_own(directory)
+    return not directory.exists()
 
 
 def clear(place: Path) -> None:
@@ -125,6 +133,15 @@ def _is_run(trace: Path) -> bool:
         with trace.open("rb") as file:
             return _REFUSED not in file.read(_ENOUGH)
     except OSError:  # what cannot be looked into is left alone
+        return True
+
+
+def _ever(trace: Path, begin: bytes) -> bool:
+    """Whether a line of a trace begins like this; also where it cannot be read."""
+    try:
+        with trace.open("rb") as file:
+            return any(line.startswith(begin) for line in file)
+    except OSError:
         return True
 
 

@@ -451,6 +451,17 @@ def begin(directory: str, environment: Mapping[str, str] | None = None) -> None:
     place = _set_apart(directory)
     os.environ.update(environment or {})
     _leave_with_the_doctor()
+    _serve(place)
+
+
+def work(directory: str) -> None:
+    """Serves the request in ``directory`` in a process that was started for it alone."""
+    place = Path(directory)
+    redirect(place)
+    _serve(place)
+
+
+def _serve(place: Path) -> None:
     status = import_module(WORKER).serve(place)
     sys.stdout.flush()
     sys.stderr.flush()

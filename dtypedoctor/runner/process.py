@@ -25,7 +25,7 @@ from dtypedoctor.runner.directories import make_directory
 from dtypedoctor.runner.ending import end
 from dtypedoctor.runner.run import STDERR, Run, WorkerExit, collect, led_by, write_request
 from dtypedoctor.runner.streams import Streams
-from dtypedoctor.scenario.model import Request, Script
+from dtypedoctor.scenario.model import Request, Scenario, Script
 from dtypedoctor.trace.ranks import child_directories, rank_directories, rank_directory
 
 LONGEST_WAIT = 0.5
@@ -398,7 +398,8 @@ def run_launched(
     write_request(directory, request)
     module, *options = workload.launcher
     is_torchrun = module == _TORCHRUN
-    start = ["-P", str(ELASTIC), str(directory.resolve() / FAILURES)] if is_torchrun else ["-P", "-m", module]
+    shown = workload.path or workload.module or ""
+    start = ["-P", str(ELASTIC), str(directory.resolve() / FAILURES), shown] if is_torchrun else ["-P", "-m", module]
     script = [str(BOOT), "--launched", str(directory.resolve())]
     try:
         ended = run_process(
@@ -474,7 +475,7 @@ def run_ranks(
         place = rank_directory(directory, rank)
         place.mkdir()
         write_request_file(place, _for_rank(request, rank).model_dump_json())
-    command = [*through, sys.executable, "-P", *_torchrun(directory.resolve(), count)]
+    command = [*through, sys.executable, "-P", *_torchrun(directory.resolve(), request.scenario, count)]
     places = [rank_directory(directory, rank) for rank in range(count)]
 
     def act() -> None:
@@ -495,10 +496,13 @@ def run_ranks(
     return led_by(tuple(runs), _first_failure(failures, default=0))
 
 
-def _torchrun(directory: Path, count: int) -> list[str]:
+def _torchrun(directory: Path, scenario: Scenario, count: int) -> list[str]:
+    workload = scenario.steps[0].workload
+    program = workload.path or workload.module if isinstance(workload, Script) else None
     return [
         str(ELASTIC),
         str(directory / FAILURES),
+        program or scenario.name,
         "--standalone",
         f"--nproc-per-node={count}",
         f"--log-dir={directory / LOGS}",

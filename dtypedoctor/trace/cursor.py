@@ -20,7 +20,11 @@ _STOPPED_AT = 64
 _ENTERED = struct.Struct("<QI")
 """Collectives that were entered, magic."""
 _ENTERED_AT = 128
+_CALLED = struct.Struct("<Q")
+"""Collectives and messages that were called on one channel, one after the other in the order of their first records."""
+_CALLED_AT = 256
 _PAGE = 4096
+_CHANNELS = (_PAGE - _CALLED_AT) // _CALLED.size
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -87,6 +91,11 @@ class CursorPage:
         """Notes how many collectives were entered so far."""
         _ENTERED.pack_into(self.page, _ENTERED_AT, collectives, CURSOR_MAGIC)
 
+    def called(self, channel: int, count: int) -> None:
+        """Notes how many collectives were called on the ``channel``-th channel so far; of the first few hundred channels only."""
+        if channel < _CHANNELS:
+            _CALLED.pack_into(self.page, _CALLED_AT + channel * _CALLED.size, count)
+
     def close(self) -> None:
         """Lets go of the page; what is noted from now on goes nowhere."""
         self.page = bytearray(_PAGE)
@@ -133,3 +142,10 @@ def read_entered(data: bytes) -> int | None:
         return None
     collectives, magic = _ENTERED.unpack_from(data, _ENTERED_AT)
     return int(collectives) if magic == CURSOR_MAGIC else None
+
+
+def read_called(data: bytes) -> tuple[int, ...]:
+    """How many collectives were called on each channel, up to the last one that has any."""
+    counts = [count for (count,) in _CALLED.iter_unpack(data[_CALLED_AT:_PAGE])] if len(data) >= _PAGE else []
+    used = max((number for number, count in enumerate(counts, 1) if count), default=0)
+    return tuple(counts[:used])

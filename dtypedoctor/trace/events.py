@@ -447,8 +447,12 @@ NO_TORCH = "the script has not imported torch"
 """Why nothing at all could be watched in this process."""
 REPLAY_OF_FAILURES = "replay of what fails"
 """What is not watched where a failing call cannot be made again, neither by a fork nor in the process."""
+NOT_SEEN = "not seen:"
+"""How ``why`` begins of something whose precision was not checked although it matters for a verdict: it says so beside *healthy*."""
 FAILED_THERE = "dtypedoctor failed there"
 """How the reason begins where a part of the watch has failed."""
+LOST_UPDATES = "updates that rounding loses, of "
+"""How it begins where an optimizer is not checked for them; its name follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

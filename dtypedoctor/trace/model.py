@@ -150,6 +150,7 @@ class Trace:
         damage: a sentence for each part of the file that could not be read.
         cursor: the module entered last, where the worker got that far.
         collectives: how many collectives to which every rank sends something were entered; None where none was.
+        called: how many collectives and messages were called on each channel, in the order of their first records.
         stopped: why the recording ended before the process did; None where it did not.
         folded: totals of the steps of a long run of which no single measurement is kept; None where all are.
         by_call: whether the numbers of steps are those of outermost module calls, because the process made no optimizer step.
@@ -161,6 +162,7 @@ class Trace:
     damage: tuple[str, ...] = ()
     cursor: Cursor | None = None
     collectives: int | None = None
+    called: tuple[int, ...] = ()
     stopped: Stopped | None = None
     folded: Folded | None = None
     by_call: bool = False

@@ -12,7 +12,7 @@ from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import read_head, reason
-from dtypedoctor.trace.cursor import CURSOR, read_entered, read_mark, read_stopped
+from dtypedoctor.trace.cursor import CURSOR, read_called, read_entered, read_mark, read_stopped
 from dtypedoctor.trace.details import FOLDED, detail_files, folded_from_json
 from dtypedoctor.trace.events import (
     End,
@@ -67,6 +67,7 @@ def read_trace(directory: Path) -> Trace:
         stopped=read_stopped(page),
         cursor=_cursor(page, sites),
         collectives=read_entered(page),
+        called=read_called(page),
         folded=folded,
     )
 

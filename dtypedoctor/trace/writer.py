@@ -213,6 +213,11 @@ class TraceWriter:
         if self._is_ours():
             self._cursor.entered(self._entered)
 
+    def called_collective(self, channel: int, count: int) -> None:
+        """Notes, in the same memory, how many collectives were called on a channel."""
+        if self._is_ours():
+            self._cursor.called(channel, count)
+
     def disown(self) -> None:
         """Writes nothing more. For a forked child, whose parent goes on writing the same file."""
         self._disowned = True

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from dtypedoctor.analysis import How, analysis_of, ending_of
-from dtypedoctor.diagnosis.distributed import SENT, Rank, leading_rank
+from dtypedoctor.analysis import How, analysis_of, ended_at, ending_of
+from dtypedoctor.diagnosis.distributed import SENT, Rank, leading_rank, with_compared
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.runner.run import BEFORE, Run, SavedRun, led_by, open_run
 from dtypedoctor.scenario.model import Request
 from dtypedoctor.trace.ranks import rank_directories
+from dtypedoctor.trace.records.models import ProcessGroup
 
 RunRequest = Callable[[str, Request], Run]
 """Runs a request under a label that is unique within the treatment, e.g. ``before`` or ``remedy-bfloat16``."""
@@ -92,7 +93,7 @@ def _ended(rank: Run) -> str:
     """How a rank ended, in words; what its launcher ended while it was ending by itself has not completed."""
     ending = ending_of(rank)
     is_unknown = ending.how is How.COMPLETED and rank.exit.ended_by_launcher
-    return rank.exit.describe() if is_unknown else ending.words
+    return rank.exit.describe() if is_unknown else ended_at(rank)
 
 
 def rank_of(run: Run) -> int:
@@ -116,11 +117,23 @@ def led_by_spawned(run: RunRequest) -> RunRequest:
 
 
 def said_of_spawned(findings: tuple[Finding, ...], run: Run) -> tuple[Finding, ...]:
-    """The findings, with the process that they were seen in, if that is one that the script has spawned."""
+    """The findings, with the process that they were seen in, if that is one that the script has spawned, and what several of them show together."""
     if run.spawned is None:
         return findings
     said = f"Seen in spawned process {run.spawned} of {len(run.others)}."
-    return tuple(replace(finding, evidence=(*finding.evidence, said)) for finding in findings)
+    told = tuple(replace(finding, evidence=(*finding.evidence, said)) for finding in findings)
+    return with_compared(told, _ranks_of_spawned(run))
+
+
+def _ranks_of_spawned(run: Run) -> list[Rank]:
+    """The processes that belong to a process group, each with its rank there; of several jobs one after the other the last."""
+    own: dict[int, Rank] = {}
+    for process in run.processes:
+        groups = process.trace.observed(ProcessGroup)
+        number = groups[0].what.rank if groups else None
+        if number is not None:
+            own[number] = Rank(number=number, trace=process.trace, code=process.exit.code, ended="")
+    return [own[number] for number in sorted(own)]
 
 
 def _leading(run: Run) -> int:

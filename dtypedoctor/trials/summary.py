@@ -9,9 +9,10 @@ from math import exp, expm1, fsum, sqrt
 from statistics import median
 
 from dtypedoctor.analysis import analysis_of, ending_of
+from dtypedoctor.redaction.messages import without_volatile
 from dtypedoctor.runner.run import STDOUT, Run
 from dtypedoctor.scenario.model import Scenario
-from dtypedoctor.trace.events import Metric, ProbeLogProbs, Raised, Resources
+from dtypedoctor.trace.events import Metric, ProbeLogProbs, Resources
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import LogFilter
 from dtypedoctor.trials.results import Observer, Parity, RunSummary
@@ -153,6 +154,8 @@ _SET = re.compile(r"\{([^{}:]*)\}")
 """How Python prints a set, in an order of its own in each process."""
 
 COMPARED = ("loss", "grad_norm", "reward")
+MAX_COMPARED = 4 << 20
+"""Bytes of output that are compared without times and the like, if they are not equal as they are."""
 
 
 def compare_unwatched(watched: Run, unwatched: Run) -> Observer:
@@ -228,7 +231,20 @@ def _as_far_as_seen(watched: Run, unwatched: Run) -> str:
     if not all(path.is_file() for path in printed):  # a user's launcher has put the output of all ranks into one stream
         return "; the script ended in the same way"
     ours, theirs = (path.read_bytes() for path in printed)
-    return f"; the script ended in the same way and printed {'the same' if ours == theirs else 'something else'}"
+    if ours == theirs:
+        return "; the script ended in the same way and printed the same"
+    if max(len(ours), len(theirs)) <= MAX_COMPARED and _lasting(watched, ours) == _lasting(unwatched, theirs):
+        return "; the script ended in the same way and printed the same but for times, processes, ports, addresses and temporary files"
+    return "; the script ended in the same way and printed something else"
+
+
+def _lasting(run: Run, printed: bytes) -> str:
+    return without_volatile(printed.decode("utf-8", errors="replace"), _process_of(run))
+
+
+def _process_of(run: Run) -> int:
+    """The number of its process; 0 where it is not known."""
+    return run.trace.header.pid if run.trace.header is not None else 0
 
 
 def _ending(run: Run, outcome: str) -> str:
@@ -238,10 +254,13 @@ def _ending(run: Run, outcome: str) -> str:
     return {"completed": "completes", "raised": "raises"}.get(outcome, outcome)
 
 
-def _text(raised: Raised) -> str:
-    """What was raised; addresses of objects differ from process to process."""
+def _text(run: Run) -> str:
+    """What ended the run, without what differs from process to process; empty where nothing was raised."""
+    raised = analysis_of(run.trace).uncaught
+    if raised is None:
+        return ""
     said = raised.message.split("from user code:", 1)[0]  # Dynamo quotes torch's own lines there, which hooks change
-    return f"{raised.type}: {_SET.sub(_sorted, re.sub('0x[0-9a-f]+', '0x', said))}"
+    return f"{raised.type}: {_SET.sub(_sorted, without_volatile(said, _process_of(run)))}"
 
 
 def _sorted(printed: re.Match[str]) -> str:
@@ -253,8 +272,8 @@ def _difference(watched: Run, unwatched: Run) -> str:
     metrics = _metric_difference(watched.trace.all(Metric), unwatched.trace.all(Metric))
     if metrics:
         return metrics
-    raised, raised_unwatched = analysis_of(watched.trace).uncaught, analysis_of(unwatched.trace).uncaught
-    if raised is not None and raised_unwatched is not None and _text(raised) != _text(raised_unwatched):
+    ours, theirs = (_text(run) for run in (watched, unwatched))
+    if ours and theirs and ours != theirs:
         return "the exceptions differ"
     status = _status_difference(watched, unwatched)
     if status:

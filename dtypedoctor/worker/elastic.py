@@ -1,7 +1,8 @@
 """torchrun itself, with what became of the processes written down. Run by its path; imports nothing of this package.
 
-``python elastic.py RESULT ARGUMENTS…`` does what ``torchrun ARGUMENTS…`` does. If processes fail, ``RESULT`` holds, by rank,
-the exit status of each that torchrun saw fail (minus the signal that ended it) and when, in seconds since the epoch.
+``python elastic.py RESULT NAME ARGUMENTS…`` does what ``torchrun ARGUMENTS…`` does. If processes fail, ``RESULT`` holds, by rank,
+the exit status of each that torchrun saw fail (minus the signal that ended it) and when, in seconds since the epoch, and torchrun's
+table of failures is about ``NAME``, the program that ``ARGUMENTS`` have recorded.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ def pass_on(number: int, _: FrameType | None) -> None:
                 os.kill(int(child), number)
 
 
-def main(result: Path, arguments: list[str]) -> int:
+def main(result: Path, name: str, arguments: list[str]) -> int:
     """Runs torchrun; 1 if a process has failed, with torchrun's own account of it on stderr."""
     for number in signal.valid_signals() - _NOT_PASSED:
         if signal.getsignal(number) == signal.SIG_DFL:
@@ -43,10 +44,10 @@ def main(result: Path, arguments: list[str]) -> int:
             str(rank): {"code": failure.exitcode, "time": failure.timestamp} for rank, failure in error.failures.items()
         }
         result.write_text(json.dumps(failures), encoding="utf-8")
-        print(error, file=sys.stderr)
+        print(ChildFailedError(name, error.failures), file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

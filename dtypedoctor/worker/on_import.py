@@ -26,7 +26,7 @@ def after_import(name: str, listener: Listener) -> Callable[[], None]:
 
 
 def keep_out_of_compiler(function: Callable[..., object]) -> None:
-    """Has torch's compiler leave the frames of ``function`` alone, which Python may call inside of a compiled one; torch must be there."""
+    """Has torch's compiler leave ``function`` and what it calls alone, which Python may call inside of a compiled one; torch must be there."""
     from dtypedoctor._torch_private import FRAME_SKIPPER, skip_frames
 
     after_import(FRAME_SKIPPER, lambda: skip_frames(function))

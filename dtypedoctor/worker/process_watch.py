@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,7 @@ class ProcessWatch:
         self._compiler = CompileWatch()
         self._compiling = False
         self._loss: float | None = None
+        self._scaled: ReferenceType[Tensor] | None = None
         self._trainer_known = False
         self._step_began = perf_counter()
         self._memory = resident()
@@ -94,7 +96,9 @@ class ProcessWatch:
             self._conditions.begin()  # before the instruments, which then see what they make of the program
         instruments.modules.before_root.append(self._describe)
         instruments.phases.before_backward.append(self._note_loss)
+        instruments.phases.on_scaled.append(self._note_scaled)
         instruments.phases.after_step.append(self._note_step)
+        instruments.phases.after_scaler.append(self._note_skipped)
         self._running = True
         instruments.start()
         self._waiting = [
@@ -196,7 +200,16 @@ class ProcessWatch:
     def _note_loss(self, tensors: list[Tensor]) -> None:
         if not self._trainer_known and "transformers.trainer" in sys.modules:
             self._note_log_filter()
-        loss = values_of(tensors[0]) if len(tensors) == 1 else None
+        if len(tensors) == 1 and not (self._scaled is not None and self._scaled() is tensors[0]):
+            self._ask_for(tensors[0])
+
+    def _note_scaled(self, scaled: Tensor, loss: Tensor) -> None:
+        """A scaler multiplies the loss: the program's own is the one before, and a backward pass from the other tells no new one."""
+        self._scaled = ref(scaled)
+        self._ask_for(loss)
+
+    def _ask_for(self, tensor: Tensor) -> None:
+        loss = values_of(tensor)
         if loss is not None and loss.numel() == 1:  # inside of vmap it holds one for each row
             self.instruments.arrivals.ask(loss, self._take_loss)
 
@@ -212,6 +225,11 @@ class ProcessWatch:
 
     def _take_loss(self, loss: float) -> None:
         self._loss = loss
+
+    def _note_skipped(self, scaler: object, optimizer: Optimizer, skipped: bool) -> None:
+        """A step that a scaler does not let the optimizer take had a loss as well, and takes time."""
+        if skipped:
+            self._note_step(optimizer)
 
     def _note_step(self, optimizer: Optimizer) -> None:
         now = perf_counter()

@@ -103,7 +103,6 @@ class Recording:
         self.watch = watch
         if self._elsewhere is not None:
             self._elsewhere.torch_is_there()
-        keep_out_of_compiler(Elsewhere.heard)
         keep_out_of_compiler(audited)
 
     def standby_is_there(self) -> None:

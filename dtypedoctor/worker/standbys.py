@@ -265,11 +265,14 @@ class Standbys:
         return False
 
     def _end_when_idle(self) -> None:
-        """Ends a replay that waits for what is not there, such as a thread; runs in a thread of its own."""
-        idle, used = 0.0, process_time()
+        """Ends a replay that waits for what is not there, such as a thread; runs in a thread of its own.
+
+        One that waits for a processor goes on: on a busy machine it may get none for seconds.
+        """
+        idle, used = 0.0, busy_time()
         while idle < IDLE_SECONDS:
             sleep(LOOK_SECONDS)
-            before, used = used, process_time()
+            before, used = used, busy_time()
             idle = idle + LOOK_SECONDS if used - before < IDLE_SHARE * LOOK_SECONDS else 0.0
         self._end_early("it waited for a thread or a process that is not there in a replay")
 
@@ -284,6 +287,15 @@ class Standbys:
             self._over = min(self._over, now + max(GOES_ON, now - self._began))
             if now > self._over:
                 posix._exit(0)
+
+
+def busy_time() -> float:
+    """Seconds of processor time of this process, and those in which its first thread was ready to run and had no processor."""
+    try:
+        waited = int(read_text("/proc/self/schedstat").split()[1])
+    except (OSError, IndexError, ValueError):  # a kernel that does not count them
+        waited = 0
+    return process_time() + waited / 1e9
 
 
 class CapsuleFiles:

@@ -12,6 +12,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+from patience import PATIENCE
+
 from dtypedoctor.cli import main as command_line
 
 
@@ -24,7 +26,9 @@ class Finished:
     err: str
 
 
-def dtypedoctor(*arguments: str | Path, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Finished:
+def dtypedoctor(
+    *arguments: str | Path, cwd: Path | None = None, timeout: float = PATIENCE, **environment: str
+) -> Finished:
     """Runs ``dtypedoctor ARGUMENTS`` in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "dtypedoctor", *map(str, arguments)],

@@ -63,7 +63,8 @@ def edited(script: Path, edits: Sequence[Edit]) -> str:
         assert Path(edit.file).name == script.name
         assert lines[edit.line - 1] == edit.old
         lines[edit.line - 1] = edit.new
-    return "\n".join(lines) + "\n"
+    gone = {edit.line - 1 for edit in edits if not edit.new}
+    return "\n".join(line for number, line in enumerate(lines) if number not in gone) + "\n"
 
 
 def _diagnosed(script: Path, folder: Path) -> tuple[list[str], tuple, str]:

@@ -3,11 +3,15 @@
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
+from patience import becomes
 from torch import Tensor, nn
 from transformers.models.gemma4 import modeling_gemma4
 
+from dtypedoctor.models.builtin import llama_tiny
 from dtypedoctor.tickets.gemma4.corrections import gemma4_tiny
 
 
@@ -61,6 +65,17 @@ def crashes() -> nn.Module:
 def hangs() -> nn.Module:
     """Never returns from its second MLP."""
     return _with(_Deadly(None))
+
+
+def llama_that_waits(**sizes: Any) -> nn.Module:
+    """A tiny Llama that waits before its head until somebody has seen where it is: until there is the file that ``SEEN`` names."""
+
+    def wait(*_: Any) -> None:
+        assert becomes(Path(os.environ["SEEN"]).exists)
+
+    model = llama_tiny(**sizes)
+    model.get_submodule("lm_head").register_forward_pre_hook(wait)
+    return model
 
 
 def raises() -> nn.Module:

@@ -19,6 +19,7 @@ from doomed_training import COUNT, FINISHED, FINISHED_AT, HEAD
 from exec_corpus import serve
 from forked_script import redirect
 from nursery import Child, fork
+from patience import becomes
 
 from dtypedoctor.report.build import build_report
 from dtypedoctor.report.model import Report
@@ -35,8 +36,6 @@ WAYS = FROM_INSIDE + FROM_OUTSIDE
 ON_A_GPU = ("device-side assert", "illegal address", "out of device memory", "SIGKILL")
 """Ways in which a training on a GPU is ended; the work of the device is behind that of the host."""
 WHERE = ("enter", "leave", "backward", "optimizer")
-HANG_LIMIT = 0.5
-"""Seconds without progress after which a training counts as hanging and is stopped, as a time limit does."""
 CALLS_A_STEP = 32
 """Module calls in one step of the training."""
 GROUP = Path("/sys/fs/cgroup/memory")
@@ -178,20 +177,10 @@ def _follow(child: Child, plan: Plan, work: Path) -> bool:
         with suppress(ProcessLookupError):
             os.kill(child.pid, number)
     elif plan.kind == "hang":
-        return _stop_when_it_hangs(child, work)
-    return False
-
-
-def _stop_when_it_hangs(child: Child, work: Path) -> bool:
-    seen, since = -1, time.monotonic()
-    while not child.over():
-        entered = _entered(work)
-        if entered != seen or not entered:
-            seen, since = entered, time.monotonic()
-        if time.monotonic() - since > HANG_LIMIT:
-            os.kill(child.pid, signal.SIGKILL)
+        becomes(lambda: (work / "hangs").exists() or child.over())
+        if not child.over():
+            os.kill(child.pid, signal.SIGKILL)  # as a time limit does
             return True
-        time.sleep(0.01)
     return False
 
 

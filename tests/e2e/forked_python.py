@@ -37,7 +37,6 @@ from typing import Any, NoReturn
 from forked_script import wait_for
 from nursery import fork, preload
 
-TIME_LIMIT = 240.0
 LIBRARIES = frozenset({"transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets"})
 SAFE, SAFE_PATH = "-P", "PYTHONSAFEPATH"
 """Leave the program's folder out of ``sys.path``."""
@@ -52,7 +51,7 @@ def run(arguments: Sequence[str], folder: Path, environment: Mapping[str, str], 
     """
     preload(LIBRARIES)
     child = fork(_live, [sys.executable, *arguments], folder, dict(environment), streams)
-    wait_for(child, streams, TIME_LIMIT)
+    wait_for(child, streams)
     return child.wait()
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nursery import Child, fork
-
-TIME_LIMIT = 120.0
+from patience import PATIENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ def run_forked(path: Path, folder: Path, around: Around) -> Ended:
     return Ended(raised=raised, message=message, output=text, seconds=seconds, evidence=evidence)
 
 
-def wait_for(child: Child, path: Path, limit: float = TIME_LIMIT) -> None:
+def wait_for(child: Child, path: Path, limit: float = PATIENCE) -> None:
     """Wait for ``child``; one that takes longer than ``limit`` seconds is killed and reported as a TimeoutError."""
     deadline = time.monotonic() + limit
     while not child.over():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from command import Finished
 from packaging.requirements import Requirement
+from patience import PATIENCE
 
 REPOSITORY = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -42,7 +43,7 @@ class Light:
             env=inherited | environment,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=PATIENCE,
             check=False,
         )
         return Finished(code=done.returncode, out=done.stdout, err=done.stderr)

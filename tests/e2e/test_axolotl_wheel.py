@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor, report_of
+from command import Finished, dtypedoctor, in_this_process, report_of
 from released_wheels import released
 
 from dtypedoctor.plugins import Correction, registered
@@ -12,14 +12,13 @@ PROGRAM = Path(__file__).parents[2] / "scenarios" / "real" / "programs" / "axolo
 CORRECTION = "axolotl-compiled-dequantize"
 WITH_THE_DEFECT, WITHOUT = "0.17.0", "0.18.0"
 WITHOUT_A_WHEEL = ("0.9.2", "0.15.0", "0.16.0", "0.16.1")
-pytestmark = pytest.mark.timeout(600)
 
 
 def run(verb: str, version: str, *options: str | Path) -> Finished:
     """The program with this release on the module path."""
     folder = released("axolotl", version, as_source=version in WITHOUT_A_WHEEL)
     path = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    return dtypedoctor(verb, *options, PROGRAM, timeout=540, **path)
+    return dtypedoctor(verb, *options, PROGRAM, **path)
 
 
 def losses(text: str) -> list[str]:
@@ -87,7 +86,7 @@ def test_a_release_is_corrected_or_refused_with_the_difference(version: str) -> 
     source = released("axolotl", version)
     fits = []
     for name in [one.id for one in registered(Correction).values() if one.library == "axolotl"]:
-        done = dtypedoctor("explain", name, "--patch", "--source", source)
+        done = in_this_process("explain", name, "--patch", "--source", source)
         if done.code == 0:
             fits.append(name)
             assert "--- a/axolotl/kernels/quantize.py" in done.out

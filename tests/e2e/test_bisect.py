@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 from command import Finished, in_this_process, report_of
+from patience import PATIENCE, becomes
 
 from dtypedoctor.report.files import read_report
 from dtypedoctor.report.formats import format_named
@@ -144,11 +144,9 @@ def _killed_after(probes: int, directory: Path, *arguments: str, by: signal.Sign
         text=True,
     )
     log = directory / "bisection.jsonl"
-    deadline = time.monotonic() + 200
-    while not log.exists() or len(lines_of(directory, "probe")) < probes:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    enough = lambda: log.exists() and len(lines_of(directory, "probe")) >= probes
+    assert becomes(lambda: process.poll() is not None or enough())
+    assert process.poll() is None, process.communicate()
     process.send_signal(by)
     return process
 
@@ -177,7 +175,7 @@ def test_a_signal_ends_with_the_best_answer_so_far(tmp_path: Path, by: signal.Si
     """Exit 10, a report that says so, and the command that goes on: after Ctrl-C, and after what ``timeout`` and job schedulers send."""
     directory = tmp_path / "run"
     process = _killed_after(4, directory, "--model", "bisect_factories:slow", "--jobs", "1", by=by)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 10, err
     assert "Traceback" not in err
     assert out.startswith("Interrupted. Keeping ")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command import forked as dtypedoctor
 from exec_corpus import treat_forked
+from patience import PATIENCE
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.replay.cage import is_supported
@@ -124,7 +125,7 @@ def test_a_capsule_replays_without_its_script(tmp_path: Path) -> None:
     assert script.code == 0
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "repro.py").write_text(script.out)
-    status, said, errors = run_clean(tmp_path / "alone" / "repro.py", 60)
+    status, said, errors = run_clean(tmp_path / "alone" / "repro.py", PATIENCE)
     assert status == 1, errors
     assert "FAILS: the output: 4 of 4 elements are inf or NaN in torch.float16" in said
     assert "dtypedoctor" not in script.out
@@ -176,9 +177,9 @@ def test_the_rank_that_fails_leaves_its_call_beside_the_report(tmp_path: Path) -
     done = dtypedoctor("exec", "--out", "run", "--nproc-per-node", "2", "script.py", cwd=tmp_path)
     assert done.code == 10, done.err
     assert read_capsule(tmp_path / "run").cls == "Scores"
-    assert done.err.split("Next")[-1].split("\n")[1].strip() == (
-        "dtypedoctor exec --nproc-per-node 2 script.py  # after the edit above"
-    )
+    title, command = done.err.split("Next")[-1].split("\n")[:2]
+    assert title == ", after the edit above"
+    assert command.endswith("dtypedoctor exec --nproc-per-node 2 script.py")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"capsule": 99}', '{"capsule": 1, "fqn": []}'])
@@ -216,7 +217,7 @@ def test_a_capsule_of_the_process_itself_keeps_the_limit(tmp_path: Path) -> None
         "exec", "--out", "run", "--capsule-limit", "1", "script.py",
         cwd=tmp_path, DTYPEDOCTOR_REPLAY_IN_PLACE="fails", OMP_NUM_THREADS="1",
     )  # fmt: skip
-    assert "--capsule-limit allows 1,048,576" in " ".join(done.err.split())
+    assert "--capsule-limit allows 1,048,576" in (tmp_path / "run" / "report.md").read_text(encoding="utf-8"), done.err
     assert not (tmp_path / "run" / "capsule").exists()
     assert list((tmp_path / "run" / "before").glob("capsule-*")) == []
 
@@ -290,7 +291,7 @@ def test_the_script_of_a_capsule_fails_alone_as_the_run_did(text: str, said: str
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "repro.py").write_text(capsule_script(capsule))
     (tmp_path / "alone" / "repro.safetensors").write_bytes((capsule.directory / CAPSULE_TENSORS).read_bytes())
-    status, output, errors = run_clean(tmp_path / "alone" / "repro.py", 60)
+    status, output, errors = run_clean(tmp_path / "alone" / "repro.py", PATIENCE)
     assert status == 1, output + errors
     assert said in output
 
@@ -328,7 +329,7 @@ def test_an_operator_outside_of_modules_is_kept(text: str, op: str, said: str, t
     assert verdict.endswith(f"{op}.")
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "repro.py").write_text(capsule_script(capsule, inline=True))
-    status, output, errors = run_clean(tmp_path / "alone" / "repro.py", 60)
+    status, output, errors = run_clean(tmp_path / "alone" / "repro.py", PATIENCE)
     assert status == 1, errors
     assert said in output
     assert len((tmp_path / "alone" / "repro.py").read_text().splitlines()) < 100
@@ -357,6 +358,6 @@ def test_what_a_script_uses_of_its_own_package_is_carried_along(tmp_path: Path) 
     assert "import ours" not in capsule.description["source"]
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "repro.py").write_text(capsule_script(capsule, inline=True))
-    status, output, errors = run_clean(tmp_path / "alone" / "repro.py", 60)
+    status, output, errors = run_clean(tmp_path / "alone" / "repro.py", PATIENCE)
     assert status == 1, errors
     assert "elements are inf or NaN in torch.float16" in output

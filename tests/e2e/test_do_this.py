@@ -19,11 +19,13 @@ SHARE = {
     "autocast_bypass_index_add",
     "domain_error_log_negative",
     "model_input_float32_gru",
+    "no_inf_checks_part_under_no_grad",
+    "nonfinite_input_third_batch",
     "norm_promotes_rms_float32_weight",
     "overflow_residual_sum",
 }
 """Scripts of an ordinary run: torch alone, a few seconds each."""
-GOAL = 0.8
+GOAL = 0.95
 """Share of the failing scripts whose failure the shown edit removes, at least."""
 CASES = [pytest.param(case, id=case.name, marks=() if case.name in SHARE else pytest.mark.soak) for case in failing()]
 

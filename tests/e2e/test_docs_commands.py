@@ -6,13 +6,11 @@ no run and leave nothing for the reader to fill in are executed besides, in a fo
 
 import contextlib
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer
-from command import dtypedoctor
+from command import in_this_process, python
 from documented import ROOT, Command, documented_commands, marked_examples
 
 from dtypedoctor.cli.main import app
@@ -85,7 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as the documentation assumes it: the scenarios, and the first run of the first page."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "scenarios").symlink_to(ROOT / "scenarios")
-    finished = dtypedoctor("run", "gemma4_grpo_fp16", "--out", "runs/first", cwd=folder)
+    finished = in_this_process("run", "gemma4_grpo_fp16", "--out", "runs/first", cwd=folder)
     assert finished.code == 0, finished.err
     (folder / "dtype-report").mkdir()
     shutil.copytree(folder / "runs" / "first", folder / "dtype-report" / "gemma4_grpo_fp16")
@@ -98,7 +96,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("command", CHEAP, ids=str)
 def test_the_command_can_be_typed_as_it_is_shown(command: Command, place: Path) -> None:
     """It prints something, complains about nothing, and ends with 0, or with 10 where two runs are not equal."""
-    finished = dtypedoctor(*command.arguments, cwd=place)
+    finished = in_this_process(*command.arguments, cwd=place)
     assert finished.code in ({0, 10} if command.arguments[0] == "compare" else {0}), finished.err
     assert finished.out
     assert "Traceback" not in finished.err
@@ -107,9 +105,9 @@ def test_the_command_can_be_typed_as_it_is_shown(command: Command, place: Path) 
 @pytest.mark.parametrize(("example", "code"), marked_examples().items())
 def test_the_example_for_programs_runs(example: str, code: str, place: Path) -> None:
     """It reads the report of the run as it says, and prints what that run is about."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{example}: {done.stderr}"
-    assert "float16-overflow" in done.stdout
+    done = python("-c", code, cwd=place)
+    assert done.code == 0, f"{example}: {done.err}"
+    assert "float16-overflow" in done.out
 
 
 def test_some_commands_are_really_executed() -> None:

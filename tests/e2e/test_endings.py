@@ -77,7 +77,7 @@ def test_a_script_that_ends_in_any_way_ends_with_the_code_of_the_table(ending: s
         (tmp_path / "site").mkdir()
         (tmp_path / "site" / "sitecustomize.py").write_text(KILLED_AT_BIRTH)
         paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])}
-    limit = ["--time-limit", "3"] if ending == "the time limit" else []
+    limit = ["--time-limit", "20"] if ending == "the time limit" else []
     signal.signal(signal.SIGINT, signal.default_int_handler)
     finished = dtypedoctor(
         "exec", "--out", tmp_path / "run", *limit, tmp_path / "work.py", tmp_path / "run", cwd=tmp_path, **paths

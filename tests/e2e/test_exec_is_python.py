@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import dtypedoctor, report_of
+from patience import PATIENCE
 
 from dtypedoctor.runner.process import BOOT
 from dtypedoctor.scenario.model import Request, Scenario, ScenarioStep, Script
@@ -123,7 +124,7 @@ def run(folder: Path, command: list[str], given: str, **environment: str) -> "su
     """Runs the interpreter."""
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.run([sys.executable, *command], cwd=folder, env=os.environ | paths | environment, input=given,
-                          capture_output=True, text=True, check=False, timeout=120)  # fmt: skip
+                          capture_output=True, text=True, check=False, timeout=PATIENCE)  # fmt: skip
 
 
 ONE_OF_EACH_KIND = ("script", "archive", "text", "standard input")
@@ -167,7 +168,7 @@ def test_the_command_line_takes_every_form_and_runs_it_again(form: str, tmp_path
     command = [sys.executable, "-m", "dtypedoctor", "exec", "--rerun", "--out", str(tmp_path / "run"), *arguments]
     with (tmp_path / "program.py").open() as given:
         done = subprocess.run(command, stdin=given if form == "-" else subprocess.DEVNULL, cwd=tmp_path, capture_output=True, text=True,
-                              env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=False, timeout=240)  # fmt: skip
+                              env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=False, timeout=PATIENCE)  # fmt: skip
     name = {"-": "-", "-c": "-c", "archive": "app.pyz"}[form]
     assert done.stdout == f"{[name, 'a', '-c']} '' False\n", done.stderr
     assert done.returncode == 10

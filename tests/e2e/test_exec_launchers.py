@@ -138,9 +138,9 @@ def test_a_rank_that_fails_before_it_comes_to_the_script_is_reported(folder: Pat
 
 ENDED_TOGETHER = """
 if int(os.environ["RANK"]) == 0:
-    atexit.register(time.sleep, 120)  # torchrun ends it before that
+    atexit.register(time.sleep, 1000)  # torchrun ends it before that
     raise SystemExit("not finite")
-while not any("end" in line[:12] for line in open(glob.glob("run/before/rank-0/events.jsonl")[0])):
+while not any("end" in line[:12] for path in glob.glob("run/before/rank-0/events.jsonl") for line in open(path)):
     time.sleep(0.05)
 raise SystemExit("not finite")
 """

@@ -6,11 +6,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command import report_of
+from patience import PATIENCE, becomes
 
 from dtypedoctor.runner.process import outliving
 
@@ -29,8 +29,8 @@ COUNTS = f"""
     seen = []
     for number in {[int(number) for number in CAUGHT]}:
         signal.signal(number, lambda number, _: seen.append(number))
-    def wait(for_many, seconds=60.0):
-        end = time.monotonic() + seconds
+    def wait(for_many):
+        end = time.monotonic() + {PATIENCE}
         while len(seen) < for_many and time.monotonic() < end:
             time.sleep(0.02)
         return sorted(set(map(int, seen)))
@@ -56,16 +56,6 @@ def line_of(process: "subprocess.Popen[str]") -> list[str]:
     return line.split()
 
 
-def becomes(what: Callable[[], bool]) -> bool:
-    """Whether it comes true within a minute."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if what():
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def state(pid: int) -> str:
     """The letter by which the kernel names what a process does; empty where there is none any more."""
     try:
@@ -87,7 +77,7 @@ def test_every_signal_that_a_script_can_catch_reaches_it(options: list[str], tmp
         time.sleep(0.05)  # those of one number that come at once are one
     for _ in range(count):
         assert line_of(process) == ["got", *map(str, sorted(map(int, CAUGHT)))]
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 10, errors  # nothing was measured
     assert report_of(tmp_path / "run")["status"] == "unknown"
 
@@ -106,7 +96,7 @@ def test_a_killed_doctor_leaves_nothing_running(options: list[str], tmp_path: Pa
     assert len(running) == (4 if options else 2)
     assert all(state(pid) for pid in running)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert becomes(lambda: not any(state(pid) not in ("", "Z") for pid in running))
 
 
@@ -118,7 +108,7 @@ def test_the_script_stops_and_goes_on_with_its_doctor(tmp_path: Path) -> None:
     assert becomes(lambda: state(script) == "T" and state(process.pid) == "T")
     process.send_signal(signal.SIGCONT)
     assert line_of(process) == [str(int(signal.SIGCONT))]
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert report_of(tmp_path / "run")["before"]["ended"] == "completed"
 
 
@@ -140,12 +130,36 @@ def test_nothing_is_run_again_once_somebody_asked_for_the_end(tmp_path: Path) ->
     process = started(tmp_path, source, "--verify-uninstrumented")
     assert line_of(process) == ["ready"]
     process.send_signal(signal.SIGTERM)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (10, "saved\n"), errors
     assert report_of(tmp_path / "run")["findings"]
     assert [
         path.name for path in (tmp_path / "run").iterdir() if path.is_dir() and (path / "request.json").exists()
     ] == ["before"]
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_an_interrupt_before_anything_was_measured_leaves_no_directory(tmp_path: Path, *, measured: bool) -> None:
+    """The next command may use the same --out; what was measured before Ctrl-C is kept and reported. A file of the user's stays."""
+    call = "import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2))" if measured else "open('run/own.txt', 'w').close()"
+    process = started(tmp_path, f"{call}\nimport time\nprint('ready', flush=True)\ntime.sleep(60)")
+    assert line_of(process) == ["ready"]
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    left = sorted(path.name for path in (tmp_path / "run").iterdir())
+    if measured:
+        assert report_of(tmp_path / "run")["status"] != "healthy"
+    else:
+        assert (process.returncode, left) == (130, ["own.txt"]), errors
+        (tmp_path / "run" / "own.txt").unlink()
+        (tmp_path / "run").rmdir()
+        process = started(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(60)")
+        assert line_of(process) == ["ready"]
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 130
+        assert "interrupted before anything was measured; run was removed" in errors
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_signal_that_comes_between_two_runs_does_not_end_the_doctor() -> None:
@@ -158,15 +172,22 @@ def test_a_signal_that_comes_between_two_runs_does_not_end_the_doctor() -> None:
 
 def test_a_server_that_the_script_leaves_behind_keeps_its_output(tmp_path: Path) -> None:
     """It writes after the script and the doctor have ended, and is read as it would be without the doctor."""
-    server = "import sys, time; time.sleep(float(sys.argv[1])); print('served', flush=True); print('well', flush=True)"
+    server = """if True:
+        import os, time
+        while not os.path.exists("doctor-has-ended"):
+            time.sleep(0.02)
+        print("served", flush=True)
+        print("well", flush=True)
+    """
     source = f"""
         import subprocess, sys
-        subprocess.Popen([sys.executable, "-c", {server!r}, "6"], start_new_session=True)
+        subprocess.Popen([sys.executable, "-c", {server!r}], start_new_session=True)
         print("started", flush=True)
     """
     process = started(tmp_path, source)
     assert line_of(process) == ["started"]
-    assert process.wait(timeout=60) == 10
+    assert process.wait(timeout=PATIENCE) == 10
+    (tmp_path / "doctor-has-ended").touch()
     assert line_of(process) == ["served"]
     assert line_of(process) == ["well"]
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from command import Finished, dtypedoctor, report_of
+from patience import PATIENCE
 
 PROBE = """
 import atexit, copy, hashlib, io, json, os, pickle, random, sys, threading, warnings
@@ -141,7 +142,7 @@ def test_a_script_sees_no_difference_in_itself(tmp_path: Path) -> None:
         with (tmp_path / "input.txt").open() as given:
             return subprocess.run(
                 [sys.executable, *map(str, command), "--epochs", "3"],
-                stdin=given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=240,
+                stdin=given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE,
             )  # fmt: skip
 
     bare = run(path)
@@ -210,7 +211,7 @@ def test_a_traceback_that_the_script_prints_itself_is_the_one_that_it_would_have
     """To the line, the number and the caret: of modules with hooks and without, an operator outside of them, a backward pass."""
     path = script(tmp_path, CHAIN)
     bare = subprocess.run(
-        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
+        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     watched = execute(tmp_path, "--propagate-exit", path)
     assert "During handling of the above exception" in bare.stdout

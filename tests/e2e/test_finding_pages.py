@@ -15,6 +15,7 @@ import torch
 from finding_page import FOLDER, Page, links, read_page
 from forked_script import Ended, run_forked
 from nursery import preload
+from patience import PATIENCE
 
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 
@@ -148,6 +149,6 @@ def test_the_gpu_example_shows_the_failure(finding: str, tmp_path: Path) -> None
             script = tmp_path / "example.py"
             script.write_text(block.code, encoding="utf-8")
             done = subprocess.run(
-                [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+                [sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE, check=False
             )
             assert done.returncode == 0, done.stderr

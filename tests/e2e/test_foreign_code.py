@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command import in_this_process
+from patience import read_to_end
 
 from dtypedoctor.cli import scenario_files
 from dtypedoctor.cli.bisecting import Options, resumed_case
@@ -103,11 +104,10 @@ def test_a_person_at_a_terminal_is_asked(answer: str, asked_again: bool, tmp_pat
         f"load_checked(Path({str(path)!r}), allow_code=False); print('went on')"
     )
     ours, theirs = pty.openpty()
-    with subprocess.Popen([sys.executable, "-c", program], stdin=theirs, stdout=theirs, stderr=theirs) as process:
+    with subprocess.Popen([sys.executable, "-c", program], stdin=theirs, stdout=theirs, stderr=theirs):
         os.close(theirs)
         os.write(ours, answer.encode())
-        process.wait(60)
-        said = os.read(ours, 65536).decode()
+        said = read_to_end(ours).decode()
     assert "Run it? [y/N]" in said
     assert "sub\\u202eprocess:check_output" in said
     assert "\u202e" not in said

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import in_this_process
+from patience import PATIENCE, read_to_end
 from safetensors.torch import save_file
 
 from dtypedoctor.diagnosis.registry import finding_ids
@@ -115,7 +116,7 @@ def test_help_imports_nothing_heavy() -> None:
         "try:\n    app(['--help'], standalone_mode=False)\nexcept SystemExit:\n    pass\n"
         "print([name for name in ('torch', 'pydantic', 'transformers', 'numpy') if name in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.stderr.strip() == "[]"
     assert "exec" in done.stdout
 
@@ -127,15 +128,7 @@ def test_explain_draws_the_page_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -
     command = [sys.executable, "-m", "dtypedoctor", "explain", "float16-overflow"]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment):
         os.close(theirs)
-        written = b""
-        while True:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:  # Linux's way of saying that the terminal's last user has gone
-                break
-            if not part:
-                break
-            written += part
+        written = read_to_end(ours)
     os.close(ours)
     shown = re.sub(r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b]*\x1b\\\\", "", written.decode())
     assert "How to fix it" in shown

@@ -112,7 +112,22 @@ def test_the_extra_names_what_the_core_lacks() -> None:
     """`hf` holds them, and `dev` brings `hf`."""
     names = {Requirement(one).name for one in PROJECT["optional-dependencies"]["hf"]}
     assert names == set(HF)
-    assert "dtypedoctor[hf]" in PROJECT["optional-dependencies"]["dev"]
+    assert "hf" in Requirement(PROJECT["optional-dependencies"]["dev"][0]).extras
+
+
+@pytest.mark.parametrize(("executor", "extra"), [("ray", "ray"), ("slurm", "slurm"), ("submitit-local", "slurm")])
+def test_an_executor_that_is_not_installed_is_named_with_its_extra(light: Light, executor: str, extra: str) -> None:
+    """One sentence, before anything heavy is imported."""
+    program = (
+        "import sys; from dtypedoctor.cli.main import main\n"
+        "try: main()\n"
+        "finally: print([name for name in ('torch', 'rich', 'yaml') if name in sys.modules])"
+    )
+    done = light("-c", program, "run", "gated.yaml", "--executor", executor)
+    assert (done.code, done.out) == (2, "[]\n"), done.err
+    assert f"--executor {executor} needs " in done.err
+    assert f"pip install 'dtypedoctor[{extra}]'" in done.err
+    assert not (light.folder / "runs").exists()
 
 
 def test_a_script_is_diagnosed_and_its_call_replayed(light: Light) -> None:

@@ -3,20 +3,19 @@
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor, report_of
+from command import Finished, forked, in_this_process, report_of
 from released_wheels import released
 
 PROGRAM = Path(__file__).parents[2] / "scenarios" / "real" / "programs" / "nemo_lora.py"
 VALUES = "nemo-keep-float32-values"
 MISSING = "cast_model_to_dtype has no `_restore_fp32_modules(model, fp32_keywords)`"
-pytestmark = pytest.mark.timeout(600)
 
 
 def test_promoting_norms_before_the_released_lora_layer_are_found(tmp_path: Path) -> None:
     """The line that raises is NeMo Automodel's; a cast at its LoRA layers only moves the error to the head, the next layer."""
     path = {"PYTHONPATH": str(released("nemo_automodel", "0.4.0")), "OMP_NUM_THREADS": "1"}
     tried = "--try", "norm-output-cast", "--try", "nemo-lora-input-dtype"
-    done = dtypedoctor("exec", *tried, "--out", tmp_path / "run", PROGRAM, "norms", "half", timeout=540, **path)
+    done = forked("exec", *tried, "--out", tmp_path / "run", PROGRAM, "norms", "half", **path)
     report = report_of(tmp_path / "run")
     found = report["findings"][0]
     assert done.code == 10
@@ -30,9 +29,7 @@ def test_promoting_norms_before_the_released_lora_layer_are_found(tmp_path: Path
 def test_float32_values_that_the_released_cast_rounds_are_found_and_corrected(tmp_path: Path) -> None:
     """Release 0.4.0 casts what it keeps to bfloat16 and back; corrected, the rotary table has the values that it was made with."""
     path = {"PYTHONPATH": str(released("nemo_automodel", "0.4.0")), "OMP_NUM_THREADS": "1"}
-    done = dtypedoctor(
-        "exec", "--try", VALUES, "--out", tmp_path / "run", PROGRAM, "rotary", "half", timeout=540, **path
-    )
+    done = forked("exec", "--try", VALUES, "--out", tmp_path / "run", PROGRAM, "rotary", "half", **path)
     report = report_of(tmp_path / "run")
     assert done.code == 10
     assert [(one["id"], one["fqn"], one["dtype"]) for one in report["findings"]] == [
@@ -46,7 +43,7 @@ def test_float32_values_that_the_released_cast_rounds_are_found_and_corrected(tm
 def test_the_release_with_its_own_fix_is_quiet(tmp_path: Path) -> None:
     """0.5.0 takes the values before the cast."""
     path = {"PYTHONPATH": str(released("nemo_automodel", "0.5.0")), "OMP_NUM_THREADS": "1"}
-    done = dtypedoctor("exec", "--out", tmp_path / "run", PROGRAM, "rotary", "half", timeout=540, **path)
+    done = forked("exec", "--out", tmp_path / "run", PROGRAM, "rotary", "half", **path)
     assert (done.code, report_of(tmp_path / "run")["findings"]) == (0, [])
 
 
@@ -63,7 +60,7 @@ def releases(*versions: str) -> list[object]:
 def on(version: str, verb: str, *options: str | Path) -> Finished:
     """The program with this release on the module path."""
     path = {"PYTHONPATH": str(released("nemo_automodel", version)), "OMP_NUM_THREADS": "1"}
-    return dtypedoctor(verb, *options, timeout=540, **path)
+    return forked(verb, *options, **path)
 
 
 @pytest.mark.parametrize("version", releases(QUICK, "0.3.0", "0.5.0", "0.6.0"))
@@ -111,7 +108,7 @@ def test_releases_that_keep_float32_values_are_quiet(version: str, tmp_path: Pat
 def test_a_release_is_corrected_or_refused_with_the_difference(version: str, refusal: str) -> None:
     """The LoRA layer is the same in all of them; the cast has changed."""
     source = released("nemo_automodel", version)
-    assert dtypedoctor("explain", "nemo-lora-input-dtype", "--patch", "--source", source).code == 0
-    done = dtypedoctor("explain", VALUES, "--patch", "--source", source)
+    assert in_this_process("explain", "nemo-lora-input-dtype", "--patch", "--source", source).code == 0
+    done = in_this_process("explain", VALUES, "--patch", "--source", source)
     assert (done.code == 0) == (refusal == "")
     assert refusal in done.err

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
@@ -45,7 +46,11 @@ def cells(folder: Path) -> Sequence[Any]:
     """The cells after their kernel has run them one after the other."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
     client = nbclient.NotebookClient(
-        notebook, allow_errors=True, timeout=250, resources={"metadata": {"path": str(folder)}}
+        notebook,
+        allow_errors=True,
+        timeout=int(PATIENCE),
+        startup_timeout=int(PATIENCE),
+        resources={"metadata": {"path": str(folder)}},
     )
     client.execute()
     return notebook.cells

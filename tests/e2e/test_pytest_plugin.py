@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +80,7 @@ def pytest_in(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]"
     named = [] if "dtypedoctor" in installed else ["-p", "dtypedoctor.pytest_plugin"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *named, "-p", "no:cacheprovider", "-q", "-rA", *options],
-        cwd=folder, env={**os.environ, "PYTEST_ADDOPTS": "", "COLUMNS": "200"}, capture_output=True, text=True, check=False, timeout=280,
+        cwd=folder, env={**os.environ, "PYTEST_ADDOPTS": "", "COLUMNS": "200"}, capture_output=True, text=True, check=False, timeout=PATIENCE,
     )  # fmt: skip
 
 

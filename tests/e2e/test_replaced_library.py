@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command import dtypedoctor, report_of
+from patience import PATIENCE
 
 import dtypedoctor as package
 
@@ -47,7 +48,7 @@ def test_a_script_that_replaces_the_standard_library_is_watched(tmp_path: Path) 
     """It ends as without the doctor, everything is measured, and nothing of the doctor's failed."""
     script = tmp_path / "train.py"
     script.write_text(REPLACING)
-    plain = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=120)
+    plain = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=PATIENCE)
     finished = dtypedoctor("exec", "--out", tmp_path / "run", script)
     assert (plain.returncode, plain.stdout, plain.stderr) == (0, "trained", "")
     assert (finished.code, finished.out[:7]) == (0, "trained")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from pathlib import Path
 
 import pytest
 from exec_corpus import treat_forked
 from forced_replays import force
 from nursery import preload
+from patience import becomes
 from replayed import files_in, replay, run_standing_by, scenario_of
 from script_corpus import Case, cases
 
@@ -380,10 +380,8 @@ def test_no_process_is_left(tmp_path: Path) -> None:
     """Standbys end with the report."""
     path = script(tmp_path, OVERFLOW + "model(torch.full((2, 4), 30000.0).half())\n")
     treat_forked(path, tmp_path, ONE_RUN)
-    deadline = time.monotonic() + 30
-    while left := [name for name in os.listdir("/proc") if name.isdecimal() and str(tmp_path) in _folder_of(name)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    left = lambda: [name for name in os.listdir("/proc") if name.isdecimal() and str(tmp_path) in _folder_of(name)]
+    assert becomes(lambda: not left()), left()
     assert not list((tmp_path / "before").glob("standby-*"))
 
 

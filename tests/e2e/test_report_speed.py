@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from run_directories import Shape, large_run
 
 MEGABYTES = 300
@@ -39,7 +40,7 @@ def test_a_report_of_four_hundred_thousand_samples_stays_small(run: Path, style:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
     )
     used = json.loads(done.stderr.splitlines()[-1])

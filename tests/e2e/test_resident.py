@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from command import dtypedoctor, report_of
+from patience import PATIENCE
 
 MODEL = """
 import sys, torch
@@ -188,5 +189,5 @@ def test_a_server_whose_run_is_stopped_is_replaced(folder: Path, tmp_path: Path)
     program.write_text(STOPPED)
     command = [sys.executable, str(program), str(folder / "case.yaml"), str(tmp_path)]
     environment = os.environ | IN_PLACE | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr

@@ -99,7 +99,7 @@ def test_a_worker_that_dies_leaves_a_report_that_names_the_last_module(
     factory: str, words: str, tmp_path: Path
 ) -> None:
     """Killed, crashed or hung in the second MLP: the report says how and where, and the doctor is alive."""
-    path = scenario(tmp_path, model={"name": f"factories:{factory}", "lora": None}, time_limit=8)
+    path = scenario(tmp_path, model={"name": f"factories:{factory}", "lora": None}, time_limit=30)
     finished, directory = run(path)
     assert finished.code == 10, finished.err
     assert "Traceback" not in finished.err

@@ -45,8 +45,6 @@ FOLDERS = re.compile(
 """Absolute paths that belong to whoever runs the tests."""
 STRICT = [name for name, scenario in FAILING.items() if "strict" in scenario.expect.not_cured_by]
 
-pytestmark = pytest.mark.timeout(900)
-
 
 def each(names: Iterable[str]) -> list[Any]:
     """Scenarios as parameters of a test."""
@@ -66,7 +64,7 @@ def chosen(pytestconfig: pytest.Config) -> list[str]:
 def everything(chosen: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     """One run of the chosen scenarios."""
     out = tmp_path_factory.mktemp("scenarios") / "out"
-    return dtypedoctor("run", *(SCENARIOS / f"{name}.yaml" for name in chosen), "--out", out, timeout=840), out
+    return dtypedoctor("run", *(SCENARIOS / f"{name}.yaml" for name in chosen), "--out", out), out
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from shadows import hostile_folder, imported
 
 from dtypedoctor.trials.bisection.reproduction import run_clean
@@ -46,7 +47,7 @@ def doctor(place: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     clean = [path for path in sys.path if path and Path(path).resolve() != place]
     return subprocess.run(
         [sys.executable, place / "dtypedoctor", *arguments], cwd=place / "host", capture_output=True, text=True, check=False,
-        timeout=240, env=os.environ | {"PYTHONPATH": os.pathsep.join(clean), "OMP_NUM_THREADS": "1"},
+        timeout=PATIENCE, env=os.environ | {"PYTHONPATH": os.pathsep.join(clean), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def test_a_reproduction_finds_the_modules_of_the_working_directory_last(
     (place / "repro").mkdir()
     (place / "repro" / "repro.py").write_text("import json, my_factory\nprint(json.dumps(my_factory.VALUE), __name__)")
     monkeypatch.chdir(host)
-    assert run_clean(place / "repro" / "repro.py", 60) == (0, "3 __main__\n", "")
+    assert run_clean(place / "repro" / "repro.py", PATIENCE) == (0, "3 __main__\n", "")
 
 
 @pytest.mark.parametrize("how", ["script", "module", "PYTHONPATH"])
@@ -119,7 +120,7 @@ def test_a_script_imports_what_it_would_without_the_doctor(tmp_path: Path, how: 
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE,
             check=False,
             env=environment,
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command import report_of
+from patience import PATIENCE
 from run_directories import failing_run
 
 ASCII = {"PYTHONIOENCODING": "ascii"}
@@ -51,7 +52,7 @@ def finished(
         | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         | more.pop("environment", {})
     }
-    return subprocess.run(command, cwd=cwd, check=False, timeout=240, **{**streams, **environment, **more})
+    return subprocess.run(command, cwd=cwd, check=False, timeout=PATIENCE, **{**streams, **environment, **more})
 
 
 @pytest.mark.parametrize("columns", ["", "abc", "0", "999999999999"])

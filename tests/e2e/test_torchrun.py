@@ -9,13 +9,14 @@ import sys
 import termios
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Finished, dtypedoctor, forked, report_of
+from patience import PATIENCE
 
 from dtypedoctor.trace.events import Op, Root
 from dtypedoctor.trace.model import Trace
@@ -127,7 +128,7 @@ SFT = """
     summary: TRL's supervised trainer, in as many processes as the command line says.
     steps:
       - model:
-          name: "builtin:llama-tiny"
+          name: "factories:llama_that_waits"
           options: {hidden: 32, intermediate: 64}
           lora: {r: 4, alpha: 8, targets: [q_proj, v_proj]}
         workload: {kind: sft, steps: 2, examples: 8, max_length: 16}
@@ -281,13 +282,14 @@ def test_forced_replays_leave_the_results_of_all_ranks_bitwise_unchanged(argumen
     """Weights, optimizer states, losses and random states, although each call of each unit is made again, forward and backward."""
     strategy, *others = arguments
     report, forced, out = trained(tmp_path, strategy, "none", *others, DTYPEDOCTOR_REPLAY_IN_PLACE="1")
-    assert not report["findings"]
+    of_the_training = ["optimizer-epsilon-underflow"] if strategy == "ddp" else []  # whose parameters are float16
+    assert [one["id"] for one in report["findings"]] == of_the_training
     assert not any("dtypedoctor failed there" in line or "replay" in line for line in report["coverage"])
     phases = {(op.call, op.phase) for trace in ranks_of(out) for op in trace.all(Op)}
     assert {(call, phase) for call in (1, 2, 3, 4) for phase in ("forward", "backward")} <= phases
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     bare = subprocess.run([*torchrun, str(TRAINING), strategy, "none", *others], env=os.environ | {"OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True, check=True, timeout=240)  # fmt: skip
+                          capture_output=True, text=True, check=True, timeout=PATIENCE)  # fmt: skip
     assert forced == sorted(line for line in bare.stdout.splitlines() if ": weights" in line)
     assert len(forced) == 2
 
@@ -328,7 +330,7 @@ def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path) -> None:
     """Both are stopped at the time limit; the report is about the one that never entered the collective."""
-    finished, out = execute(tmp_path, DDP, "--time-limit", "20", "--", "hang")
+    finished, out = execute(tmp_path, DDP, "--time-limit", "90", "--", "hang")
     assert finished.code == 10
     report = report_of(out)
     assert report["status"] == "worker-died"
@@ -358,7 +360,7 @@ def test_a_trainer_of_trl_runs_in_several_processes_and_a_terminal_shows_how_far
     terminal, end = os.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
     shown: list[bytes] = []
-    reader = threading.Thread(target=lambda: shown.extend(_chunks(terminal)))
+    reader = threading.Thread(target=_follow, args=(terminal, shown, tmp_path / "seen"))
     reader.start()
     command = [
         sys.executable,
@@ -368,19 +370,25 @@ def test_a_trainer_of_trl_runs_in_several_processes_and_a_terminal_shows_how_far
         "--nproc-per-node",
         "2",
         "--no-remedies",
+        "--allow-code",
         "--out",
         str(out),
         str(path),
     ]
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    paths = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "TERM": "xterm",
+        "SEEN": str(tmp_path / "seen"),
+    }
     done = subprocess.run(
-        command, env=os.environ | paths, stdout=subprocess.DEVNULL, stderr=end, check=False, timeout=240
+        command, env=os.environ | paths, stdout=subprocess.DEVNULL, stderr=end, check=False, timeout=PATIENCE
     )
     os.close(end)
     reader.join()
     text = b"".join(shown).decode()
     assert done.returncode == 0, text
-    assert re.search(r"baseline\S*\s.*step [12]  \w+  base_model", text)
+    assert SHOWN.search(text)
     report = report_of(out)
     assert (report["status"], report["before"]["steps_completed"]) == ("healthy", 2)
     assert report["observer"]["bitwise_equal"] is True
@@ -389,11 +397,17 @@ def test_a_trainer_of_trl_runs_in_several_processes_and_a_terminal_shows_how_far
         assert any((site.kind, site.cls) == ("received", "all_reduce") for site in trace.sites.values())
 
 
-def _chunks(descriptor: int) -> Iterator[bytes]:
-    """What is written to the other end of a terminal, until that is closed."""
+SHOWN = re.compile(r"baseline\S*\s.*step [12]  \w+  base_model")
+"""Where the training is, as the terminal shows it."""
+
+
+def _follow(terminal: int, shown: list[bytes], seen: Path) -> None:
+    """Keeps what is written to the other end of a terminal, until that is closed; lets the training go on once it is seen where it is."""
     with suppress(OSError):
         while True:
-            yield os.read(descriptor, 4096)
+            shown.append(os.read(terminal, 4096))
+            if SHOWN.search(b"".join(shown).decode(errors="ignore")):
+                seen.touch()
 
 
 def test_a_mixed_shard_unit_is_found_before_fsdp_refuses_it(tmp_path: Path) -> None:
@@ -413,11 +427,14 @@ def test_a_job_that_torchrun_has_started_records_each_rank_by_itself(tmp_path: P
     command = [*torchrun, "-m", "dtypedoctor", "exec", "--out", str(job), str(path), "overflow"]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False, timeout=240
+        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert report_of(job / f"rank-{rank}")["findings"]
+    assert done.stderr.split().count("Next") == 1  # one report on the terminal, and one command for the whole job
+    assert f"dtypedoctor report {job}" in done.stderr
+    assert f"dtypedoctor: rank-1: {report_of(job / 'rank-1')['headline']}" in done.stderr
     joined = dtypedoctor("report", job, "--format", "md")
     assert joined.code == 0
     assert "Rank 1 of 2 was the first" in joined.out

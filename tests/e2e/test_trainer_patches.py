@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import dtypedoctor, report_of
+from command import forked, in_this_process, report_of
 
 from dtypedoctor.corrections.contract import install_edits
 from dtypedoctor.plugins import Correction, registered
@@ -21,7 +21,6 @@ CASES = {
     SCORES: [("overflow.py", "opt", "float16")],
 }
 """By correction, the programs of the scenarios that fail without it."""
-pytestmark = pytest.mark.timeout(900)
 
 
 def proposed_tests(correction: Correction) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def patched_library(name: str, folder: Path) -> None:
         file = Path(*edit.module.split(".")).with_suffix(".py")
         (folder / file).unlink()
         shutil.copyfile(package.parent / file, folder / file)
-    diff = dtypedoctor("explain", name, "--patch").out
+    diff = in_this_process("explain", name, "--patch").out
     subprocess.run(["patch", "-p1", "--fuzz=0"], input=diff, text=True, cwd=folder, check=True, capture_output=True)
 
 
@@ -80,7 +79,7 @@ def test_scores_of_opt_stay_finite_with_the_edit() -> None:
 def test_a_patch_applies_to_the_installed_release_as_it_is_printed(name: str, tmp_path: Path) -> None:
     """Every file that it names, without fuzz; afterwards the correction is not needed, and says where it is."""
     patched_library(name, tmp_path)
-    again = dtypedoctor("explain", name, "--patch", "--source", tmp_path)
+    again = in_this_process("explain", name, "--patch", "--source", tmp_path)
     assert again.code == 2
     assert f"{name} is not needed: " in again.err
     assert (tmp_path / "tests" / f"test_{name.replace('-', '_')}.py").is_file()
@@ -96,7 +95,7 @@ def test_the_failing_programs_are_healthy_with_the_patched_library(
     """Nothing is found in them any more, and they complete."""
     patched_library(name, tmp_path / "library")
     path = {"PYTHONPATH": str(tmp_path / "library"), "OMP_NUM_THREADS": "1"}
-    done = dtypedoctor("exec", "--out", tmp_path / "run", PROGRAMS / program[0], *program[1:], timeout=800, **path)
+    done = forked("exec", "--out", tmp_path / "run", PROGRAMS / program[0], *program[1:], **path)
     assert (done.code, report_of(tmp_path / "run")["findings"]) == (0, [])
 
 
@@ -106,7 +105,7 @@ def test_a_script_keeps_its_adapters_in_float32_with_treat() -> None:
         "from trl.trainer.dpo_trainer import DPOTrainer; from trl.trainer import sft_trainer, dpo_trainer; "
         "print(DPOTrainer.__init__ is dpo_trainer.DPOTrainer.__init__)"
     )
-    done = dtypedoctor("treat", "--with", ADAPTERS, "-c", script, OMP_NUM_THREADS="1")
+    done = forked("treat", "--with", ADAPTERS, "-c", script, OMP_NUM_THREADS="1")
     assert done.out.strip() == "True", done.err
     assert f"dtypedoctor: {ADAPTERS} is in place: trl " in done.err
     assert "trl/trainer/dpo_trainer.py:" in done.err

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from command import dtypedoctor, report_of
+from patience import PATIENCE
 
 from dtypedoctor.scenario.loading import load_scenario
 
@@ -23,7 +24,6 @@ ALL = {
     )
 }
 """Those that the ordinary suite has time for; ``dtypedoctor run scenarios/trainers`` runs all."""
-pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, di
     """One run of all of them: its folder, and the rows of the matrix by scenario."""
     out = tmp_path_factory.mktemp("trainers") / "out"
     done = dtypedoctor(
-        "run", *(FOLDER / f"{name}.yaml" for name in ALL), "--out", out, timeout=840, OMP_NUM_THREADS="1"
+        "run", *(FOLDER / f"{name}.yaml" for name in ALL), "--out", out, timeout=PATIENCE, OMP_NUM_THREADS="1"
     )
     assert done.code == 0, done.out
     return out, {row["scenario"]: row for row in json.loads((out / "matrix.json").read_text())["rows"]}

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command import dtypedoctor, forked, python, report_of
+from command import dtypedoctor, forked, in_this_process, python, report_of
 from released_wheels import WHEELS, released
 
 from dtypedoctor.plugins import Correction, registered
@@ -92,7 +92,7 @@ def test_the_patch_applies_to_the_release_and_makes_its_test_pass(
         *(f"unsloth/kernels/{one.name}" for one in (wheel / "unsloth/kernels").glob("*.py")),
     ):
         (tmp_path / file).write_bytes((wheel / file).read_bytes())
-    patch = dtypedoctor("explain", correction, "--patch", "--source", tmp_path)
+    patch = in_this_process("explain", correction, "--patch", "--source", tmp_path)
     subprocess.run(["git", "apply", f"--include={test}", "-"], input=patch.out, text=True, cwd=tmp_path, check=True)
     assert f"{count} failed" in last_line_of_pytest(tmp_path, test)
     (tmp_path / test).unlink()

@@ -147,6 +147,22 @@ def test_moved_weights_come_with_moved_gradients() -> None:
     assert not away[:, 2:].any()
 
 
+def test_a_perturbed_model_may_have_outputs_that_nothing_uses() -> None:
+    """autograd calls the hook of an output that nothing has used with None, where another output of the same operator has a gradient."""
+
+    class Half(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.rest, returned = x.chunk(2)
+            return returned
+
+    half = Half()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), half)
+    perturb(model, Perturbation(dtype="float16"))
+    model(torch.ones(4, 4))
+    half.rest.sum().backward()
+    assert model[0].weight.grad is not None
+
+
 def test_a_factory_may_pack_its_weights_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Casting the model to the scenario's dtype leaves packed bytes and integers alone."""
     packed = Linear4bit(64, 64, bias=False, compute_dtype=torch.float16)

@@ -1,6 +1,7 @@
 """Collectives as one process of a group sees them: gloo, a group of one."""
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -11,12 +12,15 @@ from observed import observed
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from dtypedoctor.diagnosis.distributed import _unrolled, calls_of
+from dtypedoctor.instrument.collectives import _Channel
 from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.statistics import local_part, measurable
-from dtypedoctor.trace.events import NotWatched, Op
+from dtypedoctor.trace.events import NotWatched, Observed, Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.reader import read_trace
+from dtypedoctor.trace.records.models import CollectiveCall
 from dtypedoctor.trace.writer import TraceWriter
 
 
@@ -73,7 +77,7 @@ def test_what_goes_in_and_what_comes_back_is_measured(tmp_path: Path) -> None:
         ("received", "broadcast", "0:0", 5.0, 0),
     ]
     (told,) = observed(watched.trace, "process-group")
-    assert told.values == {"name": "0", "ranks": [0], "backend": "gloo"}
+    assert told.values == {"name": "0", "ranks": [0], "backend": "gloo", "rank": 0}
 
 
 @pytest.mark.usefixtures("group")
@@ -203,3 +207,82 @@ def test_of_a_spread_tensor_the_local_part_is_measured() -> None:
     assert [(path, type(part)) for path, part in tensors_in({"hidden": spread})] == [("hidden", Tensor)]
     plain = torch.ones(1)
     assert local_part(plain) is plain
+
+
+@pytest.mark.usefixtures("group")
+def test_every_call_is_known_from_the_records_of_those_that_were_not_to_be_expected(tmp_path: Path) -> None:
+    """A loop that repeats itself writes nothing more, and another dtype in the middle of it is seen where it is."""
+    expected = []
+    with Watched(tmp_path) as watched:
+        for step in range(40):
+            dist.all_reduce(torch.ones(2))
+            expected.append(("all_reduce", "float32"))
+            for _ in range(2 if step % 3 else 1):
+                dist.broadcast(torch.ones(2, dtype=torch.float16), src=0)
+                expected.append(("broadcast", "float16"))
+            if step == 30:
+                dist.all_reduce(torch.ones(2, dtype=torch.bfloat16))
+                expected.append(("all_reduce", "bfloat16"))
+    called = calls_of(watched.trace)["0"]
+    assert [(call.seen.what.name, call.seen.what.dtype) for call in called] == expected
+    assert {call.seen.what.source.rpartition(":")[0] for call in called if call.seen.what.source} == {
+        "test_collectives.py"
+    }
+
+
+ROUNDS: dict[str, list[tuple[str, int]]] = {
+    "buckets and a metric": [("float32", 3), ("float64", 1)],
+    "two runs": [("float32", 2), ("float64", 1), ("float32", 5), ("float16", 2)],
+    "one call": [("float32", 7)],
+    "in turn": [("float32", 1), ("float64", 1), ("float32", 1), ("float16", 1)],
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("calls", ROUNDS.values(), ids=ROUNDS)
+def test_the_records_of_a_loop_do_not_grow_with_its_steps(tmp_path: Path, calls: list[tuple[str, int]]) -> None:
+    """Whatever it calls several times in a row: each bucket of gradients is reduced at the same line."""
+    counts = []
+    for steps in (10, 60):
+        (tmp_path / str(steps)).mkdir()
+        with Watched(tmp_path / str(steps)) as watched:
+            for _ in range(steps):
+                for dtype, times in calls:
+                    for _ in range(times):
+                        dist.all_reduce(torch.ones(2, dtype=getattr(torch, dtype)))
+        called = calls_of(watched.trace)["0"]
+        assert [call.seen.what.dtype for call in called] == steps * [d for d, times in calls for _ in range(times)]
+        counts.append(len(watched.trace.observed(CollectiveCall)))
+    assert counts[0] == counts[1] < 30
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_reads_expects_what_who_writes_has_left_out(seed: int) -> None:
+    """Of sequences with and without a pattern the records give every call back."""
+    chance = random.Random(seed)
+    pattern = [chance.choice("abc") for _ in range(chance.randrange(1, 12))]
+    names = [
+        chance.choice("abc") if chance.random() < 0.1 * (seed % 3) else pattern[n % len(pattern)] for n in range(300)
+    ]
+    channel, known = _Channel(0), {}
+    for number, name in enumerate(names):
+        if channel.is_new((name, "float32", "train.py:3", "")):
+            call = CollectiveCall(
+                channel="0", number=number, name=name, dtype="float32", shape=[1], numel=1, source="train.py:3"
+            )
+            known[number] = Observed(n=number, step=1, call=0, phase="forward", what=call, fqn="")
+    assert [call.seen.what.name for call in _unrolled(known, len(names))] == names
+    assert seed % 3 or len(known) <= 5 * len(pattern)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_loop_that_repeats_itself_adds_no_records(tmp_path: Path) -> None:
+    """The reducer's collectives are the program's too: their line is that of the backward pass."""
+    with Watched(tmp_path) as watched:
+        net = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        for _ in range(20):
+            net(torch.ones(2, 4)).square().sum().backward()
+    records = watched.trace.observed(CollectiveCall)
+    assert len(calls_of(watched.trace)["0"]) >= 20
+    assert len(records) < 10
+    assert all(seen.what.source and seen.what.source.startswith("test_collectives.py:") for seen in records)

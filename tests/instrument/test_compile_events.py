@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,8 +85,7 @@ def faulty() -> Run:
 
 
 def test_a_function_that_dynamo_can_trace_leaves_nothing_to_report() -> None:
-    """One graph, no break, no recompile. The process has compiled before: what Dynamo meets at its first use there is no part of it."""
-    torch.compile(lambda x: x.cos(), backend="eager")(torch.ones(2))
+    """One graph, no break, no recompile, in whatever process."""
     with CompileWatch() as watch:
         torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.ones(2))
     report = watch.report()
@@ -93,11 +93,20 @@ def test_a_function_that_dynamo_can_trace_leaves_nothing_to_report() -> None:
     assert report.unique_graphs == report.frames == report.frames_compiled == 1
 
 
+def audited_between(x: Tensor) -> Tensor:
+    """Python calls all audit hooks of the process between its two graphs."""
+    x = x + 1
+    sys.audit("something")
+    return x * 2
+
+
 def test_a_watch_that_is_over_leaves_no_frame_to_compile(tmp_path: Path) -> None:
-    """Its audit hook stays for good, and Python calls it inside of compiled functions."""
+    """Its audit hook stays for good and is called inside of compiled functions; Dynamo compiles neither it nor what it calls."""
     with dtypedoctor.watch(out=tmp_path / "run"):
         torch.nn.Linear(2, 2)(torch.ones(1, 2))
-    test_a_function_that_dynamo_can_trace_leaves_nothing_to_report()
+    with CompileWatch() as watch:
+        torch.compile(audited_between, backend="eager")(torch.ones(2))
+    assert (watch.report().frames, watch.report().frames_compiled) == (2, 2)
 
 
 def test_a_break_is_reported_with_its_reason_and_the_line_of_the_users_code() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from watched import watched
 
 from dtypedoctor.instrument.budget import Budget
-from dtypedoctor.trace.events import Caught, Coverage, NotWatched
+from dtypedoctor.trace.events import Caught, Coverage, NotWatched, Op
 
 
 class Returning(nn.Module):
@@ -110,3 +110,61 @@ def test_a_module_that_returns_nothing_while_an_exception_is_handled_has_not_rai
                 fallback()
 
     assert len(watched(tmp_path, work).all(Caught)) == caught
+
+
+class TwoOutputs(torch.autograd.Function):
+    """Its backward is called with None for an output that nothing has used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+        return first * 2 if first is not None else None
+
+
+class Halves(nn.Module):
+    """Gives a module inside two inputs, of which it uses one, and returns two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.first, self.pair = nn.Linear(4, 8), nn.Identity(), Pair()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        used, left = self.lin(x).chunk(2, -1)
+        return self.pair(self.first(used)), left, left.unbind(0)[0]
+
+
+class Pair(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return TwoOutputs.apply(x)
+
+
+def unused_outputs() -> nn.Module:
+    """A model two of whose outputs have no gradient after a step; the hooks of both are called with None."""
+    torch.manual_seed(0)
+    model = Halves()
+    (first, _), *_ = model(torch.ones(2, 4, requires_grad=True))
+    first.sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_gradients_of_outputs_that_nothing_used_are_no_failures_of_the_instruments(
+    tmp_path: Path, *, replays: bool
+) -> None:
+    """autograd calls a hook with None there; the other gradients are measured, and calls can be replayed."""
+
+    def work(instruments: Any) -> None:
+        if replays:
+            instruments.in_place.begin(force=1)
+        unused_outputs()
+
+    trace = watched(tmp_path, work)
+    assert not trace.all(NotWatched)
+    measured = {(site.fqn, site.index) for site in trace.sites.values() if site.kind == "grad_output"}
+    assert {fqn for fqn, _ in measured} == {"", "lin", "first", "pair"}
+    assert {path for fqn, path in measured if fqn == "pair"} == {"0"}
+    assert {op.phase for op in trace.all(Op)} == ({"forward", "backward"} if replays else set())

@@ -106,8 +106,16 @@ def test_a_domain_error_is_one_that_the_float32_program_has_too(
     function: Callable[[Tensor], Tensor], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """A division by what is 0 in exact arithmetic, and the logarithm of a negative number."""
-    (found,) = findings(tmp_path, lambda: Apply(function)(ZEROS.to(dtype)))
+    (found,) = findings(tmp_path, lambda: Apply(lambda x: function(x.to(dtype)))(torch.zeros(2, 4)))
     assert (found.id, found.confidence) == ("domain-error", "proven")
+
+
+def test_a_domain_error_of_what_was_rounded_before_the_op_trace_is_not_proven(tmp_path: Path) -> None:
+    """1e-9 became 0 in an earlier call, in a tensor too large for its original to be kept."""
+    rounded = torch.full((8192,), 1e-9).half()
+    (found,) = findings(tmp_path, lambda: Apply(torch.log)(rounded * 1.0))
+    assert (found.id, found.confidence) == ("domain-error", "likely")
+    assert "was not computed again in float32" in found.cause
 
 
 def test_an_overflow_that_made_a_norm_return_zeros_stands_behind_the_division_by_them(tmp_path: Path) -> None:

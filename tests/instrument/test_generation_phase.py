@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 GENERATES = """
     import sys
@@ -33,5 +34,5 @@ GENERATES = """
 def test_the_first_call_in_a_program_that_imports_transformers_later_is_a_generation(tmp_path: Path) -> None:
     """The first module is called from inside of it, which is too late to begin to follow it."""
     command = [sys.executable, "-c", textwrap.dedent(GENERATES), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.stdout.splitlines()[-1:] == ["{'generate'}"], done.stderr

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
@@ -299,13 +300,13 @@ def test_modules_of_several_threads_do_not_get_mixed_up(tmp_path: Path) -> None:
     class Waiting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             inside.set()
-            assert go_on.wait(30)
+            assert go_on.wait(PATIENCE)
             return x + 1
 
     def work(_: Instruments) -> None:
         other = threading.Thread(target=lambda: Waiting()(torch.zeros(1)))
         other.start()
-        assert inside.wait(30)
+        assert inside.wait(PATIENCE)
         assert Net()(torch.randn(2, 4)).shape == (2, 4)
         go_on.set()
         other.join()

@@ -103,6 +103,26 @@ def overflows_backward() -> None:
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
 
 
+def overflows_backward_after() -> None:
+    """The gradient that comes back to a module was made by the module that the program calls after it."""
+    first, act, second = nn.Linear(4, 4).half(), nn.ReLU(), nn.Linear(4, 4).half()
+    with torch.no_grad():
+        first.weight.fill_(0.01)
+        second.weight.fill_(30.0)
+    second(act(first(torch.ones(2, 4).half()))).backward(torch.full((2, 4), 6e4, dtype=torch.float16))
+    torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3).step()
+
+
+def overflows_backward_of_a_weight() -> None:
+    """Nothing but the gradient of the first module's weight, summed over the rows, is not finite."""
+    first, second = nn.Linear(4, 4, bias=False).half(), nn.Linear(4, 4, bias=False).half()
+    with torch.no_grad():
+        first.weight.fill_(0.01)
+        second.weight.fill_(1.0)
+    second(first(torch.full((512, 4), 4.0, dtype=torch.float16))).float().mul(10).sum().backward()
+    torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3).step()
+
+
 def recomputes_backward() -> None:
     """The gradient overflows in a block that reentrant checkpointing recomputes, which ``autograd.grad`` rejects."""
     inner, outer = nn.Linear(4, 4).half(), nn.Linear(4, 4).half()
@@ -232,6 +252,8 @@ def test_a_capsule_keeps_the_limit_that_was_given(tmp_path: Path, limit: int, is
         (mixes_dtypes, "operand-dtype-mismatch", "aten.addmm.default", "forward"),
         (mixes_dtypes_backward, "operand-dtype-mismatch", "aten.mm.default", "backward"),
         (overflows_backward, "backward-overflow", "aten.mm.default", "backward"),
+        (overflows_backward_after, "backward-overflow", "aten.mm.default", "backward"),
+        (overflows_backward_of_a_weight, "backward-overflow", "aten.mm.default", "backward"),
         (recomputes_backward, "backward-overflow", "aten.mm.default", "backward"),
     ],
 )
@@ -246,6 +268,20 @@ def test_one_run_names_the_operator(
     assert not suspicious_windows(trace)
     assert {seen.what.doubt for seen in trace.observed(ReplayedCall)} == {None}
     assert not trace.damage
+
+
+def test_a_backward_pass_is_not_replayed_with_parameters_that_it_has_spoilt(tmp_path: Path) -> None:
+    """A failure that becomes known after the optimizer's step is not blamed on the parameters that this step has made inf."""
+
+    def work(instruments: Instruments) -> None:
+        instruments.in_place.begin(late=True)
+        overflows_backward_of_a_weight()
+        nn.Linear(4, 4)(torch.ones(2, 4))
+
+    trace = watched(tmp_path, work)
+    assert {(found.id, found.phase) for found in diagnose(trace)} == {("backward-overflow", "backward")}
+    (why,) = {note.why for note in trace.all(NotWatched) if note.what == REPLAY_OF_FAILURES}
+    assert "not finite any more" in why
 
 
 def test_what_cannot_be_made_again_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from inprocess_parts import OWN_CODE, phases_in, report_in, tiny_llama, trace_in
+from patience import PATIENCE
 from small_trainers import QUIET, Raises, plain
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
@@ -197,7 +198,7 @@ def test_a_training_that_ends_the_program_is_written_up_when_the_process_ends(tm
     """With the exception that Python has shown; the program's own exit status and traceback are what they were."""
     source = DIES.format(folder=str(Path(__file__).parent))
     done = subprocess.run(
-        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
+        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     assert done.returncode == 1
     assert "ConnectionError: the logger is gone" in done.stderr

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _pop_mode
 
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.trace.events import NotWatched
@@ -17,6 +19,14 @@ from dtypedoctor.trace.model import Trace
 from tests.instrument.watched import watched
 
 ALARMS = 150
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left_to_other_tests() -> Iterator[None]:
+    """An interruption may hit torch's own entering of a mode, too; what other tests count must not hold it."""
+    yield
+    while _len_torch_dispatch_stack():
+        _pop_mode()
 
 
 class Alarm(Exception):  # noqa: N818

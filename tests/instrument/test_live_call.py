@@ -53,6 +53,16 @@ def test_the_upstream_gradient_is_pulled_through_without_touching_grad() -> None
     assert all(torch.equal(p.grad, kept[name]) for name, p in block.named_parameters())
 
 
+def test_an_output_that_nothing_used_has_no_upstream_gradient() -> None:
+    """autograd calls its hook with None; that of the other output is kept."""
+    linear = nn.Linear(4, 4)
+    call = LiveCall.entered(linear, "", [torch.randn(2, 4)], {})
+    used, unused = linear(call.args[0]).chunk(2)
+    call.keep_gradients((used, unused))
+    used.sum().backward()
+    assert list(call.gradients) == [0]
+
+
 def test_autocast_and_grad_mode_are_those_of_entry() -> None:
     """Nothing of the present modes counts."""
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():

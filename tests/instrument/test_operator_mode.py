@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 LOOKED_AT = """
     import sys, torch
@@ -44,6 +45,6 @@ def test_the_compiler_is_loaded_by_the_program_alone_and_compiles_nothing_of_the
     """Also where it comes while a mode is open: torch runs the call uncompiled then, and no function of the watch is compiled for it."""
     source = textwrap.dedent(LOOKED_AT) + textwrap.dedent(COMPILES)
     done = subprocess.run(
-        [sys.executable, "-c", source, str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
+        [sys.executable, "-c", source, str(tmp_path)], capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     assert done.stdout == "True 0 {}\n", done.stderr

@@ -61,6 +61,29 @@ def test_an_overflow_that_training_leads_to_is_looked_at_in_the_next_call(
     assert (one.call, one.values["born"]["op"], one.values["rescued"]) == (6, "aten.mul.Tensor", 4)
 
 
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_a_step_in_which_every_gradient_is_zero_has_the_next_call_looked_at(tmp_path: Path, zeroed: bool) -> None:
+    """Squares that overflow in a divisor leave zeros that are finite; a loss that is zero by itself leaves nothing to be found."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8).half()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    norm = Apply(lambda x: x / x.pow(2).sum(-1, keepdim=True).sqrt())
+    model = nn.Sequential(layer, norm)
+    x, weight = torch.randn(4, 8).half(), torch.randn(8).half()
+
+    def train(_: object) -> None:
+        for step in range(8):
+            grown = step >= 4
+            hidden = model(x * (3000 if grown and not zeroed else 1))
+            loss = (hidden @ weight).float().sum() * (0 if grown and zeroed else 1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    trace = watched(tmp_path, train)
+    assert [one.step for one in observed(trace, "absorbed")] == ([] if zeroed else [6])
+
+
 def test_memory_that_is_made_like_an_overflowed_tensor_ends_no_overflow(tmp_path: Path) -> None:
     """As dropout makes its mask: what is in there does not come from the inf."""
 
@@ -110,7 +133,7 @@ def test_a_test_for_inf_that_only_chooses_a_bound_rescues_nothing_and_the_clamp_
     trace = watched(tmp_path, lambda _: Apply(clamped_as_in_t5)(torch.tensor([1.0, 400.0, 2.0]).half()))
     (found,) = [f for f in diagnose(trace) if f.id == "silent-rescue"]
     assert (found.op, found.confidence) == ("aten.clamp.Tensor", "proven")
-    assert "replaces 1 elements" in found.summary
+    assert "replaces 1 inf or NaN element with finite values" in found.summary
     assert found.proven_by is not None
     assert "float32" in found.proven_by
 

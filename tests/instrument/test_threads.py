@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from watched import watched
@@ -25,7 +26,7 @@ class Waiting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.inside.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(PATIENCE)
         return x + 1
 
 
@@ -101,7 +102,7 @@ def test_calls_of_two_threads_at_once_leave_no_mode_behind(tmp_path: Path) -> No
     def work(_: Any) -> None:
         one = threading.Thread(target=first)
         one.start()
-        assert slow.inside.wait(60)
+        assert slow.inside.wait(PATIENCE)
         thread(second)
         slow.go_on.set()
         one.join()
@@ -139,7 +140,7 @@ def test_autocast_of_a_thread_is_its_own(tmp_path: Path) -> None:
     def work(_: Any) -> None:
         one = threading.Thread(target=casting)
         one.start()
-        assert slow.inside.wait(60)
+        assert slow.inside.wait(PATIENCE)
         quick(torch.zeros(1, 2))
         slow.go_on.set()
         one.join()

@@ -36,7 +36,7 @@ class Speaker(nn.Module):
         scores = self.head(self.body(self.embed(input_ids)))
         if labels is None:
             return scores
-        said = scores[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+        said = scores[:, :-1].float().log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
         return {"log_probs": said * (labels[:, 1:] >= 0)}
 
 
@@ -47,7 +47,10 @@ def answer(model: nn.Module, tokens: Tensor, *, alone: bool = False, trained: bo
         if alone:
             return model(input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100))["log_probs"]
         return (
-            model(input_ids=tokens, attention_mask=mask).log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+            model(input_ids=tokens, attention_mask=mask)
+            .float()
+            .log_softmax(-1)[:, :-1]
+            .gather(-1, tokens[:, 1:, None])[..., 0]
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import mismatch_examples
+from collective_examples import gathering
 from compilation_examples import BREAK, LIMIT, RECOMPILE, launches, trace
 from nonfinite_examples import (
     compiled,
@@ -25,6 +26,8 @@ from silent_examples import (
     cast,
     correction,
     erased,
+    lost_writes,
+    overshoots,
     positions,
     pretrained,
     rotary,
@@ -57,6 +60,7 @@ HALVING = [(2.0 ** (16 - i), True) for i in range(9)]
 
 DETECTOR_EXAMPLES: dict[str, dict[str, Example]] = {
     "mismatch": {name: Example(fires=one.fires, silent=one.silent) for name, one in mismatch_examples.EXAMPLES.items()},
+    "collectives": {"collective-dtype-mismatch": pair(gathering, lambda: gathering(api="all_reduce"))},
     "scaling": {
         "unscale-float16-gradients": pair(lambda: unscaling("Attempting to unscale FP16 gradients."), unscaling),
         "scaler-bfloat16": pair(lambda: unscaling(gradients={"bfloat16": 4}, names={"bfloat16": ["a"]}), unscaling),
@@ -98,6 +102,8 @@ DETECTOR_EXAMPLES: dict[str, dict[str, Example]] = {
     "erased": {"silent-rescue": pair(erased, lambda: erased(rewards_finite=True))},
     "gradient-underflow": {"gradient-underflow": pair(lambda: scaled(2), lambda: scaled(40))},
     "update-stall": {"update-stall": pair(updates, lambda: updates(lost=32))},
+    "lost-writes": {"update-stall": pair(lost_writes, lambda: updates(lost=32))},
+    "step-overshoots": {"optimizer-epsilon-underflow": pair(overshoots, lambda: updates(lost=32))},
     "partial-stall": {"update-stall": pair(lambda: updates(moving=640), lambda: updates(lost=32, moving=640))},
     "router-flips": {"router-flip": pair(lambda: router(18), lambda: router(2))},
     "logprob-gap": {"logprob-gap": pair(twins, lambda: twins(dropout=True))},

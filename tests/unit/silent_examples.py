@@ -43,6 +43,18 @@ def updates(wanted: int = 64, lost: int = 64, *, moving: int = 0) -> TraceBuilde
                 wanted=wanted + moving, lost=lost)  # fmt: skip
 
 
+def lost_writes() -> TraceBuilder:
+    """A moving average whose updates are rounded away at one line."""
+    return seen("lost-writes", source="train.py:9", dtype="bfloat16", tensors=2, compared=2, checks=3, wanted=384, lost=384,
+                absmax=1.0, change=1e-5)  # fmt: skip
+
+
+def overshoots() -> TraceBuilder:
+    """A step that goes much further than the same step of a float32 copy."""
+    one = {"elements": 64, "overshot": 40, "dtype": "float16", "moved": 1.22, "update": 6e-4}
+    return seen("overshoots", optimizer="AdamW", lr=1e-3, compared=2, parameters={"norm.weight": one})
+
+
 def summed_gradient(name: str, gradient: float) -> TraceBuilder:
     """A parameter whose updates are lost; its gradient sums 512 rows of gradients of about one in bfloat16."""
     one = {"wanted": 64, "lost": 64, "dtype": "bfloat16", "elements": 32, "absmax": 1.0, "update": 1e-5}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 import dtypedoctor
 
@@ -45,7 +46,7 @@ def lint(tmp_path: Path) -> Lint:
         done = subprocess.run(
             [sys.executable, "-c", code, "--config", "pyproject.toml", "--no-cache"],
             cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path), "NO_COLOR": "1"},
-            capture_output=True, text=True, check=False, timeout=200,
+            capture_output=True, text=True, check=False, timeout=PATIENCE,
         )  # fmt: skip
         return f"{done.stdout}{done.stderr}\nended with {done.returncode}"
 

@@ -9,7 +9,7 @@ import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.runner.run import STDOUT, Run, WorkerExit
-from dtypedoctor.trace.events import Metric, Raised, Resources
+from dtypedoctor.trace.events import Header, Metric, Raised, Resources
 from dtypedoctor.trials.results import Observer
 from dtypedoctor.trials.summary import compare_unwatched
 
@@ -93,6 +93,73 @@ def test_the_same_exception_is_the_same_but_for_addresses() -> None:
     equal = compare_unwatched(first, moved)
     assert (equal.bitwise_equal, equal.same_error) == (True, True)
     assert compare_unwatched(first, other) == Observer(bitwise_equal=False, reason="the exceptions differ")
+
+
+VOLATILE = (
+    ("no kernel at 0x7f00", "no kernel at 0x8e11"),
+    ("cannot reach 127.0.0.1:43211", "cannot reach 127.0.0.1:38075"),
+    ("tcp://node-1:29500/ is gone", "tcp://node-1:29711/ is gone"),
+    ("[::1]:43211 and localhost:1 are taken", "[::1]:3 and localhost:27 are taken"),
+    ("port 43211 (port=43211) is taken", "port 9 (port=9) is taken"),
+    ("rank 0 (pid 77, PID: 8) and process 77", "rank 0 (pid 42, PID: 9) and process 42"),
+    ("[1077] {1077}", "[1042] {1042}"),
+    ("lost /tmp/job-abc1/log.txt:7", "lost /tmp/job-xyz_2/log.txt:7"),
+    ("lost '/dev/shm/torch_77_1'", "lost '/dev/shm/torch_42_8'"),
+    ("at 2026-11-23 15:00:00.123456 (15:00:00)", "at 2026-11-24 03:10:59.9 (03:10:59)"),
+    ("at 2026-11-23T15:00:00+00:00, 1795445520.511", "at 2026-11-23T15:00:09+00:00, 1795445529.1"),
+    ("1 min 30 s, then 3 s. 1795445520511 ms", "2 min 7 s, then 5 s. 1795445529000 ms"),
+    ("runs/20261123-150000 is full", "runs/20261123-150207 is full"),
+    ("after 12.31 s, 3ms, 1e-05s [00:12<00:03, 4.1it/s]", "after 1 s, 30ms, 2s [01:12<00:05, 1.25it/s]"),
+    ("run 123e4567-e89b-12d3-a456-426614174000", "run 123e4567-e89b-12d3-a456-426614174999"),
+)
+LASTING = (
+    (
+        "mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)",
+        "mat1 and mat2 shapes cannot be multiplied (3x4 and 5x7)",
+    ),
+    ("got Half", "got Float"),
+    ("max 3.0 min -2.0", "max 5.0 min -2.0"),
+    ("max 3.0 min: nan, h 1", "max 5.0 min: nan, h 1"),
+    ("max 3.0\nmin tensor(1.)", "max 5.0\nmin tensor(1.)"),
+    ("step 10 s 1", "step 11 s 1"),
+    ("params 1500000000", "params 1600000000"),
+    ("sum 1500000000.0", "sum 1600000000.0"),
+    ("loss is 12.31", "loss is 12.32"),
+    ("step 12 of 77", "step 13 of 77"),
+    ("/tmp/a/train.py:7: no", "/tmp/a/train.py:8: no"),
+    ("index 1077 is out of bounds", "index 1078 is out of bounds"),
+    ("2 steps", "3 steps"),
+    ("size [4, 16]", "size [4, 17]"),
+    ("0.5 max, 3 heads", "0.5 max, 4 heads"),
+)
+
+
+def as_process(pid: int, one: Run) -> Run:
+    """The run, of the process of this number."""
+    records = tuple(replace(r, pid=pid) if isinstance(r, Header) else r for r in one.trace.records)
+    return replace(one, trace=replace(one.trace, records=records))
+
+
+@pytest.mark.parametrize(
+    ("message", "other", "is_same"), [*((*p, True) for p in VOLATILE), *((*p, False) for p in LASTING)]
+)
+def test_what_no_two_processes_share_is_no_difference(
+    message: str, other: str, tmp_path: Path, *, is_same: bool
+) -> None:
+    """Neither in a message nor in what a script prints; a number that may come from the computation is one."""
+    one, two = (
+        as_process(pid, run(*STEPS, outcome="raised", raised=error(said), code=1))
+        for pid, said in ((1077, message), (1042, other))
+    )
+    assert compare_unwatched(one, two).bitwise_equal is is_same
+    for name, text in (("one", message), ("two", other)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / STDOUT).write_text(text)
+    a, b = (
+        as_process(pid, replace(run(foreign=True), directory=tmp_path / name))
+        for pid, name in ((1077, "one"), (1042, "two"))
+    )
+    assert ("printed the same but for times" in compare_unwatched(a, b).reason) is is_same
 
 
 def test_an_exception_before_any_step_leaves_nothing_to_compare() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from traces import TraceBuilder, tensor
 
-from dtypedoctor.diagnosis.edits import MAKERS, Scene, edits_for, masked_line, safe_line
+from dtypedoctor.diagnosis.edits import MAKERS, edits_for
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
+from dtypedoctor.diagnosis.scene import Scene, masked_line, safe_line
 from dtypedoctor.report.advice import _covers
 from dtypedoctor.trace.events import Raised
 
@@ -31,8 +32,10 @@ def scene(tmp_path: Path, *lines: str, op: str = "aten.log.default", folder: Pat
     [
         ("keep-in-domain", "aten.log.default", "y = torch.log(a + b)", "y = torch.log((a + b).clamp_min(1e-6))"),
         ("keep-in-domain", "aten.log.default", "y = x.log()", "y = x.clamp_min(1e-6).log()"),
-        ("keep-in-domain", "aten.div.Tensor", "y = a / b.sum(1)", "y = a / b.sum(1).clamp_min(1e-6)"),
-        ("keep-in-domain", "aten.div.Tensor", "y = d.sum(-1).sqrt()", "y = d.sum(-1).clamp_min(1e-12).sqrt()"),
+        ("keep-in-domain", "aten.div.Tensor", "y = a / b.sum(1)", "y = a / torch.where(b.sum(1) == 0, 1e-4, b.sum(1))"),
+        ("keep-in-domain", "aten.div.Tensor", "y = a / b.abs().sum(1)", "y = a / b.abs().sum(1).clamp_min(1e-4)"),
+        ("keep-in-domain", "aten.sqrt.default", "y = math.sqrt(2) * torch.sqrt(b)", "y = math.sqrt(2) * torch.sqrt(b.clamp_min(1e-6))"),
+        ("keep-in-domain", "aten.div.Tensor", "y = d.sum(-1).sqrt()", "y = d.sum(-1).clamp_min(1e-6).sqrt()"),
         ("half-to-bfloat16", "aten.mul.Tensor", "m = m.half()", "m = m.bfloat16()"),
         ("half-to-bfloat16", "aten.mul.Tensor", "m = m.to(torch.float16)", "m = m.to(torch.bfloat16)"),
         ("half-to-bfloat16", "aten.mul.Tensor", "m = load('x', dtype='float16')", "m = load('x', dtype='bfloat16')"),
@@ -109,7 +112,9 @@ def test_every_maker_that_a_spec_names_is_there() -> None:
     """And each template takes the values that a finding has."""
     for spec in map(spec_of, finding_ids()):
         assert set(spec.edits) <= set(MAKERS)
-        assert spec.do_this.format(module="m", op="o", dtype="d", other="e", alike="a", device="cpu") is not None
+        assert (
+            spec.do_this.format(module="m", op="o", dtype="d", other="e", alike="a", device="cpu", cost="") is not None
+        )
 
 
 def test_texts_of_an_excerpt_are_masked_letter_by_letter(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from checkpoints import packed, write_checkpoint, write_safetensors
+from patience import PATIENCE
 from report_builders import overflow
 from sealed import sealed
 from test_saved_runs import left
@@ -37,7 +38,7 @@ def probed(*commands: list[str]) -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=500,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found: list[dict[str, Any]] = json.loads(done.stdout)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from scenario_files import HEALTHY, written
 
 from dtypedoctor.cli.scenario_files import load_checked
@@ -30,7 +31,7 @@ def test_unknown_ids_end_a_command_before_anything_runs(verb: str, tmp_path: Pat
     """Exit 2 with file, line, column and what may be meant; no run directory is made."""
     path = written(tmp_path, UNKNOWN)
     command = [sys.executable, "-m", "dtypedoctor", verb, str(path), "--out", str(tmp_path / "out")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert ended.returncode == 2
     assert [line.removeprefix(f"{path}:") for line in ended.stderr.splitlines()[1 : 1 + len(PLACES)]] == PLACES
     assert not (tmp_path / "out").exists()

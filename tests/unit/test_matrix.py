@@ -3,11 +3,16 @@
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from report_builders import healthy, overflow
 from rich.console import Console
+from scenario_files import HEALTHY, written
 
+from dtypedoctor.cli import many
+from dtypedoctor.cli.running import matrix_exit
 from dtypedoctor.report.matrix import (
     MatrixRow,
     in_one_line,
@@ -17,7 +22,12 @@ from dtypedoctor.report.matrix import (
     render_matrix_json,
     row_of,
 )
+from dtypedoctor.report.model import Report, Status
+from dtypedoctor.report.text import counted
 from dtypedoctor.report.to_terminal import print_document
+from dtypedoctor.runner.machines import Where
+from dtypedoctor.scenario.loading import load_scenario
+from dtypedoctor.scenario.model import Scenario
 
 
 def rows() -> list[MatrixRow]:
@@ -93,3 +103,36 @@ def test_a_row_in_one_line() -> None:
     """Progress on stderr."""
     assert in_one_line(rows()[0]) == "gemma4_grpo_fp16: as expected (float16-overflow, 12.5 s)"
     assert in_one_line(rows()[2]) == "needs_cuda: UNEXPECTED (could not run, 0.0 s)"
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_scenarios_that_ctrl_c_has_left_out_are_not_run(
+    done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count neither as expected nor as unexpected; without any result nothing is left where the next run may go."""
+    directory = tmp_path / "out"
+
+    def treated(_: Any, scenario: Scenario, __: Any) -> tuple[MatrixRow, Report]:
+        (directory / scenario.name).mkdir(parents=True)
+        (directory / scenario.name / "server.log").touch()
+        if scenario.name == f"scenario-{done}":
+            raise KeyboardInterrupt
+        report = replace(healthy(), name=scenario.name)
+        return row_of(report, exit_code=0, seconds=1.0, path="report.json"), report
+
+    monkeypatch.setattr(many, "_treated", treated)
+    example = load_scenario(written(tmp_path, HEALTHY))
+    scenarios = [example.model_copy(update={"name": f"scenario-{number}"}) for number in range(3)]
+    batch = many.new_batch(directory, scenarios, remedies=True, wheels=None, resident=None)
+    if not done:
+        with pytest.raises(KeyboardInterrupt):
+            many.treat_all(batch, Where())
+        assert not directory.exists()
+        return
+    found, reports = many.treat_all(batch, Where())
+    assert [row.before for row in found[done:]] == ["not run"] * (3 - done)
+    assert [report.status is Status.HEALTHY for report in reports] == [number < done for number in range(3)]
+    assert matrix_exit(found) == 130
+    headline = matrix_document(found, reports, exit_code=130).headline
+    assert f"{done} of {counted(done, 'scenario')} as expected" in headline
+    assert f"{3 - done} not run" in headline

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from planted_secrets import NAMED, SHAPES, planted
 from rich.console import Console
 from test_saved_runs import left
@@ -99,7 +100,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = [str(found), "-p", "marble-arch", "-u", "bob:river-stone", "--token=dusty-road", "--lr", "3e-4"]
     done = subprocess.run(
         [sys.executable, "-c", RECORD, *arguments], input=json.dumps(texts), env=os.environ | OWN, capture_output=True, text=True,
-        check=False, timeout=300,
+        check=False, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return found

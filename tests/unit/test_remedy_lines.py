@@ -91,7 +91,11 @@ def test_what_corrections_changed_is_told_only_where_they_changed_something() ->
 def test_the_first_table_of_a_ticket_holds_the_error_and_each_cure() -> None:
     """What failed and what helps can be read without scrolling."""
     first = render_markdown(run_document(overflow())).split("###")[0]
-    assert "| **error** | `RuntimeError in step 2` |" in first
+    assert (
+        "| **origin** | `aten.mul.Tensor in layers.0.mlp (Gemma4TextMLP) at modeling_gemma4.py:271 (generate, step 2)` |"
+        in first
+    )
+    assert "| **noticed** | `RuntimeError in step 2` |" in first
     assert "| **fixed by** | `gemma4-mlp-float32-product`: Multiplies in float32" in first
     assert "| **or by** | `bfloat16`: Runs the model in bfloat16 (8/8 steps; 1/8 without it) |" in first
 
@@ -197,9 +201,15 @@ def test_what_to_type_next_is_the_users_own_command() -> None:
     assert _next_of_script(report, Path("o")) == ""
     suggested = replace(report, trials=(replace(untried, reason="it needs a scenario"), untried))
     assert _next_of_script(suggested, Path("o")) == "dtypedoctor exec --try bfloat16 train.py --out p"
+    options = "--rerun --try bfloat16: it shows whether bfloat16 fixes the failure"
+    assert _next_of_script(report, Path("o"), options) == "dtypedoctor exec --rerun --try bfloat16 train.py --out p"
     edit = Edit(file="train.py", line=3, old="a", new="b")
     edited = replace(suggested, do_this=(Advice(finding="float16-overflow", text="Change it.", edits=(edit,)),))
-    assert _next_of_script(edited, Path("o")) == "dtypedoctor exec train.py --out p  # after the edit above"
+    assert _next_of_script(edited, Path("o")) == "dtypedoctor exec train.py --out p"
+    assert (
+        run_document(replace(edited, next_command="dtypedoctor exec train.py")).next_title
+        == "Next, after the edit above"
+    )
     assert _next_of_script(replace(edited, command="dtypedoctor run case.yaml"), Path("o")) == ""
 
 

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 from report_builders import mismatch, overflow
+from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Confidence, Link
+from dtypedoctor.diagnosis.wording import named_in
 from dtypedoctor.report.document import plain_text
 from dtypedoctor.report.model import Observer
 from dtypedoctor.report.run_document import run_document
@@ -88,7 +90,7 @@ def test_both_sides_of_a_mismatch_are_told() -> None:
     assert len(odd) == 2
     assert about == "dtype provenance of the other operand"
     assert [(link.fqn, link.op, link.dtype_out) for link in met] == [
-        ("model.layers.3.self_attn.q_proj", "load-dtype: weight", "bfloat16")
+        ("model.layers.3.self_attn.q_proj", "parameter weight", "bfloat16")
     ]
 
 
@@ -135,3 +137,21 @@ def test_what_is_proven_is_said_of_the_finding_that_is() -> None:
     assert told[0] == f"Proven: {first.proven_by}."
     assert told[1].startswith(f"{first.id}, below, is proven: ")
     assert told[2:] == ["", ""]
+
+
+def test_a_module_has_one_name_throughout_a_finding() -> None:
+    """Full names, those of parameters too, become the short one; numbers, files and operators stay what they are."""
+    names = ("model.layers.3", "model.layers.3.mlp", "head", "4", "4.1", "encoder.norm", "decoder.norm")
+    builder = TraceBuilder()
+    for name in names:
+        builder.sample(name, 1.0)
+    found = replace(
+        mismatch().findings[0],
+        fqn="model.layers.3.mlp",
+        summary="model.layers.3.mlp.up overflows.",
+        cause="model.layers.3.weight, head.bias and 4.weight are float16; encoder.norm.weight is not.",
+        evidence=("aten.mul.Tensor at head.py:4 reaches 4.1, not 1.01e-05, in model.layers.3.mlp.",),
+    )
+    told = named_in(builder.build(), found)
+    assert told.cause == "layers.3.weight, head.bias and model[4].weight are float16; encoder.norm.weight is not."
+    assert told.evidence == ("aten.mul.Tensor at head.py:4 reaches 4.1, not 1.01e-05, in layers.3.mlp.",)

@@ -52,6 +52,41 @@ def test_a_secret_in_every_field_is_in_no_format(text: str, needle: str) -> None
         assert needle not in shown, name
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "    BCE = -(x * torch.log(recon_x) + (1 - x) * torch.log(1 - recon_x)).sum()",
+        "        next_tokens = torch.multinomial(probs, num_samples=1).squeeze(1)",
+        "    next_token = torch.argmax(logits, dim=-1)",
+    ],
+)
+def test_arithmetic_and_calls_of_a_failing_line_are_shown(line: str) -> None:
+    """Constants are written in capitals, and tokens are what a language model samples."""
+    assert clean(line) == line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "BACKUP_SERVER=blue-harbour",
+        "MY_PASSWORD = hunter22",
+        'token = vault.get("hunter22", 1)',
+        "token = vault.get(hunter22)",
+        "next_token = hunter22",
+        "api_key = vault.get(hunter22)",
+        "DB_PASSWORD=my.pass(hunter22)word",
+        "export MY_VAR = hunter22",
+        "MY_SETTING= hunter22",
+        "os.environ['FOO_BAR'] = 'hunter22 phrase'",
+    ],
+)
+def test_values_beside_telling_names_and_variables_of_a_shell_are_not(line: str) -> None:
+    """Neither with spaces around the sign nor in a call."""
+    assert "hunter22" not in clean(line)
+    assert "blue-harbour" not in clean(line)
+    assert clean(line) != line
+
+
 def test_the_renderers_redact_by_themselves() -> None:
     """Whoever renders a report as it was built leaks nothing either."""
     secret = "hf_" + "aB3dE5" * 6
@@ -187,8 +222,13 @@ def test_names_tell_what_they_hold(name: str, expected: bool) -> None:
 @given(st.text(alphabet="aA1-_./:=@ \"'\\e&?<", min_size=1, max_size=6))
 def test_no_text_takes_long(piece: str) -> None:
     """Patterns that go over a text again and again would hang on a name of a megabyte."""
-    text = piece * (60_000 // len(piece))
-    started = time.process_time()
-    without_secrets(text)
-    short_paths(text)
-    assert time.process_time() - started < 2
+
+    def seconds(length: int) -> float:
+        text = piece * (length // len(piece))
+        started = time.process_time()
+        without_secrets(text)
+        short_paths(text)
+        return time.process_time() - started
+
+    # Whatever is over at once is quick enough; else a text of eight times the length takes about eight times as long, not 64 times.
+    assert any(seconds(60_000) < 1 for _ in range(3)) or seconds(480_000) < 24 * seconds(60_000)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from traces import TraceBuilder
 
+from dtypedoctor.analysis import ended_at
 from dtypedoctor.diagnosis.distributed import Rank, across_ranks, carrier, coverage_of, leading_rank
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.runner.run import Run, WorkerExit
@@ -207,3 +208,27 @@ def test_the_leading_rank_is_linked_and_can_be_replaced(tmp_path: Path) -> None:
     lead(tmp_path, 2)
     lead(tmp_path, 10)
     assert leading_directory(tmp_path).name == "rank-10"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("bad shard", "ValueError at train.py:7 in step 2 (backward): bad shard"),
+        (
+            "[/w/pair.cc:553] Connection closed by peer [127.0.0.1]:5. Check the logs.",
+            "ValueError at train.py:7, because another rank had ended: Connection closed by peer [127.0.0.1]:5",
+        ),
+    ],
+)
+def test_an_exception_of_a_rank_is_told_with_the_programs_own_line(message: str, said: str) -> None:
+    """Not with that of the library which it has called; one that another rank's end has led to is told as such."""
+    frames = ["/home/a/train.py:7 main", "/v/lib/python3.11/site-packages/accelerate/operations.py:9 gather"]
+    raised = Raised(
+        n=99, step=2, call=2, phase="backward", type="ValueError", message=message, frames=frames, modules=[]
+    )
+    run = Run(
+        trace=_healthy().add(raised).build(outcome="raised"),
+        exit=WorkerExit(code=1, timed_out=False, seconds=1.0),
+        directory=Path("nowhere"),
+    )
+    assert ended_at(run) == said

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="Linux on x86-64 only
 PROGRAM = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
+from dtypedoctor.replay import standby
 from dtypedoctor.replay.standby import Standby, stand_by
 
 folder = Path(sys.argv[1])
@@ -30,6 +31,7 @@ number = 7
 lines = (folder / "lines").open(buffering=1)
 next(lines)
 before = sorted(os.listdir("/proc/self/fd"))
+standby._be_killed_first = lambda: time.sleep(float(sys.argv[2]))
 made = stand_by(folder / "standby-1-3")
 if not isinstance(made, Standby):
     done = os.open(Path(made["directory"], "@DONE"), os.O_WRONLY)
@@ -52,16 +54,16 @@ child = os.fork()
 if not child:
     os._exit(0)
 os.waitpid(child, 0)
-print(number, rest, len(told), flush=True)
+print(number, rest, len(told), made.seconds, flush=True)
 sys.stdin.read()
 """.replace("@DONE", DONE)
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A program with a standby; it waits for the end of its input."""
+def program(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A program with a standby, which sleeps for so many seconds before it is ready; it waits for the end of its input."""
     (tmp_path / "lines").write_text("one\ntwo\nthree\n")
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), getattr(request, "param", "0")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
 
@@ -108,3 +110,12 @@ def test_a_standby_that_is_gone_is_an_error(program: subprocess.Popen[str], tmp_
     os.mkfifo(waiting.pipe)
     with pytest.raises(OSError, match=r"[Nn]o such device"):
         go_on(waiting, tmp_path / "place", {"hang": False}, 30)
+
+
+@pytest.mark.parametrize("program", ["3"], indirect=True)
+def test_a_busy_machine_makes_no_standby_dear(program: subprocess.Popen[str], tmp_path: Path) -> None:
+    """What it costs is processor time, so as many are made as on an idle machine: time in which nothing was computed does not count."""
+    assert program.stdout is not None
+    assert 0 < float(program.stdout.readline().split()[-1]) < 3
+    program.communicate("")
+    dismiss(tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from patience import PATIENCE
 
 from dtypedoctor.trace.events import Root
 from dtypedoctor.trace.model import Trace
@@ -72,7 +73,7 @@ def finished(tmp_path: Path, middle: str) -> tuple[subprocess.CompletedProcess[s
     script, own = tmp_path / "program.py", tmp_path / "own.bin"
     script.write_text(dedent(PROGRAM.format(middle=middle)))
     done = subprocess.run(
-        [sys.executable, script, tmp_path, own], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, script, tmp_path, own], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     return done, own
 

@@ -11,12 +11,14 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.decoding import DecodingCheck
 from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, RouterFlips
 from dtypedoctor.instrument.silent.loading import LoadingCheck, PatchCheck
+from dtypedoctor.instrument.silent.logprobs import LogprobCheck
 from dtypedoctor.instrument.silent.look import RoutineLook
 from dtypedoctor.instrument.silent.policies import RatioCheck
 from dtypedoctor.instrument.silent.reruns import CacheCheck, EagerReplay
 from dtypedoctor.instrument.silent.rounding import IntegerCasts, PositionCheck, RotaryTables
-from dtypedoctor.instrument.silent.twins import TwinCheck
+from dtypedoctor.instrument.silent.twins import TwinCheck, question_of
 from dtypedoctor.instrument.silent.updates import GradientCheck, UpdateCheck
+from dtypedoctor.instrument.silent.writes import WriteCheck
 from dtypedoctor.instrument.whereabouts import Whereabouts
 from dtypedoctor.trace.records.execution import AutocastRegion
 
@@ -28,24 +30,31 @@ class SilentChecks:
         session: where the observations go.
         originals: what half-precision tensors were before they were cast; shared with the op trace.
         look: take the routine look.
+
+    Attributes:
+        writes: looks at what is written in place outside of modules.
+        logprobs: follows log-probabilities, also outside of modules.
     """
 
     def __init__(self, session: Session, originals: Originals, *, look: bool = True) -> None:
         whereabouts = Whereabouts(session)
         self._loading = LoadingCheck(session, originals)
         self._rotary = RotaryTables(session, self._loading.rounded_at)
+        self.logprobs = LogprobCheck(session)
         seeing = (
             AbsorbedOverflows(session, whereabouts),
             IntegerCasts(session, whereabouts),
             RouterFlips(session, whereabouts),
             PositionCheck(session, whereabouts),
             self._rotary,
+            self.logprobs,
         )
         self._looks = look
         self._look = RoutineLook(seeing, session)
         self._cache = CacheCheck(session)
         self._updates = UpdateCheck(session)
-        self._gradients = GradientCheck(session)
+        self.writes = WriteCheck(session)
+        self._gradients = GradientCheck(session, self._look.look_again)
         self._twins = TwinCheck(session)
         self._decoding = DecodingCheck(session)
         self._ratios = RatioCheck(session)
@@ -61,6 +70,8 @@ class SilentChecks:
         self._look.after_call()
         self._cache.after_call()
         self._loading.stop()
+        self.writes.stop()
+        self.logprobs.finish()
 
     def make_again(self, calls: Iterable[int]) -> None:
         """The outermost calls with these numbers are made once more in eager mode; for the second pass."""
@@ -84,6 +95,7 @@ class SilentChecks:
 
     def before_call(self, module: nn.Module) -> None:
         """An outermost call begins."""
+        self.logprobs.before_call()
         self._patches.before_call(module)
         self._rotary.before_call(module)
         self._cache.before_call(module)
@@ -93,11 +105,13 @@ class SilentChecks:
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned."""
         self._twins.returned(module, args, kwargs, output)
+        self.logprobs.returned(question_of(args, kwargs), output)
         self._decoding.returned(module, args, kwargs, output)
         self._eager.returned(module, args, kwargs, output)
 
     def after_call(self, module: nn.Module) -> None:
         """An outermost call has ended, in whatever way."""
+        self.logprobs.after_call(module)
         self._look.after_call()
         self._cache.after_call()
         self._rotary.after_call()
@@ -110,6 +124,7 @@ class SilentChecks:
         """A backward pass begins at ``tensors``."""
         self._look.after_call()  # a backward pass inside of a call would leave its mode in another order
         self._ratios.before_backward(tensors)
+        self.logprobs.before_backward(tensors)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer step begins."""

@@ -34,6 +34,7 @@ from dtypedoctor.instrument.operators import (
     is_unfinished,
     is_whole,
     keep_written,
+    node_of_operator,
     tensors_of,
     why_opaque,
     written,
@@ -46,7 +47,7 @@ FIRST_LOOKS = 2
 EACH_LATER = 8
 """The calls that are looked at are 1, 2, and then each 8 times the one before."""
 MORE_LOOKS = 8
-"""Calls that are looked at besides because something was not finite in the one before."""
+"""Calls that are looked at besides because something was not finite, or every gradient 0, in the one before."""
 
 TOO_LARGE = "a copy of what they overwrite would take too much memory; use a smaller batch to have them checked"
 
@@ -63,6 +64,7 @@ class Seen:
         results: the tensors that it returned.
         ids: tells tensors apart.
         before: numbers of the tensors that it has written to, as they were, by the identity of their copies.
+        node: number of its autograd node; None where it has none.
     """
 
     func: Any
@@ -70,6 +72,7 @@ class Seen:
     results: Sequence[Tensor]
     ids: TensorIds
     before: Mapping[int, int]
+    node: int | None = None
 
     @property
     def name(self) -> str:
@@ -115,7 +118,7 @@ class RoutineLook:
         self._looks_again = False
 
     def look_again(self) -> None:
-        """Something has just been found not to be finite: the next call forward is looked at too. Nothing may have come of it."""
+        """Something has just been found not to be finite, or all gradients to be 0: the next call forward is looked at too. Nothing may have come of it."""
         self._looks_again = self._more_looks > 0
 
     def before_call(self, module: nn.Module) -> None:
@@ -191,11 +194,12 @@ class _Mode(OperatorMode):
             kept = keep_written(func, kept)
             for copy, tensor in zip(written(func, kept), written(func, (args, kwargs)), strict=True):
                 before[id(copy)] = self._ids.of(tensor)[0]
+        node = node_of_operator()
         result = func(*args, **kwargs)
         with self.aside():
             for tensor in written(func, (args, kwargs)):
                 self._ids.wrote(tensor)
-            seen = Seen(func, kept, tensors_of(result), self._ids, before)
+            seen = Seen(func, kept, tensors_of(result), self._ids, before, node)
             for check in self._checks:
                 check.saw(seen)
         return result

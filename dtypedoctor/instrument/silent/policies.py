@@ -69,7 +69,7 @@ class RatioCheck:
 
 def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float, float]]]:
     """Each clamp of a ratio in the graph behind ``tensors``, with its bounds."""
-    for node in _nodes_behind(tensors):
+    for node in nodes_behind(tensors):
         if not node.name().startswith("ClampBackward"):
             continue
         bounds = _around_one(node)
@@ -77,7 +77,7 @@ def _clipped_ratios(tensors: list[Tensor]) -> Iterator[tuple[Tensor, tuple[float
             yield saved_by(node, "self"), bounds
 
 
-def _nodes_behind(tensors: list[Tensor]) -> Iterator[Any]:
+def nodes_behind(tensors: list[Tensor]) -> Iterator[Any]:
     """The autograd nodes that ``tensors`` were made by, the nearest first; no more levels once there are :data:`MAX_NODES`."""
     level: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen = set(level)

@@ -30,7 +30,7 @@ from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import MovedTwin, Twins
 from dtypedoctor.values import dataclass
 
-__all__ = ["Asked", "TwinCheck", "in_dtype", "made_again", "main_parameter", "versions_of"]
+__all__ = ["Asked", "TwinCheck", "in_dtype", "made_again", "main_parameter", "question_of", "versions_of"]
 
 DISTRIBUTIONS = 64
 """Distributions of a call that are kept for comparison."""
@@ -88,7 +88,7 @@ class Asked:
     @classmethod
     def of(cls, session: Session, module: nn.Module, args: Any, kwargs: Any, output: Any) -> "Asked | None":
         """The call of ``module`` that has returned ``output``; None where it was asked for no tokens, or answers with no scores."""
-        question = _question(args, kwargs)
+        question = question_of(args, kwargs)
         found = _output(output, question) if question is not None else None
         if question is None or found is None:
             return None
@@ -160,7 +160,7 @@ class TwinCheck:
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned."""
-        question = _question(args, kwargs)
+        question = question_of(args, kwargs)
         if question is None or self._position.backward_depth or self._position.phase == "generate":
             return
         family = self._families.setdefault(self._like(module), _Family())
@@ -300,7 +300,7 @@ def _number(names: Any, module: nn.Module | None) -> int | None:
     return place[0] if place is not None else None
 
 
-def _question(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+def question_of(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     """The tokens (rows, length) among the arguments: ``input_ids`` (and what goes to a decoder), or the first tensor of whole numbers.
 
     None where the output depends on more than these: on images, on noise of which the whole numbers are the time steps, on embeddings.
@@ -547,7 +547,7 @@ def made_again(
         _evaluating(model),
         _region(call.question.device.type, autocast),
     ):
-        question = _question(call.args, call.kwargs)
+        question = question_of(call.args, call.kwargs)
         answer = torch.func.functional_call(model, weights, call.args, call.kwargs)
         result = _output(answer, question) if question is not None else None
     if result is None or question is None:

@@ -3,21 +3,29 @@
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim import Optimizer
 
+from dtypedoctor._torch_private import has_hooks_of_the_program, version_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
+from dtypedoctor.trace.events import LOST_UPDATES
 from dtypedoctor.trace.records.execution import AutocastRegion
 from dtypedoctor.trace.records.silent import (
     GradientZeros,
+    Overshoots,
+    OvershotParameter,
     ScaledBackward,
     ScaledGradient,
     StalledParameter,
@@ -40,13 +48,19 @@ class GradientCheck:
 
     Before an optimizer step it writes a :class:`GradientZeros`, where a gradient is zero for the most part; :meth:`scaled_backward` writes
     a :class:`ScaledBackward`.
+
+    Args:
+        session: where the observations go.
+        vanished: called when every gradient of a step is 0 for the first time.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, vanished: Callable[[], None]) -> None:
         self._session = session
         self._names, self._position = session.names, session.position
         self._float16_region = False
-        self._steps: dict[int, int] = {}
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._dead: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._vanished = vanished
 
     def entered(self, region: AutocastRegion) -> None:
         """An autocast region is entered."""
@@ -54,10 +68,11 @@ class GradientCheck:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """The optimizer is about to step."""
-        number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        if not is_checked(number):
-            return
+        number = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if not (self._float16_region or _has_float16(optimizer)):
+            return
+        self._tell_if_all_are_zero(optimizer)
+        if not is_checked(number):
             return
         found = self._gradients(optimizer)
         if not found:
@@ -68,6 +83,16 @@ class GradientCheck:
         many = {name: Zeros(zeros=count, elements=of) for name, count, of in counts if count >= MANY * of}
         if many:
             self._session.emit(GradientZeros(parameters=dict(list(many.items())[:MOST_TOLD])))
+
+    def _tell_if_all_are_zero(self, optimizer: Optimizer) -> None:
+        """From one step to the next nothing is learned any more. Only on the CPU: elsewhere each step would wait for the device."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        known = [gradient for gradient in gradients if measurable(gradient) and gradient.device.type == "cpu"]
+        with self._position.mute(), torch.no_grad():
+            dead = bool(known) and len(known) == len(gradients) and not any(map(torch.any, known))
+        if dead and not self._dead.get(optimizer, False):
+            self._vanished()
+        self._dead[optimizer] = dead
 
     def _gradients(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         return [(n, p.grad) for n, p in self._of(optimizer) if p.grad is not None and measurable(p.grad)]
@@ -134,6 +159,11 @@ FIRST_CHECKS = 4
 MOSTLY = 0.5
 """Share of lost updates from which on a parameter is worth telling of."""
 MOST_TOLD = 40
+TOO_FAR = 16.0
+"""A change this many times that of the float32 copy, and beyond the rounding of the parameter, is not due to rounding."""
+MANY_TOO_FAR = 0.01
+"""Share of a parameter's elements that have to move too far, and at least so many:"""
+ENOUGH_TOO_FAR = 8
 
 _ELEMENTWISE = "torch.optim."
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon", "LBFGS", "SparseAdam"})
@@ -145,6 +175,14 @@ class _Total:
 
     dtype: str
     elements: int
+    weights: int
+    """Elements of the whole parameter."""
+    first: Tensor
+    """The compared elements before the first step that was checked."""
+    moves: Tensor
+    """Which of them move in float32 in one of the steps so far."""
+    asked: int = 0
+    still: int = 0
     wanted: int = 0
     lost: int = 0
     absmax: float = 0.0
@@ -161,14 +199,33 @@ class _Sample:
     stride: int
     before: Tensor
     copy: nn.Parameter
+    state: dict[str, Any] | None = None
+    """What the float32 copy's own steps so far have left of the optimizer's state; None where they were not followed from the first on."""
 
     def now(self) -> Tensor:
         """The same elements as they are now."""
         return _strided(self.parameter, self.stride)
 
 
+@dataclass(slots=True)
+class _Known:
+    """What the checks of one optimizer have found so far."""
+
+    first: int
+    """The first step that was checked."""
+    totals: dict[str, _Total]
+    followed: dict[str, tuple[dict[str, Any], dict[Any, Any]]]
+    """By parameter, the state of the float32 copy after the last step, and what the optimizer's own was then."""
+    steps: int = 0
+    overshot: bool = False
+    told: bool = False
+
+
 class UpdateCheck:
     """Writes an :class:`Updates` after each checked step in which parameters lose most of their updates.
+
+    And an :class:`Overshoots` after the first checked step in which they move much too far: a second moment that rounds to zero leaves next to nothing
+    to divide by.
 
     A few thousand elements of each half-precision parameter are compared with themselves around a step, and the
     same optimizer takes the same step on a float32 copy of these elements, of their gradients and of its own state. What moves
@@ -178,24 +235,25 @@ class UpdateCheck:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._names, self._position = session.names, session.position
-        self._steps: dict[int, int] = {}
-        self._first: dict[int, int] = {}
-        self._totals: dict[int, dict[str, _Total]] = {}
+        self._known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
         self._samples: list[_Sample] = []
 
     def before_step(self, optimizer: Optimizer) -> None:
         """The optimizer is about to step."""
         self._samples = []
-        if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
             return  # a wrapper; the optimizer inside tells of itself
-        number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        if not is_checked(number):
+        known = self._known.setdefault(optimizer, _Known(self._position.step, {}, {}))
+        known.steps += 1
+        if not is_checked(known.steps):
             return
-        self._first.setdefault(id(optimizer), self._position.step)
+        followed, known.followed = known.followed, {}
+        hooked = has_hooks_of_the_program(optimizer)
         with self._position.mute(), torch.no_grad():
             self._samples = self._taken(optimizer)
-            if self._samples and not _step_in_float32(optimizer, self._samples):
-                self._samples = []
+            for sample in self._samples:
+                sample.state = None if hooked else _followed_state(optimizer, sample, followed, known.steps)
+            self._step_copies(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped."""
@@ -203,32 +261,91 @@ class UpdateCheck:
         if not samples:
             return
         with self._position.mute(), torch.no_grad():
-            counted = torch.stack([_counts(sample) for sample in samples]).tolist()
-        totals = self._totals.setdefault(id(optimizer), {})
-        for sample, (wanted, lost, absmax, update, finite) in zip(samples, counted, strict=True):
-            total = totals.setdefault(sample.name, _Total(dtype_name(sample.parameter), sample.before.numel()))
+            wider = next((key for sample in samples if (key := _wider_copy(optimizer, sample))), "")
+        if wider:
+            self._give_up(
+                optimizer,
+                f"its state holds the weights in a wider dtype ({wider}), in which their updates are not lost",
+            )
+            return
+        known = self._known[optimizer]
+        if known.steps < FIRST_CHECKS:
+            known.followed = {one.name: (one.state, _left(optimizer, one)) for one in samples if one.state}
+        totals = known.totals
+        with self._position.mute(), torch.no_grad():
+            counted = torch.stack([_counts(sample, _total_of(sample, totals)) for sample in samples]).tolist()
+            if not known.overshot and all(sample.state is not None for sample in samples):
+                known.overshot = self._tell_overshoots(optimizer, samples)
+        for sample, (wanted, lost, absmax, update, finite, asked, still) in zip(samples, counted, strict=True):
+            total = totals[sample.name]
+            total.asked, total.still = int(asked), int(still)
             total.wanted += int(wanted)
             total.lost += int(lost)
             total.absmax = max(total.absmax, absmax)
             total.update = max(total.update, update)
             total.finite |= finite > 0
-        self._tell(optimizer, totals)
+        self._tell(optimizer, known)
 
-    def _tell(self, optimizer: Optimizer, totals: dict[str, _Total]) -> None:
+    def _step_copies(self, optimizer: Optimizer) -> None:
+        """Has the copies make the step, or gives them up."""
+        why = self._samples and (_why_not_copied(optimizer) or _step_in_float32(optimizer, self._samples))
+        if why:
+            self._give_up(optimizer, why)
+
+    def _give_up(self, optimizer: Optimizer, why: str) -> None:
+        self._samples = []
+        self._session.guard.tell(f"{LOST_UPDATES}{type(optimizer).__name__}", why)
+
+    def _tell_overshoots(self, optimizer: Optimizer, samples: list[_Sample]) -> bool:
+        counted = torch.stack([_too_far(sample) for sample in samples]).tolist()
+        found = {
+            sample.name: OvershotParameter(
+                elements=sample.before.numel(),
+                overshot=int(many),
+                dtype=dtype_name(sample.parameter),
+                moved=moved,
+                update=update,
+            )
+            for sample, (many, moved, update) in zip(samples, counted, strict=True)
+            if many >= max(ENOUGH_TOO_FAR, MANY_TOO_FAR * sample.before.numel())
+        }
+        if not found:
+            return False
+        worst = sorted(found.items(), key=lambda pair: -pair[1].overshot / pair[1].elements)[:MOST_TOLD]
+        self._session.emit(
+            Overshoots(
+                optimizer=type(optimizer).__name__,
+                lr=float(optimizer.param_groups[0].get("lr", 0.0)),
+                compared=len(samples),
+                parameters=dict(worst),
+            )
+        )
+        return True
+
+    def _tell(self, optimizer: Optimizer, known: _Known) -> None:
+        totals = known.totals
         stalled = [(name, t) for name, t in totals.items() if t.wanted and t.lost >= MOSTLY * t.wanted]
-        if not stalled:
+        if not stalled and not known.told:
             return
+        known.told = True  # from now on each check is, so that the last record says what holds in the end
         stalled.sort(key=lambda pair: -pair[1].lost / pair[1].wanted)
         told = Updates(
             optimizer=type(optimizer).__name__,
             lr=float(optimizer.param_groups[0].get("lr", 0.0)),
-            checks=self._steps[id(optimizer)],
-            first_step=self._first[id(optimizer)],
+            checks=known.steps,
+            first_step=known.first,
             wanted=sum(t.wanted for t in totals.values()),
             lost=sum(t.lost for t in totals.values()),
             parameters={
                 name: StalledParameter(
-                    wanted=t.wanted, lost=t.lost, dtype=t.dtype, elements=t.elements, absmax=t.absmax, update=t.update
+                    wanted=t.wanted,
+                    lost=t.lost,
+                    dtype=t.dtype,
+                    elements=t.elements,
+                    absmax=t.absmax,
+                    update=t.update,
+                    asked=round(t.asked * t.weights / t.elements),
+                    still=round(t.still * t.weights / t.elements),
                 )
                 for name, t in stalled[:MOST_TOLD]
             },
@@ -239,18 +356,23 @@ class UpdateCheck:
 
     def _taken(self, optimizer: Optimizer) -> list[_Sample]:
         samples: list[_Sample] = []
-        if not any(p.dtype in HALF for group in optimizer.param_groups for p in group["params"]):
-            return samples
-        known = self._names.parameters()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                stride = _stride(optimizer, parameter)
-                if stride and id(parameter) in known:
-                    before = _strided(parameter, stride).clone()
-                    copy = nn.Parameter(before.float())
-                    copy.grad = _strided(parameter.grad, stride).float()
-                    samples.append(_Sample(known[id(parameter)][1], parameter, stride, before, copy))
+        half = _half_parameters(optimizer)
+        known = self._names.parameters() if half else {}
+        if not _by_element(optimizer) and any(parameter.numel() > SMALL for parameter in half):
+            why = f"it may not treat each element by itself, so that parameters of more than {SMALL:,} are left out"
+            self._session.guard.tell(f"{LOST_UPDATES}{type(optimizer).__name__}", why)
+        for parameter in half:
+            stride = _stride(optimizer, parameter)
+            if stride and parameter.grad is not None and id(parameter) in known:
+                before = _strided(parameter, stride).clone()
+                copy = nn.Parameter(before.float())
+                copy.grad = _strided(parameter.grad, stride).float()
+                samples.append(_Sample(known[id(parameter)][1], parameter, stride, before, copy))
         return samples
+
+
+def _half_parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF]
 
 
 def is_checked(number: int) -> bool:
@@ -281,27 +403,123 @@ def _strided(tensor: Tensor, stride: int) -> Tensor:
     return flat if stride > 1 else tensor.detach()
 
 
-def _step_in_float32(optimizer: Optimizer, samples: list[_Sample]) -> bool:
-    """Lets a copy of the optimizer, with a float32 copy of its state, step on the copies; False where it cannot."""
+@cache
+def _of_every_optimizer() -> frozenset[str]:
+    """The attributes that torch gives an optimizer; ``step`` is replaced in it by schedulers of the learning rate."""
+
+    class Bare(Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Does nothing."""
+
+    return frozenset(vars(Bare([nn.Parameter(torch.zeros(1))], {}))) | {"step"}
+
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a copy of it has nothing in common with it."""
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))
+    if type(value) in (dict, defaultdict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    return isinstance(value, _PLAIN)
+
+
+def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: held for name, held in vars(optimizer).items() if name not in _of_every_optimizer()}
+
+
+def _has_other_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _why_not_copied(optimizer: Optimizer) -> str:
+    """Why no copy of the optimizer may make a step: it would write to what the program's own one holds, or call other ranks. Empty where it may.
+
+    torch's own optimizers keep everything in the state of parameters, of which a copy gets a copy.
+    """
+    if type(optimizer).__module__.startswith(_ELEMENTWISE):
+        return ""
+    if _has_other_ranks():
+        return "its step may call collectives, so that no copy of it makes a step beside it"
+    groups = [optimizer.defaults, *optimizer.param_groups]
+    held_by_groups = [(key, held) for group in groups for key, held in group.items() if key != "params"]
+    everything = [*_own_attributes(optimizer).items(), *held_by_groups]
+    shared = [name for name, held in everything if not _is_plain(held)]
+    if not shared:
+        return ""
+    return f"it holds more than numbers ({shared[0]}), which a copy of it that makes a step would write to"
+
+
+def _left(optimizer: Optimizer, sample: _Sample) -> dict[Any, Any]:
+    """By which it is seen later whether anybody but a step has changed the optimizer's state of the parameter."""
+    state = optimizer.state.get(sample.parameter, {})
+    return {key: (ref(one), version_of(one)) if isinstance(one, Tensor) else one for key, one in state.items()}
+
+
+def _followed_state(
+    optimizer: Optimizer, sample: _Sample, followed: dict[str, tuple[dict[str, Any], dict[Any, Any]]], number: int
+) -> dict[str, Any] | None:
+    """The state that the copy's own steps so far have left; empty where the optimizer begins, None where its state is not what its steps have left."""
+    state = optimizer.state.get(sample.parameter, {})
+    if not state and (number == 1 or sample.name in followed):
+        return {}  # also where a program has reset it between two steps
+    if sample.name not in followed:
+        return None
+    copied, left = followed[sample.name]
+    return copied if state.keys() == left.keys() and all(_is_as_left(state[key], left[key]) for key in left) else None
+
+
+def _is_as_left(value: Any, left: Any) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(left, tuple) and left[0]() is value and left[1] == version_of(value)
+    return _is_plain(value) and bool(value == left)
+
+
+def _step_in_float32(optimizer: Optimizer, samples: list[_Sample]) -> str:
+    """Lets a copy of the optimizer, with a float32 copy of its state, step on the copies; why it could not, or empty."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
+    groups = [{key: held for key, held in group.items() if key != "params"} for group in optimizer.param_groups]
+    if not type(optimizer).__module__.startswith(_ELEMENTWISE):
+        own = {**_own_attributes(optimizer), "defaults": optimizer.defaults}
+        own, groups = deepcopy((own, groups))  # together, as the groups hold what the defaults do
+        twin.__dict__.update(own)
     copies = {id(sample.parameter): sample for sample in samples}
     twin.param_groups = [
-        {**group, "params": [copies[id(p)].copy for p in group["params"] if id(p) in copies]}
-        for group in optimizer.param_groups
+        {**group, "params": [copies[id(p)].copy for p in of["params"] if id(p) in copies]}
+        for group, of in zip(groups, optimizer.param_groups, strict=True)
     ]
     twin.state = defaultdict(dict)
     for sample in samples:
-        state = _state_in_float32(optimizer.state.get(sample.parameter, {}), sample)
+        begun = optimizer.state.get(sample.parameter, {})
+        if begun and not sample.state:
+            sample.state = None  # begun before it was followed
+        state = sample.state if sample.state else _state_in_float32(begun, sample)
         if state is None:
-            return False
+            return "its state is not that of single elements, or cannot be read"
         if state:
             twin.state[sample.copy] = state
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     # An optimizer may want a closure, say: then nothing is claimed about it.
     with contained() as trial, torch.random.fork_rng(devices=devices, enabled=not _by_element(optimizer)):
         inspect.unwrap(type(optimizer).step)(twin)
-    return trial.error is None
+    for sample in samples:
+        sample.state = twin.state.get(sample.copy) if sample.state is not None else None
+    return "" if trial.error is None else f"no copy of it can make a step by itself ({type(trial.error).__name__})"
+
+
+def _wider_copy(optimizer: Optimizer, sample: _Sample) -> str:
+    """Name of what the optimizer's state holds of a parameter that the parameter was rounded from; empty where there is no such thing."""
+    state = optimizer.state.get(sample.parameter, {}).items()
+    wide = [(key, value) for key, value in state if isinstance(value, Tensor) and value.dtype not in HALF]
+    same = [(key, value) for key, value in wide if value.shape == sample.parameter.shape and measurable(value)]
+    now = sample.now()
+    if not same or not now.any():
+        return ""
+    rounded = (str(key) for key, value in same if torch.equal(_strided(value, sample.stride).to(now.dtype), now))
+    return next(rounded, "")
 
 
 def _state_in_float32(state: dict[str, Any], sample: _Sample) -> dict[str, Any] | None:
@@ -324,15 +542,48 @@ def _state_in_float32(state: dict[str, Any], sample: _Sample) -> dict[str, Any] 
     return copied
 
 
-def _counts(sample: _Sample) -> Tensor:
-    """Elements that move in float32, those of them that did not move, largest finite weight and update, elements with a finite update."""
+def _total_of(sample: _Sample, totals: dict[str, _Total]) -> _Total:
+    """What is known of the parameter; begun anew where other elements of it are compared than before."""
+    known = totals.get(sample.name)
+    if known is None or known.first.shape != sample.before.shape:
+        known = totals[sample.name] = _Total(
+            dtype=dtype_name(sample.parameter),
+            elements=sample.before.numel(),
+            weights=sample.parameter.numel(),
+            first=sample.before,
+            moves=torch.zeros_like(sample.before, dtype=torch.bool),
+        )
+    return known
+
+
+def _counts(sample: _Sample, total: _Total) -> Tensor:
+    """Elements that move in float32, those of them that did not move, largest finite weight and update, elements with a finite update.
+
+    Then finite elements that have moved in float32 in any step so far, and those of them that are what they were before the first one.
+    """
     before = sample.before.float()
     update = sample.copy.detach() - before
     wanted = update.ne(0) & update.isfinite()
     lost = wanted & sample.now().eq(sample.before)
     largest = torch.where(wanted, update.abs(), 0.0).max()
     weight = torch.where(before.isfinite(), before.abs(), 0.0).max()
-    numbers = (wanted.sum(), lost.sum(), weight, largest, update.isfinite().sum())
+    total.moves |= wanted
+    now = sample.now()
+    asked = total.moves & now.isfinite()  # NaN is another failure than weights that stand still
+    still = asked & now.eq(total.first)
+    numbers = (wanted.sum(), lost.sum(), weight, largest, update.isfinite().sum(), asked.sum(), still.sum())
     return torch.stack(
         [number.double().cpu() if number.device.type == "cpu" else number.double() for number in numbers]
     )
+
+
+def _too_far(sample: _Sample) -> Tensor:
+    """Elements that moved much further than in float32; the largest of these changes, and the largest of theirs in float32."""
+    before = sample.before.float()
+    update = (sample.copy.detach() - before).abs()
+    moved = (sample.now().float() - before).abs()
+    rounding = torch.finfo(sample.before.dtype).eps * before.abs() + torch.finfo(sample.before.dtype).tiny
+    too_far = moved > TOO_FAR * update + 2 * rounding
+    too_far &= bool(moved.isfinite().all())  # what is not finite is a finding of its own
+    numbers = (too_far.sum(), torch.where(too_far, moved, 0.0).max(), torch.where(too_far, update, 0.0).max())
+    return torch.stack([number.double() for number in numbers])

@@ -49,7 +49,7 @@ OPERAND_DTYPE_MISMATCH = FindingSpec(
     references=("https://github.com/unslothai/unsloth/issues/4970",),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Give all operands of `{op}` in {module} one dtype: cast the {dtype} one to {other}.",
-    edits=("make-in-dtype", "cast-where-set", "cast-operand"),
+    edits=("make-in-dtype", "cast-where-set", "cast-operand", "autocast-around"),
 )
 AUTOCAST_BYPASS = FindingSpec(
     id="autocast-bypass",
@@ -78,7 +78,7 @@ AUTOCAST_CONTRADICTS_MODEL = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     needs="autocast-off",
     do_this="Give the autocast region the dtype of the model's weights ({other}).",
-    edits=("region-in-dtype-of-model",),
+    edits=("region-in-dtype-of-model", "set-float32"),
 )
 QUANT_STATE_DTYPE = FindingSpec(
     id="quant-state-dtype",
@@ -109,6 +109,8 @@ PACKED_WEIGHT_USED_AS_DENSE = FindingSpec(
         "https://github.com/huggingface/peft/issues/156",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/963",
     ),
+    do_this="Call the quantized layer, `layer(x)`, in the place of computing with its weight, or leave that layer unpacked.",
+    edits=("plain-linear-only", "dequantized-weights"),
 )
 NORM_PROMOTES_TO_FLOAT32 = FindingSpec(
     id="norm-promotes-to-float32",
@@ -129,10 +131,7 @@ BUFFER_PROMOTES_TO_FLOAT32 = FindingSpec(
     references=("https://github.com/NVIDIA-NeMo/Automodel/pull/2419",),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Cast the buffer to the dtype of the activations ({other}), where it is registered or where it is used.",
-    edits=(
-        "cast-where-set",
-        "cast-operand",
-    ),
+    edits=("cast-where-set", "cast-operand"),
 )
 ADAPTER_DTYPE_MISMATCH = FindingSpec(
     id="adapter-dtype-mismatch",
@@ -141,10 +140,7 @@ ADAPTER_DTYPE_MISMATCH = FindingSpec(
     references=("https://github.com/huggingface/peft/issues/1872", "https://github.com/huggingface/peft/issues/1515"),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Give the adapter {module} the dtype of the activations ({other}), or cast its input to {dtype} and its output back.",
-    edits=(
-        "cast-where-set",
-        "cast-operand",
-    ),
+    edits=("autocast-around", "cast-where-set", "cast-operand"),
 )
 HEAD_DTYPE_MISMATCH = FindingSpec(
     id="head-dtype-mismatch",
@@ -153,10 +149,7 @@ HEAD_DTYPE_MISMATCH = FindingSpec(
     references=("https://github.com/huggingface/trl/issues/4634",),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Cast the input of {module} to the dtype of its weight, which keeps the logits in that dtype.",
-    edits=(
-        "cast-operand",
-        "cast-where-set",
-    ),
+    edits=("cast-operand", "cast-where-set", "autocast-around"),
 )
 ATTENTION_DTYPE_MISMATCH = FindingSpec(
     id="attention-dtype-mismatch",
@@ -168,10 +161,7 @@ ATTENTION_DTYPE_MISMATCH = FindingSpec(
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Cast query, key, value and mask of the attention in {module} to one dtype.",
-    edits=(
-        "cast-operand",
-        "cast-where-set",
-    ),
+    edits=("cast-operand", "cast-where-set", "autocast-around"),
 )
 KV_CACHE_DTYPE = FindingSpec(
     id="kv-cache-dtype",
@@ -183,7 +173,7 @@ KV_CACHE_DTYPE = FindingSpec(
     ),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Allocate the KV cache of {module} in the dtype that the layers compute in, or cast what is written to it.",
-    edits=("make-in-dtype", "half-to-bfloat16", "cast-operand"),
+    edits=("make-in-dtype", "cast-met-weights", "half-to-bfloat16", "cast-operand"),
 )
 MERGE_DTYPE_MISMATCH = FindingSpec(
     id="merge-dtype-mismatch",
@@ -204,7 +194,7 @@ MODEL_INPUT_DTYPE = FindingSpec(
     references=("https://github.com/kadirnar/whisper-plus/issues/58",),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Cast the input to the dtype of the model's weights ({other}) before the call.",
-    edits=("cast-operand",),
+    edits=("cast-operand", "autocast-around"),
 )
 CUSTOM_FUNCTION_AUTOCAST = FindingSpec(
     id="custom-function-autocast",
@@ -217,7 +207,7 @@ CUSTOM_FUNCTION_AUTOCAST = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     needs="autocast-off",
     do_this="Decorate the custom function's forward with `torch.amp.custom_fwd` and its backward with `torch.amp.custom_bwd`, both for the device that the tensors are on.",
-    edits=("region-on-device", "bfloat16-to-float32"),
+    edits=("region-on-device", "custom-function-decorators", "bfloat16-to-float32"),
 )
 RECOMPUTE_DTYPE_MISMATCH = FindingSpec(
     id="recompute-dtype-mismatch",
@@ -239,6 +229,8 @@ FSDP_MIXED_DTYPES = FindingSpec(
         "https://github.com/axolotl-ai-cloud/axolotl/issues/1494",
         "https://github.com/huggingface/accelerate/pull/3985",
     ),
+    do_this="Give the {dtype} modules of {module} a shard unit of their own, before {module} is sharded; or give all parameters of it one dtype.",
+    edits=("shard-apart",),
 )
 AUTOCAST_WRONG_DEVICE = FindingSpec(
     id="autocast-wrong-device",

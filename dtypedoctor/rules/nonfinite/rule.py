@@ -193,7 +193,7 @@ FULLY_MASKED_ROW = FindingSpec(
     ),
     nonfinite=True,
     do_this="Mask with the smallest finite number of the dtype and not with -inf, so that a row without any key stays finite.",
-    edits=("finite-mask",),
+    edits=("finite-mask", "smaller-masks"),
 )
 BACKWARD_OVERFLOW = FindingSpec(
     id="backward-overflow",
@@ -226,6 +226,8 @@ NONFINITE_INPUT = FindingSpec(
     family=NON_FINITE,
     references=("https://github.com/huggingface/diffusers/issues/7563",),
     nonfinite=True,
+    do_this="Find where the data gets its NaN or inf, and mend or leave out such a batch: no dtype of the model can help.",
+    edits=("skip-batch",),
 )
 OPTIMIZER_EPSILON_UNDERFLOW = FindingSpec(
     id="optimizer-epsilon-underflow",
@@ -234,7 +236,7 @@ OPTIMIZER_EPSILON_UNDERFLOW = FindingSpec(
     references=("https://github.com/NVIDIA/apex/issues/240", "https://github.com/google-deepmind/optax/issues/1754"),
     remedies=("bfloat16",),
     nonfinite=True,
-    do_this="Keep the parameters that the optimizer steps in float32, or use bfloat16: `eps` rounds to 0 in float16.",
+    do_this="Keep the parameters that the optimizer steps in float32, or use bfloat16: `eps` and small second moments round to 0 in float16.",
     edits=("half-to-bfloat16",),
 )
 ROUNDS_OUT_OF_DOMAIN = FindingSpec(
@@ -275,7 +277,7 @@ DOMAIN_ERROR = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
     nonfinite=True,
-    do_this="Keep the argument inside of the function's domain; float32 has the same failure.",
+    do_this="Keep the argument inside of the function's domain.",
     edits=("keep-in-domain",),
 )
 COMPILE_ONLY_NONFINITE = FindingSpec(

@@ -47,14 +47,15 @@ def _operator(origin: Origin) -> str:
 def _proof_of_domain(origin: Origin) -> str | None:
     """What shows that float32 has it too: the op on its own operands and on those of the float32 program.
 
-    In a program without half precision these are the same.
+    In a program without half precision these are the same. A float32 program that begins with what half precision has rounded
+    before the op trace shows nothing: a 0 among it may have been another number.
     """
     op, replay, program = origin.op, origin.replay, origin.program
     if replay is None or replay.note:
         return None
     if program is not None and not program.note:
         in_float32 = f"{op.op} on the operands of the same program in float32 is not finite either"
-        return None if program.finite else in_float32
+        return None if program.finite or _begins_rounded(origin) else in_float32
     if _saw_half_precision(origin):
         return None
     return f"{op.op} run again on the same operands in {replay.how} has no finite float32 result either"
@@ -64,6 +65,21 @@ def _saw_half_precision(origin: Origin) -> bool:
     """Whether any op up to this one used or made a tensor in half precision."""
     until = (op for op in origin.graph.ops if op.n <= origin.op.n)
     return any(tensor.dtype in HALF for op in until for tensor in (*op.inputs, *op.outputs))
+
+
+def _begins_rounded(origin: Origin) -> bool:
+    """Whether the op's operands go back to half-precision values, other than weights, that no recorded op has made."""
+    behind, seen = [origin.op], {origin.op.n}
+    while behind:
+        op = behind.pop()
+        for operand in op.inputs:
+            maker = origin.graph.producer(operand)
+            if maker is None and operand.dtype in HALF and operand.origin != "parameter":
+                return True
+            if maker is not None and maker.n not in seen:
+                seen.add(maker.n)
+                behind.append(maker)
+    return False
 
 
 def _cause_of_domain(origin: Origin, *, proven: bool) -> str:

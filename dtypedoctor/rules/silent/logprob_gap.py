@@ -8,7 +8,7 @@ from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.trace.events import Flow, Metric, Observed
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.silent import DecodedTokens, FirstRatio, MovedTwin, Twins
+from dtypedoctor.trace.records.silent import DecodedTokens, FirstRatio, MovedTwin, RoundedLogprobs, Twins
 
 SPEC = FindingSpec(
     id="logprob-gap",
@@ -17,8 +17,8 @@ SPEC = FindingSpec(
     severity=Severity.WARNING,
     aliases=("train-inference-mismatch",),
     references=("https://github.com/huggingface/trl/pull/3867", "https://github.com/sail-sg/Precision-RL/issues/10"),
-    do_this="Compute both log-probabilities in one dtype, in and out of autocast alike.",
-    edits=("bfloat16-to-float32",),
+    do_this="Compute both log-probabilities in one dtype, in and out of autocast alike, and keep them in float32.",
+    edits=("uncast-line", "bfloat16-to-float32"),
 )
 
 GAP = 1e-3
@@ -33,17 +33,23 @@ RATIOS = ("sampling/importance_sampling_ratio/mean", "sampling/sampling_logp_dif
 
 
 def detect_gap(trace: Trace) -> Iterator[Finding]:
-    """Two ways of computing that disagree about the same tokens although the weights are the same."""
+    """Two ways of computing that disagree about the same tokens although the weights are the same; log-probabilities that are rounded in between."""
     twins = _of_two_models(trace)
     if twins is not None:
         yield twins
-        return
-    decoded = [_decoded(seen) for seen in trace.observed(DecodedTokens)]
-    if decoded:
-        yield from decoded[:1]
-        return
-    found = tuple(_ratio_off(trace))
-    yield from found or _reported(trace)
+    rounded = tuple(_of_rounded(trace, explained=twins is not None))
+    yield from rounded
+    decoded = [_decoded(seen) for seen in trace.observed(DecodedTokens)] if twins is None else []
+    yield from decoded[:1]
+    if twins is None and not rounded and not decoded:
+        yield from tuple(_ratio_off(trace)) or _reported(trace)
+
+
+def _of_rounded(trace: Trace, *, explained: bool) -> Iterator[Finding]:
+    """The worst rounding in between; ``explained`` is what a model computes in its own dtype, where that of another is the finding."""
+    seen = [seen for seen in trace.observed(RoundedLogprobs) if not (explained and seen.what.how == "computed")]
+    if seen:
+        yield _rounded(max(seen, key=lambda each: each.what.error))
 
 
 def _of_two_models(trace: Trace) -> Finding | None:
@@ -147,6 +153,51 @@ def _decoded(seen: Observed[DecodedTokens]) -> Finding:
         evidence=tuple(evidence),
     )
     return make_finding(statement, phase="generate", step=seen.step, dtype=what.dtype)
+
+
+_COMPARED = {"difference": "subtracts", "quotient": "divides the exponentials of"}
+
+
+def _rounded(seen: Observed[RoundedLogprobs]) -> Finding:
+    what = seen.what
+    whose = "both log-probabilities" if len(what.sides) > 1 else f"the {what.sides[0]} log-probabilities"
+    done = {
+        "cast": f"{whose} are cast to {what.dtype} at {what.rounded_at}",
+        "computed": f"{whose} are computed in {what.dtype} at {what.rounded_at}",
+    }.get(what.how, f"{whose} were rounded to {what.dtype}")
+    moves = "moves" if what.measured else "can move"
+    statement = Statement(
+        id="logprob-gap",
+        severity=Severity.WARNING if what.error > GAP else Severity.INFO,
+        confidence=Confidence.LIKELY,
+        proven_by=f"with the values before the rounding, the differences move by up to {what.error:.2g}" if what.measured else None,
+        summary=f"{done[:1].upper()}{done[1:]}, and {what.used_at or 'the loss'} compares them: that {moves} their difference by up to {what.error:.2g}.",
+        cause=(
+            f"{what.dtype} keeps few digits of a log-probability. The ratio exp(new - old), its clipping, the KL divergence and the rewards contain the rounding error, in "
+            "every step, although every value is finite."
+        ),
+        evidence=tuple(_evidence_of_rounding(what)),
+    )  # fmt: skip
+    source = what.rounded_at or what.used_at
+    return make_finding(statement, phase=seen.phase, step=seen.step, dtype=what.dtype, source=source)
+
+
+def _evidence_of_rounding(what: RoundedLogprobs) -> Iterator[str]:
+    yield (
+        f"{what.used_at or 'The loss'} {_COMPARED[what.use]} {what.elements:,} log-probabilities of the same tokens: magnitudes up to {what.largest:.3g}, "
+        f"differences up to {what.largest_gap:.3g}."
+    )
+    if what.measured:
+        yield f"Computed again with the values before the rounding, the differences move by up to {what.error:.2g}, by {what.mean_error:.2g} on average."
+    else:
+        yield f"The values before were not seen: {what.dtype} rounds log-probabilities of this magnitude by up to {what.error:.2g}, half a step each."
+    if what.how == "given":
+        seen = (
+            f"Log-probabilities are cast to it at {what.rounded_at}."
+            if what.rounded_at
+            else "Where they were rounded was not seen."
+        )
+        yield f"Each value is exact in {what.dtype}: they come from a file, a dataset, a buffer or a module. {seen}"
 
 
 def _narrow(what: Twins) -> str:

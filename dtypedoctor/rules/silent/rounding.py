@@ -18,6 +18,8 @@ FLOAT_TO_INT_CAST = FindingSpec(
     title="Activations were cast to an integer dtype",
     family=SILENT,
     references=("https://github.com/unslothai/unsloth-zoo/pull/482",),
+    do_this="Cast activations to the dtype that is computed in, never to that of an index or of a packed weight ({dtype}).",
+    edits=("without-integer-cast",),
 )
 
 

@@ -31,7 +31,7 @@ SPEC = FindingSpec(
     ablations=("autocast-off", *OF_ANY_FINDING),
     fits_wider_dtype=True,
     do_this="Use bfloat16 in the place of float16, and remove what hides the overflow.",
-    edits=("half-to-bfloat16",),
+    edits=("half-to-bfloat16", "finite-fill"),
 )
 
 
@@ -50,16 +50,21 @@ def _rescue(seen: Observed[Absorbed]) -> Finding:
         severity=Severity.WARNING,
         proven_by=absorbed_proof(seen),
         summary=(
-            f"{what.op} in {short(seen.fqn)} replaces {what.rescued} elements that are not finite, in step {seen.step}."
+            f"An overflow is hidden in {short(seen.fqn)}: {what.op} replaces {_inf_or_nan(what.rescued)} with finite values in step "
+            f"{seen.step}, so nothing raises and the loss looks normal."
         ),
         cause=(
-            f"{born.op} at {born.source} overflows {born.dtype}, and {what.op} behind it puts other values in "
-            "place of what was lost. No error is raised; the affected tokens continue with replaced values, and the weights that "
-            "caused it get no gradient."
+            f"{born.op} at {born.source} overflows {born.dtype} and outputs inf. {what.op} at {what.source} then replaces inf and NaN "
+            "with finite values. The affected tokens continue with replaced values, and the weights that caused the overflow get no "
+            "gradient from them, so training cannot correct it."
         ),
         evidence=tuple(absorbed_evidence(seen)),
     )
     return make_finding_of(seen, statement, dtype=born.dtype, op=what.op, source=what.source)
+
+
+def _inf_or_nan(count: int) -> str:
+    return "1 inf or NaN element" if count == 1 else f"{count:,} inf or NaN elements"
 
 
 def _rescued_by_corrections(trace: Trace) -> Iterator[Finding]:

@@ -8,9 +8,19 @@ from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, Finding, FindingS
 from dtypedoctor.diagnosis.wording import listed, module_of, percent, short_parameter
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules import Statement, make_finding_of
+from dtypedoctor.rules.nonfinite.rule import OPTIMIZER_EPSILON_UNDERFLOW
 from dtypedoctor.trace.events import Observed, ScalerState
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward, ScaledGradient, StalledParameter, Updates
+from dtypedoctor.trace.records.silent import (
+    GradientZeros,
+    LostWrites,
+    Overshoots,
+    OvershotParameter,
+    ScaledBackward,
+    ScaledGradient,
+    StalledParameter,
+    Updates,
+)
 
 GRADIENT_UNDERFLOW = FindingSpec(
     id="gradient-underflow",
@@ -84,7 +94,12 @@ UPDATE_STALL = FindingSpec(
         "https://github.com/huggingface/trl/issues/7268",
         "https://github.com/meta-pytorch/torchtune/issues/2254",
     ),
-    do_this="Keep the trained parameters in float32. To go on computing in bfloat16, wrap the forward pass: `with torch.autocast({device!r}, dtype=torch.bfloat16):`",
+    do_this="Keep the trained parameters, and averages of them, in float32{cost}. To go on computing in bfloat16, wrap the forward pass: `with torch.autocast({device!r}, dtype=torch.bfloat16):`",
+    partly_frozen=(
+        "Keep only what trains in float32{cost}; frozen weights stay as they are. {before_optimizer} add the line below, and wrap the "
+        + "forward pass: `with torch.autocast({device!r}, dtype=torch.bfloat16):`",
+        "for p in {model}.parameters(): p.data = p.data.float() if p.requires_grad else p.data",
+    ),
     edits=("set-float32", "bfloat16-to-float32"),
 )
 
@@ -151,8 +166,23 @@ def _gradients_and_noise(trace: Trace, name: str) -> tuple[dict[int, float], dic
     return gradients, noise
 
 
-def _counted(parameters: int) -> str:
-    return "1 parameter is" if parameters == 1 else f"{parameters:,} parameters are"
+def _parameters(count: int) -> str:
+    return "1 parameter" if count == 1 else f"{count:,} parameters"
+
+
+def _what_stands_still(what: Updates, stalled: dict[str, StalledParameter], dtype: str) -> str:
+    """How many weights are what they were before training, which nobody sees who only watches the loss; of older traces, how many updates are lost."""
+    names = listed(list(stalled))
+    lost, wanted = sum(one.lost for one in stalled.values()), sum(one.wanted for one in stalled.values())
+    share = f"{100 * lost / wanted:.0f}%"
+    asked, still = sum(one.asked for one in stalled.values()), sum(one.still for one in stalled.values())
+    if asked and what.checks > 1:
+        return (
+            f"{percent(still / asked)} of the weights in {_parameters(len(stalled))} ({names}) are unchanged after {what.checks} optimizer steps: "
+            f"{dtype} rounds {share} of their updates away."
+        )
+    verb, whose = ("is", "its") if len(stalled) == 1 else ("are", "their")
+    return f"{_parameters(len(stalled))} {verb} not training: {dtype} rounds away {share} of {whose} updates ({names})."
 
 
 def _measured_of(what: Updates) -> Iterator[str]:
@@ -161,19 +191,22 @@ def _measured_of(what: Updates) -> Iterator[str]:
         yield f"Measured only where values and gradients are finite: {what.finite} of {what.compared} parameters."
 
 
+def _when_compared(last: int) -> str:
+    """Which steps were checked: the first four, then each power of two."""
+    if last <= 4:
+        return "in step 1" if last == 1 else f"in steps 1 to {last}"
+    return f"in steps 1 to 4 and each power of two up to {last}"
+
+
 def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Finding:
     what = seen.what
     name, worst = next(iter(stalled.items()))
     epsilon = DTYPES[worst.dtype].epsilon
-    lost, wanted = (sum(counts) for counts in zip(*((it.lost, it.wanted) for it in stalled.values()), strict=True))
     statement = Statement(
         id="update-stall",
         severity=Severity.WARNING,
         proven_by=f"the same {what.optimizer} steps on a float32 copy of the parameter move it",
-        summary=(
-            f"{_counted(len(stalled))} not training: {worst.dtype} rounds away {100 * lost / wanted:.0f}% of "
-            f"{'its' if len(stalled) == 1 else 'their'} updates ({listed([short_parameter(one) for one in stalled])})."
-        ),
+        summary=_what_stands_still(what, stalled, worst.dtype),
         cause=(
             f"Near 1 the spacing of {worst.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
             "of the spacing is rounded away, each time, without adding up."
@@ -186,7 +219,7 @@ def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Fin
             ),
             (
                 f"The same {what.optimizer} (learning rate {what.lr:g}) took the same steps on float32 copies, compared "
-                f"in the first {what.checks} step(s)."
+                f"{_when_compared(what.checks)}."
             ),
             *_measured_of(what),
             (
@@ -199,8 +232,76 @@ def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Fin
     return replace(found, fqn=module_of(name), phase="optimizer", step=what.first_step)
 
 
+def detect_lost_writes(trace: Trace) -> Iterator[Finding]:
+    """Lines outside of optimizers that update tensors in place and leave them as they are: a step by hand, a moving average."""
+    seen = trace.observed(LostWrites)
+    first, last = {one.what.source: one for one in reversed(seen)}, {one.what.source: one for one in seen}
+    for source, when in first.items():
+        what = last[source].what
+        if not what.tensors:
+            continue  # they have moved in the end
+        yield make_finding_of(when, _lost_writes(what), dtype=what.dtype, source=source or None)
+
+
+def _lost_writes(what: LostWrites) -> Statement:
+    epsilon = DTYPES[what.dtype].epsilon
+    tensors = "1 tensor" if what.tensors == 1 else f"{what.tensors:,} tensors"
+    return Statement(
+        id="update-stall",
+        severity=Severity.WARNING,
+        summary=f"{what.source or 'A line outside of modules'} updates {tensors} in place, and {what.dtype} rounds {percent(what.lost / what.wanted)} of that away.",
+        cause=(
+            f"Near 1 the spacing of {what.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
+            "of the spacing is rounded away, each time, without adding up, unless the script keeps what is lost and adds it later (Kahan summation). This holds "
+            "for parameters that the script steps by itself as for a moving average of them."
+        ),
+        evidence=(
+            (
+                f"{what.tensors} of {what.compared} {what.dtype} tensors that this line updates stay as they are (magnitudes up to {what.absmax:.3g}); the largest "
+                f"change in float32 is {what.change:.3g}."
+            ),
+            "The same operators on float32 copies of their operands change them.",
+            f"Compared in {what.checks} updates: of {what.wanted:,} elements that float32 moves {what.lost:,} did not move.",
+        ),
+    )
+
+
+def detect_overshoot(trace: Trace) -> Iterator[Finding]:
+    """Steps that move parameters many times as far as in float32: the second moment that they are divided by rounds to zero."""
+    for seen in trace.observed(Overshoots):
+        name, worst = next(iter(seen.what.parameters.items()))
+        found = make_finding_of(seen, _overshoot(seen.what, name, worst), dtype=worst.dtype)
+        yield replace(found, fqn=module_of(name), phase="optimizer")
+
+
+def _overshoot(what: Overshoots, name: str, worst: OvershotParameter) -> Statement:
+    smallest = DTYPES[worst.dtype].smallest
+    return Statement(
+        id="optimizer-epsilon-underflow",
+        proven_by=f"the same {what.optimizer} steps on a float32 copy, with its state in float32, move these elements at most {worst.update:.3g}",
+        summary=(
+            f"{what.optimizer} moves elements of {short_parameter(name)} by up to {worst.moved:.3g}, in float32 it moves them at most "
+            f"{worst.update:.3g}: what it divides by rounds to zero in {worst.dtype}."
+        ),
+        cause=(
+            f"The optimizer keeps its state in the parameters' dtype. The smallest positive {worst.dtype} is {smallest:.3g}: the second "
+            "moment, a mean of squared gradients, is rounded to zero, and what is divided by it becomes far too large. Everything stays finite."
+        ),
+        evidence=(
+            *(
+                f"{one} ({it.dtype}): {it.overshot} of {it.elements} compared elements move more than 16 times as far as in float32, up to {it.moved:.3g}."
+                for one, it in list(what.parameters.items())[:3]
+            ),
+            f"The same {what.optimizer} (learning rate {what.lr:g}) took the same steps on float32 copies from the first step on.",
+            f"Parameters moved too far: {len(what.parameters)} of {what.compared} compared ({listed(list(what.parameters))}).",
+        ),
+    )
+
+
 RULES = (
     Rule(name="gradient-underflow", specs=(GRADIENT_UNDERFLOW,), detect=detect_underflow),
     Rule(name="update-stall", specs=(UPDATE_STALL,), detect=detect_stall),
     Rule(name="partial-stall", specs=(UPDATE_STALL,), detect=detect_partial_stall),
+    Rule(name="lost-writes", specs=(UPDATE_STALL,), detect=detect_lost_writes),
+    Rule(name="step-overshoots", specs=(OPTIMIZER_EPSILON_UNDERFLOW,), detect=detect_overshoot),
 )

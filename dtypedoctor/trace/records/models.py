@@ -75,6 +75,7 @@ class ProcessGroup:
         name: torch's name for it.
         ranks: the global ranks in it.
         backend: e.g. ``nccl``.
+        rank: the global rank of this process; None in older traces.
     """
 
     KIND: ClassVar[str] = "process-group"
@@ -82,6 +83,34 @@ class ProcessGroup:
     name: str
     ranks: list[int]
     backend: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCall:
+    """A collective or message as this rank calls it; the observation's ``fqn`` is the module that it belongs to.
+
+    It is written where :class:`~dtypedoctor.trace.succession.Succession` expects another one: a training loop that repeats itself writes
+    nothing more (:func:`dtypedoctor.diagnosis.distributed.calls_of` has all of them from these and from the counts of the cursor's page).
+
+    Attributes:
+        channel: name of the process group; of messages with their ends, ``GROUP:FROM>TO``.
+        number: its place among those of the channel, from 0.
+        name: e.g. ``all_reduce``.
+        dtype: of what this rank sends, or where it sends nothing, receives.
+        shape, numel: of the first tensor, and of all together.
+        source: ``file.py:line`` of the program's own code that has called it; None where none was at work.
+    """
+
+    KIND: ClassVar[str] = "collective-call"
+
+    channel: str
+    number: int
+    name: str
+    dtype: str
+    shape: list[int]
+    numel: int
+    source: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

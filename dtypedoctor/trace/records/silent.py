@@ -237,6 +237,39 @@ class FirstRatio:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedLogprobs:
+    """Log-probabilities that a loss compares with others of the same tokens, and that went through half precision on the way.
+
+    Attributes:
+        dtype: in half precision.
+        sides: which of the two did, ``new`` (trained) and ``old``.
+        how: ``cast`` where the cast was seen, ``computed`` where they were computed so, ``given`` where they came like that.
+        rounded_at: the line of either.
+        used_at, use: where they are compared, by a ``difference`` or a ``quotient`` of probabilities.
+        elements: compared.
+        largest: magnitude of a log-probability.
+        largest_gap: of the two.
+        error, mean_error: what rounding has moved their difference by, largest and mean.
+        measured: whether that was measured against the values before; otherwise it is half a step of the dtype.
+    """
+
+    KIND: ClassVar[str] = "rounded-logprobs"
+
+    dtype: str
+    sides: list[str]
+    how: str
+    rounded_at: str | None
+    used_at: str | None
+    use: str
+    elements: int
+    largest: float
+    largest_gap: float
+    error: float
+    mean_error: float
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FloatToInt:
     """A lossy cast of activations to integers that are used as numbers and never as indices.
 
@@ -377,6 +410,8 @@ class StalledParameter:
         absmax: largest finite weight of the elements that were compared.
         update: largest float32 update of these.
         elements: compared in a step; None in older traces.
+        asked: weights of it that move in float32 in a checked step; those that were not compared are counted in proportion. 0 in older traces.
+        still: those of them that are, after the last checked step, bitwise what they were before the first one.
     """
 
     wanted: int
@@ -385,6 +420,75 @@ class StalledParameter:
     absmax: float
     update: float
     elements: int | None = None
+    asked: int = 0
+    still: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostWrites:
+    """A line outside of modules and optimizers that updates half-precision tensors in place and leaves them as they are.
+
+    Attributes:
+        source: the line.
+        dtype: of the tensors.
+        tensors: how many lose nearly all of it; 0 withdraws what was written of the line before.
+        compared: how many were checked as often.
+        checks: writes of one of them that were checked.
+        wanted: elements that the same operator moves in float32, over all checks.
+        lost: those of them that did not move.
+        absmax: largest magnitude of a tensor that stands still.
+        change: largest change of it in float32.
+    """
+
+    KIND: ClassVar[str] = "lost-writes"
+
+    source: str
+    dtype: str
+    tensors: int
+    compared: int
+    checks: int
+    wanted: int
+    lost: int
+    absmax: float
+    change: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OvershotParameter:
+    """A parameter that an optimizer step moves much further than the same step moves a float32 copy.
+
+    Attributes:
+        elements: compared in this step.
+        overshot: those of them that moved too far.
+        dtype: of the parameter.
+        moved: largest finite change of an element that moved too far.
+        update: largest change of these in float32.
+    """
+
+    elements: int
+    overshot: int
+    dtype: str
+    moved: float
+    update: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overshoots:
+    """An optimizer's step that moves parameters much further than the same step moves float32 copies of them.
+
+    Attributes:
+        optimizer: its class.
+        lr: its learning rate.
+        compared: parameters that were compared in this step.
+        parameters: the worst of those that overshoot, by name.
+    """
+
+    KIND: ClassVar[str] = "overshoots"
+
+    optimizer: str
+    lr: float
+    compared: int
+    parameters: Mapping[str, OvershotParameter]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,7 +498,7 @@ class Updates:
     Attributes:
         optimizer: its class.
         lr: its learning rate.
-        checks: steps checked so far.
+        checks: number of the last step that was checked.
         first_step: the first of them.
         wanted, lost: sums over all parameters.
         parameters: the worst of those that have lost at least half, by name.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from dtypedoctor.errors import UsageError
+from dtypedoctor.errors import NodeLostError, UsageError
 from dtypedoctor.foreign_files import parse_json, read_file, read_head
 from dtypedoctor.redaction.redact import public_text
 from dtypedoctor.runner.directories import clear
@@ -153,6 +153,8 @@ def _reopened(place: Path) -> Run | UsageError | None:
 def _collected(started: Started) -> Run | UsageError:
     try:
         return started.collect()
+    except NodeLostError:  # nothing is known of the request, and the next one would fare no better
+        raise
     except UsageError as error:
         return error
 

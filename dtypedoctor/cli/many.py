@@ -1,0 +1,333 @@
+"""Several scenarios in one directory: one after the other here, or as jobs of an executor; the journal, by which an interrupted one goes on."""
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, field, replace
+from io import BytesIO
+from pathlib import Path
+from zipfile import BadZipFile, ZipFile
+
+from pydantic import TypeAdapter, ValidationError
+
+from dtypedoctor.cli.bisecting import sigterm_as_ctrl_c
+from dtypedoctor.cli.live import Counted, LiveView
+from dtypedoctor.cli.output import kept
+from dtypedoctor.cli.pace import Pace
+from dtypedoctor.cli.reported import exit_code
+from dtypedoctor.cli.running import matrix_exit, treat_scenario
+from dtypedoctor.cli.scenario_files import allow_directory
+from dtypedoctor.errors import DoctorError, UsageError
+from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.redaction.redact import redact, without_process_secrets
+from dtypedoctor.report.build import REPORT_JSON
+from dtypedoctor.report.files import MATRIX_JSON, read_report
+from dtypedoctor.report.matrix import (
+    MatrixRow,
+    in_one_line,
+    not_run_report,
+    not_run_row,
+    read_matrix_json,
+    refused_report,
+    refused_row,
+    render_matrix_json,
+    row_of,
+)
+from dtypedoctor.report.model import Report
+from dtypedoctor.runner.directories import clear, new_directory, remove_unmeasured
+from dtypedoctor.runner.job import ASKED, HERE, OUT, PYTHON, Ended
+from dtypedoctor.runner.machines import Job, SubmittedJob, Where, machines, unpack
+from dtypedoctor.runner.sending import Sent, packed
+from dtypedoctor.scenario.model import Scenario
+from dtypedoctor.trials.plan import Plan
+from dtypedoctor.values import dataclass
+
+JOURNAL = "scenarios.jsonl"
+"""What was asked for and the rows of the scenarios that are finished, in the directory of all."""
+SCHEMA = 1
+_RUNS = 12
+"""Runs that a scenario takes at most, as far as the time limit of its job goes."""
+_POLL_SECONDS = 0.2
+
+Done = tuple[MatrixRow, Report]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Scenarios to treat in one directory.
+
+    Attributes:
+        directory: holds a folder for each.
+        remedies: whether fixes are tried.
+        wheels: folder of unpacked releases.
+        resident: as in :class:`dtypedoctor.runner.launch.WarmServer`.
+        resumed: whether the directory is that of an earlier command.
+        finished: rows from before an interruption, by scenario.
+    """
+
+    directory: Path
+    scenarios: tuple[Scenario, ...]
+    remedies: bool
+    wheels: Path | None
+    resident: bool | None
+    resumed: bool = False
+    finished: Mapping[str, MatrixRow] = field(default_factory=dict)
+
+
+def new_batch(out: Path | None, scenarios: Sequence[Scenario], *, remedies: bool, wheels: Path | None,
+              resident: bool | None) -> Batch:  # fmt: skip
+    """A batch in a new directory.
+
+    Raises:
+        UsageError: the directory cannot be made.
+    """
+    directory = new_directory(out, "scenarios")
+    batch = Batch(directory=directory, scenarios=tuple(scenarios), remedies=remedies, wheels=wheels, resident=resident)
+    asked = {
+        "schema": SCHEMA,
+        "scenarios": [one.model_dump(mode="json", exclude_defaults=True) for one in scenarios],
+        "remedies": remedies,
+        "wheels": str(wheels.resolve()) if wheels is not None else None,
+        "resident": resident,
+    }
+    _append(batch, asked)
+    return batch
+
+
+def resumed_batch(directory: Path, *, allow_code: bool) -> Batch:
+    """The batch whose directory this is.
+
+    Raises:
+        UsageError: there is none, it cannot be read, or it is from elsewhere and may not run code.
+    """
+    path = directory / JOURNAL
+    try:
+        first, *rest = read_file(path).split(b"\n")
+        asked = parse_json(first)
+        if asked["schema"] > SCHEMA:
+            raise UsageError(f"{path}: written by a newer version", "Update dtypedoctor to resume it.")
+        scenarios = {one.name: one for one in map(Scenario.model_validate, asked["scenarios"])}
+        if not scenarios:
+            raise ValueError("it names no scenarios")
+        rows = [row for row in _readable(rest) if row.scenario in scenarios]
+        batch = Batch(
+            directory=directory,
+            scenarios=tuple(scenarios.values()),
+            remedies=bool(asked["remedies"]),
+            wheels=Path(asked["wheels"]) if asked["wheels"] else None,
+            resident=asked["resident"],
+            resumed=True,
+            finished={row.scenario: row for row in rows if (directory / row.scenario / REPORT_JSON).is_file()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise UsageError(
+            f"{directory}: no scenarios to resume here",
+            "Pass --resume the directory of an interrupted `dtypedoctor run`.",
+        ) from error
+    allow_directory(directory, allowed=allow_code)
+    return batch
+
+
+def _readable(lines: Sequence[bytes]) -> Iterator[MatrixRow]:
+    """The rows of the journal; one that a full disk or a kill has torn is left out, so its scenario runs again."""
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            yield TypeAdapter(MatrixRow).validate_python(parse_json(line))
+
+
+def _append(batch: Batch, values: Mapping[str, object]) -> None:
+    line = json.dumps(values, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
+    with contextlib.suppress(OSError), (batch.directory / JOURNAL).open("ab+", buffering=0) as file:
+        if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+            line = b"\n" + line
+        file.write(line)
+
+
+def treat_all(batch: Batch, where: Where) -> tuple[list[MatrixRow], list[Report]]:
+    """Treats each scenario in a folder of its name, and leaves the matrix beside them.
+
+    A scenario that cannot be run at all is a row of the matrix like any other; the rest is run all the same. After Ctrl-C, those that
+    have not come to their end are rows too, and count neither as expected nor as unexpected.
+
+    Returns:
+        The rows, and the reports in the same order.
+
+    Raises:
+        UsageError: the executor cannot be used, or something must not be sent to it.
+    """
+    done = dict(_finished(batch))
+    waiting = [one for one in batch.scenarios if one.name not in done]
+    counted = _counted(batch, done)
+    here = not where.is_elsewhere and (where.jobs or 1) == 1
+    with LiveView(sys.stderr, every_run=False, scenarios=counted) as view:
+        view.say(counted.plan())
+        try:
+            with sigterm_as_ctrl_c():
+                for row, report in _one_by_one(batch, waiting, view) if here else _as_jobs(batch, waiting, where, view):
+                    done[row.scenario] = row, report
+                    counted.note(row.scenario, row.seconds)
+                    view.say(f"{counted.done}/{counted.total} {in_one_line(row)}")
+                    if row.report is not None:
+                        _append(batch, asdict(row))
+        except KeyboardInterrupt:
+            if here and not done and remove_unmeasured(batch.directory):
+                raise
+            view.say(f"Interrupted: {counted.done} of {counted.total} scenarios are finished.")
+    left = [one.name for one in waiting if one.name not in done]
+    done |= {name: (not_run_row(name), not_run_report(name)) for name in left}
+    rows, reports = map(list, zip(*(done[one.name] for one in batch.scenarios), strict=True))
+    _leave_matrix(batch.directory, rows)
+    if left or any(row.cause.startswith(LOST) for row in rows):
+        print(f"Resume with: dtypedoctor run --resume {shlex.quote(str(batch.directory))}", file=sys.stderr)
+    return rows, reports
+
+
+def _finished(batch: Batch) -> Iterator[tuple[str, Done]]:
+    """What is there from before an interruption, but for reports that cannot be read any more."""
+    for name, row in batch.finished.items():
+        path = batch.directory / name / REPORT_JSON
+        try:
+            yield name, (row, read_report(path))
+        except UsageError as error:
+            why = error.message.removeprefix(f"{path}: ")
+            print(f"dtypedoctor: {path}: {why}; {name} runs again", file=sys.stderr)
+
+
+LOST = "not run: "
+"""How the reason begins where a machine has not run a scenario to its end, so that running it again may help."""
+
+
+def _counted(batch: Batch, done: Mapping[str, Done]) -> Counted:
+    verb = "run" if batch.remedies else "diagnose"
+    counted = Counted({
+        one.name: Pace(batch.directory / one.name, verb, one, in_matrix=True).total for one in batch.scenarios
+    })  # fmt: skip
+    for name, (row, _) in done.items():
+        counted.note(name, row.seconds)
+    return counted
+
+
+def _leave_matrix(directory: Path, rows: Sequence[MatrixRow]) -> None:
+    try:
+        (directory / MATRIX_JSON).write_text(render_matrix_json(rows, exit_code=matrix_exit(rows)), encoding="utf-8")
+        print(f"Matrix: {directory / MATRIX_JSON}", file=sys.stderr)
+    except OSError as error:  # the disk is full, or the directory is gone: it can still be shown
+        print(f"dtypedoctor: cannot write the matrix to {directory}: {error.strerror}", file=sys.stderr)
+
+
+def _one_by_one(batch: Batch, waiting: Sequence[Scenario], view: LiveView) -> Iterator[Done]:
+    for scenario in waiting:
+        view.scenario(scenario.name)
+        clear(batch.directory / scenario.name)  # what an interruption has left there
+        try:
+            yield _treated(batch, scenario, view)
+        except DoctorError as refused:
+            yield _refused(scenario, refused, view)
+
+
+def _treated(batch: Batch, scenario: Scenario, view: LiveView) -> Done:
+    began = time.monotonic()
+    report = treat_scenario(
+        scenario,
+        new_directory(batch.directory / scenario.name, scenario.name),
+        Plan(remedies=batch.remedies),
+        view,
+        wheels=batch.wheels,
+        resident=batch.resident,
+    )
+    path, seconds = f"{scenario.name}/{REPORT_JSON}", round(time.monotonic() - began, 2)
+    return row_of(redact(report), exit_code=exit_code(report), seconds=seconds, path=path), report
+
+
+def _refused(scenario: Scenario, refused: DoctorError, view: LiveView) -> Done:
+    if refused.hint:
+        view.say(f"{scenario.name}: {refused.hint}")
+    row = refused_row(scenario.name, refused.message, exit_code=int(refused.exit_code))
+    return row, refused_report(scenario.name, refused.message)
+
+
+def _as_jobs(batch: Batch, waiting: Sequence[Scenario], where: Where, view: LiveView) -> Iterator[Done]:
+    """Each scenario as a job of its own, in the order in which they end."""
+    if not waiting:
+        return
+    sent = packed(waiting, where, batch.wheels)
+    if where.is_elsewhere:
+        view.say(sent.in_words())
+        sent.write(batch.directory)
+    longest = _RUNS * max(one.time_limit for one in waiting)
+    queue = list(reversed(waiting))
+    running: dict[str, tuple[Scenario, SubmittedJob]] = {}
+    with machines(where.fitting(waiting), batch.directory / "jobs", longest) as (executor, width):
+        while queue or running:
+            while queue and len(running) < width:
+                scenario = queue.pop()
+                running[scenario.name] = scenario, SubmittedJob(executor, _job(batch, scenario, sent), view.say)
+            view.scenario(*running)
+            for name, (scenario, job) in list(running.items()):
+                if job.wait(_POLL_SECONDS / len(running)):
+                    del running[name]
+                    try:
+                        yield _arrived(batch, scenario, job.ended())
+                    except DoctorError as refused:
+                        yield _refused(scenario, refused, view)
+
+
+def _job(batch: Batch, scenario: Scenario, sent: Sent) -> Job:
+    options = [] if batch.remedies else ["--no-remedies"]
+    if batch.resident is not None:
+        options.append("--resident-workers" if batch.resident else "--fresh-workers")
+    if batch.wheels is not None:
+        options += ["--wheels", _wheels_there(batch.wheels, sent)]
+    there = sent.there(scenario).model_dump(mode="json", exclude_defaults=True)
+    return Job(
+        name=scenario.name,
+        outlives=True,
+        common=sent.files,
+        own={f"{ASKED}/{scenario.name}.yaml": json.dumps(there).encode("ascii")},
+        command=[PYTHON, "-P", "-m", "dtypedoctor", "run", f"{HERE}{ASKED}", "--out", f"{HERE}{OUT}/run",
+                 "--allow-code", "--format", "json", *options],
+        environment=sent.environment,
+        limit=float(_RUNS * scenario.time_limit),
+        folder=None if sent.files else str(Path.cwd()),
+    )  # fmt: skip
+
+
+def _wheels_there(wheels: Path, sent: Sent) -> str:
+    """The folder of releases as the other machine has it."""
+    moved = [there for here, there in sent.moved.items() if Path(here).parent == wheels]
+    return str(Path(moved[0]).parent) if moved else str(wheels.resolve())
+
+
+def _arrived(batch: Batch, scenario: Scenario, ended: Ended) -> Done:
+    """The row and the report of a scenario that another process has treated; its files lie in the directory then.
+
+    Raises:
+        DoctorError: dtypedoctor itself has failed there.
+    """
+    place, below = batch.directory / scenario.name, f"run/{scenario.name}"
+    try:
+        with ZipFile(BytesIO(ended["files"])) as archive:
+            rows = read_matrix_json(archive.read(f"run/{MATRIX_JSON}").decode("utf-8"))
+        row = next(one for one in rows if one.scenario == scenario.name)
+    except (BadZipFile, KeyError, StopIteration, UnicodeDecodeError, UsageError) as error:
+        if ended["timed_out"]:
+            raise UsageError(f"not run: stopped after {ended['seconds']:.0f} s", "Raise its time_limit.") from error
+        last = ended["said"].strip().rpartition("\n")[2]
+        raise DoctorError(f"not run: dtypedoctor failed there: {last}", "Are its dependencies installed?") from error
+    if row.report is None:
+        return row, refused_report(scenario.name, row.cause)
+    clear(place)
+    try:
+        unpack(ended["files"], below, place)
+    except OSError as error:
+        raise UsageError(f"{place}: cannot be written ({error.strerror})", "Free some space.") from error
+    report = replace(
+        read_report(place),
+        command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
+        next_command=f"dtypedoctor report {shlex.quote(str(place))} --format md",
+    )
+    return row, kept(place, report)

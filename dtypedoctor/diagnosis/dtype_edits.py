@@ -1,0 +1,742 @@
+"""Edits that give operands, weights and regions another dtype: on the line that failed, on the line that set a dtype, or in a whole file."""
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.rule import Link
+from dtypedoctor.diagnosis.scene import (
+    Change,
+    Changes,
+    Scene,
+    Source,
+    cast,
+    floats,
+    function_around,
+    has_torch,
+    in_calls,
+    names_a_module,
+    other_method,
+    some,
+    with_keyword,
+)
+from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.trace.events import Op, ParameterNote, TensorNote
+
+
+def cast_operand(scene: Scene) -> Changes | None:
+    """Casts what the failing call gets, where the program itself makes that call."""
+    found, op = scene.failing_node(), scene.rejected
+    if found is None or op is None:
+        return None
+    source, node, inside_library = found
+    if inside_library or not has_torch(source):
+        return None
+    if isinstance(node, ast.Subscript):
+        return _stored_value(source, node)
+    if isinstance(node, ast.BinOp):
+        return _side(source, node, op, scene)
+    return _arguments(source, node, op, scene) if isinstance(node, ast.Call) else None
+
+
+def _arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
+    """What a call gets, cast."""
+    held = _held(op)
+    if _calls_module(scene) and held is not None and node.args:
+        return _module_input(source, node, op, scene, held)
+    if op.inplace and isinstance(node.func, ast.Attribute):
+        return _into_destination(source, node, node.func.attr, op)
+    out = [keyword.value for keyword in node.keywords if keyword.arg == "out"]
+    return _into_out(source, node, source.text(out[0])) if out else _odd_arguments(source, node, op, scene)
+
+
+def _into_out(source: Source, node: ast.Call, out: str) -> Changes:
+    """``function(a, b, out=c)``: the arguments in the dtype of ``c``."""
+    return source, [change for argument in _positional(node) for change in source.after(argument, f".to({out}.dtype)")]
+
+
+def _held(op: Op) -> str | None:
+    """The dtype of a parameter among the operands, or else of a buffer."""
+    for origin in ("parameter", "buffer"):
+        dtypes = floats(tensor for tensor in op.inputs if tensor.origin == origin)
+        if dtypes:
+            return dtypes[0]
+    return None
+
+
+def _module_input(source: Source, node: ast.Call, op: Op, scene: Scene, held: str) -> Changes:
+    """The input of a module, cast to the dtype that it holds; its output cast back where what follows needs that."""
+    argument = node.args[0]
+    if _outermost_call(scene) == (source, node):
+        argument = next(filter(None, (_argument_of(tensor, node, held) for tensor in op.inputs)), argument)
+    changes = source.after(argument, cast(held))
+    given = [dtype for dtype in floats(op.inputs) if dtype != held]
+    if given and held == scene.finding.dtype and scene.finding.id not in _KEEPS_DTYPE:
+        changes += source.after(node, cast(given[0]))  # what follows is in the dtype of the activations
+    return source, changes
+
+
+def _argument_of(tensor: TensorNote, node: ast.Call, held: str) -> ast.expr | None:
+    """The argument of the outermost call that an operand of another dtype is, as its name ``args.1`` says."""
+    number = (tensor.name or "").removeprefix("args.")
+    if tensor.dtype not in DTYPES or tensor.dtype == held or not number.isdigit() or int(number) >= len(node.args):
+        return None
+    return node.args[int(number)]
+
+
+_KEEPS_DTYPE = frozenset({"head-dtype-mismatch", "model-input-dtype"})
+"""Findings about the last layer, or the first: nothing follows that needs the dtype of the activations."""
+
+
+def _calls_module(scene: Scene) -> bool:
+    """Whether the program's innermost frame calls a module of torch's."""
+    raised, found = scene.raised, scene.failing_frame()
+    assert raised is not None
+    assert found is not None
+    frames = [frame.rpartition(" ")[2] for frame in raised.frames]
+    own = max((i for i, frame in enumerate(raised.frames) if frame.startswith(f"{found[0].path}:")), default=-1)
+    return frames[own + 1 : own + 2] == ["_wrapped_call_impl"]
+
+
+def _stored_value(source: Source, target: ast.Subscript) -> Changes | None:
+    """``x[rows] = value``: the value in the dtype of ``x``; so too where the same function writes to the same rows of something else."""
+    rows = ast.unparse(target.slice)
+    assignments = (node for node in ast.walk(function_around(source, target)) if isinstance(node, ast.Assign))
+    changes = []
+    for node in assignments:
+        written = node.targets[0]
+        if isinstance(written, ast.Subscript) and ast.unparse(written.slice) == rows:
+            changes += source.after(node.value, f".to({source.text(written.value)}.dtype)")
+    return (source, changes) if changes else None
+
+
+def _into_destination(source: Source, node: ast.Call, method: str, op: Op) -> Changes | None:
+    """``out.index_add_(0, rows, values)``: what is written, in the dtype of ``out``; so too where the same function does it to something else."""
+    count = len(floats(op.inputs[1:]))
+    changes: list[Change] = []
+    for call in ast.walk(function_around(source, node)):
+        if count and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == method:
+            into = f".to({source.text(call.func.value)}.dtype)"
+            changes += [change for arg in _positional(call)[-count:] for change in source.after(arg, into)]
+    return some(source, changes)
+
+
+def _side(source: Source, node: ast.BinOp, op: Op, scene: Scene) -> Changes | None:
+    """``left @ right``: the odd side in the dtype of the other."""
+    dtypes = [t.dtype for t in op.inputs if t.dtype in DTYPES]
+    if len(dtypes) != 2 or scene.finding.dtype not in dtypes:
+        return None
+    odd = dtypes.index(scene.finding.dtype)
+    return source, source.after((node.left, node.right)[odd], cast(dtypes[1 - odd]))
+
+
+def _odd_arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
+    """``function(a, b, c)``: the arguments of the odd dtype in that of the others."""
+    wanted = _wanted_dtype(op, scene)
+    if wanted is None:
+        return None
+    given = _given_operands(node, op)
+    if len(given) != len(op.inputs):  # which of them is which operand is not known
+        return None
+    odd = _operands_unlike(op, wanted)
+    changes = [change for i in odd for change in source.after(given[i], cast(wanted))]
+    most = scene.most_weights
+    if most in ("bfloat16", "float16") and scene.finding.dtype == most and op.autocast is None:
+        changes += source.after(node, cast(most))  # what follows is in the dtype of most weights
+    return source, changes
+
+
+def _given_operands(node: ast.Call, op: Op) -> list[ast.expr]:
+    """What a call gives that may be tensors, in the order of the operands of ``op``."""
+    named = [keyword.value for keyword in node.keywords if not isinstance(keyword.value, ast.Constant)]
+    given = [*_method_of(node), *_positional(node)]
+    if len(given) < len(op.inputs):
+        given += named
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    if called == "linear" and overload_free(op.op) == "addmm":  # addmm(bias, input, weight)
+        return [*given[-1:], *given[:-1]]
+    return given
+
+
+def _operands_unlike(op: Op, dtype: str) -> list[int]:
+    """Which floating-point operands have another dtype."""
+    return [i for i, tensor in enumerate(op.inputs) if tensor.dtype in DTYPES and tensor.dtype != dtype]
+
+
+def _wanted_dtype(op: Op, scene: Scene) -> str | None:
+    """The dtype of the parameter among the operands, unless that is the odd one; else the one that the odd operand meets."""
+    held = next((t.dtype for t in op.inputs if t.origin == "parameter" and t.dtype in DTYPES), None)
+    return held if held is not None and held != scene.finding.dtype else scene.other
+
+
+def _positional(node: ast.Call) -> list[ast.expr]:
+    """The positional arguments that may be tensors."""
+    return [argument for argument in node.args if not isinstance(argument, ast.Constant)]
+
+
+def _method_of(node: ast.Call) -> list[ast.expr]:
+    """What a method is called on; empty for a function."""
+    if isinstance(node.func, ast.Attribute) and not names_a_module(node.func.value):
+        return [node.func.value]
+    return []
+
+
+_FACTORIES = frozenset({"zeros", "ones", "empty", "full", "randn", "rand", "arange", "eye", "linspace"})
+
+
+def make_in_dtype(scene: Scene) -> Changes | None:
+    """Names the dtype where the odd tensor is made: ``torch.zeros(n)`` is float32 whatever it is used with."""
+    made = _factory_of(scene)
+    if made is None:
+        return None
+    source, call, wanted = made
+    calls = [node for node in ast.walk(function_around(source, call)) if isinstance(node, ast.Call)]
+    if any(source.text(node.func).endswith(".float") for node in calls):  # what is made is not all that is float32
+        return None
+    text = f"dtype=torch.{wanted}"
+    return source, [change for node in calls if _is_factory(node) for change in with_keyword(source, node, text)]
+
+
+def _factory_of(scene: Scene) -> tuple[Source, ast.expr, str] | None:
+    """The call that made one of the two operands, and the dtype of the other."""
+    for links, wanted in ((scene.finding.provenance, scene.other), (scene.finding.met, scene.finding.dtype)):
+        last = links[-1] if links else None
+        made = _factory_at(scene, last.source or "") if last is not None and last.op.startswith("factory") else None
+        if made is not None and wanted is not None:
+            return *made, wanted
+    return None
+
+
+def _factory_at(scene: Scene, place: str) -> tuple[Source, ast.expr] | None:
+    at = scene.line_at(place)
+    if at is None:
+        return None
+    source, line = at
+    return next(((source, node) for node in source.on_line(line) if _is_factory(node)), None)
+
+
+def _is_factory(node: ast.AST) -> bool:
+    """Whether a call makes a tensor and names no dtype."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    named = any(keyword.arg == "dtype" for keyword in node.keywords)
+    return node.func.attr in _FACTORIES and ast.unparse(node.func.value) == "torch" and not named
+
+
+def cast_where_set(scene: Scene) -> Changes | None:
+    """Casts the odd parameter or buffer to the dtype that it meets, on the line that gave it its own."""
+    return _set_to(scene, scene.other)
+
+
+def cast_met_weights(scene: Scene) -> Changes | None:
+    """Casts the weights that the odd operand meets, where they alone have another dtype than most weights have."""
+    names = [_name_in(link) for link in scene.finding.met[-1:]]
+    notes = [note for name in names for note in _alike(scene, name)]
+    if scene.finding.dtype != scene.most_weights:
+        return None
+    return _set_notes(scene, notes, scene.finding.dtype)
+
+
+def set_float32(scene: Scene) -> Changes | None:
+    """Makes the parameters of the finding float32, on the line that gave them their dtype; not where the program casts what they meet."""
+    notes = [note for note in _odd_notes(scene) if note.set_span and note.dtype != "float32"]
+    casts_others = any(_casts_others(source, notes) for source in scene.program_files())
+    return _set_to(scene, "float32") if not casts_others else None
+
+
+def _casts_others(source: Source, notes: Sequence[ParameterNote]) -> bool:
+    """Whether a file casts other tensors to the dtype of these parameters, outside of regions: float32 weights would refuse them."""
+    spans = {(_file_of(note), *note.set_span) for note in notes}
+    calls = list(source.every(ast.Call))
+    own = [call for call in calls if _span_of(source, call) in spans]
+    follow = _casts_in(source, [call for call in own if _assigned(source, call)])  # these change with the variable
+    dtypes = ({f"torch.{note.dtype}" for note in notes} | _casts_in(source, own)) - follow
+    others = _casts_in(source, [call for call in calls if call not in own])
+    return not dtypes.isdisjoint(others - {""}) and b"autocast(" not in source.data
+
+
+def _casts_in(source: Source, calls: Sequence[ast.Call]) -> set[str]:
+    """What calls cast to."""
+    return {_cast_to(source, call) for call in calls}
+
+
+def _cast_to(source: Source, call: ast.Call) -> str:
+    """``torch.bfloat16`` for ``x.to(torch.bfloat16)`` and ``x.bfloat16()``; empty for a call that casts nothing."""
+    if _method(call) == "to" and call.args:
+        return source.text(call.args[0])
+    return _DTYPE_OF.get(_method(call), "") if not call.args else ""
+
+
+_DTYPE_OF = {"half": "torch.float16", "bfloat16": "torch.bfloat16"}
+
+
+def _span_of(source: Source, node: ast.expr) -> tuple[str | int | None, ...]:
+    return (str(source.path), node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+
+
+def _method(call: ast.Call) -> str:
+    """The name of the method that is called; empty for a function."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _set_to(scene: Scene, dtype: str | None) -> Changes | None:
+    return _set_notes(scene, list(_odd_notes(scene)), dtype)
+
+
+def _set_notes(scene: Scene, parameters: Sequence[ParameterNote], dtype: str | None) -> Changes | None:
+    """Gives parameters a dtype, on the lines that gave them theirs."""
+    notes = [note for note in parameters if note.set_span and note.dtype != dtype]
+    source = scene.source(_file_of(notes[0])) if notes else None
+    if source is None or dtype is None:
+        return None
+    changes = _recasts(source, notes, dtype)
+    return (source, changes) if changes and has_torch(source) else None
+
+
+def _recasts(source: Source, notes: Sequence[ParameterNote], dtype: str) -> list[Change]:
+    """The changes of the lines of one file that gave parameters their dtype."""
+    here = [source.spanned(note.set_span) for note in notes if _file_of(note) == _file_of(notes[0])]
+    return [change for node in here for change in _recast(source, node, dtype)]
+
+
+def _file_of(note: ParameterNote) -> str:
+    """The file of the line that gave a parameter its dtype."""
+    return (note.set_at or "").rpartition(":")[0]
+
+
+def _odd_notes(scene: Scene) -> Iterator[ParameterNote]:
+    """The parameters and buffers that the finding is about."""
+    links = [_name_in(link) for link in scene.finding.provenance[-1:]]
+    for name in [name for name in links if name in scene.parameters] or _first_inside(scene):
+        yield from _alike(scene, name)
+
+
+def _name_in(link: Link) -> str:
+    """The parameter's name in ``load-dtype: head.weight (model.float())``."""
+    return link.op.partition(": ")[2].partition(" (")[0]
+
+
+def _first_inside(scene: Scene) -> list[str]:
+    """The first parameter of the finding's module that a line of the program gave its dtype."""
+    inside = f"{scene.finding.fqn}." if scene.finding.fqn else ""
+    notes = (note for note in scene.parameters.values() if note.name.startswith(inside))
+    return [note.name for note in notes if note.dtype in DTYPES and note.set_at][:1]
+
+
+def _alike(scene: Scene, name: str) -> Iterator[ParameterNote]:
+    """A parameter, then those of its module and of modules beside that which have its dtype and are trained, or not, as it is."""
+    first = scene.parameters.get(name)
+    if first is None:
+        return
+    owner = name.rpartition(".")[0]
+    parent = owner.rpartition(".")[0]
+    yield first
+    for note in scene.parameters.values():
+        beside = note.name.rpartition(".")[0] == owner or (parent and note.name.startswith(f"{parent}."))
+        alike = (note.buffer, note.dtype, note.requires_grad) == (first.buffer, first.dtype, first.requires_grad)
+        if beside and alike and note.set_at:
+            yield note
+
+
+def cast_promoted_output(scene: Scene) -> Changes | None:
+    """Casts what a norm returns to the dtype of its input, where it returns it on the line that promotes."""
+    found = _promoting_line(scene)
+    value = _returned_on(*found) if found is not None else None
+    if found is None or value is None or not has_torch(found[0]):
+        return None
+    source = found[0]
+    into = _dtype_of_input(source, value) or f"torch.{scene.other}"
+    return source, _cast_of_product(source, value, into)
+
+
+def _promoting_line(scene: Scene) -> tuple[Source, int] | None:
+    """Where an operator of mixed dtypes returned the wider one, nearest to the origin of that dtype."""
+    places = [link.source for link in scene.finding.provenance if link.dtype_in and link.dtype_out]
+    return scene.line_at(places[-1] or "") if places and scene.other else None
+
+
+def _returned_on(source: Source, line: int) -> ast.expr | None:
+    """The value of the ``return`` that a line is a part of."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Return) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            return node.value
+    return None
+
+
+def _dtype_of_input(source: Source, value: ast.expr) -> str:
+    """``x.dtype`` for the input ``x`` of the ``forward(self, x)`` that returns ``value``; empty where ``x`` is assigned to."""
+    function = function_around(source, value)
+    if not isinstance(function, ast.FunctionDef) or function.name != "forward" or len(function.args.args) < 2:
+        return ""
+    name = function.args.args[1].arg
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+    return "" if any(isinstance(node.ctx, ast.Store) for node in names) else f"{name}.dtype"
+
+
+def _cast_of_product(source: Source, value: ast.expr, into: str) -> list[Change]:
+    """``self.weight * h.to(x.dtype)``: the cast comes after the product, not before it."""
+    cast = f".to({into})"
+    sides = [value.left, value.right] if isinstance(value, ast.BinOp) else []
+    casts = [side for side in sides if source.text(side).endswith(cast)]
+    before = [(source.end(side) - len(cast.encode()), source.end(side), b"") for side in casts]
+    return [*source.after(value, cast), *before]
+
+
+_METHODS = frozenset({"half", "float", "bfloat16", "double"})
+
+
+def _recast(source: Source, node: ast.expr | None, dtype: str) -> list[Change]:
+    """Changes the call that set a dtype: the method's name, the dtype that it names, or a cast of its result."""
+    if isinstance(node, ast.Attribute):  # self.weight = nn.Parameter(...)
+        return _parameter(source, node, dtype)
+    if not isinstance(node, ast.Call):
+        return []
+    method = _method(node)
+    if method in _METHODS:
+        return [other_method(source, node, method, f"to(torch.{dtype})")]
+    if (named := _named_dtype(node)) is not None:
+        return [source.instead(named, f"torch.{dtype}")]
+    made = _assigned(source, node) if method == "to" else None
+    if made is not None:
+        return [source.instead(made, f"torch.{dtype}")]
+    is_buffer = method == "register_buffer" and len(node.args) > 1
+    return source.after(node.args[1] if is_buffer else node, cast(dtype))
+
+
+def _assigned(source: Source, call: ast.Call) -> ast.expr | None:
+    """What is assigned to the variable of ``model.to(dtype)``, where other tensors are given that dtype too; else None."""
+    name = source.text(call.args[0]) if len(call.args) == 1 else ""
+    inside = list(ast.walk(function_around(source, call)))
+    uses = [one for one in inside if isinstance(one, ast.Name) and one.id == name]
+    made = [one.value for one in inside if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == name]
+    return made[0] if len(made) == 1 and len(uses) > 2 else None
+
+
+def _named_dtype(node: ast.Call) -> ast.Attribute | None:
+    """The argument ``torch.float16`` of a call."""
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    named = [value for value in given if isinstance(value, ast.Attribute) and value.attr in DTYPES]
+    return next((value for value in named if ast.unparse(value.value) == "torch"), None)
+
+
+def _parameter(source: Source, target: ast.Attribute, dtype: str) -> list[Change]:
+    """``self.weight = nn.Parameter(values)``: the values in another dtype."""
+    assignments = (node for node in ast.walk(source.tree) if isinstance(node, ast.Assign))
+    made = next((node.value for node in assignments if any(one is target for one in node.targets)), None)
+    if isinstance(made, ast.Call) and source.text(made.func).endswith("Parameter") and made.args:
+        return source.after(made.args[0], cast(dtype))
+    return []
+
+
+def half_to_bfloat16(scene: Scene) -> Changes | None:
+    """float16 becomes bfloat16 in the program's file, a gradient scaler is switched off."""
+    return _half_to(scene, "bfloat16")
+
+
+def bfloat16_to_float32(scene: Scene) -> Changes | None:
+    """bfloat16 becomes float32 in the program's file, autocast regions are switched off."""
+    source = scene.failing_file()
+    if source is None:
+        return None
+    changes = [change for node in ast.walk(source.tree) for change in _without_bfloat16(source, node)]
+    return (source, changes) if changes else None
+
+
+def _without_bfloat16(source: Source, node: ast.AST) -> list[Change]:
+    if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.bfloat16":
+        return [source.instead(node, "torch.float32")]
+    if isinstance(node, ast.Call) and source.text(node.func).endswith(".bfloat16") and not node.args:
+        return [other_method(source, node, "bfloat16", "float()")]
+    if isinstance(node, ast.Call) and source.text(node.func).endswith("autocast"):
+        return with_keyword(source, node, "enabled=False")
+    return []
+
+
+def uncast_line(scene: Scene) -> Changes | None:
+    """Half precision becomes float32 in the statement that the finding names."""
+    at = scene.failing_line()
+    if at is None:
+        return None
+    source, line = at
+    nodes = [node for node in ast.walk(source.tree) if getattr(node, "lineno", 0) == line]
+    found = [
+        change
+        for node in nodes
+        for change in (*_without_bfloat16(source, node), *_without_half(source, node, "float32"))
+    ]
+    return (source, found) if found else None
+
+
+def half_to_float32(scene: Scene) -> Changes | None:
+    """float16 becomes float32 in the program's file, a gradient scaler is switched off."""
+    return _half_to(scene, "float32")
+
+
+def _half_to(scene: Scene, dtype: str) -> Changes | None:
+    made = next((made for source in scene.program_files() if (made := _without_halves(source, dtype))), None)
+    if made is None:
+        return None
+    source, changes = made
+    scalers = in_calls(scene, "GradScaler", lambda source, call: with_keyword(source, call, "enabled=False"))
+    if scalers is not None and scalers[0] is source:
+        changes += scalers[1]
+    return source, changes
+
+
+def _without_halves(source: Source, dtype: str) -> Changes | None:
+    changes = [change for node in ast.walk(source.tree) for change in _without_half(source, node, dtype)]
+    return (source, changes) if changes else None
+
+
+def _without_half(source: Source, node: ast.AST, dtype: str) -> list[Change]:
+    """The change of a node that names float16: ``torch.float16``, ``.half()``, or an option."""
+    if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.float16", "torch.half"):
+        return [source.instead(node, f"torch.{dtype}")]
+    if isinstance(node, ast.Call):
+        return _call_without_half(source, node, dtype)
+    if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+        return _option_without_half(source, node.arg or "", node.value, dtype)
+    return []
+
+
+def _option_without_half(source: Source, name: str, value: ast.Constant, dtype: str) -> list[Change]:
+    """``dtype="float16"``, ``mixed_precision="fp16"``; not ``variant="fp16"``, which names a file."""
+    if value.value == "float16" and "dtype" in name:
+        return [source.instead(value, repr(dtype))]
+    if value.value == "fp16" and "precision" in name:
+        return [source.instead(value, repr("bf16" if dtype == "bfloat16" else "no"))]
+    return []
+
+
+def _call_without_half(source: Source, call: ast.Call, dtype: str) -> list[Change]:
+    """``x.half()``; ``fp16=True``, which becomes ``bf16=True``, or ``fp16=False`` for float32."""
+    if source.text(call.func).endswith(".half") and not call.args:
+        return [other_method(source, call, "half", "float()" if dtype == "float32" else f"{dtype}()")]
+    options = {keyword.arg: keyword for keyword in call.keywords}
+    half = options.get("fp16")
+    if half is None or ast.unparse(half.value) != "True":
+        return []
+    if dtype == "float32":
+        return [source.instead(half.value, "False")]
+    if "bf16" in options:
+        return [source.instead(half.value, "False"), source.instead(options["bf16"].value, "True")]
+    start = source.at(half.lineno, half.col_offset)
+    return [(start, start + len("fp16"), b"bf16")]
+
+
+def region_in_dtype_of_model(scene: Scene) -> Changes | None:
+    """The autocast region gets the dtype of the model's weights; Accelerate refuses float16 on a CPU."""
+    wanted = scene.most_weights
+    made = in_calls(
+        scene,
+        "autocast",
+        lambda source, call: [source.instead(k.value, f"torch.{wanted}") for k in call.keywords if k.arg == "dtype"],
+    )
+    short = {"bfloat16": "bf16"} if _device(scene) == "cpu" else {"bfloat16": "bf16", "float16": "fp16"}
+    if made is not None or wanted not in short:
+        return made
+    return in_calls(
+        scene,
+        "",
+        lambda source, call: [
+            source.instead(k.value, f'"{short[wanted]}"') for k in call.keywords if k.arg == "mixed_precision"
+        ],
+    )
+
+
+def _device(scene: Scene) -> str:
+    return str(scene.trace.environment.get("device", "cpu")).partition(":")[0]
+
+
+def region_without_cache(scene: Scene) -> Changes | None:
+    """The autocast region keeps no cast copies of weights."""
+    return in_calls(scene, "autocast", lambda source, call: with_keyword(source, call, "cache_enabled=False"))
+
+
+def region_on_device(scene: Scene) -> Changes | None:
+    """Autocast regions and custom functions are for the device that the tensors are on."""
+    device = _device(scene)
+
+    def moved(source: Source, call: ast.Call) -> list[Change]:
+        values = [*call.args[:1], *(k.value for k in call.keywords if k.arg == "device_type")]
+        named = [v for v in values if isinstance(v, ast.Constant) and v.value in ("cuda", "cpu") and v.value != device]
+        return [source.instead(value, f'"{device}"') for value in named]
+
+    return in_calls(scene, ("autocast", "custom_fwd", "custom_bwd"), moved)
+
+
+MOST_UNITS = 4
+"""Modules that get a shard unit of their own, at most: of more, the layers' dtypes are to be made alike."""
+
+_CAST_BY_AUTOCAST = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv"})
+
+
+def autocast_around(scene: Scene) -> Changes | None:
+    """Makes the program's call of the model in an autocast region of the half-precision dtype, which casts what meets in a product."""
+    op, at = scene.rejected, _outermost_call(scene)
+    if op is None or at is None or op.autocast is not None or overload_free(op.op) not in _CAST_BY_AUTOCAST:
+        return None
+    half = next((dtype for dtype in floats(op.inputs) if dtype in ("bfloat16", "float16")), None)
+    statements = at[0].around(at[1], ast.Assign, ast.AugAssign, ast.Expr, ast.Return)
+    if half is None or not statements or not has_torch(at[0]):
+        return None
+    changes = at[0].indented(statements[-1], f'with torch.autocast("{_device(scene)}", dtype=torch.{half}):')
+    return some(at[0], changes)
+
+
+def _outermost_call(scene: Scene) -> tuple[Source, ast.expr] | None:
+    """The program's call of the outermost module; None where a library makes it."""
+    raised = scene.raised
+    if raised is None or len(raised.spans) != len(raised.frames):
+        return None
+    called = next((n for n, frame in enumerate(raised.frames) if frame.endswith(" _wrapped_call_impl")), 0)
+    if called == 0:
+        return None
+    source = scene.source(raised.frames[called - 1].rpartition(" ")[0].rpartition(":")[0])
+    node = source.spanned(raised.spans[called - 1]) if source is not None else None
+    return (source, node) if source is not None and node is not None else None
+
+
+def custom_function_decorators(scene: Scene) -> Changes | None:
+    """Gives forward and backward of a custom function the decorators that carry the region over; takes them away where ``setup_context`` leaves no ctx for it."""
+    for source in scene.program_files():
+        changes: list[Change] = []
+        for node in source.every(ast.ClassDef):
+            if any(ast.unparse(base).endswith("Function") for base in node.bases):
+                changes += _decorated(source, node, _device(scene))
+        if changes:
+            return (source, changes) if has_torch(source) else None
+    return None
+
+
+def _decorated(source: Source, cls: ast.ClassDef, device: str) -> list[Change]:
+    """The changes of one class."""
+    methods = {one.name: one for one in cls.body if isinstance(one, ast.FunctionDef)}
+    lost = "setup_context" in methods
+    changes: list[Change] = []
+    for name, decorator in _DECORATORS.items():
+        if name in methods:
+            changes += _decoration(source, methods[name], decorator, "" if lost else device)
+    return [] if lost and _has_product(cls) else changes
+
+
+def _decoration(source: Source, method: ast.FunctionDef, decorator: str, device: str) -> list[Change]:
+    """The decorator for ``device`` where the method lacks it; without a device, the decorator taken away."""
+    given = [one for one in method.decorator_list if decorator in source.text(one)]
+    if not device:
+        return [source.without(one) for one in given]
+    return source.before(method, f'@torch.amp.{decorator}(device_type="{device}")') if not given else []
+
+
+_DECORATORS = {"forward": "custom_fwd", "backward": "custom_bwd"}
+
+
+def _has_product(cls: ast.ClassDef) -> bool:
+    """Whether a class computes what a region casts: its backward would meet two dtypes without the decorators."""
+    products = ("matmul", "mm", "bmm", "linear", "einsum", "conv1d", "conv2d", "conv3d", "addmm", "baddbmm")
+    return any(
+        (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult))
+        or (isinstance(node, ast.Attribute) and node.attr in products)
+        for node in ast.walk(cls)
+    )
+
+
+def without_integer_cast(scene: Scene) -> Changes | None:
+    """Takes ``.to(other.dtype)`` away, which made integers of numbers, on the line that the finding names."""
+    found = scene.failing_line()
+    if found is None:
+        return None
+    source, line = found
+    calls = [node for node in source.on_line(line) if isinstance(node, ast.Call)]
+    casts = [change for call in calls for change in _cast_to_another(source, call)]
+    return some(source, casts if len(casts) == 1 else [])
+
+
+def _cast_to_another(source: Source, call: ast.Call) -> list[Change]:
+    """``.to(other.dtype)`` taken away; empty for ``x.to(x.dtype)``, and for a dtype that is named."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "to" or not call.args:
+        return []
+    inner = call.func.value
+    while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+        inner = inner.func.value
+    dtype = ast.unparse(call.args[0])
+    if not dtype.endswith(".dtype") or dtype == f"{ast.unparse(inner)}.dtype":
+        return []
+    return [(_closed(source, source.end(call.func.value)), source.end(call), b"")]
+
+
+def _closed(source: Source, end: int) -> int:
+    """Behind the parenthesis that follows an expression, if one does."""
+    rest = source.data[end:]
+    return end + len(rest) - len(rest.lstrip().removeprefix(b")")) if rest.lstrip().startswith(b")") else end
+
+
+def plain_linear_only(scene: Scene) -> Changes | None:
+    """``type(x) is nn.Linear``: nn.MultiheadAttention multiplies with the weight of its output projection itself, which is of a subclass."""
+    note = scene.parameters.get(f"{scene.finding.fqn}.out_proj.weight")
+    if note is None or note.quant is None:
+        return None
+
+    def exact(source: Source, call: ast.Call) -> list[Change]:
+        if len(call.args) != 2 or ast.unparse(call.args[1]) not in ("nn.Linear", "torch.nn.Linear"):
+            return []
+        return [source.instead(call, f"type({source.text(call.args[0])}) is {source.text(call.args[1])}")]
+
+    return in_calls(scene, "isinstance", exact)
+
+
+def dequantized_weights(scene: Scene) -> Changes | None:
+    """Unpacks the 4-bit weights that the program's own function multiplies with."""
+    found = scene.failing_node()
+    if found is None or found[2]:
+        return None
+    source, node, _ = found
+    imports = [
+        one for one in source.tree.body if source.text(one).startswith(("import bitsandbytes", "from bitsandbytes"))
+    ]
+    weights = _packed_in(scene, source, function_around(source, node))
+    if not imports or not weights:
+        return None
+    unpacked = [source.instead(one, f"dequantize_4bit({text}, {text}.quant_state)") for one, text in weights]
+    return source, [*source.before(imports[0], "from bitsandbytes.functional import dequantize_4bit"), *unpacked]
+
+
+def _packed_in(scene: Scene, source: Source, function: ast.AST) -> list[tuple[ast.expr, str]]:
+    """Where a method of the finding's module names packed weights of it, and how."""
+    packed = {f"self.{name}" for name, note in _inside(scene).items() if note.quant}
+    used = [(one, source.text(one)) for one in ast.walk(function) if isinstance(one, ast.Attribute)]
+    return [(one, text) for one, text in used if text in packed]
+
+
+def _inside(scene: Scene) -> dict[str, ParameterNote]:
+    """The parameters of the finding's module, by their names in it."""
+    begin = f"{scene.finding.fqn}." if scene.finding.fqn else ""
+    return {name.removeprefix(begin): note for name, note in scene.parameters.items() if name.startswith(begin)}
+
+
+def shard_apart(scene: Scene) -> Changes | None:
+    """Shards the modules of the odd dtype by themselves, before the module that they are in."""
+    inside = _inside(scene).items()
+    odd = [name for name, note in inside if note.dtype == scene.finding.dtype and not note.buffer]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in odd)
+    if len(modules) > MOST_UNITS or not all(name.isidentifier() for name in modules):
+        return None
+    unit = scene.finding.fqn or ""
+    return in_calls(scene, "fully_shard", lambda source, call: _apart(source, call, unit, list(modules)))
+
+
+def _apart(source: Source, call: ast.Call, unit: str, modules: Sequence[str]) -> list[Change]:
+    """The same call for modules inside of ``unit``, where it is the call that shards that: in a loop over the list that it is an element of."""
+    around = source.around(call, ast.Expr)
+    if len(call.args) != 1 or not around:
+        return []
+    name = source.text(call.args[0])
+    loops = [loop for loop in source.around(call, ast.For) if ast.unparse(loop.target) == name]
+    in_list = f".{unit.rpartition('.')[0].rpartition('.')[2]}"
+    if bool(loops) != bool(unit) or not all(ast.unparse(loop.iter).endswith(in_list) for loop in loops):
+        return []
+    end = source.end(call.args[0])
+    begin, rest = (
+        source.data[start:stop].decode() for start, stop in ((source.start(call), end), (end, source.end(call)))
+    )
+    return source.before(around[-1], *(f"{begin}.{module}{rest}" for module in modules))

@@ -1,0 +1,512 @@
+"""Are log-probabilities rounded to half precision before they are compared with others of the same tokens?
+
+A policy's loss compares what the policy says of a token now with what it, or a reference, said before: ``exp(new - old)``. bfloat16 keeps a log-probability of
+-9 in steps of 0.06, so what is stored or computed in it makes ratios that are off by percents, although every value is finite. Operators outside of modules,
+and those of modules that the routine look sees, are followed from the log-softmax to the difference.
+"""
+
+import math
+import re
+import sys
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dtypedoctor._torch_private import memory_key, next_sequence_number, schema_of, sequence_number
+from dtypedoctor.dtypes import HALF
+from dtypedoctor.instrument.contents import tensors_in
+from dtypedoctor.instrument.frames import Line, line_of
+from dtypedoctor.instrument.naming import dtype_name, short_name
+from dtypedoctor.instrument.operators import Arguments, fits, node_of_operator, tensors_of
+from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.look import Seen
+from dtypedoctor.instrument.silent.policies import nodes_behind
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.trace.events import NOT_SEEN
+from dtypedoctor.trace.records.silent import RoundedLogprobs
+from dtypedoctor.values import dataclass
+
+__all__ = ["LogprobCheck", "is_followed"]
+
+ALL, ONE = "all", "one"
+"""Log-probabilities of all choices, and of those that were taken."""
+ALL_P, ONE_P = "all p", "one p"
+"""The same of probabilities."""
+NORMALIZER = "normalizer"
+"""The logarithm of a sum of exponentials."""
+_KEPT = {
+    "_log_softmax": ALL,
+    "_softmax": ALL_P,
+    "logsumexp": NORMALIZER,
+    "binary_cross_entropy_with_logits": ONE,
+}
+"""What operators return."""
+_LOGARITHMS = {ALL_P: ALL, ONE_P: ONE}
+_TAKING = {ALL: ONE, ALL_P: ONE_P}
+"""What is left when one choice of each is taken."""
+_PASSING = frozenset(
+    {"index_select", "masked_select", "mul", "neg", "sum", "mean", "cat", "stack", "clone", "where", "masked_fill", "nan_to_num", "div", "flip", "clamp",
+     "clip", "constant_pad_nd", "repeat", "copy_", "_to_copy", "index_put_"}
+)  # fmt: skip
+"""Operators whose result is log-probabilities, or sums of them, where an operand was."""
+_WRITING = frozenset({"copy_", "index_put_"})
+_MOVING = _WRITING | {"_to_copy", "clone", "index_select", "masked_select", "flip", "where", "cat", "stack"}
+"""Those that leave each value as it is."""
+_WITHOUT_EXACT = _WRITING | {"cat", "stack", "nll_loss_forward"}
+_TAKES = frozenset({"gather", "index", "nll_loss_forward"})
+_USES = frozenset({"sub", "div", "exp", "log"})
+_FOLLOWED = frozenset(_KEPT) | _PASSING | _TAKES | _USES
+
+MOST_KNOWN = 512
+"""Tensors that are known, until those that are gone are forgotten."""
+LEARNED_BETWEEN = 64
+"""Tensors that are met at least before those that are gone are forgotten again."""
+MOST_EXACT = 16 << 20
+"""Bytes of values from before a rounding that are kept in all; the oldest go first."""
+MOST_SPANS = 4_096
+"""Outermost calls in a row without a backward pass whose autograd nodes are known to be theirs."""
+MOST_ELEMENTS = 1 << 18
+"""Elements of a tensor that is compared or kept."""
+JUDGED = 8
+"""Differences at one line that are measured; then each whose number is a power of 2. Measuring waits for the device."""
+DISTINCT = 4
+"""Different values that have to be exact in half precision before a float32 tensor is taken to have been rounded to it."""
+NEAR = 0.5
+"""Mean difference, as a share of their magnitude and on top of it, up to which two log-probabilities may be of the same tokens."""
+OF_ONE_SIGN = 1e-3
+"""How far beyond 0 rounding may take a log-probability."""
+_LOG_ROOT_2_PI = math.log(math.sqrt(2 * math.pi))
+"""What the logarithm of a Gaussian's density ends with."""
+_FUSED = re.compile(r"grpo|dpo|kto|ppo|simpo|policy|preference", re.IGNORECASE)
+"""In the name of an autograd function that computes a whole loss of log-probabilities."""
+_COMPILED = "CompiledFunctionBackward"
+_NOT_COMPARED = f"{NOT_SEEN} what they are compared with, in a compiled or fused loss, say; keep them in float32, or run once with an ordinary loss"
+_INSIDE = f"{NOT_SEEN} operators of compiled and fused code pass no instrument; run once with an ordinary loss to have them checked"
+_NAMED = re.compile(r"log_?p(rob)?s?\b", re.IGNORECASE)
+
+
+@cache
+def is_followed(func: Any) -> bool:
+    """Whether an operator may make, pass on or compare log-probabilities."""
+    return _base_name(func) in _FOLLOWED
+
+
+@cache
+def _base_name(func: Any) -> str:
+    return str(schema_of(func).name).removeprefix("aten::")
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What is known of a piece of memory.
+
+    Attributes:
+        held: the memory.
+        kind: one of those above.
+        rounded: the dtype in half precision that the values have gone through.
+        how: ``cast`` or ``computed``; empty where the rounding was not seen.
+        source: the line that did it.
+        exact: the same values before that, where they are few.
+        logits: what they were computed from.
+    """
+
+    held: StorageWeakRef
+    kind: str
+    rounded: torch.dtype | None = None
+    how: str = ""
+    source: str | None = None
+    exact: Tensor | None = None
+    logits: ReferenceType[Tensor] | None = None
+
+
+class LogprobCheck:
+    """Writes a :class:`RoundedLogprobs` for a comparison of log-probabilities in a loss, of which one side, or both, went through half precision."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._position = session.position
+        self._looking = session.guard.keeping("log-probabilities that a loss compares")
+        self._known: dict[int, _Known] = {}
+        self._exact: dict[int, _Known] = {}
+        """Those of them with the values before they were rounded, the oldest first."""
+        self._learned = 0
+        self._pending: dict[int, RoundedLogprobs] = {}
+        self._found: set[str | None] = set()
+        self._visits: Counter[str] = Counter()
+        self._values: dict[str, set[float]] = {}
+        self._casts: dict[torch.dtype, str] = {}
+        """The last line that has rounded log-probabilities to a dtype."""
+        self._unmet: dict[str, str] = {}
+        """Dtypes, by the line that has rounded log-probabilities which no comparison has met yet."""
+        self._spans: deque[tuple[int, int]] = deque(maxlen=MOST_SPANS)
+        self._began = 0
+        self._passes = 0
+        self._has_scores = False
+
+    def saw(self, seen: Seen) -> None:
+        """An operator has run inside of a module that is looked at."""
+        if seen.results and is_followed(seen.func):
+            self.ran(seen.func, seen.arguments, seen.results[0], lambda: seen.node)
+
+    def end(self) -> None:
+        """The call that was looked at is over."""
+
+    def before_call(self) -> None:
+        """An outermost call begins."""
+        self._began = next_sequence_number()
+
+    def after_call(self, module: nn.Module) -> None:
+        """It has ended; the nodes of a module without parameters are those of a loss."""
+        if any(True for _ in module.parameters()):
+            self._spans.append((self._began, next_sequence_number()))
+
+    def finish(self) -> None:
+        """The program has ended."""
+        for source, dtype in self._unmet.items():
+            self._session.guard.tell(f"log-probabilities rounded to {dtype} at {source}", _NOT_COMPARED)
+
+    def ran(
+        self, func: Any, arguments: Arguments, result: Any, node: Callable[[], int | None] = node_of_operator
+    ) -> None:
+        """An operator for which :func:`is_followed` is true has returned ``result``; ``node`` gets the number of its autograd node, None without gradients.
+
+        Programs call this for nearly everything that they compute: it is over at once where no operand is known.
+        """
+        name = _base_name(func)
+        begins = name in _KEPT or _ends_a_density(name, arguments)
+        if not (begins or self._known) or self._position.backward_depth:
+            return
+        with self._looking:
+            result = next(iter(tensors_of(result)), None)
+            operands = _numbers([result]) and _numbers(tensors_of(arguments))
+            if operands and (begins or any(self._known_now(each) is not None for each in operands)):
+                number, line = node(), line_of(sys._getframe())
+                with self._position.mute(), torch.no_grad():
+                    self._follow(func, arguments, operands, result, number, line)
+
+    def _follow(
+        self,
+        func: Any,
+        arguments: Arguments,
+        operands: list[Tensor],
+        result: Tensor,
+        node: int | None,
+        line: Line | None,
+    ) -> None:
+        name = _base_name(func)
+        if name in _KEPT:
+            self._made(_KEPT[name], operands[0], result, line)
+        elif _ends_a_density(name, arguments):
+            self._made(ONE, operands[0], result, line)
+        elif name in ("sub", "div") and len(operands) == 2:
+            self._met(name, operands, result, node, line)
+        elif name == "exp":
+            self._exponentiated(operands[0], result)
+        else:
+            self._passed(func, name, arguments, operands, result, line)
+
+    def returned(self, question: Tensor | None, output: Any) -> None:
+        """An outermost module was called on tokens: what its output calls log-probabilities are some. One number for each may be a value or a reward."""
+        if question is None or self._position.backward_depth or self._position.phase == "generate":
+            return
+        self._has_scores = True
+        for path, tensor in tensors_in(output):
+            if _is_called_logprobs(tensor, question, path) and self._known_now(tensor) is None:
+                self._learn(tensor, ONE)
+
+    def before_backward(self, tensors: list[Tensor]) -> None:
+        """A backward pass begins: of the comparisons, those that it starts from are told."""
+        if self._position.backward_depth:
+            return
+        pending, self._pending = self._pending, {}
+        spans = list(self._spans)
+        self._spans.clear()
+        self._forget_gone()
+        self._passes += 1
+        if not pending and not (self._has_scores and _is_turn(self._passes)):
+            return
+        for node in nodes_behind(tensors):
+            number, name = sequence_number(node), node.name()
+            found = pending.pop(number, None)
+            if found is not None:
+                self._found.add(found.used_at)
+                self._unmet.pop(found.rounded_at or "", None)
+                self._session.once(found, found.used_at, fqn="")
+            elif name == _COMPILED and not _is_of_a_module(number, spans):
+                self._not_seen("compiled code outside of modules")
+            elif isinstance(node, FunctionCtx) and _FUSED.search(name):
+                self._not_seen(name.removesuffix("Backward"))
+
+    def _not_seen(self, where: str) -> None:
+        self._session.guard.tell(f"log-probabilities inside of {where}", _INSIDE)
+
+    def _of(self, tensor: Tensor) -> _Known | None:
+        return self._known.get(memory_key(tensor.untyped_storage()))
+
+    def _learn(self, tensor: Tensor, kind: str, **known: Any) -> None:
+        self._learned += 1
+        if len(self._known) >= MOST_KNOWN and self._learned >= LEARNED_BETWEEN:
+            self._forget_gone()
+        if len(self._known) >= MOST_KNOWN:
+            return
+        storage = tensor.untyped_storage()
+        key = memory_key(storage)
+        self._known[key] = learned = _Known(StorageWeakRef(storage), kind, **known)
+        self._exact.pop(key, None)
+        if learned.exact is not None:
+            self._exact[key] = learned
+            self._bound_exact()
+
+    def _bound_exact(self) -> None:
+        """Lets go of values from before a rounding while there are too many of them."""
+        if _bytes_of(self._exact) > MOST_EXACT:
+            self._forget_gone()
+        while _bytes_of(self._exact) > MOST_EXACT:
+            self._exact.pop(next(iter(self._exact))).exact = None
+
+    def _forget_gone(self) -> None:
+        self._learned = 0
+        self._known = {key: each for key, each in self._known.items() if not each.held.expired()}
+        self._exact = {key: each for key, each in self._exact.items() if not each.held.expired()}
+
+    def _made(self, kind: str, operand: Tensor, result: Tensor, line: Line | None) -> None:
+        """Log-probabilities are computed; in half precision they are rounded at once."""
+        self._has_scores = True
+        if kind == ONE and result.dim() == 0:
+            return  # a loss
+        if dtype_name(result) in HALF:
+            self._learn(result, kind, rounded=result.dtype, how="computed", source=_text(line), logits=ref(operand))
+        else:
+            self._learn(result, kind)
+
+    def _passed(
+        self, func: Any, name: str, arguments: Arguments, operands: list[Tensor], result: Tensor, line: Line | None
+    ) -> None:
+        """What is taken of log-probabilities, copied, cast or summed are some."""
+        if name in _WRITING:
+            operands = operands[-1:]
+        source = next((each for each in operands if self._known_now(each) is not None), operands[0])
+        known, target = self._known_now(source), result
+        if known is None:
+            return
+        kind = _kind_after(name, known.kind, arguments, result)
+        if kind is None:
+            return
+        if dtype_name(target) in HALF and known.rounded is None:
+            self._rounded_by_cast(source, target, kind, line)
+            return
+        exact = self._exact_after(func, arguments, source, known)
+        self._learn(
+            target, kind, rounded=known.rounded, how=known.how, source=known.source, exact=exact, logits=known.logits
+        )
+
+    def _rounded_by_cast(self, source: Tensor, target: Tensor, kind: str, line: Line | None) -> None:
+        whole = source.numel() == target.untyped_storage().nbytes() // target.element_size()  # and no row of a buffer
+        keeps = whole and kind in (ONE, ONE_P) and _is_small(source)
+        exact = source.detach().float().reshape(target.shape).clone() if keeps else None
+        self._learn(target, kind, rounded=target.dtype, how="cast", source=_text(line), exact=exact)
+        if kind == ONE and line is not None:
+            self._casts[target.dtype] = line.source
+            self._unmet.setdefault(line.source, dtype_name(target))
+
+    def _known_now(self, tensor: Tensor) -> _Known | None:
+        known = self._of(tensor)
+        return None if known is None or known.held.expired() else known
+
+    def _exact_after(self, func: Any, arguments: Arguments, source: Tensor, known: _Known) -> Tensor | None:
+        """What an operator would have returned for the values before they were rounded; None where these are not known."""
+        name = _base_name(func)
+        if known.kind == ALL and name == "gather" and known.logits is not None:
+            return _in_float32(known.logits(), arguments)
+        if name == "_to_copy":
+            return known.exact
+        if known.exact is None or known.exact.numel() != source.numel() or name in _WITHOUT_EXACT:
+            return None
+        exact = known.exact.reshape(source.shape)
+        args, kwargs = arguments
+        again: Tensor = func(*(exact if each is source else each for each in args), **kwargs)
+        return again
+
+    def _met(self, name: str, operands: list[Tensor], result: Tensor, node: int | None, line: Line | None) -> None:
+        """Two tensors are subtracted or divided."""
+        known = list(filter(None, map(self._known_now, operands)))
+        for each in known:
+            self._unmet.pop(each.source or "", None)
+        one, other = operands
+        kinds = {each.kind for each in known}
+        if name == "sub" and NORMALIZER in kinds:
+            self._made(ALL if one.shape[-1:] != other.shape[-1:] else ONE, one, result, line)
+            return
+        use, wanted = ("difference", ONE) if name == "sub" else ("quotient", ONE_P)
+        if wanted in kinds and node is not None and _may_be_compared(one, other):
+            new, old = sorted(operands, key=lambda each: not each.requires_grad)
+            self._judge(new, old, use, node, line)
+
+    def _exponentiated(self, operand: Tensor, result: Tensor) -> None:
+        known = self._known_now(operand)
+        if known is None or known.kind != ONE:
+            return
+        exact = known.exact.exp() if known.exact is not None else None
+        rounded = operand.dtype if dtype_name(operand) in HALF else known.rounded
+        self._learn(result, ONE_P, rounded=rounded, how=known.how, source=known.source, exact=exact)
+
+    def _judge(self, new: Tensor, old: Tensor, use: str, node: int, line: Line | None) -> None:
+        """Measures how far the rounding of two operands that are compared may have moved their difference."""
+        at = _text(line) or ""
+        self._visits[at] += 1
+        number = self._visits[at]
+        if at in self._found or not _is_turn(number):
+            return
+        sides = {"new": self._rounding_of(new, f"{at} new"), "old": self._rounding_of(old, f"{at} old")}
+        rounded = {side: known for side, known in sides.items() if known is not None}
+        if not rounded:
+            return
+        ours, theirs = ((t.detach().float().log() if use == "quotient" else t.detach().float()) for t in (new, old))
+        gaps = (ours - theirs).abs()
+        counted = gaps.isfinite() & (ours != 0) & (theirs != 0)
+        if not bool(counted.any()) or not _are_of_the_same(gaps[counted], theirs[counted]):
+            return
+        if any(not known.how for known in rounded.values()) and not _are_of_one_sign(ours[counted], theirs[counted]):
+            return
+        errors = [_error(known, new if side == "new" else old, use) for side, known in rounded.items()]
+        known = rounded.get("old") or rounded["new"]
+        assert known.rounded is not None
+        error = torch.stack([each for each, _ in errors]).sum(0)
+        self._pending[node] = RoundedLogprobs(
+            dtype=short_name(known.rounded),
+            sides=list(rounded),
+            how=known.how or "given",
+            rounded_at=known.source or self._casts.get(known.rounded),
+            used_at=at,
+            use=use,
+            elements=int(counted.sum()),
+            largest=float(theirs[counted].abs().max()),
+            largest_gap=float(gaps[counted].max()),
+            error=float(error[counted].max()),
+            mean_error=float(error[counted].mean()),
+            measured=all(measured for _, measured in errors),
+        )  # fmt: skip
+
+    def _rounding_of(self, tensor: Tensor, key: str) -> _Known | None:
+        """What is known of the rounding of an operand; of one of unknown origin, whether its values are exact in half precision."""
+        known = self._known_now(tensor)
+        if known is not None and known.rounded is not None:
+            return known
+        held = StorageWeakRef(tensor.untyped_storage())
+        if dtype_name(tensor) in HALF:
+            return _Known(held, ONE, rounded=tensor.dtype)
+        values = self._values.setdefault(key, set())
+        values.update(tensor.detach().flatten()[:64].tolist())
+        values.discard(0.0)
+        if len(values) < DISTINCT:
+            return None
+        seen = torch.tensor(sorted(values), dtype=torch.float64)
+        for half in (torch.bfloat16, torch.float16):
+            if bool((seen.to(half).to(seen.dtype) == seen).all()):
+                return _Known(held, ONE, rounded=half)
+        return None
+
+
+def _numbers(values: list[Any]) -> list[Tensor]:
+    """The tensors of floating-point numbers; none where one of them cannot be read."""
+    found = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
+    return found if all(map(measurable, found)) else []
+
+
+def _is_called_logprobs(tensor: Tensor, question: Tensor, path: str) -> bool:
+    """Whether an output of a model is named like log-probabilities of what it was called with."""
+    return (
+        tensor.is_floating_point()
+        and tensor.dim() == 2
+        and len(tensor) == len(question)
+        and _NAMED.search(path) is not None
+    )
+
+
+def _ends_a_density(name: str, arguments: Arguments) -> bool:
+    """Whether an operator is the end of a Gaussian's log-density, as ``Normal.log_prob`` computes it."""
+    args = arguments[0]
+    return name == "sub" and len(args) > 1 and type(args[1]) is float and math.isclose(args[1], _LOG_ROOT_2_PI)
+
+
+def _is_of_a_module(number: int, spans: list[tuple[int, int]]) -> bool:
+    """Whether the autograd node with this number was made in a module call, or is too old to be known."""
+    if len(spans) == MOST_SPANS and number < spans[0][0]:
+        return True
+    return any(begin <= number < end for begin, end in spans)
+
+
+def _bytes_of(known: dict[int, _Known]) -> int:
+    return sum(each.exact.nbytes for each in known.values() if each.exact is not None)
+
+
+def _may_be_compared(one: Tensor, other: Tensor) -> bool:
+    """Whether one of two tensors is trained and the other is not, element for element."""
+    return one.shape == other.shape and one.requires_grad != other.requires_grad and _is_small(one)
+
+
+def _is_turn(number: int) -> bool:
+    return number <= JUDGED or not number & (number - 1)
+
+
+def _text(line: Line | None) -> str | None:
+    return None if line is None else line.source
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() <= MOST_ELEMENTS
+
+
+def _kind_after(name: str, kind: str, arguments: Arguments, result: Tensor) -> str | None:
+    """What the result of an operator is, of whose operands one is of ``kind``; None where it is nothing that is followed."""
+    if result.dim() == 0:
+        return None  # a loss
+    if name == "log":
+        return _LOGARITHMS.get(kind)
+    if name in ("gather", "nll_loss_forward"):
+        return _TAKING.get(kind, kind)
+    if name == "index":
+        return _TAKING.get(kind, kind) if len(arguments[0][1]) == arguments[0][0].dim() else kind
+    allowed = _MOVING | {"masked_fill"} if kind != ONE and kind != ONE_P else _PASSING
+    return kind if name in allowed else None
+
+
+def _in_float32(logits: Tensor | None, arguments: Arguments) -> Tensor | None:
+    """The chosen log-probabilities, computed in float32 from logits that are still there."""
+    _, dim, index = arguments[0][:3]
+    if logits is None or not fits(4 * logits.numel(), logits.device):
+        return None
+    wide = logits.detach().float()
+    return wide.gather(dim, index) - wide.logsumexp(dim, keepdim=True)
+
+
+def _are_of_the_same(gaps: Tensor, old: Tensor) -> bool:
+    """Whether two log-probabilities may be of the same tokens: those of others are as far apart as they are large."""
+    return bool(gaps.max() > 0) and float(gaps.mean()) <= NEAR * float(old.abs().mean()) + NEAR
+
+
+def _are_of_one_sign(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether values may be log-probabilities, or all their negatives: what is below and above 0 is a reward, a value or an advantage."""
+    both = torch.cat([ours, theirs])
+    return bool((both <= OF_ONE_SIGN).all()) or bool((both >= -OF_ONE_SIGN).all())
+
+
+def _error(known: _Known, tensor: Tensor, use: str) -> tuple[Tensor, bool]:
+    """How far each value is from what it was before it was rounded, in the logarithm; half a step at most, where that was not seen."""
+    values = tensor.detach().float()
+    assert known.rounded is not None
+    step = torch.finfo(known.rounded).eps * torch.ldexp(torch.ones_like(values), torch.frexp(values).exponent - 1)
+    before = known.exact
+    if before is not None and before.numel() == values.numel():
+        error = (values - before.reshape(values.shape).float()).abs()
+        if bool((error <= 4 * step).all()):
+            return (error / values.abs() if use == "quotient" else error), True
+    half = torch.where(values == 0, 0, step / 2)
+    return (half / values.abs() if use == "quotient" else half), False

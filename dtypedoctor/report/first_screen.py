@@ -1,0 +1,187 @@
+"""What stands on one screen after a run: verdict, where, what to do, why, what to type next. Everything else is in the report's files."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from io import StringIO
+from typing import NamedTuple
+
+from rich.console import Console
+
+from dtypedoctor.diagnosis.rule import Confidence, Finding
+from dtypedoctor.diagnosis.wording import THE_RUN_ENDED
+from dtypedoctor.report.advice import do_this, where_it_shows
+from dtypedoctor.report.document import (
+    Block,
+    Document,
+    Facts,
+    Heading,
+    Items,
+    Line,
+    Look,
+    Paragraph,
+    Section,
+    Words,
+    named,
+    parts_of,
+)
+from dtypedoctor.report.model import Report
+from dtypedoctor.report.run_document import expectation_line, run_document
+from dtypedoctor.report.run_facts import (
+    CONFIDENCE,
+    NO_FIX,
+    measured_sentence,
+    observer_sentence,
+    outcome_facts,
+    proven_means,
+    where_facts,
+)
+from dtypedoctor.report.text import one_line
+from dtypedoctor.report.to_terminal import print_document
+
+MOST_LINES, WIDTH = 40, 100
+"""Lines of a screen, counted where the console has so many columns or more."""
+_MOST_OTHERS, _MOST_GAPS, _LONGEST = 3, 6, 400
+"""Other findings, things that were not covered, and characters of a text: what is longer is in the files."""
+
+
+class Room(NamedTuple):
+    """How much of a finding is shown.
+
+    Attributes:
+        excerpt: whether the line of source is.
+        evidence: how many measurements.
+        edits: how many changed lines.
+        longest: characters of a text.
+    """
+
+    excerpt: bool
+    evidence: int
+    edits: int
+    longest: int
+
+
+ROOMS = (
+    Room(True, 5, 4, _LONGEST),
+    Room(True, 3, 4, _LONGEST),
+    Room(False, 5, 4, _LONGEST),
+    Room(False, 3, 4, _LONGEST),
+    Room(False, 2, 3, _LONGEST),
+    Room(False, 1, 2, _LONGEST // 2),
+    Room(False, 0, 1, _LONGEST // 5),
+)
+"""From much to little: the first one that fits is taken."""
+
+
+def print_first_screen(report: Report, console: Console, directory: str, files: Sequence[str]) -> None:
+    """Prints one screen: of the evidence and the source excerpt as much as there is room for.
+
+    Args:
+        report: what was found.
+        console: where to.
+        directory: the run directory, as it is typed.
+        files: names of the reports that lie in it, the best one first; where there are none, all is printed.
+    """
+    if not files:
+        print_document(run_document(report), console)
+        return
+    at = f"Full report: {directory}/{files[0]}" + (f" ({', '.join(files[1:])})" if len(files) > 1 else "")
+    pages = (first_screen(report, at, room) for room in ROOMS)
+    fitting = (page for page in pages if _height(page, console) <= MOST_LINES)
+    print_document(next(fitting, None) or first_screen(report, at, ROOMS[-1]), console)
+
+
+def _height(page: Document, console: Console) -> int:
+    drawn = StringIO()
+    print_document(page, Console(file=drawn, width=max(console.width, WIDTH), no_color=True))
+    return len(drawn.getvalue().splitlines())
+
+
+def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0]) -> Document:
+    """The document of a run, cut down to one screen.
+
+    Args:
+        report: what was found.
+        where_the_rest_is: a sentence.
+        room: how much of the finding is shown.
+    """
+    parts = (
+        *(_about_finding(report, report.findings[0], room) if report.findings else ()),
+        tuple(_gaps(report)),
+        (*_trust(report), Paragraph(where_the_rest_is, Look.DIM)),
+    )
+    settled = bool(report.findings) and report.findings[0].confidence is Confidence.PROVEN
+    return replace(
+        run_document(report),
+        headline=one_line(report.headline, max(3 * room.longest // 2, 300)),
+        sections=tuple(Section("", tuple(blocks)) for blocks in parts if blocks),
+        last_line="" if settled else report.rerun,
+    )
+
+
+def _about_finding(report: Report, finding: Finding, room: Room) -> Iterator[tuple[Block, ...]]:
+    """Where, what to do, why, and what else was found."""
+    advice = report.do_this[0] if report.do_this else None
+    has_edit = advice is not None and bool(advice.edits or advice.code)
+    facts = (
+        *where_facts(report),
+        ("what", (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}")),
+        *(fact for fact in outcome_facts(report) if not (has_edit and (fact[0] in _PROPOSED or fact == NO_FIX))),
+    )
+    yield (Facts(tuple((label, _short(line, room.longest)) for label, line in facts)),)
+    if advice is not None:
+        yield do_this(replace(advice, text=one_line(advice.text, 2 * room.longest)), most=room.edits)
+    if room.excerpt:
+        yield where_it_shows(report.excerpts[:1])
+    yield tuple(_why(report, finding, room))
+    if others := report.findings[1:]:
+        yield _also_found(others, room.longest // 2, _MOST_OTHERS if room.evidence else 0)
+
+
+def _also_found(others: Sequence[Finding], longest: int, most: int) -> tuple[Block, ...]:
+    """The first ones with their summaries, of the rest how many there are."""
+    shown = [(named(other.id), f": {one_line(other.summary, longest)}") for other in others[:most]]
+    rest = f"{len(others) - most} more in the full report"
+    if not shown:
+        return (Paragraph(f"Also found: {rest}."),)
+    return (Heading("also found"), Items((*shown, *([rest] if len(others) > most else []))))
+
+
+_PROPOSED = ("suggested fix", "or")
+"""Labels of fixes that nothing was tried of: where an edit is shown, it is what to do."""
+
+
+def _why(report: Report, finding: Finding, room: Room) -> Iterator[Block]:
+    yield Heading("why")
+    yield Paragraph(one_line(finding.cause, room.longest))
+    told = [text for text in finding.evidence if not text.startswith(THE_RUN_ENDED)]  # it stands beside "noticed"
+    if evidence := told[: room.evidence]:
+        yield Items(tuple(one_line(text, room.longest) for text in evidence))
+    if meaning := proven_means(report):
+        yield Paragraph(one_line(meaning, room.longest))
+
+
+def _short(line: Line, left: int) -> Line:
+    """A fact in no more characters than are left."""
+    parts = []
+    for part in parts_of(line):
+        text = part.text if isinstance(part, Words) else str(part)
+        parts.append(replace(part, text=one_line(text, left)) if isinstance(part, Words) else one_line(text, left))
+        left = max(left - len(text), 1)
+    return tuple(parts)
+
+
+def _gaps(report: Report) -> Iterator[Block]:
+    """What could not be measured: where nothing was found, that is what the verdict leaves open."""
+    if report.coverage and not report.findings:
+        yield Heading("not covered")
+        yield Items(tuple(one_line(text, _LONGEST) for text in report.coverage[:_MOST_GAPS]))
+
+
+def _trust(report: Report) -> Iterator[Block]:
+    """What changes how the verdict is to be taken: an expectation, a run that instrumentation changed, how much was measured."""
+    if report.expectation:
+        yield Paragraph(expectation_line(report))
+    if report.observer.bitwise_equal is False:
+        yield Paragraph(one_line(observer_sentence(report.observer), _LONGEST))
+    if measured := measured_sentence(report):
+        yield Paragraph(measured, Look.DIM)

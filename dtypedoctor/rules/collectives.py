@@ -1,0 +1,152 @@
+"""``collective-dtype-mismatch``: ranks that call one collective with several dtypes, or one rank that sends and receives in two."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from dtypedoctor.diagnosis.distributed import RECV, SEND, Called, Rank, calls_of
+from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, Finding, FindingSpec, Rule
+from dtypedoctor.diagnosis.wording import dtype_named, how_the_run_ended, raising_line
+from dtypedoctor.rules import Statement, make_finding, make_finding_of
+from dtypedoctor.trace.events import Raised
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.models import CollectiveCall
+
+SPEC = FindingSpec(
+    id="collective-dtype-mismatch",
+    title="Ranks call the same collective with tensors of different dtypes",
+    family=DTYPE_MISMATCH,
+    references=(
+        "https://github.com/pytorch/pytorch/issues/150248",
+        "https://github.com/pytorch/pytorch/issues/150433",
+        "https://github.com/modelscope/ms-swift/issues/9550",
+    ),
+    do_this="Give `{op}` a tensor of one dtype on every rank, e.g. cast it with `tensor.float()` before the call.",
+)
+
+_SAME_BYTES = frozenset({"bool", "uint8"})
+"""Dtypes of one byte that programs send for each other, and that mean the same as bytes."""
+
+
+def compare_ranks(ranks: Sequence[Rank]) -> Iterator[Finding]:
+    """The first collective of each process group that ranks call with several dtypes."""
+    for channel, called in _by_channel(ranks).items():
+        for number, here in enumerate(_together(called)):
+            dtypes = {call.seen.what.dtype for call in here.values()}
+            if len(dtypes) > 1 and dtypes != _SAME_BYTES:
+                yield _of_ranks(channel, number, here)
+                break
+
+
+def _together(called: Mapping[int, Sequence[Called]]) -> Iterator[dict[int, Called]]:
+    """One collective after the other by rank, until the ranks do different things: from there on their numbers say nothing of each other."""
+    for number in range(max(map(len, called.values()))):
+        here = {rank: calls[number] for rank, calls in called.items() if number < len(calls)}
+        if len(here) < 2 or not _is_one_call([call.seen.what for call in here.values()]):
+            return
+        yield here
+
+
+def _by_channel(ranks: Sequence[Rank]) -> dict[str, dict[int, Sequence[Called]]]:
+    """By channel the calls of each rank; none of a rank whose records are not all there."""
+    found: dict[str, dict[int, Sequence[Called]]] = {}
+    for rank in ranks:
+        for channel, calls in calls_of(rank.trace).items() if not rank.trace.damage else ():
+            found.setdefault(channel, {})[rank.number] = calls
+    return {channel: called for channel, called in found.items() if len(called) > 1}
+
+
+def _is_one_call(whats: Sequence[CollectiveCall]) -> bool:
+    """Whether these are the parts of one collective: called by one name, at one line or with as many elements."""
+    if all(what.name in (SEND, RECV) for what in whats):
+        return True
+    alike = len({what.source for what in whats}) == 1 or len({what.numel for what in whats}) == 1
+    return alike and len({what.name for what in whats}) == 1
+
+
+def _of_ranks(channel: str, number: int, here: Mapping[int, Called]) -> Finding:
+    """The finding, at the line of the rank whose dtype is the rarest; of two equally rare ones, of the rank that comes later."""
+    times = Counter(call.seen.what.dtype for call in here.values())
+    odd = min(sorted(here, reverse=True), key=lambda rank: times[here[rank].seen.what.dtype])
+    seen = here[odd].seen
+    name = seen.what.name if seen.what.name != RECV else SEND
+    parts = [_part(dtype, [rank for rank in here if here[rank].seen.what.dtype == dtype], here) for dtype in times]
+    statement = Statement(
+        id=SPEC.id,
+        summary=f"{name} gets {', '.join(parts)}.",
+        cause=(
+            "A collective transfers bytes, and each rank reads them in the dtype of its own tensor: torch does not compare the dtypes of "
+            "ranks. Where elements have the same size (float16 and bfloat16) the result is wrong and nothing is raised; else the "
+            "process is aborted, or waits for bytes that never come."
+        ),
+        evidence=tuple(_told(channel, number, name, here)),
+    )
+    finding = make_finding_of(seen, statement, dtype=seen.what.dtype, op=name, source=seen.what.source)
+    return replace(finding, rank=odd, fqn=seen.fqn or None)
+
+
+def _part(dtype: str, ranks: Sequence[int], here: Mapping[int, Called]) -> str:
+    at = here[ranks[0]].seen.what.source
+    which = (
+        f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}{' …' if ranks[8:] else ''}"
+    )
+    return f"{dtype} on {which}" + (f" ({at})" if at else "")
+
+
+def _told(channel: str, number: int, name: str, here: Mapping[int, Called]) -> Iterator[str]:
+    group, _, ends = channel.partition(":")
+    what = f"message {number + 1} from rank {ends.replace('>', ' to rank ')}" if ends else f"collective {number + 1}"
+    for rank, call in here.items():
+        one = call.seen.what
+        shape = f", {one.shape}" if call.exact else ""
+        line = f" at {one.source}" if one.source else ""
+        yield f"Rank {rank}, {what} of process group {group}: {one.name} of {one.dtype}{shape}{line}."
+    lines = {call.seen.what.source for call in here.values()}
+    if len(lines) > 1:
+        yield f"If these lines are not meant to meet, one rank has called a {name} more or less than the others."
+
+
+_REJECTED = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"tensors with different dtypes\s*Found (?P<one>torch\.\w+) and\s+(?P<other>torch\.\w+)",
+        r"invalid tensor type at index \d+ \(expected TensorOptions\(dtype=(?P<one>[\w:]+),.* got TensorOptions\(dtype=(?P<other>[\w:]+),",
+        r"Tensors\[i\]\.dtype\(\) == \w+Tensors\[i\]\.dtype\(\) \((?P<one>[\w:]+) vs\. (?P<other>[\w:]+)\)",
+        r"output tensor must have the same type as input tensor|input tensor must be the same type as the output tensor",
+    )
+)
+"""What torch and its backends say where what one rank sends and what it is to receive differ in dtype."""
+_IN_DISTRIBUTED = re.compile(r"/torch/distributed/distributed_c10d\.py:\d+ (?P<name>[a-z]\w+)$")
+
+
+def detect_rejected(trace: Trace) -> Iterator[Finding]:
+    """A collective that torch refused, because of the dtypes of this rank alone."""
+    raised = trace.last(Raised)
+    name = _collective_in(raised.frames) if raised is not None else ""
+    found = [match for one in _REJECTED if raised is not None and name and (match := one.search(raised.message))]
+    for match in found[:1]:
+        yield _rejected(trace, name, [dtype_named(word) for word in match.groupdict().values() if word])
+
+
+def _rejected(trace: Trace, name: str, dtypes: Sequence[str]) -> Finding:
+    raised = trace.all(Raised)[-1]
+    line = raising_line(raised)
+    where = name if line is None else f"{name} at {line}"
+    statement = Statement(
+        id=SPEC.id,
+        summary=f"{where} gets input and output tensors of {' and '.join(dtypes) or 'two dtypes'}.",
+        cause="A collective casts nothing: what it receives has the dtype of what the ranks send.",
+        evidence=how_the_run_ended(trace),
+    )
+    dtype = dtypes[-1] if dtypes else None
+    return make_finding(statement, phase=raised.phase, step=raised.step, op=name, dtype=dtype, source=line)
+
+
+def _collective_in(frames: Sequence[str]) -> str:
+    """The function of torch.distributed that the program has called; empty where it has called none."""
+    called = (one["name"] for frame in frames if (one := _IN_DISTRIBUTED.search(frame)))
+    return next(called, "")
+
+
+RULES = (Rule(name="collectives", specs=(SPEC,), detect=detect_rejected, compare=compare_ranks),)

@@ -1,0 +1,65 @@
+"""Updates that bfloat16 loses: what is said first of them, and that the advice, taken literally, ends it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from command import forked, report_of
+
+SCRIPT = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 32)).to(torch.bfloat16)
+{frozen}
+opt = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-6)
+for step in range(8):
+    ids = torch.randint(0, 32, (4, 8))
+    {forward}
+    nn.functional.cross_entropy(out.float().flatten(0, 1), ids.flatten()).backward()
+    opt.step()
+    opt.zero_grad()
+print(*sorted({{str(p.dtype) for p in net.parameters() if not p.requires_grad}}))
+"""
+
+
+def examined(folder: Path, text: str) -> tuple[dict[str, Any], str]:
+    """The report of a script, and what it printed."""
+    folder.mkdir()
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    done = forked("exec", "--out", "run", "train.py", cwd=folder)
+    return report_of(folder / "run"), done.out
+
+
+def test_where_a_part_is_frozen_only_what_trains_is_widened(tmp_path: Path) -> None:
+    """The line to add and the region around the forward pass remove the finding; the frozen part stays as it is."""
+    text = SCRIPT.format(frozen="net[0].requires_grad_(False)", forward="out = net(ids)")
+    report, _ = examined(tmp_path / "stalls", text)
+    (advice,) = report["do_this"]
+    assert advice["edits"] == []
+    assert "Before AdamW is made (train.py:8)" in advice["text"]
+    assert "costs 6.38 KiB more for 816 trained weights" in advice["text"]
+    region = re.search(r"`(with torch\.autocast\(.*\):)`", advice["text"])
+    assert region is not None
+    mended = text.replace("opt = ", f"{advice['code']}\nopt = ").replace(
+        "out = net(ids)", f"{region[1]} out = net(ids)"
+    )
+    after, printed = examined(tmp_path / "mended", mended)
+    assert [finding["id"] for finding in after["findings"]] == []
+    assert printed == "torch.bfloat16\n"
+
+
+def test_the_title_says_how_many_weights_stay_what_they_were(tmp_path: Path) -> None:
+    """The loss looks like any other; what a person trains does not move. An edit of the line that sets the dtype ends it."""
+    text = SCRIPT.format(frozen="", forward="out = net(ids)")
+    report, _ = examined(tmp_path / "stalls", text)
+    share = re.match(r"(\d+)% of the weights in 5 parameters \(", report["headline"])
+    assert share is not None, report["headline"]
+    assert 90 < int(share[1]) <= 100
+    assert re.search(
+        r"are unchanged after 8 optimizer steps: bfloat16 rounds \d+% of their updates away\.", report["headline"]
+    )
+    (edit,) = report["do_this"][0]["edits"]
+    after, _ = examined(tmp_path / "mended", text.replace(edit["old"], edit["new"]))
+    assert [finding["id"] for finding in after["findings"]] == []

@@ -1,0 +1,160 @@
+"""Optimizers that a program has written itself: watching them changes nothing, and what is not checked is said."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from dtypedoctor.instrument.instruments import Instruments
+from dtypedoctor.trace.events import LOST_UPDATES, NotWatched
+from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.reader import read_trace
+from dtypedoctor.trace.records.silent import Updates
+from dtypedoctor.trace.writer import TraceWriter
+
+
+class Plain(Optimizer):
+    """Subtracts the gradient."""
+
+    def __init__(self, params: Any, lr: float = 1e-6) -> None:
+        super().__init__(params, {"lr": lr})
+        self.taken: list[int] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.taken.append(1)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+class Counting(Plain):
+    """Counts in its group, in a list that it has from the defaults, and in the defaults themselves."""
+
+    def __init__(self, params: Any) -> None:
+        Optimizer.__init__(self, params, {"lr": 1e-2, "taken": [], "nested": {"all": []}})
+        self.taken = self.param_groups[0]["taken"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.defaults["nested"]["all"].append(len(self.taken))
+        super().step()
+
+
+class Masters(Optimizer):
+    """Holds float32 copies of the weights beside its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.masters = [p.detach().float() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p, master in zip(self.param_groups[0]["params"], self.masters, strict=True):
+            master.add_(p.grad.float(), alpha=-self.param_groups[0]["lr"])
+            p.copy_(master)
+
+
+class StateMasters(Optimizer):
+    """Holds them in its state."""
+
+    def __init__(self, params: Any, lr: float = 1e-6) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            master = self.state[p].setdefault("master", p.detach().float())
+            master.add_(p.grad.float(), alpha=-self.param_groups[0]["lr"])
+            p.copy_(master)
+
+
+class Closed(Plain):
+    """Wants a closure."""
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+class Wrapping(Optimizer):
+    """Lets another one step."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = SGD(params, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def trained(
+    make: Callable[[Any], Optimizer], directory: Path | None, size: int = 16
+) -> tuple[Any, Trace | None, Optimizer]:
+    """The weights after six steps, with what was recorded of them in ``directory``."""
+    torch.manual_seed(0)
+    model = nn.Linear(size, size).bfloat16()
+    optimizer = make(model.parameters())
+    writer = TraceWriter(directory) if directory is not None else None
+    instruments = Instruments(writer) if writer is not None else None
+    if instruments is not None:
+        instruments.start()
+    for _ in range(6):
+        model(torch.randn(4, size).bfloat16()).float().square().mean().backward()
+        closure: Any = [lambda: None] if isinstance(optimizer, Closed) else []
+        optimizer.step(*closure)
+        optimizer.zero_grad()
+    if instruments is None or writer is None or directory is None:
+        return model.weight.detach().clone(), None, optimizer
+    instruments.stop()
+    writer.close()
+    return model.weight.detach().clone(), read_trace(directory), optimizer
+
+
+@pytest.mark.parametrize(
+    "make", [Plain, Counting, Masters, StateMasters, Closed, Wrapping], ids=lambda make: make.__name__
+)
+def test_what_a_program_trains_is_bitwise_what_it_is_unwatched(make: Any, tmp_path: Path) -> None:
+    """The check takes the step a second time, on copies: nothing of the optimizer's own is written to."""
+    alone, _, one = trained(make, None)
+    watched, _, other = trained(make, tmp_path)
+    assert torch.equal(alone, watched)
+    assert vars(one).get("taken") == vars(other).get("taken")
+    assert one.defaults == other.defaults
+    for group, same in zip(one.param_groups, other.param_groups, strict=True):
+        assert {**group, "params": 0} == {**same, "params": 0}
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "why"),
+    [
+        (Masters, 16, "it holds more than numbers (masters)"),
+        (StateMasters, 16, "its state holds the weights in a wider dtype (master)"),
+        (Closed, 16, "no copy of it can make a step by itself (TypeError)"),
+        (Plain, 300, "parameters of more than 65,536"),
+    ],
+    ids=["masters", "in-state", "closure", "large"],
+)
+def test_an_optimizer_that_is_not_checked_is_named_with_the_reason(
+    make: Any, size: int, why: str, tmp_path: Path
+) -> None:
+    """Not a word of updates that are lost, and none that they are not."""
+    _, trace, _ = trained(make, tmp_path, size)
+    assert trace is not None
+    (note,) = [note for note in trace.all(NotWatched) if note.what.startswith(LOST_UPDATES)]
+    assert note.what == f"{LOST_UPDATES}{make.__name__}"
+    assert why in note.why
+    assert make is Plain or not trace.observed(Updates)
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+def test_updates_are_checked_however_torch_makes_the_step(how: str, tmp_path: Path) -> None:
+    """One kernel for all parameters, or one for each: the float32 copy makes the same."""
+    _, trace, _ = trained(lambda params: torch.optim.AdamW(params, lr=1e-9, **{how: True}), tmp_path)
+    assert trace is not None
+    assert trace.observed(Updates)
+    assert not [note for note in trace.all(NotWatched) if note.what.startswith(LOST_UPDATES)]

@@ -1,0 +1,177 @@
+"""Updates in place outside of optimizers: those that half precision rounds away are told of, and no others."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from observed import observed
+from torch import Tensor, nn
+from watched import watched
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.rule import Finding
+
+
+def findings(directory: Path, work: Callable[[object], None]) -> list[Finding]:
+    """What is found of updates that are lost."""
+    return [finding for finding in diagnose(watched(directory, work)) if finding.id == "update-stall"]
+
+
+def net(dtype: torch.dtype) -> nn.Module:
+    """Weights between 0.5 and 1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(0.5, 1.0)
+    return model.to(dtype)
+
+
+def gradients(model: nn.Module, dtype: torch.dtype) -> None:
+    """Leaves gradients of about one."""
+    model.zero_grad()
+    model(torch.ones(2, 16, dtype=dtype)).float().mean().backward()
+
+
+def by_hand(dtype: torch.dtype, lr: float) -> Callable[[object], None]:
+    """SGD without an optimizer, as many first examples have it."""
+
+    def work(_: object) -> None:
+        model = net(dtype)
+        for _ in range(5):
+            gradients(model, dtype)
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-lr)
+
+    return work
+
+
+def average(dtype: torch.dtype, decay: float) -> Callable[[object], None]:
+    """A moving average beside a float32 training."""
+
+    def work(_: object) -> None:
+        model = net(torch.float32)
+        kept = copy.deepcopy(model).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(5):
+            gradients(model, torch.float32)
+            optimizer.step()
+            with torch.no_grad():
+                for own, theirs in zip(kept.parameters(), model.parameters(), strict=True):
+                    own.mul_(decay).add_(theirs, alpha=1 - decay)
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("work", "line"),
+    [
+        (by_hand(torch.bfloat16, 1e-4), "parameter.data.add_("),
+        (by_hand(torch.float16, 1e-6), "parameter.data.add_("),
+        (average(torch.bfloat16, 0.9999), "own.mul_("),
+    ],
+    ids=["bfloat16 by hand", "float16 by hand", "bfloat16 average"],
+)
+def test_updates_in_place_that_are_rounded_away_are_found_at_their_line(
+    tmp_path: Path, work: Callable[[object], None], line: str
+) -> None:
+    """With the float32 copies as the evidence, once for the line."""
+    (found,) = findings(tmp_path, work)
+    number = int((found.source or ":0").rpartition(":")[2])
+    assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
+    assert found.confidence.value == "likely"  # a script may keep what is lost beside it
+    assert found.proven_by is None
+    assert "4 tensors in place" in found.summary
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        by_hand(torch.float32, 1e-4),
+        by_hand(torch.bfloat16, 0.5),
+        by_hand(torch.bfloat16, 0.0),
+        average(torch.float32, 0.9999),
+        average(torch.bfloat16, 0.5),
+    ],
+    ids=["float32", "large steps", "no steps", "float32 average", "quick average"],
+)
+def test_updates_that_arrive_are_none(tmp_path: Path, work: Callable[[object], None]) -> None:
+    """Nor are those that would not move a float32 copy either."""
+    assert findings(tmp_path, work) == []
+
+
+def test_memory_that_is_used_again_copies_of_float32_weights_and_optimizers_are_none(tmp_path: Path) -> None:
+    """An epsilon that guards other values at each step, the copy that master weights leave, a step inside of an optimizer."""
+
+    def work(_: object) -> None:
+        model, master = net(torch.bfloat16), [p.detach().float() for p in net(torch.bfloat16).parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(5):
+            gradients(model, torch.bfloat16)
+            guard: Tensor = torch.rand(16, 16, dtype=torch.bfloat16) + 1.0
+            guard.add_(1e-6)
+            del guard
+            optimizer.step()
+            with torch.no_grad():
+                for own, theirs in zip(model.parameters(), master, strict=True):
+                    own.copy_(theirs.sub_(1e-5))
+
+    assert observed(watched(tmp_path, work), "lost-writes") == []
+
+
+def test_a_tensor_that_is_made_anew_at_each_step_is_none(tmp_path: Path) -> None:
+    """Norms of frozen weights have the same values each time, and the same address."""
+
+    def work(_: object) -> None:
+        frozen = net(torch.bfloat16)[0].weight.detach()  # type: ignore[index, union-attr, operator]
+        for _ in range(9):
+            norms = frozen.norm(dim=-1)
+            norms.add_(1e-6)
+            del norms
+
+    assert observed(watched(tmp_path, work), "lost-writes") == []
+
+
+def test_a_line_whose_tensors_move_in_the_end_is_withdrawn(tmp_path: Path) -> None:
+    """A warm-up of the learning rate by hand begins below what bfloat16 can tell apart."""
+
+    def work(_: object) -> None:
+        weight = torch.full((64,), 3.0, dtype=torch.bfloat16)
+        for step in range(70):
+            weight.sub_(torch.full_like(weight, 5e-4 * step))
+
+    trace = watched(tmp_path, work)
+    told = [seen.values["tensors"] for seen in observed(trace, "lost-writes")]
+    assert told[0] == 1
+    assert told[-1] == 0
+    assert [finding for finding in diagnose(trace) if finding.id == "update-stall"] == []
+
+
+def test_what_was_seen_of_tensors_that_are_gone_stays(tmp_path: Path) -> None:
+    """A model that a function has trained and thrown away."""
+
+    def work(_: object) -> None:
+        for _ in range(2):
+            by_hand(torch.bfloat16, 1e-4)(_)
+
+    (found,) = findings(tmp_path, work)
+    assert "in place" in found.summary
+
+
+def test_what_the_program_computes_does_not_change(tmp_path: Path) -> None:
+    """Parameters and random numbers are those of an unwatched run."""
+    states = []
+
+    def work(_: object) -> None:
+        model = net(torch.bfloat16)
+        for _ in range(4):
+            gradients(model, torch.bfloat16)
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.01)  # type: ignore[arg-type]
+        states.append([*(p.detach().clone() for p in model.parameters()), torch.rand(3)])
+
+    work(None)
+    watched(tmp_path, work)
+    assert all(map(torch.equal, *states))

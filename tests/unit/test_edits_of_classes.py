@@ -1,0 +1,490 @@
+"""What each maker of edits does to the program of its class, in other words than the corpus has; and where it leaves a program alone."""
+
+import subprocess
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from traces import TraceBuilder, tensor
+
+from dtypedoctor.diagnosis.edits import edits_for
+from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
+from dtypedoctor.diagnosis.scene import Scene
+from dtypedoctor.report.advice import diff_of
+from dtypedoctor.trace.events import Observed, ParameterNote, Raised
+from dtypedoctor.trace.records.execution import Unscaled
+
+FINDING = Finding(
+    id="a", severity=Severity.ERROR, confidence=Confidence.LIKELY, summary="", cause="", dtype="float32", source="train.py:2"
+)  # fmt: skip
+CALL = "_wrapped_call_impl"
+
+
+def program(
+    tmp_path: Path, text: str, builder: TraceBuilder | None = None, *parameters: ParameterNote, **finding: Any
+) -> Scene:
+    """A script and what was found in it."""
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n" + textwrap.dedent(text).lstrip("\n"))
+    trace = (builder or TraceBuilder()).add(*parameters).build()
+    return Scene(replace(FINDING, **finding), trace, (tmp_path,), script)
+
+
+def parameter(name: str, dtype: str, span: tuple[int, int, int, int] | None = None, **more: Any) -> ParameterNote:
+    """A parameter, and the expression of the script that gave it its dtype."""
+    return ParameterNote(
+        n=1, root=0, name=name, dtype=dtype, shape=[2, 2], requires_grad=True, set_span=list(span or ()), **more
+    )
+
+
+def failing(tmp_path: Path, *lines: tuple[int, str, str], **op: Any) -> TraceBuilder:
+    """An operator that raises, below expressions of the script: their lines, their texts, and the function that runs inside of each."""
+    text = (tmp_path / "train.py").read_text().splitlines()
+    builder = TraceBuilder()
+    name = op.pop("op", "aten.mm.default")
+    builder.op(name, op.pop("fqn", ""), op.pop("inputs", []), [], error="they differ", **op)
+    frames, spans = [], []
+    for line, expression, inside in lines:
+        begin = text[line - 1].index(expression)
+        frames += [
+            f"{tmp_path}/train.py:{line} f",
+            *([f"/site-packages/torch/nn/modules/module.py:1 {inside}"] if inside else []),
+        ]
+        spans += [[line, line, begin, begin + len(expression)], *([[1, 1, 0, 1]] if inside else [])]
+    return builder.add(
+        Raised(n=builder.n(), step=1, call=1, phase="forward", type="RuntimeError", message="they differ", modules=[], frames=frames, spans=spans)
+    )  # fmt: skip
+
+
+def edited(read: Scene, *makers: str) -> str:
+    """The script after its edits, without its first line; empty where there are none."""
+    assert read.script is not None
+    edits, _ = edits_for(read, makers)
+    lines = read.script.read_text().splitlines()
+    for edit in edits:
+        assert lines[edit.line - 1] == edit.old
+        lines[edit.line - 1] = edit.new
+    return "\n".join(line for line in "\n".join(lines).splitlines()[1:] if line) if edits else ""
+
+
+def lines(text: str) -> str:
+    """A text as :func:`edited` gives it."""
+    return "\n".join(line for line in textwrap.dedent(text).splitlines() if line)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("s = torch.where(keep, s, float('-inf'))", "s = torch.where(keep, s, torch.finfo(s.dtype).min)"),
+        ("s = torch.where(gone, torch.tensor(-torch.inf), q @ k)", "s = torch.where(gone, torch.finfo((q @ k).dtype).min, q @ k)"),
+        ("s = s.where(keep, -torch.inf)", "s = s.where(keep, torch.finfo(s.dtype).min)"),
+        ("s[gone] = float('-inf')", "s[gone] = torch.finfo(s.dtype).min"),
+        ("m = torch.full((n, n), -torch.inf, dtype=x.dtype).triu(1)", "m = torch.full((n, n), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)"),
+        ("m = torch.full_like(x, -math.inf)", "m = torch.full_like(x, torch.finfo(x.dtype).min)"),
+        ("best = torch.where(a, b, c)", ""),
+    ],
+)  # fmt: skip
+def test_a_mask_is_finite_however_it_is_filled(old: str, new: str, tmp_path: Path) -> None:
+    """With the smallest number of the dtype that the masked tensor has."""
+    assert edited(program(tmp_path, old), "finite-mask") == new
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "old", "new"),
+    [
+        ("float16", "exp", "y = torch.exp(x)", "y = torch.exp(x.clamp(max=10))"),
+        ("bfloat16", "exp", "y = torch.exp(x)", "y = torch.exp(x.clamp(max=80))"),
+        ("float16", "div", "y = torch.div(a, n.norm())", "y = torch.div(a, n.norm().clamp_min(1e-4))"),
+        ("float32", "div", "y = a.div(n.norm())", "y = a.div(n.norm().clamp_min(1e-6))"),
+        ("bfloat16", "acos", "y = x.acos()", "y = x.clamp(-0.99, 0.99).acos()"),
+    ],
+)
+def test_a_bound_is_one_that_the_dtype_can_hold(dtype: str, op: str, old: str, new: str, tmp_path: Path) -> None:
+    """exp(80) is inf in float16, and 1 - 1e-6 is 1 in bfloat16."""
+    assert edited(program(tmp_path, old, op=f"aten.{op}.default", dtype=dtype), "keep-in-domain") == new
+
+
+@pytest.mark.parametrize(
+    ("op", "line"),
+    [
+        ("div", "y = (a / n.sum()).sum() / len(a)"),
+        ("div", "y = a / count"),
+        ("div", "y = a / whole"),
+        ("div", "y = a / a.numel()"),
+        ("div", "y = a / a.shape[0]"),
+        ("div", "y = a / (2 * a.size(0))"),
+        ("div", "y = a / n.sum().item()"),
+        ("div", "y = torch.div(a, math.sqrt(2))"),
+        ("div", "y = a / unknown"),
+        ("div", "y = a / net(n).sum()"),
+        ("sqrt", "y = a * math.sqrt(2)"),
+        ("log", "y = a * self.log(a)"),
+        ("log", "y = torch.log(a) + torch.log(n)"),
+        ("std", "y = a.std(unbiased=True)"),
+        ("nll_loss", "y = self.cross_entropy(a, n)"),
+    ],
+)
+def test_nothing_but_a_tensor_that_left_the_domain_is_bounded(op: str, line: str, tmp_path: Path) -> None:
+    """A number of Python's has no such method, and of two candidates which one failed is not known."""
+    text = f"{line}\ncount = int(n.sum())\nwhole = 2 * count"
+    assert edited(program(tmp_path, text, op=f"aten.{op}.Tensor"), "keep-in-domain") == ""
+
+
+@pytest.mark.parametrize(("operands", "new"), [(2, "y = a / (torch.where((n + eps) == 0, 1e-6, n + eps))"), (1, "")])
+def test_a_divisor_that_was_seen_to_be_a_tensor_keeps_its_sign(operands: int, new: str, tmp_path: Path) -> None:
+    """What the line divided by is in the trace; both results are those of the line wherever it was defined."""
+    builder = TraceBuilder()
+    builder.op("aten.div.Tensor", "", [tensor(n) for n in range(operands)], [tensor(9)], source="train.py:2")
+    old = "y = a / (n + eps)"
+    assert edited(program(tmp_path, old, builder, op="aten.div.Tensor"), "keep-in-domain") == new
+    if new:
+        given = {"a": torch.tensor([0.0, 1.0, 3.0]), "n": torch.tensor([0.0, -2.0, 1e-9]), "eps": 0.0, "torch": torch}
+        results = []
+        for text in (old, new):
+            exec(text, given)  # noqa: S102  (the line as the edit has it)
+            results.append(given["y"])
+        assert results[0][1:].equal(results[1][1:])
+        assert results[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("y = x.to(self.weight.dtype)", "y = x"),
+        ("y = (a - b).to(tile.dtype).mean()", "y = (a - b).mean()"),
+        ("y = x.to(self.weight.dtype).to(x.dtype)", "y = x.to(x.dtype)"),
+        ("y = x.to(a.dtype) + z.to(b.dtype)", ""),
+        ("y = x.to(torch.int64)", ""),
+    ],
+)
+def test_a_cast_to_the_dtype_of_integers_is_taken_away(old: str, new: str, tmp_path: Path) -> None:
+    """Only where one cast of the line can be meant; an integer dtype that is named was asked for."""
+    assert edited(program(tmp_path, old), "without-integer-cast") == new
+
+
+@pytest.mark.parametrize(
+    ("head", "made", "values"),
+    [
+        ("for x, y in loader:", (), "[x, y]"),
+        ("for i, (x, y) in enumerate(loader):", (), "[x, y]"),
+        ("for i, batch in enumerate(loader):", ("y = batch['labels']",), "batch.values()"),
+    ],
+)
+def test_a_batch_with_nan_is_left_out_of_the_loop_that_trains(
+    head: str, made: tuple[str, ...], values: str, tmp_path: Path
+) -> None:
+    """Whatever a batch is; the loops around it and those that do not train stay as they are."""
+    body = [
+        "for epoch in range(2):",
+        f"    {head}",
+        *(f"        {line}" for line in made),
+        "        loss(net).backward()",
+        "for z in loader:",
+        "    net(z)",
+    ]
+    after = edited(program(tmp_path, "\n".join(body)), "skip-batch").splitlines()
+    assert after[2:4] == [
+        f"        if any(torch.is_tensor(x) and not x.isfinite().all() for x in {values}):",
+        "            continue  # inf or NaN in the data",
+    ]
+    assert [line for line in after if line not in after[2:4]] == body
+
+
+@pytest.mark.parametrize(
+    ("head", "made"),
+    [
+        ("for batch in loader:", "x, y = batch"),
+        ("for batch in loader:", "x = batch[0]"),
+        ("for batch in loader:", "x = net(*batch)"),
+        ("for step in range(8):", "rows = torch.randint(9, (2,))\n    x = data[rows]"),
+    ],
+)
+def test_no_batch_is_left_out_by_what_holds_no_values(head: str, made: str, tmp_path: Path) -> None:
+    """A list is no tensor, and the numbers of rows are finite whatever stands in the rows."""
+    text = f"{head}\n    {made}\n    net(x).sum().backward()"
+    assert edited(program(tmp_path, text), "skip-batch") == ""
+
+
+def test_a_batch_is_not_skipped_in_one_of_two_loops(tmp_path: Path) -> None:
+    """Which of them met the values is not known."""
+    assert (
+        edited(program(tmp_path, "for x in a:\n    f(x).backward()\nfor x in b:\n    f(x).backward()"), "skip-batch")
+        == ""
+    )
+
+
+OPTIMIZER = """
+    net = make()
+    opt = torch.optim.SGD(net.parameters(), lr=1)
+    net.head = torch.nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler()
+    scaler.step(opt)
+"""
+
+
+def test_an_optimizer_is_made_after_the_model_has_its_layers(tmp_path: Path) -> None:
+    """Its line moves behind the last that gives the model another layer."""
+    program(tmp_path, OPTIMIZER)
+    read = program(tmp_path, OPTIMIZER, failing(tmp_path, (6, "scaler.step(opt)", "")))
+    after = edited(read, "optimizer-after-model", "step-where-gradients").splitlines()
+    assert [line.partition(" =")[0] for line in after] == ["net", "net.head", "opt", "scaler", "scaler.step(opt)"]
+
+
+@pytest.mark.parametrize(
+    "user", ["plan = torch.optim.lr_scheduler.StepLR(opt, 1)", "opt.zero_grad()", "net, opt = wrap(net, opt)"]
+)
+def test_an_optimizer_stays_before_what_uses_it(user: str, tmp_path: Path) -> None:
+    """Moved behind the new layer, it would not be there yet."""
+    text = OPTIMIZER.replace("    net.head", f"    {user}\n    net.head", 1)
+    program(tmp_path, text)
+    read = program(tmp_path, text, failing(tmp_path, (7, "scaler.step(opt)", "")))
+    assert edited(read, "optimizer-after-model") == ""
+
+
+@pytest.mark.parametrize(("optimizers", "strangers"), [(2, 0), (1, 0), (2, 3)])
+def test_a_step_without_gradients_is_skipped_where_others_have_some(
+    optimizers: int, strangers: int, tmp_path: Path
+) -> None:
+    """One optimizer alone would never step, nor one that holds another model's parameters: nothing is advised there."""
+    text = "".join(f"o{i} = torch.optim.SGD(p{i})\n" for i in range(optimizers)) + "scaler.step(o0)\n"
+    program(tmp_path, text)
+    builder = failing(tmp_path, (optimizers + 2, "scaler.step(o0)", ""))
+    seen = Unscaled(scale=1.0, optimizer="SGD", params={"float32": 4}, gradients={}, names={}, strangers=strangers)
+    builder.add(Observed(n=builder.n(), step=1, call=1, phase="optimizer", fqn=None, what=seen))
+    after = edited(program(tmp_path, text, builder), "step-where-gradients")
+    assert ("\n    scaler.step(o0)" in after) == (optimizers == 2 and not strangers)
+
+
+@pytest.mark.parametrize(("use", "counted"), [("y = x / self.age", True), ("y = self.layers[self.age](x)", False)])
+def test_a_number_that_compiled_code_depends_on_is_kept_in_a_tensor(use: str, counted: bool, tmp_path: Path) -> None:
+    """Not where it is an index, which a tensor would break."""
+    text = f"self.age = 0\n{use}\nself.age = step"
+    read = program(
+        tmp_path, text, evidence=("f was compiled again: self._modules['a'].age == 0; self._modules['a'].age == 1",)
+    )
+    expected = f"self.age = torch.tensor(0)\n{use}\nself.age = torch.tensor(step)" if counted else ""
+    assert edited(read, "counter-in-tensor") == expected
+
+
+FUNCTION = """
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            return x * w
+        @staticmethod
+        def backward(ctx, grad):
+            return grad @ ctx.w, None
+"""
+
+
+def test_a_custom_function_gets_the_decorators_that_carry_the_region_over(tmp_path: Path) -> None:
+    """Below `staticmethod`, each on a line of its own; where `setup_context` leaves no ctx they go."""
+    after = edited(program(tmp_path, FUNCTION), "custom-function-decorators")
+    for name, decorator in (("forward", "custom_fwd"), ("backward", "custom_bwd")):
+        assert f'    @staticmethod\n    @torch.amp.{decorator}(device_type="cpu")\n    def {name}(ctx' in after
+    lost = after.replace("(ctx, x, w)", "(x, w)").replace("grad @ ctx.w", "grad * ctx.w").replace("custom_fwd", "other")
+    lost += "\n    @staticmethod\n    def setup_context(ctx, inputs, output):\n        ctx.w = inputs[1]"
+    without = edited(program(tmp_path, lost), "custom-function-decorators")
+    assert without == lost.replace('    @torch.amp.custom_bwd(device_type="cpu")\n', "")
+    assert edited(program(tmp_path, lost.replace("grad *", "grad @")), "custom-function-decorators") == ""
+
+
+@pytest.mark.parametrize("autocast", [None, {"dtype": "bfloat16"}])
+def test_the_outermost_call_of_the_model_is_made_in_a_region(autocast: dict[str, str] | None, tmp_path: Path) -> None:
+    """The whole statement, of several lines too; there is a region already where the operator ran in one."""
+    text = "def step(x):\n    h = x @ w\n    return h\nloss = criterion(\n    model(x).float(),\n    y,\n)\n"
+    program(tmp_path, text)
+    operands = [tensor(1, dtype="bfloat16"), tensor(2, dtype="float32", origin="parameter")]
+    builder = failing(tmp_path, (6, "model(x)", CALL), (3, "x @ w", ""), inputs=operands, autocast=autocast)
+    after = edited(program(tmp_path, text, builder), "autocast-around")
+    region = 'with torch.autocast("cpu", dtype=torch.bfloat16):\n    loss = criterion(\n        model(x).float(),\n        y,\n    )'
+    assert after == ("" if autocast else f"def step(x):\n    h = x @ w\n    return h\n{region}")
+
+
+def test_the_argument_that_the_operand_is_is_cast(tmp_path: Path) -> None:
+    """The state of a recurrent cell, not its input; a loss with weights in a buffer casts what it is given."""
+    program(tmp_path, "state = cell(x, state)")
+    operands = [
+        tensor(1, dtype="float32", name="args.1", origin="input"),
+        tensor(2, dtype="bfloat16", origin="parameter"),
+    ]
+    builder = failing(tmp_path, (2, "cell(x, state)", CALL), inputs=operands)
+    read = program(tmp_path, "state = cell(x, state)", builder, id="model-input-dtype")
+    assert edited(read, "cast-operand") == "state = cell(x, state.to(torch.bfloat16))"
+    program(tmp_path, "loss = criterion(logits, labels)")
+    operands = [tensor(1, dtype="bfloat16"), tensor(2, dtype="float32", origin="buffer")]
+    builder = failing(tmp_path, (2, "criterion(logits, labels)", CALL), inputs=operands)
+    read = program(tmp_path, "loss = criterion(logits, labels)", builder, id="model-input-dtype", dtype="bfloat16")
+    assert edited(read, "cast-operand") == "loss = criterion(logits.to(torch.float32), labels)"
+
+
+def test_what_a_wider_operand_makes_is_cast_back(tmp_path: Path) -> None:
+    """Where most weights have the narrower dtype, the next operator expects it."""
+    program(tmp_path, "y = torch.mm(x, w)")
+    operands = [tensor(1, dtype="bfloat16"), tensor(2, dtype="float32", origin="parameter")]
+    builder = failing(tmp_path, (2, "torch.mm(x, w)", ""), inputs=operands)
+    most = [parameter(name, "bfloat16") for name in ("a", "b")]
+    read = program(tmp_path, "y = torch.mm(x, w)", builder, *most, parameter("w", "float32"), dtype="bfloat16")
+    assert edited(read, "cast-operand") == "y = torch.mm(x.to(torch.float32), w).to(torch.bfloat16)"
+
+
+def test_all_that_one_function_writes_in_place_is_cast(tmp_path: Path) -> None:
+    """Keys and values: a cast of the keys alone fails on the next line."""
+    text = "def put(self, at, k, v):\n    self.k.index_copy_(1, at, k)\n    self.v.index_copy_(1, at, v)\n"
+    program(tmp_path, text)
+    operands = [tensor(1, dtype="bfloat16"), tensor(2, dtype="int64"), tensor(3, dtype="float32")]
+    builder = failing(
+        tmp_path, (3, "self.k.index_copy_(1, at, k)", ""), op="aten.index_copy_.default", inputs=operands, inplace=True
+    )
+    after = edited(program(tmp_path, text, builder), "cast-operand")
+    assert "index_copy_(1, at, k.to(self.k.dtype))" in after
+    assert "index_copy_(1, at, v.to(self.v.dtype))" in after
+
+
+def test_a_factory_is_not_blamed_where_other_values_are_cast(tmp_path: Path) -> None:
+    """`.float()` in the same function makes float32 of other operands too."""
+    link = Link(fqn="", op="factory", dtype_in=None, dtype_out="float32", source="train.py:3")
+    met = Link(fqn="", op="load-dtype", dtype_in=None, dtype_out="bfloat16", source=None)
+    text = "def f(x):\n    m = torch.zeros(3)\n    return m + x{}\n"
+    read = program(tmp_path, text.format(""), provenance=(link,), met=(met,))
+    assert "torch.zeros(3, dtype=torch.bfloat16)" in edited(read, "make-in-dtype")
+    assert edited(program(tmp_path, text.format(".float()"), provenance=(link,), met=(met,)), "make-in-dtype") == ""
+
+
+def test_a_dtype_in_a_variable_is_changed_where_it_is_assigned(tmp_path: Path) -> None:
+    """What the variable casts besides the model follows; a variable of the model alone gets a cast behind it."""
+    set_at = {"set_at": f"{tmp_path}/train.py:3"}
+    read = program(
+        tmp_path,
+        "d = getattr(torch, name)\nm = net.to(d)\ny = m(x.to(d))",
+        None,
+        parameter("w", "float16", (3, 3, 4, 13), **set_at),
+    )
+    assert edited(read, "set-float32") == "d = torch.float32\nm = net.to(d)\ny = m(x.to(d))"
+    read = program(
+        tmp_path,
+        "d = getattr(torch, name)\nm = net.to(d)\ny = m(x)",
+        None,
+        parameter("w", "float16", (3, 3, 4, 13), **set_at),
+    )
+    assert edited(read, "set-float32") == "d = getattr(torch, name)\nm = net.to(d).to(torch.float32)\ny = m(x)"
+
+
+@pytest.mark.parametrize(
+    ("made", "called"),
+    [
+        ("net.to(args.kind)", "net(x.to(args.kind))"),
+        ("net.to(torch.bfloat16)", "net(x.to(torch.bfloat16))"),
+        ("net.bfloat16()", "net(x.bfloat16())"),
+    ],
+)
+def test_weights_are_not_widened_alone_where_the_program_casts_its_inputs(
+    made: str, called: str, tmp_path: Path
+) -> None:
+    """Float32 weights refuse a bfloat16 input outside of regions: the whole file goes to float32 then."""
+    text = f"class args:\n    kind = torch.bfloat16\nm = {made}\ny = {called}"
+    span = (4, 4, 4, 4 + len(made))
+    note = parameter("w", "bfloat16", span, set_at=f"{tmp_path}/train.py:4")
+    whole = text.replace("torch.bfloat16", "torch.float32").replace(".bfloat16()", ".float()")
+    assert edited(program(tmp_path, text, None, note), "set-float32", "bfloat16-to-float32") == whole
+    text += "\nregion = torch.autocast('cpu')"
+    assert "torch.float32" in edited(program(tmp_path, text, None, note), "set-float32")
+
+
+def test_weights_that_alone_differ_are_cast_and_not_what_meets_them(tmp_path: Path) -> None:
+    """One block was made float32 beside others in bfloat16; where they are most, they stay."""
+    met = Link(fqn="b", op="load-dtype: b.w (net.b.float())", dtype_in=None, dtype_out="float32", source="train.py:2")
+    odd = parameter("b.w", "float32", (2, 2, 0, 13), set_at=f"{tmp_path}/train.py:2")
+    others = [parameter(name, "bfloat16") for name in ("a.w", "c.w")]
+    read = program(tmp_path, "net.b.float()", None, odd, *others, dtype="bfloat16", met=(met,))
+    assert edited(read, "cast-met-weights") == "net.b.to(torch.bfloat16)"
+    assert edited(program(tmp_path, "net.b.float()", None, odd, dtype="bfloat16", met=(met,)), "cast-met-weights") == ""
+
+
+def test_modules_of_another_dtype_are_sharded_by_themselves(tmp_path: Path) -> None:
+    """Before the block that holds them, and not where the whole model is sharded."""
+    text = "for block in net.layers:\n    fully_shard(block, mesh=mesh)\nfully_shard(net, mesh=mesh)"
+    notes = [parameter("layers.0.norm.weight", "float32"), parameter("layers.0.lin.weight", "bfloat16")]
+    after = edited(program(tmp_path, text, None, *notes, fqn="layers.0"), "shard-apart")
+    assert after == lines(text).replace("    fully", "    fully_shard(block.norm, mesh=mesh)\n    fully", 1)
+    notes = [parameter("norm.weight", "float32"), parameter("lin.weight", "bfloat16")]
+    after = edited(program(tmp_path, text, None, *notes, fqn=""), "shard-apart")
+    assert after == lines(text).replace("fully_shard(net,", "fully_shard(net.norm, mesh=mesh)\nfully_shard(net,")
+
+
+def test_packed_weights_are_unpacked_or_left_whole(tmp_path: Path) -> None:
+    """In the program's own function; nn.MultiheadAttention needs its output projection as it is."""
+    quant = {"quant": {"kind": "nf4"}}
+    text = "from bitsandbytes.nn import Linear4bit\ndef forward(self, x):\n    return F.linear(x, self.a.weight)\n"
+    program(tmp_path, text)
+    read = program(
+        tmp_path,
+        text,
+        failing(tmp_path, (4, "F.linear(x, self.a.weight)", "")),
+        parameter("m.a.weight", "uint8", **quant),
+        fqn="m",
+    )
+    after = edited(read, "dequantized-weights")
+    assert after.startswith("from bitsandbytes.functional import dequantize_4bit\n")
+    assert "F.linear(x, dequantize_4bit(self.a.weight, self.a.weight.quant_state))" in after
+    read = program(
+        tmp_path, "a = isinstance(m, torch.nn.Linear)", None, parameter("m.out_proj.weight", "uint8", **quant), fqn="m"
+    )
+    assert edited(read, "plain-linear-only") == "a = type(m) is torch.nn.Linear"
+
+
+def test_masks_whose_sum_leaves_the_range_are_made_smaller(tmp_path: Path) -> None:
+    """Where finite operands made -inf, and not where one was infinite before."""
+    text = "low = torch.finfo(x.dtype).min\nmask = future * low + gone * low"
+    builder = TraceBuilder()
+    builder.op("aten.add.Tensor", "", [tensor(1), tensor(2)], [tensor(3, num_neginf=4)], source="train.py:3")
+    assert edited(program(tmp_path, text, builder), "smaller-masks").startswith("low = torch.finfo(x.dtype).min / 8\n")
+    builder = TraceBuilder()
+    builder.op(
+        "aten.add.Tensor", "", [tensor(1, num_neginf=1), tensor(2)], [tensor(3, num_neginf=4)], source="train.py:3"
+    )
+    assert edited(program(tmp_path, text, builder), "smaller-masks") == ""
+
+
+def test_a_region_gets_the_dtype_of_the_weights_and_accelerate_what_a_cpu_can_do(tmp_path: Path) -> None:
+    """float16 by Accelerate needs a GPU: the weights become float32 there, as mixed precision expects."""
+    read = program(
+        tmp_path, "c = torch.autocast('cpu', dtype=region)", None, parameter("w", "bfloat16"), dtype="float16"
+    )
+    assert edited(read, "region-in-dtype-of-model") == "c = torch.autocast('cpu', dtype=torch.bfloat16)"
+    note = parameter("w", "float16", (3, 3, 4, 14), set_at=f"{tmp_path}/train.py:3")
+    text = "a = Accelerator(mixed_precision='bf16')\nm = net.half()"
+    read = program(tmp_path, text, None, note, dtype="bfloat16")
+    after = edited(read, "region-in-dtype-of-model", "set-float32")
+    assert after == text.replace("net.half()", "net.to(torch.float32)")
+
+
+def test_a_diff_with_lines_more_and_lines_less_applies(tmp_path: Path) -> None:
+    """`patch -p0` makes of the file what the edits say, wherever lines were added before."""
+    before = [f"a{number} = {number}" for number in range(1, 8)]
+    (tmp_path / "train.py").write_text("\n".join(before) + "\n")
+    edits = (
+        Edit(file="train.py", line=2, old=before[1], new="x = 1\ny = 2\na2 = 2"),
+        Edit(file="train.py", line=4, old=before[3], new=""),
+        Edit(file="train.py", line=6, old=before[5], new="a6 = 66"),
+    )
+    subprocess.run(
+        ["patch", "-p0"], input=diff_of(edits) + "\n", text=True, cwd=tmp_path, check=True, capture_output=True
+    )
+    after = (tmp_path / "train.py").read_text().splitlines()
+    assert after == [before[0], "x = 1", "y = 2", "a2 = 2", before[2], before[4], "a6 = 66", before[6]]
+
+
+def test_a_call_of_several_lines_is_replaced_in_its_first(tmp_path: Path) -> None:
+    """With what follows it; the others go."""
+    text = "f = torch.compile(\n    net,\n    dynamic=True,\n).eval()\ng = torch.compile(\n    net,\n)"
+    after = edited(program(tmp_path, text), "without-compiler")
+    assert after == "f = net.eval()\ng = net"
+    after = edited(program(tmp_path, text), "compiled-for-any-size")
+    assert (
+        after
+        == "f = torch.compile(\n    net,\n    dynamic=True,\n).eval()\ng = torch.compile(\n    net, dynamic=True,\n)"
+    )

@@ -1,0 +1,85 @@
+"""The first screen after a run: what it holds, and that it fits."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from report_builders import everything, overflow
+from rich.console import Console
+
+from dtypedoctor.cli import reported
+from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt
+from dtypedoctor.report.first_screen import MOST_LINES, WIDTH, print_first_screen
+from dtypedoctor.report.model import Report
+
+FILES = ("report.html", "report.md")
+LONG = "word " * 200
+
+
+def shown(report: Report, files: tuple[str, ...] = FILES) -> str:
+    """What a console of 100 columns receives."""
+    stream = io.StringIO()
+    print_first_screen(report, Console(file=stream, width=WIDTH), "runs/my run", files)
+    return stream.getvalue()
+
+
+def crowded() -> Report:
+    """A report in which every text is long and every list is."""
+    edits = tuple(Edit(file="train.py", line=n, old="a" * 90, new="b" * 90) for n in range(20))
+    report = overflow()
+    finding = replace(report.findings[0], evidence=(LONG,) * 20, cause=LONG, summary=LONG, proven_by=LONG)
+    return replace(
+        report,
+        headline=LONG,
+        findings=(finding,) * 12,
+        do_this=(Advice(finding=finding.id, text=LONG, edits=edits),) * 12,
+        excerpts=(Excerpt(file="train.py", line=3, function="main", text="x = y", end=5),) * 2,
+        noticed=LONG,
+        coverage=(LONG,) * 20,
+    )
+
+
+@pytest.mark.parametrize(
+    "report", [*everything(), crowded()], ids=["healthy", "overflow", "mismatch", "worker-died", "hostile", "crowded"]
+)
+def test_it_fits_one_screen(report: Report) -> None:
+    """Forty lines at a hundred columns, however much there is to tell."""
+    assert len(shown(report).splitlines()) <= MOST_LINES
+
+
+def test_it_holds_verdict_place_edit_reason_and_one_command() -> None:
+    """In this order; what is left out is in the file that it names."""
+    report = replace(overflow(), noticed="the loss is NaN in step 3, at train.py:41")
+    text = shown(report)
+    words = [
+        "FOUND: ",
+        "  origin ",
+        "  noticed ",
+        "do this",
+        "why",
+        "Proven: ",
+        "Full report: runs/my run/report.html",
+        "\nNext",
+    ]
+    places = [text.index(word) for word in words]
+    assert places == sorted(places)
+    assert "train.py:41" in text
+    assert sum(line.startswith("Next") for line in text.splitlines()) == 1
+    assert "Can this be trusted?" not in text
+
+
+def test_where_no_file_could_be_written_everything_is_printed() -> None:
+    """A full disk leaves nothing to refer to."""
+    text = shown(overflow(), ())
+    assert "Can this be trusted?" in text
+    assert "Full report" not in text
+
+
+def test_what_to_type_next_is_found_by_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the command on the path, or with that of another installation, the interpreter that runs is named."""
+    monkeypatch.setattr(reported, "which", lambda name: None)
+    assert reported.as_typed_here("dtypedoctor exec train.py").endswith(" -m dtypedoctor exec train.py")
+    monkeypatch.setattr(reported, "which", lambda name: f"/elsewhere/bin/{name}")
+    assert reported.as_typed_here("dtypedoctor exec train.py").endswith(" -m dtypedoctor exec train.py")
+    monkeypatch.setattr(reported, "which", lambda name: f"{reported.Path(reported.sys.executable).parent}/{name}")
+    assert reported.as_typed_here("dtypedoctor exec train.py") == "dtypedoctor exec train.py"
