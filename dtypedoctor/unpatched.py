@@ -5,6 +5,7 @@ imported, or does not go through the names that programs replace.
 """
 
 import os
+from inspect import unwrap
 from io import FileIO
 from json.decoder import JSONDecoder
 from json.encoder import JSONEncoder
@@ -24,6 +25,7 @@ __all__ = [
     "thread_time",
     "time_ns",
     "to_json",
+    "unwrap",
 ]
 
 

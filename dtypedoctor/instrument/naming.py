@@ -1,6 +1,5 @@
 """The dotted names of modules, parameters and buffers; packed weights; and which module's forward stands at a line of a file."""
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from dtypedoctor._torch_private import COMPILED_MODULE, buffers_of, parameters_of
 from dtypedoctor.instrument.frames import Call
 from dtypedoctor.trace.events import ParameterNote, Root
+from dtypedoctor.unpatched import unwrap
 
 if TYPE_CHECKING:
     from dtypedoctor.trace.writer import TraceWriter
@@ -256,4 +256,4 @@ class CodePlaces:
 def _forward(cls: type) -> Any:
     """The code object of a class's forward; None where it is no Python function."""
     method = getattr(cls, "forward", None)
-    return getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+    return getattr(unwrap(method), "__code__", None) if callable(method) else None

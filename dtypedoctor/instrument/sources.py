@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from dtypedoctor.instrument.capture import importable
+from dtypedoctor.unpatched import unwrap
 
 __all__ = ["SOURCE", "Sources"]
 
@@ -266,7 +267,7 @@ def _around(thing: Any) -> Iterator[tuple[str, Any]]:
 
 def _functions_of(thing: Any) -> Iterator[types.FunctionType]:
     for held in [thing] if isinstance(thing, types.FunctionType) else vars(thing).values():
-        plain = inspect.unwrap(held) if callable(held) else getattr(held, "__func__", getattr(held, "fget", None))
+        plain = unwrap(held) if callable(held) else getattr(held, "__func__", getattr(held, "fget", None))
         if isinstance(plain, types.FunctionType) and plain.__module__ == thing.__module__:
             yield plain
 

@@ -25,7 +25,7 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.models import Pretrained, RoundedAndTrained, StateLoaded
 from dtypedoctor.trace.records.silent import Unpatched
-from dtypedoctor.unpatched import from_json
+from dtypedoctor.unpatched import from_json, unwrap
 from dtypedoctor.values import dataclass
 
 LONGEST_HEADER = 100_000_000
@@ -393,5 +393,5 @@ def _backups(cls: type) -> Iterator[str]:
 def _function(cls: type, name: str) -> FunctionType | None:
     """The function whose code a call of a method runs; None for what is no Python function."""
     found = inspect.getattr_static(cls, name, None)
-    function = inspect.unwrap(found) if isinstance(found, FunctionType) else None
+    function = unwrap(found) if isinstance(found, FunctionType) else None
     return function if isinstance(function, FunctionType) else None

@@ -1,6 +1,5 @@
 """Training that half precision is too coarse for: gradients that float16 flushes to zero, updates that weights are too coarse to feel."""
 
-import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from dtypedoctor.trace.records.silent import (
     Updates,
     Zeros,
 )
+from dtypedoctor.unpatched import unwrap
 from dtypedoctor.values import dataclass
 
 SCALE = 32768.0
@@ -394,7 +394,7 @@ def _stride(optimizer: Optimizer, parameter: Tensor) -> int:
 
 def _by_element(optimizer: Optimizer) -> bool:
     """Whether the optimizer is known to treat each element by itself, so that a few can stand for all."""
-    step = inspect.unwrap(type(optimizer).step)
+    step = unwrap(type(optimizer).step)
     return step.__module__.startswith(_ELEMENTWISE) and type(optimizer).__name__ not in _NOT_ELEMENTWISE
 
 
@@ -504,7 +504,7 @@ def _step_in_float32(optimizer: Optimizer, samples: list[_Sample]) -> str:
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     # An optimizer may want a closure, say: then nothing is claimed about it.
     with contained() as trial, torch.random.fork_rng(devices=devices, enabled=not _by_element(optimizer)):
-        inspect.unwrap(type(optimizer).step)(twin)
+        unwrap(type(optimizer).step)(twin)
     for sample in samples:
         sample.state = twin.state.get(sample.copy) if sample.state is not None else None
     return "" if trial.error is None else f"no copy of it can make a step by itself ({type(trial.error).__name__})"
