@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unused
 from dtypedoctor.runner.launch import Launcher, WarmServer
 from dtypedoctor.runner.machines import Where, machines
+from dtypedoctor.runner.process import ending_by_interrupt
 from dtypedoctor.runner.run import Run
 from dtypedoctor.runner.sending import RemoteRun, packed
 from dtypedoctor.scenario.loading import BUILTIN, case_of, override, resolve
@@ -145,7 +145,7 @@ def bisect_case(case: Case, where: Where, *, resident: bool | None = None) -> Re
     pace = Pace(case.directory, "bisect", case.asked.scenario)
     with (
         _kept_only_if_used(case),
-        sigterm_as_ctrl_c(),
+        ending_by_interrupt(),
         _narrowing(pace) as view,
         _remote_runner(case, where, view)
         if where.is_elsewhere
@@ -179,16 +179,6 @@ def _narrowing(pace: Pace) -> Iterator[Narrowing]:
     with Narrowing(sys.stderr) as view:
         view.keep_pace(pace)
         yield view
-
-
-@contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Inside, what a job scheduler or ``timeout`` sends ends the search as Ctrl-C does: with the best answer so far."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -90,8 +90,8 @@ class Region:
         if self._live is not None:
             self._live.update(content)
 
-    def leave(self, line: str, *, cut: bool = False) -> None:
-        """Leaves a line for good; ``cut`` lets it end where the terminal does."""
+    def say(self, line: str, *, cut: bool = False) -> None:
+        """Leaves a line for good, e.g. one that is not about a single run; ``cut`` lets it end where the terminal does."""
         line = one_line(line, 2000) if line.strip() else line
         if self._live is None:
             print(line, file=self._stream, flush=True)
@@ -153,7 +153,7 @@ class Counted:
         )
 
 
-class LiveView:
+class LiveView(Region):
     """Shows progress on stderr: a line that keeps changing on a terminal, one line a run elsewhere.
 
     Args:
@@ -166,38 +166,27 @@ class LiveView:
         self._every_run = every_run
         self._scenarios = scenarios
         self._running: tuple[str, ...] = ()
-        self._region = Region(stream)
+        super().__init__(stream)
         self._label = ""
         self._began = time.monotonic()
         self._follower: Follower | None = None
         self._where = ""
         self._pace: Pace | None = None
 
-    def __enter__(self) -> Self:
-        self._region.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._region.__exit__(kind, error, tb)
-
     def keep_pace(self, pace: Pace) -> None:
         """From here on ``pace`` is told of each run, and its estimate is shown."""
         self._pace = pace
         if pace.total is not None and self._every_run:
-            self._region.leave(f"The last run took {_roughly(pace.total)}.")
+            self.say(f"The last run took {_roughly(pace.total)}.")
 
     def begin(self, label: str) -> None:
         """A run starts, or another part."""
         self._label, self._began, self._follower, self._where = label_in_words(label), time.monotonic(), None, ""
         if self._pace is not None:
             self._pace.begin(label)
-        if not self._region.changes and self._every_run:
-            self._region.leave(f"{self._label} …")
-        self._region.show(self)
-
-    def say(self, line: str) -> None:
-        """Leaves a line that is not about a single run."""
-        self._region.leave(line)
+        if not self.changes and self._every_run:
+            self.say(f"{self._label} …")
+        self.show(self)
 
     def scenario(self, *names: str) -> None:
         """These scenarios are running now."""
@@ -205,7 +194,7 @@ class LiveView:
             for name in names:
                 self._scenarios.begin(name)
         self._running = names
-        self._region.show(self)
+        self.show(self)
 
     def end(self, outcome: str) -> None:
         """The run has ended as ``outcome`` says."""
@@ -213,11 +202,11 @@ class LiveView:
             self._pace.end()
         if self._every_run:
             seconds = time.monotonic() - self._began
-            self._region.leave(f"{self._label:<36} {seconds:5.1f} s  {outcome}", cut=True)
+            self.say(f"{self._label:<36} {seconds:5.1f} s  {outcome}", cut=True)
 
     def progress(self, directory: Path) -> None:
         """Called while the run goes on, with where its trace is; of several processes with that of rank 0."""
-        if not self._region.changes:
+        if not self.changes:
             return
         if self._follower is None:
             self._follower = Follower(directory)
@@ -233,7 +222,7 @@ class LiveView:
         else:
             what = ", ".join(self._running) + (f": {self._label}" if self._label else "")
             text = Text.assemble(_spinner(seconds), (self._scenarios.words(), "bold"), f"  {what}  {self._where}")
-        text.truncate(self._region.width, overflow="ellipsis")
+        text.truncate(self.width, overflow="ellipsis")
         return text
 
 
@@ -325,44 +314,33 @@ _MOST_LINES = 18
 _MOST_NAMED = 2
 
 
-class Narrowing:
+class Narrowing(Region):
     """Shows a bisection's progress on ``stream`` (usually ``sys.stderr``). Use as a context manager."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._region = Region(stream)
+        super().__init__(stream)
         self._stage = ""
         self._began = time.monotonic()
         self._progress: SuspectTree | None = None
         self._last = Text()
         self._pace: Pace | None = None
 
-    def __enter__(self) -> Self:
-        self._region.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._region.__exit__(kind, error, tb)
-
     def keep_pace(self, pace: Pace) -> None:
         """From here on ``pace`` is told of each part, and its estimate is shown."""
         self._pace = pace
         if pace.total is not None:
-            self._region.leave(f"The last bisection took {_roughly(pace.total)}.")
+            self.say(f"The last bisection took {_roughly(pace.total)}.")
 
     def stage(self, words: str) -> None:
         """A new part begins; on a terminal the one before it leaves one line."""
         if self._pace is not None:
             self._pace.begin(words)
-        if not self._region.changes:
-            self._region.leave(f"{one_line(words, 500)} …")
+        if not self.changes:
+            self.say(f"{one_line(words, 500)} …")
         elif self._stage:
-            self._region.leave(f"{self._stage:<48} {time.monotonic() - self._began:6.1f} s", cut=True)
+            self.say(f"{self._stage:<48} {time.monotonic() - self._began:6.1f} s", cut=True)
         self._stage, self._began, self._last = words, time.monotonic(), Text()
-        self._region.show(self)
-
-    def say(self, line: str) -> None:
-        """Leaves a line that is not about a single probe."""
-        self._region.leave(line)
+        self.show(self)
 
     def forest(self, forest: Forest) -> None:
         """The candidates are known."""
@@ -375,8 +353,8 @@ class Narrowing:
             self._progress.take(measured)
             line += f"  {len(self._progress.suspected)} of {self._progress.leaves} left"
         self._last = Text(line, style=_STYLE[measured.probe.outcome])
-        if not self._region.changes:
-            self._region.leave(line)
+        if not self.changes:
+            self.say(line)
 
     def __rich__(self) -> Group:
         """The tree as it is now: the terminal asks for it ten times a second."""
@@ -385,7 +363,7 @@ class Narrowing:
         tree = self._progress.branches() if self._progress is not None else []
         lines = [head, self._last.copy(), *map(_branch_line, tree[:_MOST_LINES])]
         for line in lines:
-            line.truncate(self._region.width, overflow="ellipsis")
+            line.truncate(self.width, overflow="ellipsis")
         return Group(*lines)
 
 

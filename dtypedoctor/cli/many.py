@@ -14,12 +14,10 @@ from zipfile import BadZipFile, ZipFile
 
 from pydantic import TypeAdapter, ValidationError
 
-from dtypedoctor.cli.bisecting import sigterm_as_ctrl_c
 from dtypedoctor.cli.live import Counted, LiveView
 from dtypedoctor.cli.output import kept
 from dtypedoctor.cli.pace import Pace
-from dtypedoctor.cli.reported import exit_code
-from dtypedoctor.cli.running import matrix_exit, treat_scenario
+from dtypedoctor.cli.reported import exit_code, matrix_exit
 from dtypedoctor.cli.scenario_files import allow_directory
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
@@ -41,6 +39,7 @@ from dtypedoctor.report.model import Report
 from dtypedoctor.runner.directories import clear, new_directory, remove_unmeasured
 from dtypedoctor.runner.job import ASKED, HERE, OUT, PYTHON, Ended
 from dtypedoctor.runner.machines import Job, SubmittedJob, Where, machines, unpack
+from dtypedoctor.runner.process import ending_by_interrupt
 from dtypedoctor.runner.sending import Sent, packed
 from dtypedoctor.scenario.model import Scenario
 from dtypedoctor.trials.plan import Plan
@@ -166,7 +165,7 @@ def treat_all(batch: Batch, where: Where) -> tuple[list[MatrixRow], list[Report]
     with LiveView(sys.stderr, every_run=False, scenarios=counted) as view:
         view.say(counted.plan())
         try:
-            with sigterm_as_ctrl_c():
+            with ending_by_interrupt():
                 for row, report in _one_by_one(batch, waiting, view) if here else _as_jobs(batch, waiting, where, view):
                     done[row.scenario] = row, report
                     counted.note(row.scenario, row.seconds)
@@ -230,6 +229,8 @@ def _one_by_one(batch: Batch, waiting: Sequence[Scenario], view: LiveView) -> It
 
 
 def _treated(batch: Batch, scenario: Scenario, view: LiveView) -> Done:
+    from dtypedoctor.cli.running import treat_scenario  # a batch of jobs treats none here
+
     began = time.monotonic()
     report = treat_scenario(
         scenario,

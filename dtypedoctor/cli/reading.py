@@ -84,7 +84,7 @@ def report(
     if project is not None:
         _ticket(run, project, format)
         return
-    from dtypedoctor.cli.running import matrix_exit
+    from dtypedoctor.cli.reported import matrix_exit
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.files import read_matrix, report_of, with_pictures
     from dtypedoctor.report.matrix import matrix_document

@@ -2,22 +2,22 @@
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shutil import which
 
 from dtypedoctor.cli.output import kept
 from dtypedoctor.diagnosis.rule import Severity
-from dtypedoctor.errors import ExitCode
+from dtypedoctor.errors import INTERRUPTED, ExitCode
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
+from dtypedoctor.report.matrix import MatrixRow
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.runner.run import STDERR, STDOUT
 from dtypedoctor.trace.ranks import member
-from dtypedoctor.trials.results import Outcome, Treatment
-from dtypedoctor.trials.treatment import NOT_REQUESTED
+from dtypedoctor.trials.results import NOT_REQUESTED, Outcome, Treatment
 
 ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
     ("no usable trace, and no finding without one", lambda r: not (r.trace_usable or r.findings), ExitCode.NO_TRACE),
@@ -35,6 +35,17 @@ ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
 def exit_code(report: Report) -> int:
     """The exit code that a finished report stands for: that of the first line of :data:`ENDINGS` that holds."""
     return int(next(code for _, holds, code in ENDINGS if holds(report)))
+
+
+_GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)
+
+
+def matrix_exit(rows: Sequence[MatrixRow]) -> int:
+    """0 if each scenario's exit code is 0; else the code of the gravest: usage, then a dead worker, then findings. 130 after Ctrl-C."""
+    codes = {row.exit for row in rows}
+    if INTERRUPTED in codes:
+        return INTERRUPTED
+    return next((int(code) for code in _GRAVEST_FIRST if int(code) in codes), int(ExitCode.OK))
 
 
 def reported(treatment: Treatment, directory: Path) -> Report:
@@ -77,7 +88,7 @@ def _next_of_script(report: Report, directory: Path, rerun: str = "") -> str:
     if not report.command.startswith(verb):
         return ""
     again = shlex.join(_without_out(shlex.split(report.command), directory))
-    if report.do_this and (report.do_this[0].edits or report.do_this[0].code):
+    if report.do_this and report.do_this[0].is_shown:
         return again
     options = rerun.partition(": ")[0]
     if options and " N " not in options:  # nobody but its launcher knows how many processes

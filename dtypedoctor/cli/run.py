@@ -204,7 +204,7 @@ def _treat_one(scenario: "Scenario", out: Path | None, format: str, *, remedies:
 
 def _treat_several(batch: "Batch", where: "Where", format: str, *, open_page: bool) -> int:
     from dtypedoctor.cli.many import treat_all
-    from dtypedoctor.cli.running import matrix_exit
+    from dtypedoctor.cli.reported import matrix_exit
     from dtypedoctor.cli.scripts import removed_if_refused
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.matrix import matrix_document

@@ -20,8 +20,7 @@ from dtypedoctor.cli.pace import Pace
 from dtypedoctor.cli.reported import reported
 from dtypedoctor.cli.scenario_files import load_checked
 from dtypedoctor.cli.scripts import removed_if_refused
-from dtypedoctor.errors import INTERRUPTED, ExitCode, UsageError
-from dtypedoctor.report.matrix import MatrixRow
+from dtypedoctor.errors import UsageError
 from dtypedoctor.report.model import Report
 from dtypedoctor.runner.launch import PRELOAD, WORKER, Launcher, WarmServer, may_share_process, run_to_end
 from dtypedoctor.runner.process import run_launched, run_ranks, run_script
@@ -157,9 +156,6 @@ def _starter(
                 yield lambda request, place: run_to_end(warm.start(request, place), view.progress)
 
 
-_GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)
-
-
 def load_all(texts: Sequence[str], *, allow_code: bool) -> list[Scenario]:
     """The scenarios that a person names, in that order; those of a folder by name, each file once.
 
@@ -187,11 +183,3 @@ def _paths(text: str) -> list[Path]:
     if not found:
         raise UsageError(f"{text}: no scenarios here", "A scenario is a file that ends in .yaml.")
     return found
-
-
-def matrix_exit(rows: Sequence[MatrixRow]) -> int:
-    """0 if each scenario's exit code is 0; else the code of the gravest: usage, then a dead worker, then findings. 130 after Ctrl-C."""
-    codes = {row.exit for row in rows}
-    if INTERRUPTED in codes:
-        return INTERRUPTED
-    return next((int(code) for code in _GRAVEST_FIRST if int(code) in codes), int(ExitCode.OK))

@@ -129,6 +129,11 @@ class Advice:
     edits: tuple[Edit, ...] = ()
     code: str = ""
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether it shows the change itself, and does not only describe it."""
+        return bool(self.edits or self.code)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excerpt:

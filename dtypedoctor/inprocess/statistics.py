@@ -89,12 +89,13 @@ class Statistics:
                 {name: (seen.zeros - seen.zeros_scaled, seen.elements) for name, seen in what.parameters.items()}
             )
         elif isinstance(what, Updates) and what.wanted:
-            self._totals["updates/lost"] = what.lost / what.wanted
-            seen = what.parameters
-            self._shares["updates/lost"] = {name: one.lost / one.wanted for name, one in seen.items() if one.wanted}
-            self._shares["updates/update_to_weight"] = {
-                name: one.update / one.absmax for name, one in seen.items() if one.absmax
-            }
+            self._lost(what)
+
+    def _lost(self, what: Updates) -> None:
+        seen = what.parameters.items()
+        self._totals["updates/lost"] = what.lost / what.wanted
+        self._shares["updates/lost"] = {name: one.lost / one.wanted for name, one in seen if one.wanted}
+        self._shares["updates/update_to_weight"] = {name: one.update / one.absmax for name, one in seen if one.absmax}
 
     def _underflow(self, counted: Mapping[str, tuple[int, int]]) -> None:
         elements = sum(total for _, total in counted.values())

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,47 @@ _BEFORE_A_COLLECTIVE = frozenset({"fsdp.all_gather_copy_in.default"})
 _UNCOMPUTED = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize", "resize_as", "set"}
 )
+
+
+class Followed(NamedTuple):
+    """An operator: its public name, and which of its arguments are its operands and its results, None where it has none."""
+
+    name: str
+    operands: int | None = 1
+    results: int | None = 0
+
+
+_IN_PLACE = 0
+FOLLOWED = {
+    "allreduce_": Followed("all_reduce", _IN_PLACE),
+    "allreduce_coalesced_": Followed("all_reduce", _IN_PLACE),
+    "broadcast_": Followed("broadcast", _IN_PLACE),
+    "reduce_": Followed("reduce", _IN_PLACE),
+    "allgather_": Followed("all_gather"),
+    "_allgather_base_": Followed("all_gather"),
+    "allgather_coalesced_": Followed("all_gather"),
+    "allgather_into_tensor_coalesced_": Followed("all_gather"),
+    "reduce_scatter_": Followed("reduce_scatter"),
+    "_reduce_scatter_base_": Followed("reduce_scatter"),
+    "reduce_scatter_tensor_coalesced_": Followed("reduce_scatter"),
+    "gather_": Followed("gather"),
+    "scatter_": Followed("scatter"),
+    "alltoall_": Followed("all_to_all"),
+    "alltoall_base_": Followed("all_to_all"),
+    "send": Followed("send", _IN_PLACE, None),
+    "recv_": Followed("recv", None, _IN_PLACE),
+}
+"""Operators of the namespace ``c10d``."""
+UNFOLLOWED = ("barrier", "monitored_barrier_", "recv_any_source_")
+"""The other operators of that namespace that wait for other ranks."""
+SHARED = frozenset(one.name for one in FOLLOWED.values()) - {"broadcast", "scatter", "send", "recv"}
+"""Collectives to which every rank of the group sends something."""
+
+
+def name_of_collective(operator: Any) -> str:
+    """The public name of an operator that waits for other ranks; of one that is not followed its own."""
+    own = schema_of(operator).name.split("::")[-1]
+    return FOLLOWED[own].name if own in FOLLOWED else own.strip("_")
 
 
 def flat(value: Any) -> Iterator[Any]:

@@ -235,15 +235,7 @@ class RepeatedCall:
         ends = [tensor for tensor in given if tensor.requires_grad]
         if not upstream or not ends:
             return
-        results, gradients = [outputs[i] for i in upstream], list(upstream.values())
-        try:
-            made: Sequence[Tensor | None] = torch.autograd.grad(
-                results, ends, gradients, allow_unused=True, retain_graph=True
-            )
-        except RuntimeError as error:
-            if "use_reentrant=True" not in str(error):
-                raise
-            made = _accumulate(results, gradients, ends)
+        made = _gradients_of([outputs[i] for i in upstream], list(upstream.values()), ends)
         self.is_bad = not all(is_finite(gradient) for gradient in made if gradient is not None)
 
     def _difference(self, said: tuple[str, str] | None, before: tuple[str, str] | None) -> str:
@@ -381,6 +373,15 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     with torch.no_grad(), out_of_their_sight():
         return bool(tensor.detach().isfinite().all())
+
+
+def _gradients_of(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> Sequence[Tensor | None]:
+    try:
+        return torch.autograd.grad(results, ends, gradients, allow_unused=True, retain_graph=True)
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        return _accumulate(results, gradients, ends)
 
 
 def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> list[Tensor | None]:

@@ -213,8 +213,9 @@ class AttentionReplay:
         if not ran.results or self._replays >= MAX_REPLAYS or any(map(is_spread, ran.results)):
             return
         given = {note.id for note in ran.inputs}
-        for scores in [s for s in self._open if not s.derived.isdisjoint(given)]:
-            self._advance(scores, ran)
+        for scores in self._open.copy():
+            if not scores.derived.isdisjoint(given):
+                self._advance(scores, ran)
         if _is_of_activations(ran) and str(ran.func) in _PRODUCTS:
             self._open.append(_Scores(ran, derived={note.id for note in ran.outputs}))
         if not fits(sum(scores.held for scores in self._open), ran.results[0].device):

@@ -152,6 +152,10 @@ class _Gradient(NamedTuple):
     site: int
     recorder: Recorder
 
+    def fits(self, gradient: Tensor) -> bool:
+        """Whether a dense gradient looks the same."""
+        return gradient.dtype is self.dtype and gradient.shape == self.shape and gradient.device == self.device
+
 
 class _Hook(tuple[Any, ...]):
     """What is called with the gradient of an output: the function that records it, the place, the path in the output and the outermost call.
@@ -374,12 +378,7 @@ class Returned:
                 self._gradient_of_class(place, path, call, gradient)
             return
         usual: _Gradient | None = place.gradients.get(path)
-        if (
-            usual is None
-            or gradient.dtype is not usual.dtype
-            or gradient.shape != usual.shape
-            or gradient.device != usual.device
-        ):
+        if usual is None or not usual.fits(gradient):
             usual = self._learn_gradient(place, path, gradient)
         if usual is not None and not (gradient.is_cuda and is_capturing()):
             when = (self._writer.next_n(), self._position.step, call)

@@ -33,7 +33,6 @@ from dtypedoctor._torch_private import (
     version_of,
     without_modes,
 )
-from dtypedoctor.instrument.collectives import name_of_collective
 from dtypedoctor.instrument.operators import (
     Arguments,
     OperatorMode,
@@ -41,6 +40,7 @@ from dtypedoctor.instrument.operators import (
     is_unfinished,
     is_whole,
     leaves_memory_as_it_was,
+    name_of_collective,
     tensors_of,
     written,
 )

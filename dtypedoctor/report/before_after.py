@@ -187,7 +187,7 @@ def _reference(report: Report) -> str:
 
 
 def _notes(report: Report) -> list[str]:
-    notes = [_reference(report)] if _reference(report) else []
+    notes = list(filter(None, [_reference(report)]))
     bases = sorted({t.ratio_base for t in report.trials if t.ratio_base and t.run})
     if bases:
         notes.append(f"× is the ratio to the {', '.join('baseline' if base == 'before' else base for base in bases)}.")

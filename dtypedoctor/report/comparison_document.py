@@ -1,6 +1,7 @@
 """The document about two compared runs: the verdict in a sentence, where they diverge, and why they are not equal."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import attrgetter
 
 from dtypedoctor.diagnosis.wording import module_name
 from dtypedoctor.dtypes import short_name
@@ -127,8 +128,8 @@ def _counts(measured: Measured | None) -> str:
 
 def _drift(found: TraceComparison) -> Section:
     modules = [module for module in found.modules if module.compared]
-    beyond = sorted((module for module in modules if module.beyond), key=_first_beyond)
-    drifting = sorted((module for module in modules if module.max_error), key=_largest_first)
+    beyond = sorted(filter(attrgetter("beyond"), modules), key=lambda module: module.first_beyond or 0)
+    drifting = sorted(filter(attrgetter("max_error"), modules), key=attrgetter("max_error"), reverse=True)
     rows = (beyond or drifting)[:_MOST_ROWS]
     names = {module.fqn for module in modules}
     return _section(
@@ -137,14 +138,6 @@ def _drift(found: TraceComparison) -> Section:
         rows=tuple(_drift_row(module, names) for module in rows),
         notes=tuple(_drift_notes(modules, beyond, drifting)),
     )
-
-
-def _first_beyond(module: ModuleDrift) -> int:
-    return module.first_beyond or 0
-
-
-def _largest_first(module: ModuleDrift) -> float:
-    return -module.max_error
 
 
 def _drift_notes(

@@ -121,7 +121,7 @@ def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0]) 
 def _about_finding(report: Report, finding: Finding, room: Room) -> Iterator[tuple[Block, ...]]:
     """Where, what to do, why, and what else was found."""
     advice = report.do_this[0] if report.do_this else None
-    has_edit = advice is not None and bool(advice.edits or advice.code)
+    has_edit = advice is not None and advice.is_shown
     facts = (
         *where_facts(report),
         ("what", (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}")),

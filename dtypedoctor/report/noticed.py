@@ -44,9 +44,10 @@ def _line_of(trace: Trace, loss: Sample) -> str:
     """The line at which a backward pass began with this loss, or else the first one that read it as a number; empty where neither is known."""
     seen = [one.what for one in trace.observed(NonfiniteReached)]
     began = next((one for one in seen if one.sample == loss.n), None)
-    if began is None or began.source:
-        return (began.source or "") if began is not None else ""
-    return next((one.source for one in seen if one.id == began.id and one.what in ("item", "guard") and one.source), "")
+    if began is None:
+        return ""
+    read = [one.source for one in seen if one.id == began.id and one.what in ("item", "guard")]
+    return next(filter(None, [began.source, *read]), "")
 
 
 def _own_line(raised: Raised) -> str:

@@ -338,18 +338,17 @@ def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) ->
     if trace.end is None:
         known = _as_far_as_known(trace, measured)
         return f"Nothing found before the script ended without Python's shutdown: {known}."
-    failed = [note.what for note in trace.all(NotWatched) if note.why.startswith(FAILED_THERE)]
-    unchecked = f" Not checked, because dtypedoctor failed there: {one_line(', '.join(failed), 200)}." if failed else ""
-    unseen = [
-        note.what
-        for note in trace.all(NotWatched)
-        if note.why.startswith(NOT_SEEN) or note.what.startswith(LOST_UPDATES)
-    ]
-    if unseen:
-        unchecked += f" Not checked: {one_line(', '.join(unseen), 200)}."
     also = f" Note: {noted.summary}" if noted is not None else ""
     still = _standstill(trace)
-    return f"Nothing found{' that is wrong' if also else ''}: {_done(treatment)}, {_finiteness(measured)}{still}.{unchecked}{also}"
+    verdict = f"Nothing found{' that is wrong' if also else ''}: {_done(treatment)}, {_finiteness(measured)}{still}."
+    return f"{verdict}{_unchecked(trace.all(NotWatched))}{also}"
+
+
+def _unchecked(notes: Sequence[NotWatched]) -> str:
+    failed = [note.what for note in notes if note.why.startswith(FAILED_THERE)]
+    unseen = [note.what for note in notes if note.why.startswith(NOT_SEEN) or note.what.startswith(LOST_UPDATES)]
+    why = {"Not checked, because dtypedoctor failed there": failed, "Not checked": unseen}
+    return "".join(f" {reason}: {one_line(', '.join(what), 200)}." for reason, what in why.items() if what)
 
 
 def _standstill(trace: Trace) -> str:

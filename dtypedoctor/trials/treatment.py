@@ -29,7 +29,7 @@ from dtypedoctor.trials.remedies import (
     is_switched_on,
     remedy_named,
 )
-from dtypedoctor.trials.results import Observer, Outcome, Treatment, Trial, run_of_fix
+from dtypedoctor.trials.results import NOT_REQUESTED, Observer, Outcome, Treatment, Trial, run_of_fix
 from dtypedoctor.trials.runs import (
     LaterRuns,
     RunRequest,
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 WATCHED_LIVE = "the program was instrumented while it ran and is not run again from here (of a script, `dtypedoctor exec` does that; in a notebook, run it again with the edit or with dtypedoctor.apply)"
 LIVE_SECONDS = 60.0
 """How long a program that watches itself waits for a replay, and for the capsule of the call that failed."""
-NOT_REQUESTED = "not requested"
 NOT_COMPARED = Observer(bitwise_equal=None, reason="the script was not run without instrumentation; --rerun does that")
 
 CALL_NOT_COMPARED = Observer(

@@ -12,7 +12,7 @@ from rich.console import Console
 from scenario_files import HEALTHY, written
 
 from dtypedoctor.cli import many
-from dtypedoctor.cli.running import matrix_exit
+from dtypedoctor.cli.reported import matrix_exit
 from dtypedoctor.report.matrix import (
     MatrixRow,
     in_one_line,

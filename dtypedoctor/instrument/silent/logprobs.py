@@ -336,11 +336,8 @@ class LogprobCheck:
 
     def _met(self, name: str, operands: list[Tensor], result: Tensor, node: int | None, line: Line | None) -> None:
         """Two tensors are subtracted or divided."""
-        known = list(filter(None, map(self._known_now, operands)))
-        for each in known:
-            self._unmet.pop(each.source or "", None)
+        kinds = {self._noted_as_met(each) for each in filter(None, map(self._known_now, operands))}
         one, other = operands
-        kinds = {each.kind for each in known}
         if name == "sub" and NORMALIZER in kinds:
             self._made(ALL if one.shape[-1:] != other.shape[-1:] else ONE, one, result, line)
             return
@@ -348,6 +345,10 @@ class LogprobCheck:
         if wanted in kinds and node is not None and _may_be_compared(one, other):
             new, old = sorted(operands, key=lambda each: not each.requires_grad)
             self._judge(new, old, use, node, line)
+
+    def _noted_as_met(self, known: _Known) -> str:
+        self._unmet.pop(known.source or "", None)
+        return known.kind
 
     def _exponentiated(self, operand: Tensor, result: Tensor) -> None:
         known = self._known_now(operand)
