@@ -17,6 +17,7 @@ from dtypedoctor.diagnosis.scene import (
     in_calls,
     names_a_module,
     other_method,
+    scalers,
     some,
     with_keyword,
 )
@@ -477,10 +478,9 @@ def _half_to(scene: Scene, dtype: str) -> Changes | None:
     if made is None:
         return None
     source, changes = made
-    scalers = in_calls(scene, "GradScaler", lambda source, call: with_keyword(source, call, "enabled=False"))
-    if scalers is not None and scalers[0] is source:
-        changes += scalers[1]
-    return source, changes
+    return source, changes + [
+        change for call in scalers(source) for change in with_keyword(source, call, "enabled=False")
+    ]
 
 
 def _without_halves(source: Source, dtype: str) -> Changes | None:

@@ -86,7 +86,7 @@ def _changed(part: bytes, begin: int, changes: Sequence[Change]) -> str:
     return part.decode().rstrip("\r\n").replace("\r\n", "\n")
 
 
-_IN_BFLOAT16 = "The edit keeps memory and speed and gives up 3 of 11 bits of precision."
+_IN_BFLOAT16 = "The edit keeps memory and speed and gives up 3 of 11 bits of precision.{stalls}"
 _UNCOMPILED = "The edit runs it uncompiled, in plain PyTorch's time."
 _IN_FLOAT32 = "The edit computes all of it in float32: the simplest change, and the slowest."
 _IN_REGION = "The edit keeps the dtype of the weights, so they train as before; products in the region are computed in half precision."

@@ -399,3 +399,12 @@ def in_calls(
         if changes:
             return source, changes
     return None
+
+
+def scalers(source: Source) -> list[ast.Call]:
+    """The calls that make a gradient scaler which is on, whatever the file calls the class."""
+    names = {"GradScaler"}
+    for one in source.every(ast.ImportFrom):
+        names |= {alias.asname or "" for alias in one.names if alias.name == "GradScaler"}
+    made = [call for call in source.every(ast.Call) if source.text(call.func).rpartition(".")[2] in names]
+    return [call for call in made if "enabled=False" not in map(ast.unparse, call.keywords)]

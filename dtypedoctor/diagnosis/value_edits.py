@@ -14,6 +14,7 @@ from dtypedoctor.diagnosis.scene import (
     has_torch,
     in_calls,
     names_a_module,
+    scalers,
     some,
     with_keyword,
 )
@@ -478,7 +479,10 @@ def _sets(target: ast.expr, names: set[str]) -> bool:
 
 def without_scaler(scene: Scene) -> Changes | None:
     """The gradient scaler is switched off."""
-    return in_calls(scene, "GradScaler", lambda source, call: with_keyword(source, call, "enabled=False"))
+    for source in scene.program_files():
+        if made := scalers(source):
+            return source, [change for call in made for change in with_keyword(source, call, "enabled=False")]
+    return None
 
 
 def without_compiler(scene: Scene) -> Changes | None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dtypedoctor.diagnosis.edits import edits_for
 from dtypedoctor.diagnosis.registry import page, spec_of
-from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec
-from dtypedoctor.diagnosis.scene import Scene, Source, masked_line
-from dtypedoctor.diagnosis.wording import class_of, short, shown_line
+from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec, Severity
+from dtypedoctor.diagnosis.scene import Scene, Source, masked_line, scalers
+from dtypedoctor.diagnosis.wording import class_of, listed, short, shown_line
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.report.document import Block, Code, Heading, Paragraph
 from dtypedoctor.report.text import counted, memory
@@ -35,7 +35,7 @@ def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
             continue
         edits, remark = edits_for(scene, spec.edits) if own_files else ((), "")
         text = f"{_text(spec, scene)} {_filled(remark, scene)}".rstrip()
-        text += _covers(edits, shown)
+        text += _covers(edits, shown) + _scaler_left(spec, scene, edits)
         shown |= {(edit.file, edit.line): (finding.id, edit.new) for edit in edits}
         yield Advice(finding=finding.id, text=text, edits=edits)
 
@@ -49,6 +49,25 @@ def _covers(edits: tuple[Edit, ...], shown: Mapping[tuple[str, int], tuple[str, 
                 f" It changes the line that the edit for {other} changes: float32 covers both, so make this edit only."
             )
     return ""
+
+
+def _scaler_left(spec: FindingSpec, scene: Scene, edits: tuple[Edit, ...]) -> str:
+    """Where the program goes on making a gradient scaler that bfloat16 needs no more, and what to write there; empty where the edit switches it off."""
+    to_bfloat16 = not edits or any("bfloat16" in edit.new and "bfloat16" not in edit.old for edit in edits)
+    if spec.edits[:1] != ("half-to-bfloat16",) or not to_bfloat16:
+        return ""
+    changed = {(edit.file, edit.line) for edit in edits}
+    left = [
+        place for source in scene.program_files() for place in _scalers_in(source, scene.shown(source.path), changed)
+    ]
+    return f" Switch the gradient scaler off too, with `enabled=False` in its call at {listed(left)}." if left else ""
+
+
+def _scalers_in(source: Source, file: str, changed: set[tuple[str, int]]) -> Iterator[str]:
+    """The places of a file that make a gradient scaler, but for those with a changed line."""
+    for call in scalers(source):
+        if changed.isdisjoint((file, line) for line in range(call.lineno, (call.end_lineno or call.lineno) + 1)):
+            yield f"{file}:{call.lineno}"
 
 
 def _scene(treatment: Treatment, finding: Finding) -> Scene:
@@ -146,7 +165,9 @@ _EXPONENTIAL = " If it is a softmax written out, exp(x) / sum: use torch.softmax
 
 
 def _text(spec: FindingSpec, scene: Scene) -> str:
-    return _filled(spec.do_this, scene) if spec.do_this else _first_way(scene.finding)
+    text = _filled(spec.do_this, scene) if spec.do_this else _first_way(scene.finding)
+    milder = scene.finding.severity is Severity.INFO and spec.severity is not Severity.INFO
+    return f"It may stay as it is. To change it: {text[:1].lower()}{text[1:]}" if milder else text
 
 
 def _filled(text: str, scene: Scene) -> str:
@@ -157,6 +178,7 @@ def _filled(text: str, scene: Scene) -> str:
     model, before = _optimizer_of(scene) if about_optimizer else ("", "")
     return text.format(
         cost=_cost_of_float32(scene) if "{cost}" in text else "",
+        stalls=_may_stall(scene) if "{stalls}" in text else "",
         model=model,
         before_optimizer=before,
         module=module,
@@ -193,6 +215,17 @@ def _cost_of_float32(scene: Scene) -> str:
     tensors = 2 + _MOMENTS[optimizer]  # weight and gradient
     kept = f" and {counted(_MOMENTS[optimizer], 'moment')} of {optimizer}"
     return f" (costs {memory(2 * tensors * elements)} more for {counted(elements, 'trained weight')}: weight, gradient{kept} take 4 bytes each, not 2)"
+
+
+def _may_stall(scene: Scene) -> str:
+    """What becomes of float16 weights that are trained as bfloat16 ones, to follow a sentence; empty where none is trained."""
+    half = any(note.requires_grad and note.dtype == "float16" for note in _parameters_of(scene))
+    return (
+        " Trained weights in bfloat16 lose updates below 0.2% of their value: weights near 1, as those of norms, may keep their first value"
+        " at small learning rates. Float32 weights under autocast do not, and take more memory."
+        if half
+        else ""
+    )
 
 
 def _optimizer_of(scene: Scene) -> tuple[str, str]:

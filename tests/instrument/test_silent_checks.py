@@ -742,3 +742,31 @@ def test_one_temperature_that_never_moves_is_found_beside_a_layer_that_does(tmp_
     assert len(found) == 1
     assert found[0].summary.startswith("100% of the weights in 1 parameter (")
     assert found[0].confidence == "proven"
+
+
+@pytest.mark.parametrize("layer", ["functional", "outside"])
+def test_a_bias_before_a_softmax_does_not_stall(tmp_path: Path, layer: str) -> None:
+    """All scores of a row get it, so its gradients cancel, also where no module's output shows that; the loss trains on."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score, self.head = nn.Linear(16, 1, bias=layer == "functional"), nn.Linear(16, 3)
+            self.shift = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            bias = self.shift.view(1) if self.score.bias is None else self.score.bias
+            return self.head((nn.functional.linear(x, self.score.weight, bias).softmax(1) * x).sum(1))
+
+    def work(_: object) -> None:
+        torch.manual_seed(0)
+        net = Pooled().bfloat16()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+        for _ in range(8):
+            x, y = torch.randn(32, 12, 16).bfloat16(), torch.randint(0, 3, (32,))
+            nn.functional.cross_entropy(net(x).float(), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = watched(tmp_path, work)
+    assert [f.summary for f in diagnose(trace) if f.id == "update-stall"] == []

@@ -11,7 +11,7 @@ from dtypedoctor.diagnosis.edits import MAKERS, edits_for
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene, masked_line, safe_line
-from dtypedoctor.report.advice import _covers
+from dtypedoctor.report.advice import _covers, _scaler_left
 from dtypedoctor.trace.events import Raised
 
 FINDING = Finding(
@@ -55,6 +55,19 @@ def test_a_line_is_changed(maker: str, op: str, old: str, new: str, tmp_path: Pa
     """One line, as it stands in the file, and what it should be."""
     found, _ = edits_for(scene(tmp_path, old, op=op), [maker])
     assert found == (Edit(file="train.py", line=2, old=old, new=new),)
+
+
+@pytest.mark.parametrize("made", ["GradScaler()", "torch.amp.GradScaler(\n    'cuda'\n)", "Scaler()"])
+def test_an_edit_to_bfloat16_switches_the_scaler_off(made: str, tmp_path: Path) -> None:
+    """Whatever the class is called in the file; nothing is left to say then. Without such an edit, the words name the line."""
+    lines = ("m = m.half()", "from torch.amp import GradScaler as Scaler", f"s = {made}")
+    found = scene(tmp_path, *lines, op="aten.mul.Tensor")
+    edits, _ = edits_for(found, ["half-to-bfloat16"])
+    assert any("enabled=False" in edit.new for edit in edits)
+    spec = spec_of("loss-scale-exhausted")
+    assert _scaler_left(spec, found, edits) == ""
+    assert "at train.py:4." in _scaler_left(spec, found, ())
+    assert _scaler_left(spec, scene(tmp_path, "s = GradScaler(enabled=False)"), ()) == ""
 
 
 def test_a_line_with_what_may_be_a_secret_is_not_shown(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.diagnosis.wording import listed, percent
 from dtypedoctor.scenario.model import Window
-from dtypedoctor.trace.events import Correction, Metric, Observed, ScalerState
+from dtypedoctor.trace.events import Correction, Metric, Observed, ParameterNote, ScalerState
 
 
 def only(trace: TraceBuilder) -> Finding:
@@ -65,6 +65,46 @@ def test_a_parameter_whose_gradient_is_all_rounding_is_not_called_stalled() -> N
     """The bias of an attention's keys has none in exact arithmetic, so there is nothing that is lost."""
     assert diagnose(summed_gradient("attn.k.bias", 0.02).build()) == ()
     assert only(summed_gradient("attn.q.bias", 5.0)).id == "update-stall"
+
+
+@pytest.mark.parametrize(
+    ("elements", "steady", "stalls"),
+    [(1, 0.3, False), (1, 1.0, True), (1, None, True), (16, 0.4, False), (64, 0.3, True)],
+)
+def test_a_gradient_that_changes_its_sign_leads_nowhere(elements: int, steady: float | None, stalls: bool) -> None:
+    """Of a few elements whose module is not seen: a bias before a softmax. Many elements, and what older traces do not say, count as before."""
+    one = {
+        "wanted": 64,
+        "lost": 64,
+        "dtype": "bfloat16",
+        "absmax": 1.0,
+        "update": 1e-5,
+        "elements": elements,
+        "steady": steady,
+    }
+    trace = seen(
+        "updates", optimizer="AdamW", lr=1e-5, checks=8, first_step=1, parameters={"b": one}, wanted=64, lost=64
+    )
+    assert [finding.id for finding in diagnose(trace.build())] == ["update-stall"] * stalls
+
+
+@pytest.mark.parametrize(("others", "severity"), [(32 * 99, Severity.INFO), (32 * 9, Severity.WARNING)])
+def test_few_weights_that_stall_beside_others_are_a_note(others: int, severity: Severity) -> None:
+    """Their share of what is trained is told, and that the rest trains; from a twentieth on it is a warning. Frozen weights do not count."""
+    trace = updates(moving=640)
+    for name, size, trained in (
+        ("norm.weight", 32, True),
+        ("up.weight", others, True),
+        ("frozen.weight", 10**6, False),
+    ):
+        note = ParameterNote(
+            n=trace.n(), name=name, owner="", dtype="bfloat16", shape=[size], root=0, requires_grad=trained
+        )
+        trace.add(note)
+    finding = only(trace)
+    assert finding.severity is severity
+    assert finding.summary.endswith(f"They are {percent(32 / (32 + others))} of the trained weights.")
+    assert "The other parameters train" in finding.cause
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,10 @@ class _Total:
     """The compared elements before the first step that was checked."""
     moves: Tensor
     """Which of them move in float32 in one of the steps so far."""
+    signs: Tensor
+    """Of each, the sum of the signs of its gradients."""
+    checks: int = 0
+    steady: float = 0.0
     asked: int = 0
     still: int = 0
     wanted: int = 0
@@ -276,8 +280,9 @@ class UpdateCheck:
             counted = torch.stack([_counts(sample, _total_of(sample, totals)) for sample in samples]).tolist()
             if not known.overshot and all(sample.state is not None for sample in samples):
                 known.overshot = self._tell_overshoots(optimizer, samples)
-        for sample, (wanted, lost, absmax, update, finite, asked, still) in zip(samples, counted, strict=True):
+        for sample, (wanted, lost, absmax, update, finite, asked, still, steady) in zip(samples, counted, strict=True):
             total = totals[sample.name]
+            total.steady = steady
             total.asked, total.still = int(asked), int(still)
             total.wanted += int(wanted)
             total.lost += int(lost)
@@ -346,6 +351,7 @@ class UpdateCheck:
                     update=t.update,
                     asked=round(t.asked * t.weights / t.elements),
                     still=round(t.still * t.weights / t.elements),
+                    steady=t.steady,
                 )
                 for name, t in stalled[:MOST_TOLD]
             },
@@ -552,6 +558,7 @@ def _total_of(sample: _Sample, totals: dict[str, _Total]) -> _Total:
             weights=sample.parameter.numel(),
             first=sample.before,
             moves=torch.zeros_like(sample.before, dtype=torch.bool),
+            signs=torch.zeros_like(sample.before),
         )
     return known
 
@@ -559,7 +566,8 @@ def _total_of(sample: _Sample, totals: dict[str, _Total]) -> _Total:
 def _counts(sample: _Sample, total: _Total) -> Tensor:
     """Elements that move in float32, those of them that did not move, largest finite weight and update, elements with a finite update.
 
-    Then finite elements that have moved in float32 in any step so far, and those of them that are what they were before the first one.
+    Then finite elements that have moved in float32 in any step so far, those of them that are what they were before the first one, and how much the
+    signs of the gradients agree.
     """
     before = sample.before.float()
     update = sample.copy.detach() - before
@@ -571,7 +579,11 @@ def _counts(sample: _Sample, total: _Total) -> Tensor:
     now = sample.now()
     asked = total.moves & now.isfinite()  # NaN is another failure than weights that stand still
     still = asked & now.eq(total.first)
-    numbers = (wanted.sum(), lost.sum(), weight, largest, update.isfinite().sum(), asked.sum(), still.sum())
+    if sample.copy.grad is not None:
+        total.checks += 1
+        total.signs += sample.copy.grad.sign().nan_to_num().to(total.signs.dtype)
+    steady = total.signs.float().abs().mean() / max(total.checks, 1)
+    numbers = (wanted.sum(), lost.sum(), weight, largest, update.isfinite().sum(), asked.sum(), still.sum(), steady)
     return torch.stack(
         [number.double().cpu() if number.device.type == "cpu" else number.double() for number in numbers]
     )

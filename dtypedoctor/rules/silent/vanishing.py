@@ -9,7 +9,7 @@ from dtypedoctor.diagnosis.wording import listed, module_of, percent, short_para
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules import Statement, make_finding_of
 from dtypedoctor.rules.nonfinite.rule import OPTIMIZER_EPSILON_UNDERFLOW
-from dtypedoctor.trace.events import Observed, ScalerState
+from dtypedoctor.trace.events import Observed, ParameterNote, ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import (
     GradientZeros,
@@ -115,6 +115,12 @@ NOISE = 4.0
 """Standard deviations of rounding below which the gradient of a sum is nothing else. Measured on the bias of attention's keys, which
 is zero in exact arithmetic, in float16 and bfloat16: 0.06 to 0.25; on the biases of queries and values 50 and more."""
 
+FEW_WEIGHTS = 0.05
+"""Share of the trained weights below which those that stand still beside the others, norms' weights for the most part, are a note and no warning."""
+SUMMED, STEADY = 16, 0.75
+"""Elements of a parameter that is one number for many values, a bias of scores, say; and how much the signs of its gradients agree where they lead somewhere.
+Measured on biases before a softmax: 0 to 0.6, once in 16 runs more; on a temperature that is trained: 1."""
+
 
 def detect_stall(trace: Trace) -> Iterator[Finding]:
     """Parameters that stay where they are although a float32 copy of them moves, where most of what is trained stands still."""
@@ -130,9 +136,9 @@ def _stalls(trace: Trace, *, mostly: bool) -> Iterator[Finding]:
     last = {o.what.optimizer: o for o in trace.observed(Updates)}
     for seen in last.values():
         named = seen.what.parameters.items()
-        stalled = {name: one for name, one in named if _is_stalled(one) and not _is_rounding(trace, name)}
+        stalled = {name: one for name, one in named if _is_stalled(one) and not _is_rounding(trace, name, one)}
         if stalled and mostly is (seen.what.lost >= MOSTLY * seen.what.wanted):
-            yield _stall(seen, stalled)
+            yield _stall(seen, stalled, None if mostly else _share_of_trained(trace, stalled))
 
 
 def _is_stalled(one: StalledParameter) -> bool:
@@ -140,14 +146,18 @@ def _is_stalled(one: StalledParameter) -> bool:
     return one.wanted >= enough and one.lost >= STALLED * one.wanted
 
 
-def _is_rounding(trace: Trace, name: str) -> bool:
+def _is_rounding(trace: Trace, name: str, one: StalledParameter) -> bool:
     """Whether the gradients of a parameter that is added to each row are no larger than what rounding leaves of a sum that cancels.
 
-    The bias of an attention's keys moves all scores of a query alike, and softmax does not see that.
+    The bias of an attention's keys moves all scores of a query alike, and softmax does not see that. Where no module's output tells what was summed (a
+    compiled or functional layer, a parameter of its own), few elements whose gradients change their signs from step to step count as rounding too.
     """
     gradients, noise = _gradients_and_noise(trace, name)
     known = [step for step, gradient in gradients.items() if gradient and noise.get(step)]
-    return bool(known) and all(gradients[step] <= NOISE * noise[step] for step in known)
+    if known:
+        return sum(gradients[step] for step in known) <= NOISE * sum(noise[step] for step in known)
+    few = one.elements is not None and one.elements <= SUMMED
+    return few and one.steady is not None and one.steady < STEADY
 
 
 def _gradients_and_noise(trace: Trace, name: str) -> tuple[dict[int, float], dict[int, float]]:
@@ -164,6 +174,13 @@ def _gradients_and_noise(trace: Trace, name: str) -> tuple[dict[int, float], dic
             rounding = DTYPES[site.dtype].epsilon * sqrt(rows) * sample.absmax
             noise[sample.step] = max(noise.get(sample.step, 0.0), rounding)
     return gradients, noise
+
+
+def _share_of_trained(trace: Trace, stalled: dict[str, StalledParameter]) -> float | None:
+    """The share of the trained weights that the stalled parameters hold; None where they are not among the parameters that were noted."""
+    sizes = {note.name: prod(note.shape) for note in trace.all(ParameterNote) if note.requires_grad and not note.buffer}
+    held = sum(sizes.get(name, 0) for name in stalled)
+    return held / sum(sizes.values()) if held and stalled.keys() <= sizes.keys() else None
 
 
 def _parameters(count: int) -> str:
@@ -198,18 +215,26 @@ def _when_compared(last: int) -> str:
     return f"in steps 1 to 4 and each power of two up to {last}"
 
 
-def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter]) -> Finding:
+def _stall(seen: Observed[Updates], stalled: dict[str, StalledParameter], share: float | None) -> Finding:
+    """The finding; ``share`` of the trained weights stands still beside others that move, None where most do or that is not known."""
     what = seen.what
+    few = share is not None and share < FEW_WEIGHTS
+    beside = f" They are {percent(share)} of the trained weights." if share is not None else ""
     name, worst = next(iter(stalled.items()))
     epsilon = DTYPES[worst.dtype].epsilon
     statement = Statement(
         id="update-stall",
-        severity=Severity.WARNING,
+        severity=Severity.INFO if few else Severity.WARNING,
         proven_by=f"the same {what.optimizer} steps on a float32 copy of the parameter move it",
-        summary=_what_stands_still(what, stalled, worst.dtype),
+        summary=_what_stands_still(what, stalled, worst.dtype) + beside,
         cause=(
             f"Near 1 the spacing of {worst.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
             "of the spacing is rounded away, each time, without adding up."
+            + (
+                " The other parameters train; these keep their first values, as if they were frozen."
+                if share is not None
+                else ""
+            )
         ),
         evidence=(
             *(

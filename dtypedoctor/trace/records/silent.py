@@ -412,6 +412,7 @@ class StalledParameter:
         elements: compared in a step; None in older traces.
         asked: weights of it that move in float32 in a checked step; those that were not compared are counted in proportion. 0 in older traces.
         still: those of them that are, after the last checked step, bitwise what they were before the first one.
+        steady: how much the signs of an element's gradients agree over the checked steps, from 0 to 1, averaged; None in older traces.
     """
 
     wanted: int
@@ -422,6 +423,7 @@ class StalledParameter:
     elements: int | None = None
     asked: int = 0
     still: int = 0
+    steady: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
