@@ -60,9 +60,8 @@ class OpGraph:
         return self._producers.get(number)
 
     def consumers(self, tensor: TensorNote) -> tuple[Op, ...]:
-        """The ops that used ``tensor``, in execution order; one that made it by writing to an operand is not among them."""
-        maker = self.producer(tensor)
-        return tuple(op for op in self._consumers.get(tensor.id, ()) if op is not maker)
+        """The ops that used ``tensor``, in execution order."""
+        return tuple(self._consumers.get(tensor.id, ()))
 
     def replay(self, op: Op, *ways: str) -> Replay | None:
         """The first replay of ``op`` in one of the given ways."""

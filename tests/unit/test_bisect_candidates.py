@@ -1,0 +1,67 @@
+"""Which modules a bisection suspects, and how much, from traces alone."""
+
+import pytest
+from traces import TraceBuilder
+
+from dtypedoctor.trials.bisection.questions import called_modules, plant, suspicion
+from dtypedoctor.trials.bisection.results import OWN
+
+CALLED = ("model", "model.layers.0", "model.layers.0.mlp", "model.layers.10", "model.layers.2", "head")
+
+
+def test_each_module_has_its_own_arithmetic_beside_its_parts() -> None:
+    """Layers stand in the order of their numbers, and a module without parts is one leaf."""
+    assert plant(CALLED, {}).leaves == (
+        "::self", "head", "model::self",
+        "model.layers.0::self", "model.layers.0.mlp", "model.layers.2", "model.layers.10",
+    )  # fmt: skip
+
+
+def test_the_search_begins_with_blocks_that_hold_at_most_half_of_the_leaves() -> None:
+    """The outermost module and the body are opened; `layers.0` with two of seven is not."""
+    assert [node.id for node in plant(CALLED, {}).roots] == [
+        "::self", "head", "model::self", "model.layers.0", "model.layers.2", "model.layers.10",
+    ]  # fmt: skip
+
+
+def test_what_a_tuner_wraps_is_left_to_the_tuner() -> None:
+    """Neither the wrapped layer nor the adapters are candidates of their own."""
+    wrapped = plant(("q_proj", "q_proj.base_layer", "q_proj.lora_A", "q_proj.lora_A.default"), {})
+    assert wrapped.leaves == ("::self", "q_proj")
+
+
+def test_treated_leaves_get_the_fewest_names() -> None:
+    """Both leaves of `layers.0` are that module."""
+    forest = plant(CALLED, {})
+    assert forest.names(frozenset({"model.layers.0::self", "model.layers.0.mlp", "head"})) == ("head", "model.layers.0")
+
+
+def test_a_leaf_is_as_suspicious_as_its_module_or_its_arithmetic() -> None:
+    """A module without parts has no arithmetic but its own, whichever of the two is blamed."""
+    weights = {leaf.id: leaf.weight for leaf in plant(("a", "b"), {"a::self": 0.5, "a": 0.1}).tree.leaves()}
+    assert weights == {"::self": 0.02, "a": 0.5, "b": 0.02}
+
+
+def test_modules_that_a_failing_run_did_not_come_to_are_taken_from_the_reference() -> None:
+    """But not those inside of a module like one that returned without calling any: there it runs a fused kernel."""
+    failing = TraceBuilder()
+    failing.sample("layers.0", 1.0, kind="entered").sample("layers.0.norm", 1.0).sample("layers.0", 1.0)
+    reference = TraceBuilder()
+    for fqn in ("layers.0", "layers.0.norm", "layers.1", "layers.1.norm", "layers.1.norm.inner", "head"):
+        reference.sample(fqn, 1.0)
+    assert called_modules([failing.build()], reference.build()) == {
+        "layers.0", "layers.0.norm", "layers.1", "layers.1.norm", "head",
+    }  # fmt: skip
+
+
+def test_what_comes_near_the_end_of_its_dtype_is_suspicious() -> None:
+    """By octaves below the maximum; an input is its caller's doing, and float32 is nobody's."""
+    trace = TraceBuilder()
+    trace.sample("mlp.act", 65504.0).sample("mlp.down", 65504.0 / 2, kind="input").sample("norm", 0.0)
+    trace.sample("mlp.act", 1.0).sample("head", 1e30, dtype="float32")
+    found = suspicion(trace.build(), blamed="mlp")
+    assert found.pop("mlp") == 32.0
+    assert found == {
+        "mlp.act": 1.0, f"mlp.act{OWN}": 1.0, f"mlp{OWN}": 0.5,
+        "norm": pytest.approx(1 / 41), f"norm{OWN}": pytest.approx(1 / 41),
+    }  # fmt: skip

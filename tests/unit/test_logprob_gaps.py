@@ -1,0 +1,106 @@
+"""Which of the ways in which log-probabilities come to differ is said, and how sure."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from traces import TraceBuilder
+
+from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
+from dtypedoctor.rules.silent.logprob_gap import detect_gap
+from dtypedoctor.trace.events import Observed
+from dtypedoctor.trace.records.silent import DecodedTokens, RoundedLogprobs, Twins
+
+TWINS = Twins(
+    trainer=0, generator=1, trainer_dtype="float32", generator_dtype="bfloat16", rows=64, choices=1, largest_gap=0.05,
+    mean_gap=0.01, dropout=False, moved=0.05, apart=1e-5,
+)  # fmt: skip
+DECODED = DecodedTokens(
+    model=0, dtype="bfloat16", tokens=40, largest_gap=0.9, mean_gap=0.3, rounding=0.004, before=0.002, random=True
+)
+ROUNDED = RoundedLogprobs(
+    dtype="bfloat16", sides=["new"], how="cast", rounded_at="loss.py:3", used_at="loss.py:9", use="difference", elements=64,
+    largest=4.0, largest_gap=0.02, error=0.01, mean_error=0.002, measured=True,
+)  # fmt: skip
+
+
+def found(*what: Any) -> list[Finding]:
+    """What is found where this was observed in step 3."""
+    trace = TraceBuilder()
+    trace.add(*(Observed(n=trace.n(), step=3, call=3, phase="backward", fqn=None, what=one) for one in what))
+    return list(detect_gap(trace.build()))
+
+
+def changed(what: Any, **fields: Any) -> Any:
+    """The record with other fields."""
+    return replace(what, **fields)
+
+
+def test_two_models_of_two_dtypes_explain_the_gap_and_are_proven_by_a_call_in_one() -> None:
+    """The finding has the dtype of the narrower; a call that was not made again proves nothing."""
+    (one,) = found(TWINS)
+    assert (one.dtype, one.confidence, one.severity, one.step) == ("bfloat16", Confidence.PROVEN, Severity.WARNING, 3)
+    assert "(float32)" in one.summary
+    assert "64 log-probabilities of the same tokens" in one.evidence[0]
+    (unsure,) = found(changed(TWINS, moved=None, apart=None))
+    assert (unsure.confidence, unsure.proven_by) == (Confidence.LIKELY, None)
+    (many,) = found(changed(TWINS, choices=32_000))
+    assert "32,000 choices" in many.evidence[0]
+
+
+def test_weights_of_one_dtype_have_the_dtype_of_the_region_that_one_is_called_in() -> None:
+    """The generator's before the trainer's."""
+    regions = {"trainer_dtype": "float32", "generator_dtype": "float32"}
+    assert found(changed(TWINS, **regions, generator_autocast="float16"))[0].dtype == "float16"
+    assert found(changed(TWINS, **regions, trainer_autocast="bfloat16"))[0].dtype == "bfloat16"
+
+
+def test_with_dropout_the_gap_is_what_the_dtype_alone_moves() -> None:
+    """The rest of the difference is drawn."""
+    (one,) = found(changed(TWINS, dropout=True, moved=0.0005))
+    assert one.severity is Severity.INFO
+    assert one.proven_by is None
+    assert "differ by up to 0.0005" in one.summary
+
+
+def test_a_difference_that_stays_in_one_dtype_is_not_made_by_the_dtype() -> None:
+    """Nor is one that no dtype moves, or that was measured between equal dtypes and not called again."""
+    assert not found(changed(TWINS, apart=0.04))
+    assert not found(changed(TWINS, moved=0.0))
+    assert not found(changed(TWINS, moved=None, apart=None, generator_dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("rounding", "before", "confidence"),
+    [(0.004, 0.002, Confidence.LIKELY), (None, 0.002, Confidence.LIKELY), (None, None, Confidence.POSSIBLE)],
+)
+def test_decoded_tokens_are_likely_wrong_where_something_was_there_to_compare_with(
+    rounding: float | None, before: float | None, confidence: Confidence
+) -> None:
+    """What the model said in float32, or in an earlier step."""
+    (one,) = found(changed(DECODED, rounding=rounding, before=before))
+    assert (one.phase, one.step, one.dtype, one.confidence) == ("generate", 3, "bfloat16", confidence)
+    assert any(line.startswith("Rounding makes") for line in one.evidence) is (rounding is not None)
+    assert any(line.startswith("In an earlier step") for line in one.evidence) is (before is not None)
+
+
+def test_two_models_in_two_dtypes_explain_decoded_tokens_too() -> None:
+    """One finding, and of several decodings the first."""
+    assert len(found(TWINS, DECODED)) == 1
+    assert len(found(DECODED, changed(DECODED, tokens=7))) == 1
+
+
+def test_the_worst_rounding_is_told_with_its_lines_and_side() -> None:
+    """What a model computes in its own dtype is not told beside a finding about that dtype."""
+    (one,) = found(ROUNDED, changed(ROUNDED, error=0.2, sides=["new", "old"], how="computed"))
+    assert one.summary == (
+        "Both log-probabilities are computed in bfloat16 at loss.py:3, and loss.py:9 compares them: "
+        "that moves their difference by up to 0.2."
+    )
+    assert (one.source, one.confidence, one.severity) == ("loss.py:3", Confidence.PROVEN, Severity.WARNING)
+    (single,) = found(changed(ROUNDED, measured=False, error=0.0005))
+    assert single.summary.startswith("The new log-probabilities are cast to bfloat16 at loss.py:3")
+    assert "can move" in single.summary
+    assert (single.confidence, single.severity) == (Confidence.LIKELY, Severity.INFO)
+    assert [one.summary.split(" ")[0] for one in found(TWINS, changed(ROUNDED, how="computed"))] == ["The"]
+    assert len(found(TWINS, ROUNDED)) == 2
