@@ -235,11 +235,14 @@ def _about_findings(expect: Expectation, findings: Sequence[Finding]) -> Iterato
 
 
 def _about_trials(expect: Expectation, trials: Sequence[Trial]) -> Iterator[str]:
-    outcomes = {trial.remedy: trial.outcome for trial in trials}
+    tried = {trial.remedy: trial for trial in trials}
     wanted = dict.fromkeys(expect.cured_by, Outcome.FIXED) | dict.fromkeys(expect.not_cured_by, Outcome.NOT_FIXED)
     for name, outcome in wanted.items():
-        if outcomes.get(name) is not outcome:
-            yield f"{name} should be {outcome.value}, is {outcomes[name].value if name in outcomes else 'unknown'}"
+        if name not in tried:
+            yield f"{name} should be {outcome.value}, is unknown"
+        elif tried[name].outcome is not outcome:
+            why = f" ({tried[name].reason})" if tried[name].reason else ""
+            yield f"{name} should be {outcome.value}, is {tried[name].outcome.value}{why}"
 
 
 FLOAT32 = "autocast-off"
@@ -355,15 +358,17 @@ def _confirmed(finding: Finding, fixed: Mapping[str, Trial]) -> Finding:
         return finding
     others = [fixed[name] for name in spec.supported_by if name in fixed]
     said = [
-        f"With {proving.remedy} ({proving.summary}) the run completes {_steps(proving.run)}; the failure does not recur.",
-        *(f"The same with {t.remedy} ({t.summary}): {_steps(t.run)}." for t in others if t.run),
+        f"With {proving.remedy} ({proving.summary}) the run completes{_steps(proving.run)}; the failure does not recur.",
+        *(f"The same with {t.remedy} ({t.summary}): the run completes{_steps(t.run)}." for t in others if t.run),
     ]
     proof = f"changing only {proving.remedy} ({proving.summary}) makes the failure disappear"
     return replace(finding, confidence=Confidence.PROVEN, proven_by=proof, evidence=(*finding.evidence, *said))
 
 
 def _steps(run: RunSummary) -> str:
-    """The steps of a run; how many there should have been is known of scenarios, and not of a script."""
+    """The steps of a run, behind a space; how many there should have been is known of scenarios, and not of a script, which may have none."""
     if run.steps_planned:
-        return f"{run.steps_completed}/{run.steps_planned} steps"
-    return f"{run.steps_completed} step{'' if run.steps_completed == 1 else 's'}"
+        return f" {run.steps_completed}/{run.steps_planned} steps"
+    if not run.steps_completed:
+        return ""
+    return f" {run.steps_completed} step{'' if run.steps_completed == 1 else 's'}"

@@ -1,5 +1,7 @@
 """What a scenario says it shows, compared with what was found."""
 
+from dataclasses import replace
+
 import pytest
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
@@ -44,6 +46,11 @@ def test_everything_came_true() -> None:
         (FOUND, trials(cure=Outcome.FIXED, cast=Outcome.FIXED), "cast should be not-fixed, is fixed"),
         (FOUND, trials(cure=Outcome.FIXED, cast=Outcome.NOT_TRIED), "cast should be not-fixed, is not-tried"),
         (FOUND, trials(cure=Outcome.FIXED), "cast should be not-fixed, is unknown"),
+        (
+            FOUND,
+            [replace(one, reason="root recurs") for one in trials(cure=Outcome.NOT_FIXED)],
+            "cure should be fixed, is not-fixed (root recurs)",
+        ),
     ],
 )
 def test_what_did_not_come_true_is_said(found: list[Finding], tried: list[Trial], said: str) -> None:

@@ -5,7 +5,35 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tinylab.rule import detect
+
+from dtypedoctor.trace.events import Sample, Site
+from dtypedoctor.trace.model import Trace
+
 SCENARIO = Path(__file__).with_name("tinylab_underflow.yaml")
+
+
+def zeros_from(absmax: float) -> list[str]:
+    """The modules in which the rule finds zeros where a gated layer's output reaches ``absmax``."""
+    site = Site(
+        id=1,
+        root=0,
+        fqn="layer",
+        cls="GatedLayer",
+        phase="forward",
+        kind="output",
+        index="",
+        dtype="float16",
+        shape=[2],
+    )
+    sample = Sample(n=1, step=1, call=1, site=1, absmax=absmax, num_nan=0, num_inf=0)
+    return [finding.fqn for finding in detect(Trace(records=(), samples=(sample,), sites={1: site}))]
+
+
+def test_only_zeros_are_found() -> None:
+    """A trace can be made by hand, without a run."""
+    assert zeros_from(0.0) == ["layer"]
+    assert zeros_from(6e-8) == []
 
 
 def test_zeros(tmp_path: Path) -> None:
