@@ -285,8 +285,13 @@ _OF_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|/dtypedoc
 
 def own_line(raised: Raised) -> str | None:
     """``file.py:line`` of the innermost frame of the program itself; where only libraries are known, that of :func:`raising_line`."""
-    own = [frame for frame in raised.frames if not _OF_LIBRARIES.search(frame)]
-    return _line(own[-1]) if own else raising_line(raised)
+    own = own_frame(raised)
+    return _line(own) if own is not None else raising_line(raised)
+
+
+def own_frame(raised: Raised) -> str | None:
+    """The program's innermost frame; None where only libraries are known."""
+    return next((frame for frame in reversed(raised.frames) if not _OF_LIBRARIES.search(frame)), None)
 
 
 def _line(frame: str) -> str:

@@ -303,7 +303,7 @@ class Capture:
         self._replace(self._module, self._around)
         if own:
             for name, part in self._module.named_modules():
-                if part is not self._module and not _is_container(part):
+                if part is not self._module and not _holds_only_modules(part):
                     self._replace(part, self._around_part(name))
 
     def write(self, directory: Path) -> None:
@@ -406,10 +406,6 @@ class Capture:
                 gradients[str(index)] = self._tensors.keep(key, gradient)
 
         return hook
-
-
-def _is_container(module: nn.Module) -> bool:
-    return type(module) in (nn.ModuleList, nn.ModuleDict)
 
 
 def _autocast_regions() -> Iterator[tuple[str, str]]:

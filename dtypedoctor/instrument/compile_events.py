@@ -17,13 +17,12 @@ from typing import Self
 import torch
 
 from dtypedoctor._torch_private import FRAME_COMPILER, compiler_counters, load_compiler, log_state, repeat_break_reports
-from dtypedoctor.instrument.frames import imported_files
+from dtypedoctor.instrument.frames import INSTALLED, imported_files
 from dtypedoctor.trace.records.execution import CompileCounts, GraphBreak, Recompiled, RecompileLimit
 from dtypedoctor.values import dataclass
 
 TORCH_DIRECTORY = torch.__path__[0]
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_INSTALLED = ("/site-packages/", "/dist-packages/")
 ARTIFACTS = ("graph_breaks", "recompiles")
 """Logs that are off unless asked for. Dynamo looks for the guard that failed only while the second is on."""
 
@@ -203,7 +202,7 @@ def _belongs_to_python_or_torch(file: str) -> bool:
     """Whether neither a script nor a library holds this code, but torch or the standard library (``ctypes``, ``logging``)."""
     if file.startswith(TORCH_DIRECTORY):
         return True
-    return file.startswith(STANDARD_LIBRARY) and not any(folder in file for folder in _INSTALLED)
+    return file.startswith(STANDARD_LIBRARY) and not any(folder in file for folder in INSTALLED)
 
 
 def _recompiles(lines: list[str]) -> Iterator[Recompile]:

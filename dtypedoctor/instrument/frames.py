@@ -74,13 +74,13 @@ _LIBRARIES = (
     _DOCTOR,
     "<",
 )
-_INSTALLED = ("/site-packages/", "/dist-packages/")
+INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 @lru_cache(maxsize=4096)
 def is_own_file(file: str) -> bool:
     """Whether a file is the program's, and neither an installed library's nor Python's nor the doctor's."""
-    return not file.startswith(_LIBRARIES) and not any(part in file for part in _INSTALLED)
+    return not file.startswith(_LIBRARIES) and not any(part in file for part in INSTALLED)
 
 
 class Call(NamedTuple):

@@ -6,7 +6,6 @@ Functions are wrapped while the watch runs and put back afterwards; the wrapped 
 
 import functools
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dtypedoctor._torch_private import COMPILER, MODES_CAN_IGNORE_COMPILED, before_compiled, modes_on
+from dtypedoctor.instrument.frames import is_own_file
 from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.session import Guard, Session, begin_thread, steps_running
 from dtypedoctor.interruptions import noticing
@@ -249,8 +249,6 @@ def _nothing() -> None:
     """Stands for a listener that nobody has named."""
 
 
-STANDARD = threading.__file__.removesuffix("threading.py")
-"""Where Python's own modules lie."""
 DAEMONS = "operators in daemon threads"
 NO_MODE = "a dispatch mode that is active when Python ends a daemon thread would abort the program; use daemon=False to have them measured"
 
@@ -312,11 +310,8 @@ def remove_modes() -> None:
 def _is_of_the_program(thread: Thread) -> bool:
     """Whether what a thread runs is the program's own code: neither the doctor's, nor Python's, nor that of an installed package."""
     target = getattr(thread, "_target", None) or type(thread).run
-    if str(getattr(target, "__module__", "")).startswith("dtypedoctor."):
-        return False
     code = getattr(getattr(target, "__func__", target), "__code__", None)
-    path: str = getattr(code, "co_filename", "<")
-    return not path.startswith(("<", STANDARD)) and "site-packages" not in path
+    return is_own_file(getattr(code, "co_filename", "<"))
 
 
 WAYS = {"numpy": "numbers", "tolist": "numbers", "__reduce_ex__": "saved"}

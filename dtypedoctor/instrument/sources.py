@@ -11,7 +11,6 @@ import functools
 import inspect
 import logging
 import sys
-import sysconfig
 import textwrap
 import types
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from dtypedoctor.instrument.capture import importable
+from dtypedoctor.instrument.frames import is_own_file
 from dtypedoctor.unpatched import unwrap
 
 __all__ = ["SOURCE", "Sources"]
@@ -29,8 +29,6 @@ __all__ = ["SOURCE", "Sources"]
 SOURCE = "source"
 """Stands for the module's name in ``source:Block``, of a class whose text is carried along."""
 
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_NOT_THE_USERS = ("/site-packages/", "/dist-packages/")
 _NEVER_THE_USERS = ("dtypedoctor", "torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl")
 """Packages that are named wherever they lie, such as beside a program or in a folder of ``PYTHONPATH``."""
 _LITERALS = (bool, int, float, complex, str, bytes, type(None), type(...))
@@ -230,9 +228,7 @@ def _is_module_of_the_user(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] in _NEVER_THE_USERS:
         return False
-    if file.startswith(_LIBRARIES) or any(part in file for part in _NOT_THE_USERS):
-        return False
-    return not _is_installed(module.__name__.partition(".")[0], file)
+    return is_own_file(file) and not _is_installed(module.__name__.partition(".")[0], file)
 
 
 @functools.cache

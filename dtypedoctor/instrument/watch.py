@@ -439,11 +439,11 @@ class ModuleWatch:
             rows.append((place.sites.get(looks) or sites.id_of(place, Looks(*looks)), tensor))
         self._measure(rows, when)
 
-    def sample_rows(self, found: Sequence[tuple[Place, Looks, Tensor]], when: When | None = None) -> None:
+    def sample_rows(self, found: Sequence[tuple[Place, Looks, Tensor]]) -> None:
         """Measures tensors, each at a place and as what it looks like there."""
         if not found:
             return
-        self._measure([(self._sites.id_of(place, looks), tensor) for place, looks, tensor in found], when)
+        self._measure([(self._sites.id_of(place, looks), tensor) for place, looks, tensor in found], None)
 
     def _measure(self, rows: Rows, when: When | None) -> None:
         position = self._position

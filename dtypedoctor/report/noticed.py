@@ -1,14 +1,13 @@
 """Where the program noticed a failure, which is rarely the line to change."""
 
 from dtypedoctor.analysis import ending_of
-from dtypedoctor.diagnosis.wording import shown_line
+from dtypedoctor.diagnosis.wording import own_frame, shown_line
 from dtypedoctor.report.text import one_line
 from dtypedoctor.trace.events import Metric, Raised, Sample, ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
 from dtypedoctor.trials.results import Treatment
 
-_NOT_THE_PROGRAMS = ("/site-packages/", "/dist-packages/", "/lib/python", "/dtypedoctor/", "<")
 _SPELLED = {"nan": "NaN"}
 
 
@@ -52,5 +51,5 @@ def _line_of(trace: Trace, loss: Sample) -> str:
 
 def _own_line(raised: Raised) -> str:
     """``train.py:31`` of the program's innermost frame; empty where no frame is the program's."""
-    own = [frame for frame in raised.frames if not any(part in frame for part in _NOT_THE_PROGRAMS)]
-    return shown_line(own[-1].rpartition(" ")[0]) if own else ""
+    own = own_frame(raised)
+    return shown_line(own.rpartition(" ")[0]) if own is not None else ""

@@ -348,7 +348,7 @@ def subject_of(model: str, intent: Intent) -> Subject:
     """
     path = Path(model)
     try:
-        if path.exists() or is_checkpoint(path):
+        if path.exists():
             return read_checkpoint(path, intent)
     except OSError as error:
         raise UsageError(f"{model}: cannot be read ({reason(error)})", "Check the path and its permissions.") from error

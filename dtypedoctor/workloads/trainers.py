@@ -75,17 +75,17 @@ def run_sft(context: Context) -> None:
     """Trains the model for the scenario's number of steps; exceptions of the trainer are the scenario's result."""
     settings = context.stage.workload
     assert isinstance(settings, Sft)
+    config = SFTConfig(max_length=settings.max_length, **shared_settings(context, settings))
+    _train(context, SFTTrainer, args=config, train_dataset=sums(settings.examples))
+
+
+def _train(context: Context, trainer_class: Any, **arguments: Any) -> None:
     reporter = StepReporter(context)
-    trainer = SFTTrainer(
-        model=context.model,
-        args=SFTConfig(max_length=settings.max_length, **shared_settings(context, settings)),
-        train_dataset=sums(settings.examples),
-        processing_class=context.tokenizer,
-        callbacks=[reporter],
+    reporter.trainer = trainer_class(
+        model=context.model, processing_class=context.tokenizer, callbacks=[reporter], **arguments
     )
-    reporter.trainer = trainer
     with context.region():
-        trainer.train()
+        reporter.trainer.train()
 
 
 def sums(count: int) -> Dataset:
@@ -103,18 +103,8 @@ def run_grpo(context: Context) -> None:
         beta=settings.beta,
         **shared_settings(context, settings),
     )
-    reporter = StepReporter(context)
-    trainer = GRPOTrainer(
-        model=context.model,
-        reward_funcs=distinct_characters,
-        args=config,
-        train_dataset=prompts(settings.prompts),
-        processing_class=context.tokenizer,
-        callbacks=[reporter],
-    )
-    reporter.trainer = trainer
-    with context.region():
-        trainer.train()
+    data = prompts(settings.prompts)
+    _train(context, GRPOTrainer, args=config, train_dataset=data, reward_funcs=distinct_characters)
 
 
 def prompts(count: int) -> Dataset:

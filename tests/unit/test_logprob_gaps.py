@@ -101,6 +101,8 @@ def test_the_worst_rounding_is_told_with_its_lines_and_side() -> None:
     (single,) = found(changed(ROUNDED, measured=False, error=0.0005))
     assert single.summary.startswith("The new log-probabilities are cast to bfloat16 at loss.py:3")
     assert "can move" in single.summary
+    assert "The values before were not seen" in single.evidence[1]
+    assert "by 0.002 on average" in one.evidence[1]
     assert (single.confidence, single.severity) == (Confidence.LIKELY, Severity.INFO)
     assert [one.summary.split(" ")[0] for one in found(TWINS, changed(ROUNDED, how="computed"))] == ["The"]
     assert len(found(TWINS, ROUNDED)) == 2
