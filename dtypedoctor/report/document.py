@@ -242,12 +242,6 @@ def parts_of(line: Line) -> tuple[Inline, ...]:
     return line if isinstance(line, tuple) else (line,)
 
 
-def plain_text(line: Line) -> str:
-    """The texts of a line without their looks."""
-    texts = (part.text if isinstance(part, Words) else part for part in parts_of(line) if not isinstance(part, Bar))
-    return "".join(texts)
-
-
 def shares(needs: Sequence[int], total: int) -> list[int]:
     """``total`` divided among ``needs``: small ones are met in full, large ones divide the rest evenly."""
     given = [0] * len(needs)

@@ -1,6 +1,7 @@
 """Hand-built reports that the tests of every format share."""
 
 from dtypedoctor.diagnosis.rule import Advice, Confidence, Edit, Finding, Link, Severity
+from dtypedoctor.report.document import Bar, Line, Words, parts_of
 from dtypedoctor.report.model import Observer, Outcome, Parity, Report, RunSummary, Status, StripRow, Trial
 
 ENVIRONMENT = {
@@ -270,3 +271,9 @@ def _strip() -> tuple[StripRow, ...]:
         row("model.layers.0.mlp.down_proj", "Linear", 30112.0, num_inf=40, num_nan=24),
         row("model.layers.0", "Gemma4TextDecoderLayer", None, num_nan=2048),
     )
+
+
+def plain_text(line: Line) -> str:
+    """The texts of a line without their looks."""
+    texts = (part.text if isinstance(part, Words) else part for part in parts_of(line) if not isinstance(part, Bar))
+    return "".join(texts)

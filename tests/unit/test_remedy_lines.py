@@ -3,12 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from report_builders import hostile, mismatch, overflow
+from report_builders import hostile, mismatch, overflow, plain_text
 
 from dtypedoctor.cli.reported import _next_of_script
 from dtypedoctor.diagnosis.rule import Advice, Edit
 from dtypedoctor.report.before_after import compare
-from dtypedoctor.report.document import parts_of, plain_text
+from dtypedoctor.report.document import parts_of
 from dtypedoctor.report.model import Outcome, Report, Trial
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import (

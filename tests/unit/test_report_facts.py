@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from report_builders import mismatch, overflow
+from report_builders import mismatch, overflow, plain_text
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Confidence, Link
 from dtypedoctor.diagnosis.wording import named_in
-from dtypedoctor.report.document import plain_text
 from dtypedoctor.report.model import Observer
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.run_facts import (
