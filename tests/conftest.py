@@ -14,6 +14,12 @@ settings.load_profile("untimed")  # how long an example takes depends on the mac
 
 sys.path.append(str(Path(__file__).parent / "e2e"))  # helpers of its tests, such as `patience`, are others' too
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Each process of the suite computes alone: on tiny tensors a second thread mostly spins, and on two cores it takes the other process's time.
+
+Set before torch is imported here or in what a test starts; one that is set already stays.
+"""
+
 SLOW_FOLDERS = ("e2e", "benchmarks")
 
 collect_ignore = ["e2e/extension"]  # the test of a package that is not installed here; test_extension.py runs it

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ from torch import Tensor, nn
 import dtypedoctor
 from dtypedoctor.errors import UsageError
 from dtypedoctor.trace.events import Raised, Root
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """More than the one that watching could leave behind."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
 
 
 class BadGradient(torch.autograd.Function):
@@ -203,6 +213,7 @@ def test_an_interrupted_block_says_so(tmp_path: Path) -> None:
     assert "interrupted" in report_in(tmp_path / "run")["headline"]
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("model", ["a path/to/a model", nn.Linear, torch.ones(2)], ids=["text", "class", "tensor"])
 def test_what_is_no_module_is_refused_before_anything_is_touched(model: object, tmp_path: Path) -> None:
     """No directory is made, and the next watch begins as if nothing had been."""
@@ -237,6 +248,7 @@ def test_a_second_watch_inside_of_one_is_refused_and_the_first_goes_on(tmp_path:
     assert report_in(tmp_path / "outer")["findings"][0]["fqn"] == "1"
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_everything_is_put_back_afterwards(tmp_path: Path) -> None:
     """Functions, hooks, finders of modules and settings are the very same, also after an exception."""
     before = process_state()
@@ -256,6 +268,7 @@ def test_everything_is_put_back_afterwards(tmp_path: Path) -> None:
     assert process_state() == before
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_a_report_that_cannot_be_written_does_not_replace_the_programs_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
