@@ -94,6 +94,11 @@ class Rank:
         return sum(key[2] == SEND for key in self.collectives[kind])
 
     @property
+    def completed(self) -> bool:
+        """Whether it came to the end of its program by itself."""
+        return self.trace.end is not None and self.code == 0 and not self.stopped
+
+    @property
     def last_module(self) -> str:
         """The module that it entered last, in words."""
         cursor = self.trace.cursor
@@ -212,17 +217,20 @@ def with_compared(own: Sequence[Finding], ranks: Sequence[Rank]) -> tuple[Findin
 
 
 def coverage_of(ranks: Sequence[Rank]) -> Iterator[str]:
-    """A line for each rank: how it ended, and how far it came."""
-    if len(ranks) < 2:
+    """A line for each rank, how it ended and how far it came, unless all of several completed: then nothing is missing."""
+    if len(ranks) < 2 or all(rank.completed for rank in ranks):
         return
     furthest = max((rank.entered() for rank in ranks), default=0)
     for rank in ranks:
         count = rank.entered()
         behind = " and never entered the next one, in which others wait" if rank.stopped and count < furthest else ""
-        where = "" if rank.trace.end is not None and rank.code == 0 else f", {rank.last_module}"
-        sent, received = rank.messages(SENT), rank.messages(RECEIVED)
-        messages = f"; it sent {sent} message(s) and received {received}" if sent or received else ""
-        yield f"rank {rank.number}: {rank.ended}{where}; it entered {count} collective(s){behind}{messages}"
+        where = "" if rank.completed else f", {rank.last_module}"
+        yield f"rank {rank.number}: {rank.ended}{where}; it entered {count} collective(s){behind}{_messages(rank)}"
+
+
+def _messages(rank: Rank) -> str:
+    sent, received = rank.messages(SENT), rank.messages(RECEIVED)
+    return f"; it sent {sent} message(s) and received {received}" if sent or received else ""
 
 
 def _told(ranks: Sequence[Rank], source: int) -> Iterator[str]:
@@ -244,6 +252,8 @@ def _told(ranks: Sequence[Rank], source: int) -> Iterator[str]:
 def _first_place(origin: Rank, first: Incident) -> str:
     if origin.began < first.n:
         return "in what it put into a collective"
+    if first.kind == "loss":
+        return "the loss"
     return short(first.site.fqn if first.site is not None else None)
 
 

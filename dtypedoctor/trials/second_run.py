@@ -145,8 +145,8 @@ def replayed(scenario: Scenario, before: Run, longest: float = LONGEST) -> Close
 
 def _without_replay(look: CloserLook, why_not: str) -> CloserLook:
     """There is no replay, for the reason ``why_not`` if there is one, or it does not show the failure."""
-    if why_not:
-        return _untold(look, NOT_REPLAYED.format(why_not))
+    if why_not:  # a replay that ended before the failure is no second run in which that did not come back
+        return _untold(replace(look, doubt=why_not), NOT_REPLAYED.format(why_not))
     if look.other is not None:
         return _untold(replace(look, doubt=NOT_IN_REPLAY), NOT_IN_REPLAY)
     return look

@@ -165,14 +165,14 @@ def said(report: dict[str, Any]) -> str:
 
 
 def test_a_healthy_ddp_run_has_no_findings_and_is_bitwise_what_it_is_unwatched(tmp_path: Path) -> None:
-    """Each rank has a trace, its own output and a line in the report; each is equal to itself without the watch."""
+    """Each rank has a trace and its own output; each is equal to itself without the watch, and nothing is called not covered."""
     finished, out = execute(tmp_path, DDP, "--once", "--verify-uninstrumented", "--", "ok")
     assert finished.code == 0, finished.err
     report = report_of(out)
     assert (report["status"], report["findings"]) == ("healthy", [])
     assert report["observer"]["bitwise_equal"] is True
     assert report["observer"]["reason"].startswith("on each of 2 ranks")
-    assert [line.split(";")[0] for line in report["coverage"][:2]] == ["rank 0: completed", "rank 1: completed"]
+    assert not [line for line in report["coverage"] if line.startswith("rank ")]
     for rank, trace in enumerate(ranks_of(out)):
         assert trace.header is not None
         assert (trace.header.rank, trace.header.world_size) == (rank, 2)
@@ -313,7 +313,6 @@ def test_an_overflow_in_one_stage_of_a_pipeline_is_told_with_the_message_that_ca
         "The send from rank 0 to rank 1 in the forward pass of step 2 (float16, [4, 8]) carried it: rank 0 sent"
         in said(report)
     )
-    assert report["coverage"][0].endswith("it sent 3 message(s) and received 3")
 
 
 def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:

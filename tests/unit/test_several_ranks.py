@@ -165,6 +165,22 @@ def test_of_ranks_that_hang_the_one_that_is_behind_leads() -> None:
     assert told[1].endswith("it entered 2 collective(s) and never entered the next one, in which others wait")
 
 
+def test_ranks_that_all_completed_are_no_gap_and_messages_are_counted_where_one_did_not() -> None:
+    """What one rank lacks is told beside what the others did."""
+    first = _healthy().sample("", 1.0, kind="sent", cls="send", index="0:0>1")
+    assert not list(coverage_of([rank(0, first), rank(1, _healthy())]))
+    told = list(coverage_of([rank(0, first), rank(1, _healthy(), code=7)]))
+    assert told[0].endswith("it entered 2 collective(s); it sent 1 message(s) and received 0")
+    assert told[1].startswith("rank 1: ")
+
+
+def test_a_loss_that_no_module_returned_is_not_called_by_the_name_of_its_model() -> None:
+    """The model's output is finite; what the program computes from it is not."""
+    faulty = _healthy(1).sample("0", 1.0, kind="loss", cls="", inf=1, step=2, call=2)
+    evidence = across_ranks([FOUND], [rank(0, _healthy()), rank(1, faulty)], 1)[0].evidence
+    assert evidence[0] == "Rank 1 of 2 was the first with something that is not finite: step 2, forward, the loss."
+
+
 def test_without_a_failure_rank_0_leads() -> None:
     """And a run of one process has no ranks to tell of."""
     assert leading_rank([rank(0, _healthy()), rank(1, _healthy())]) == 0
