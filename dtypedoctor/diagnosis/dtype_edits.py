@@ -435,9 +435,9 @@ def half_to_bfloat16(scene: Scene) -> Changes | None:
 
 
 def bfloat16_to_float32(scene: Scene) -> Changes | None:
-    """bfloat16 becomes float32 in the program's file, autocast regions are switched off."""
+    """bfloat16 becomes float32 in the program's file, autocast regions are switched off; not for a buffer that was made elsewhere."""
     source = scene.failing_file()
-    if source is None:
+    if source is None or (scene.finding.phase == "static" and scene.finding.dtype is None):
         return None
     changes = [change for node in ast.walk(source.tree) for change in _without_bfloat16(source, node)]
     return (source, changes) if changes else None

@@ -23,6 +23,7 @@ from nonfinite_examples import (
 from scaling_examples import scales, unscaling
 from silent_examples import (
     absorbed,
+    angles,
     cast,
     correction,
     erased,
@@ -108,6 +109,7 @@ DETECTOR_EXAMPLES: dict[str, dict[str, Example]] = {
     "router-flips": {"router-flip": pair(lambda: router(18), lambda: router(2))},
     "logprob-gap": {"logprob-gap": pair(twins, lambda: twins(dropout=True))},
     "rotary-tables": {"rounded-rotary-buffer": pair(rotary, TraceBuilder)},
+    "rounded-angles": {"rounded-rotary-buffer": pair(angles, TraceBuilder)},
     "rounded-positions": {"rounded-rotary-buffer": pair(positions, TraceBuilder)},
     "loading": {
         "checkpoint-dtype-mismatch": pair(

@@ -93,6 +93,19 @@ def positions() -> TraceBuilder:
                 distinct=329, largest_error=1.0, used_by="aten.mul.Tensor", used_at="clock.py:5")  # fmt: skip
 
 
+def angles(**fields: object) -> TraceBuilder:
+    """Timesteps that were cast to bfloat16 before their sine is taken, or what ``fields`` say instead."""
+    told = {
+        "op": "aten._to_copy.default",
+        "source": "unet.py:4",
+        "dtype": "bfloat16",
+        "largest": 996.0,
+        "error": 2.0,
+        "apart": 2.0,
+    }
+    return seen("rounded-angles", "clock", **{**told, **fields})
+
+
 def router(flipped: int) -> TraceBuilder:
     """A router over 512 tokens."""
     return seen("router", "moe.gate", op="aten.topk.default", source="moe.py:9", scores_op="aten.mm.default",

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.angles import AngleCheck
 from dtypedoctor.instrument.silent.decoding import DecodingCheck
 from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, RouterFlips
 from dtypedoctor.instrument.silent.loading import LoadingCheck, PatchCheck
@@ -46,6 +47,7 @@ class SilentChecks:
             IntegerCasts(session, whereabouts),
             RouterFlips(session, whereabouts),
             PositionCheck(session, whereabouts),
+            AngleCheck(session, whereabouts),
             self._rotary,
             self.logprobs,
         )

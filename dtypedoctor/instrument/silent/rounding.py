@@ -15,10 +15,11 @@ from dtypedoctor._torch_private import buffers_of, schema_of
 from dtypedoctor.instrument.naming import dtype_name, short_name
 from dtypedoctor.instrument.operators import tensors_of
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.angles import rounded_table
 from dtypedoctor.instrument.silent.look import Seen
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
-from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedPositions
+from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedAngles, RoundedPositions
 from dtypedoctor.values import dataclass
 
 LOSSY = 0.1
@@ -225,13 +226,13 @@ _Held = tuple[ref[nn.Module], str, torch.dtype]
 class _Table:
     name: str
     buffer: Tensor
-    told: RotaryTable
+    told: RotaryTable | RoundedAngles
     memory: int
 
 
 @dataclass(slots=True)
 class RotaryTables:
-    """Writes a :class:`RotaryTable` for each rounded table that is read.
+    """Writes a :class:`RotaryTable` for each rounded table of frequencies that is read, a :class:`RoundedAngles` for one of sines.
 
     A table is recognised by its values and not by its name: positive, falling, each a constant factor of the one before. One that
     was computed in float32 never equals its own rounding to bfloat16 or float16 (unless all its values are powers of two); one
@@ -256,7 +257,7 @@ class RotaryTables:
             last = _last_position(module)
             self._waiting = []
             for name, buffer, owner in found:
-                table = _rounded(name, buffer, last)
+                table = _rounded(name, buffer, last) if buffer.dim() == 1 else _rounded_waves(name, buffer)
                 if table is not None:
                     source = self.rounded_at(owner, name.rpartition(".")[2])
                     table.told = replace(table.told, source=source)
@@ -286,8 +287,8 @@ class RotaryTables:
         """Name, buffer and owner of everything in ``module`` that may be a table by its shape."""
         inside = {id(child) for child in module.modules()}
         for _, name, tensor, owner, is_buffer in self.session.names.tensors():
-            may_be = measurable(tensor) and tensor.dim() == 1 and SHORTEST_TABLE <= len(tensor) <= LONGEST_TABLE
-            if is_buffer and may_be and id(owner) in inside:
+            may_be = tensor.dim() > 1 or (tensor.dim() == 1 and SHORTEST_TABLE <= len(tensor) <= LONGEST_TABLE)
+            if is_buffer and may_be and measurable(tensor) and id(owner) in inside:
                 yield name, tensor, owner
 
 
@@ -326,6 +327,11 @@ def _rounded(name: str, buffer: Tensor, position: int) -> _Table | None:
         position=position,
     )
     return _Table(name, buffer, told, _memory(buffer))
+
+
+def _rounded_waves(name: str, buffer: Tensor) -> _Table | None:
+    told = rounded_table(name, buffer)
+    return _Table(name, buffer, told, _memory(buffer)) if told is not None else None
 
 
 def _is_geometric(values: list[float]) -> bool:

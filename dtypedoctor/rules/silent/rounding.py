@@ -11,7 +11,7 @@ from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedPositions, RouterChoice
+from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedAngles, RoundedPositions, RouterChoice
 
 FLOAT_TO_INT_CAST = FindingSpec(
     id="float-to-int-cast",
@@ -103,7 +103,7 @@ def detect_router_flips(trace: Trace) -> Iterator[Finding]:
 
 ROUNDED_ROTARY_BUFFER = FindingSpec(
     id="rounded-rotary-buffer",
-    title="Rotary frequencies or positions were rounded to half precision",
+    title="Rotary frequencies, positions or angles were rounded to half precision",
     family=SILENT,
     severity=Severity.WARNING,
     references=(
@@ -176,6 +176,51 @@ def detect_rounded_positions(trace: Trace) -> Iterator[Finding]:
         yield make_finding_of(seen, statement, dtype=what.dtype, op=what.op, source=what.source)
 
 
+def detect_rounded_angles(trace: Trace) -> Iterator[Finding]:
+    """Sines of rounded angles; where the positions are told to be rounded, that is the cause."""
+    counted = {seen.fqn for seen in trace.observed(RoundedPositions)}
+    tables = [seen for seen in trace.observed(RoundedAngles) if seen.what.name]
+    for seen in tables[:1]:  # that of the cosines stands for that of the sines
+        yield replace(make_finding_of(seen, _angles(seen.what, seen.fqn), dtype=None), phase="static", step=None)
+    for seen in trace.observed(RoundedAngles):
+        if not seen.what.name and seen.fqn not in counted:
+            what = seen.what
+            yield make_finding_of(seen, _angles(what, seen.fqn), dtype=what.dtype, op=what.op, source=what.source)
+
+
+def _angles(what: RoundedAngles, fqn: str | None) -> Statement:
+    """What is said of a table, of whole numbers, or of an angle that is rounded."""
+    if what.name:
+        summary = (
+            f"The table {short(what.name)} holds sines of angles that were rounded to {what.dtype}: position {what.position} is "
+            f"off by {what.deviation:.2g}."
+        )
+        evidence = f"Its first column is that of positions rounded to {what.dtype}; a sine lies between -1 and 1."
+        proven = f"a table computed in float32 differs from the one that is read by up to {what.deviation:.2g}"
+    elif what.apart is not None:
+        summary = (
+            f"{short(fqn)} casts whole numbers up to {what.largest:,.0f} to {what.dtype} before their sine is taken: they change "
+            f"by up to {what.apart:g}."
+        )
+        evidence = f"{what.op} at {what.source} rounds them; that amounts to {what.error:.2g} rad of the angle."
+        proven = f"the same numbers before the cast are up to {what.apart:g} apart from those that are used"
+    else:
+        summary = f"{short(fqn)} takes the sine of angles up to {what.largest:,.0f} rad, rounded to {what.dtype}."
+        evidence = f"At {what.largest:,.0f}, {what.dtype} rounds an angle by up to {what.error:.2g} rad."
+        proven = None
+    return Statement(
+        id="rounded-rotary-buffer",
+        severity=Severity.WARNING,
+        proven_by=proven if what.read or not what.name else None,
+        summary=summary,
+        cause=(
+            f"{what.dtype} does not have every whole number above {_exact(what.dtype)}, so angles of neighbouring positions or "
+            "timesteps become one. Compute positions, frequencies and angles in float32, and cast the finished sines."
+        ),
+        evidence=(evidence,),
+    )
+
+
 def _exact(dtype: str) -> int:
     """The largest whole number up to which a format has all of them."""
     return 256 if dtype == "bfloat16" else 2048
@@ -236,6 +281,7 @@ RULES = (
     Rule(name="integer-casts", specs=(FLOAT_TO_INT_CAST,), detect=detect_integer_casts),
     Rule(name="router-flips", specs=(ROUTER_FLIP,), detect=detect_router_flips),
     Rule(name="rounded-positions", specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rounded_positions),
+    Rule(name="rounded-angles", specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rounded_angles),
     Rule(name="rotary-tables", specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rotary_tables),
     Rule(name="rotary-weights", specs=(ROUNDED_ROTARY_BUFFER,), inspect=check_rotary),
 )

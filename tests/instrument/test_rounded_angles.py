@@ -1,0 +1,127 @@
+"""Angles that half precision has rounded, in tables and where a sine is taken; and those that it has not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from observed import observed
+from torch import Tensor, nn
+from watched import watched
+
+from dtypedoctor.diagnosis import diagnose
+
+FREQUENCIES = 10000 ** (-torch.arange(0, 32, 2) / 32)
+BFLOAT16, HALF = torch.bfloat16, torch.float16
+
+
+class Apply(nn.Module):
+    """Does one thing with a buffer."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], table: Tensor = FREQUENCIES) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("table", table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the function makes of ``x`` and the buffer."""
+        return self.function(x, self.table)
+
+
+def evidence(directory: Path, net: nn.Module, x: Tensor) -> list[tuple[str, bool]]:
+    """What is found of a call: the ids, and whether each is proven."""
+    return [(f.id, f.confidence == "proven") for f in diagnose(watched(directory, lambda _: net(x)))]
+
+
+def table(dtype: torch.dtype, wave: Callable[[Tensor], Tensor] = torch.cos, rows: int = 400) -> Tensor:
+    """Sines of angles that are computed in ``dtype``, as a row for each position."""
+    return wave(torch.outer(torch.arange(rows).to(dtype), FREQUENCIES.to(dtype))).float()
+
+
+@pytest.mark.parametrize("wave", [torch.cos, torch.sin])
+@pytest.mark.parametrize(("dtype", "rows"), [(BFLOAT16, 400), (HALF, 4096)])
+def test_a_table_of_rounded_angles_is_found(
+    tmp_path: Path, wave: Callable[[Tensor], Tensor], dtype: torch.dtype, rows: int
+) -> None:
+    """A model computes its table when it is made, outside of all calls: only the values tell."""
+    net = Apply(lambda x, t: x * t.flatten()[0], table(dtype, wave, rows)[None, None])
+    assert evidence(tmp_path, net, torch.ones(3)) == [("rounded-rotary-buffer", True)]
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        table(torch.float32),
+        table(torch.float32).bfloat16(),
+        table(torch.float32, torch.sin).half(),
+        torch.cat([table(torch.float32), torch.zeros(50, 16)]),
+        table(BFLOAT16, rows=256),
+        torch.tril(torch.ones(300, 300)),
+        torch.zeros(300, 4),
+        torch.cos(torch.outer(torch.arange(400) / 8, FREQUENCIES)).bfloat16(),
+    ],
+    ids=["float32", "cast-when-finished", "half-sines", "padded", "short", "mask", "zeros", "stretched"],
+)
+def test_other_buffers_are_no_tables_of_rounded_angles(tmp_path: Path, healthy: Tensor) -> None:
+    """A finished table may be cast; what ends in zeros, is short or stretched says nothing."""
+    assert evidence(tmp_path, Apply(lambda x, t: x * t.flatten()[0], healthy), torch.ones(3)) == []
+
+
+def embedding(t: Tensor, frequencies: Tensor) -> Tensor:
+    """Sines of numbers, as diffusion models embed a timestep."""
+    angles = t[:, None] * frequencies[None]
+    return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+TIMES = torch.tensor([3, 999, 257, 514, 700])
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda t, f: embedding(t.bfloat16().float(), f),
+        lambda t, f: embedding(t.unsqueeze(-1).to(BFLOAT16).float().repeat(1, 2)[:, 0], f),
+        lambda t, f: embedding((t + 9000).half().float(), f),
+        lambda t, f: embedding(t.bfloat16(), f.bfloat16()),
+    ],
+    ids=["and-back", "repeated", "float16", "never-back"],
+)
+def test_timesteps_in_half_precision_are_found(tmp_path: Path, cast: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Two timesteps become one; a cast back does not part them."""
+    assert ("rounded-rotary-buffer", True) in evidence(tmp_path, Apply(cast), TIMES)
+
+
+def test_angles_of_a_product_in_half_precision_are_likely_wrong(tmp_path: Path) -> None:
+    """Nothing is known of what they were, only how far apart neighbors are."""
+    net = Apply(lambda x, f: torch.outer(x.bfloat16(), f.bfloat16()).float().cos())
+    assert evidence(tmp_path, net, torch.rand(5) * 1000) == [("rounded-rotary-buffer", False)]
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        embedding,
+        lambda t, f: embedding(t.float(), f).bfloat16(),
+        lambda t, f: embedding((t % 256).bfloat16().float(), f),
+        lambda t, f: embedding(t.bfloat16() / 1000, f.bfloat16()).float(),
+        lambda t, f: f * t.bfloat16().sum().float(),
+        lambda t, f: torch.sin((t.float()[:, None] * f).bfloat16() / 100),
+    ],
+    ids=["int", "cast-when-finished", "exact", "small-angles", "no-sine", "small-after-division"],
+)
+def test_sines_of_exact_angles_are_no_finding(tmp_path: Path, healthy: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Casts that lose nothing, angles too small to matter, and numbers of which nobody takes a sine."""
+    assert evidence(tmp_path, Apply(healthy), TIMES) == []
+
+
+def test_a_periodic_activation_is_no_table(tmp_path: Path) -> None:
+    """Its angle has a gradient."""
+    linear = nn.Linear(4, 4).bfloat16()
+    net = nn.Sequential(linear, Apply(lambda x, _: torch.sin(3000 * x)))
+    assert evidence(tmp_path, net, torch.ones(2, 4).bfloat16()) == []
+
+
+def test_a_record_is_written_once_for_a_place(tmp_path: Path) -> None:
+    """Calls that repeat it add nothing."""
+    net = Apply(lambda t, f: embedding(t.bfloat16().float(), f))
+    assert len(observed(watched(tmp_path, lambda _: [net(TIMES), net(TIMES)]), "rounded-angles")) == 1
