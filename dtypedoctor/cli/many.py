@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from dtypedoctor.cli.live import Counted, LiveView
 from dtypedoctor.cli.output import kept
 from dtypedoctor.cli.pace import Pace
-from dtypedoctor.cli.reported import exit_code, matrix_exit
+from dtypedoctor.cli.reported import exit_code
 from dtypedoctor.cli.scenario_files import allow_directory
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
@@ -27,6 +27,7 @@ from dtypedoctor.report.files import MATRIX_JSON, read_report
 from dtypedoctor.report.matrix import (
     MatrixRow,
     in_one_line,
+    matrix_exit,
     not_run_report,
     not_run_row,
     read_matrix_json,

@@ -84,10 +84,9 @@ def report(
     if project is not None:
         _ticket(run, project, format)
         return
-    from dtypedoctor.cli.reported import matrix_exit
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.files import read_matrix, report_of, with_pictures
-    from dtypedoctor.report.matrix import matrix_document
+    from dtypedoctor.report.matrix import matrix_document, matrix_exit
     from dtypedoctor.report.run_document import run_document
 
     gc.disable()  # the process ends with the report, and looking for garbage in a long trace takes a fifth of the time

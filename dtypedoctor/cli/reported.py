@@ -2,18 +2,17 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from shutil import which
 
 from dtypedoctor.cli.output import kept
 from dtypedoctor.diagnosis.rule import Severity
-from dtypedoctor.errors import INTERRUPTED, ExitCode
+from dtypedoctor.errors import ExitCode
 from dtypedoctor.redaction.redact import without_process_secrets
 from dtypedoctor.replay.capsule import Capsule
 from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report
-from dtypedoctor.report.matrix import MatrixRow
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.runner.run import STDERR, STDOUT
 from dtypedoctor.trace.ranks import member
@@ -35,17 +34,6 @@ ENDINGS: tuple[tuple[str, Callable[[Report], bool], ExitCode], ...] = (
 def exit_code(report: Report) -> int:
     """The exit code that a finished report stands for: that of the first line of :data:`ENDINGS` that holds."""
     return int(next(code for _, holds, code in ENDINGS if holds(report)))
-
-
-_GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)
-
-
-def matrix_exit(rows: Sequence[MatrixRow]) -> int:
-    """0 if each scenario's exit code is 0; else the code of the gravest: usage, then a dead worker, then findings. 130 after Ctrl-C."""
-    codes = {row.exit for row in rows}
-    if INTERRUPTED in codes:
-        return INTERRUPTED
-    return next((int(code) for code in _GRAVEST_FIRST if int(code) in codes), int(ExitCode.OK))
 
 
 def reported(treatment: Treatment, directory: Path) -> Report:

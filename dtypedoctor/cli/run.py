@@ -204,10 +204,9 @@ def _treat_one(scenario: "Scenario", out: Path | None, format: str, *, remedies:
 
 def _treat_several(batch: "Batch", where: "Where", format: str, *, open_page: bool) -> int:
     from dtypedoctor.cli.many import treat_all
-    from dtypedoctor.cli.reported import matrix_exit
     from dtypedoctor.cli.scripts import removed_if_refused
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.matrix import matrix_document
+    from dtypedoctor.report.matrix import matrix_document, matrix_exit
 
     with nullcontext() if batch.resumed else removed_if_refused(batch.directory):
         rows, reports = treat_all(batch, where)

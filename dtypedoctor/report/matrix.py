@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from dtypedoctor.diagnosis.rule import Confidence
-from dtypedoctor.errors import INTERRUPTED, UsageError
+from dtypedoctor.errors import INTERRUPTED, ExitCode, UsageError
 from dtypedoctor.foreign_files import parse_json
 from dtypedoctor.report.before_after import compare, side_by_side
 from dtypedoctor.report.document import (
@@ -133,6 +133,17 @@ def not_run_row(scenario: str) -> MatrixRow:
 def not_run_report(scenario: str) -> Report:
     """Stands for such a scenario where reports are shown and not rows."""
     return Report(name=scenario, status=Status.UNKNOWN, headline="Not run: interrupted.")
+
+
+_GRAVEST_FIRST = (ExitCode.INTERNAL, ExitCode.USAGE, ExitCode.NO_TRACE, ExitCode.FINDINGS)
+
+
+def matrix_exit(rows: Sequence[MatrixRow]) -> int:
+    """0 if each scenario's exit code is 0; else the code of the gravest: usage, then a dead worker, then findings. 130 after Ctrl-C."""
+    codes = {row.exit for row in rows}
+    if INTERRUPTED in codes:
+        return INTERRUPTED
+    return next((int(code) for code in _GRAVEST_FIRST if int(code) in codes), int(ExitCode.OK))
 
 
 def in_one_line(row: MatrixRow) -> str:

@@ -163,6 +163,15 @@ def rescued() -> nn.Module:
     return Tower(Plain(), Rescued())
 
 
+def stalling() -> nn.Module:
+    """Most of its weights are 1 or -1, where bfloat16 rounds the updates of a usual learning rate away."""
+    blocks = [Plain() for _ in range(8)]
+    for block in blocks:
+        with torch.no_grad():
+            block.linear.weight.sign_()
+    return Tower(*blocks)
+
+
 def moody() -> nn.Module:
     """Fails, but not every time."""
     return Tower(Plain(), Moody())

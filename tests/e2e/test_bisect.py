@@ -238,7 +238,7 @@ def test_what_has_no_culprit_says_why(
 def test_what_no_bisection_can_look_for_counts_all_the_same(bisect: Callable[..., Finished], tmp_path: Path) -> None:
     """A training whose updates are lost in bfloat16 has right outputs, and does not end with 0."""
     given = ("--dtype", "bfloat16", "--workload", "train", "--out", "run")
-    finished = bisect("--model", "builtin:llama-tiny", *given)
+    finished = bisect("--model", "bisect_factories:stalling", *given)
     assert finished.code == 10, finished.out
     assert "Bisection cannot search for what else is found: update-stall" in " ".join(finished.out.split())
     assert report_of(tmp_path / "run")["bisection"]["end"] == "healthy"

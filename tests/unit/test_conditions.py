@@ -5,12 +5,12 @@ from typing import Any, get_args
 
 import pytest
 from nonfinite_examples import overflow
+from report_builders import plain_text
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import TIE_BREAKERS, diagnose, with_tie_breakers
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
-from dtypedoctor.report.document import plain_text
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_facts import cured_sentence, cures, remedy_lines, summary_facts
 from dtypedoctor.scenario.model import ConditionName, Scenario

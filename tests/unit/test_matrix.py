@@ -12,11 +12,11 @@ from rich.console import Console
 from scenario_files import HEALTHY, written
 
 from dtypedoctor.cli import many
-from dtypedoctor.cli.reported import matrix_exit
 from dtypedoctor.report.matrix import (
     MatrixRow,
     in_one_line,
     matrix_document,
+    matrix_exit,
     refused_report,
     refused_row,
     render_matrix_json,
