@@ -47,6 +47,7 @@ from dtypedoctor.instrument.untouched import CannotReplayError
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
 from dtypedoctor.trace.records.execution import HeldInput, ReplayedCall
+from dtypedoctor.trace.records.silent import ScaledBackward
 from dtypedoctor.unpatched import perf_counter, to_json
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ HELD_CALLS = 4
 HELD_BYTES = 1 << 20
 """Calls of which small integer inputs are copied to the host, and bytes for each."""
 HELD_FILE = "held-inputs.safetensors"
+
+ZEROS = "zeros"
+"""Why a call is replayed whose gradients are zero for the most part."""
+UPSTREAM = "the gradient of what the model returns"
 
 MAX_WAITING = 4
 """Failed calls that wait until their parameters are unsharded again."""
@@ -144,6 +149,8 @@ class InPlaceReplays:
         self.written: dict[str, bool] = {}
         self.count = 0
         self.begun = False
+        self._zeros = False
+        self._scales = False
         self._every = 0
         self._capsule_limit = CAPSULE_LIMIT
 
@@ -170,6 +177,7 @@ class InPlaceReplays:
         phases.before_backward.append(self._before_backward)
         phases.on_failure.append(self._backward_raised)
         phases.after_backward.append(self._after_backward)
+        phases.before_unscale.append(self._before_unscale)
         phases.before_step.append(self._before_step)
         phases.after_scaler.append(self._after_scaler)
         phases.after_step.append(self._after_step)
@@ -182,6 +190,10 @@ class InPlaceReplays:
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             self._session.guard.tell(REPLAY_OF_FAILURES, NOT_HERE.format(one.gone))
+
+    def zeros_seen(self) -> None:
+        """The gradients with which an optimizer is about to step are zero for the most part, where float16 is at work."""
+        self._zeros = self.begun
 
     # What happens in the program ---------------------------------------------------------------------------------------------------------
 
@@ -361,7 +373,13 @@ class InPlaceReplays:
     def _before_step(self, optimizer: Optimizer) -> None:
         self._modules.flush()
         self._look()
+        if self._zeros:
+            self._zeros = False
+            self._scale_gradients()
         self._steps.before_step(optimizer)
+
+    def _before_unscale(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        self._scales = self._scales or scaler.is_enabled()
 
     def _after_scaler(self, scaler: object, optimizer: object, skipped: bool) -> None:
         if skipped:
@@ -485,6 +503,23 @@ class InPlaceReplays:
             if found and why != "forced":
                 return
 
+    def _scale_gradients(self) -> None:
+        """Asks once whether gradients are zero because float16 has flushed them: pulls a multiplied gradient through the calls of this step."""
+        calls = [kept for kept in self._calls if kept.live.gradients and not kept.old]
+        if self._scales or not calls or not self._is_new(ZEROS):
+            return
+        for kept in reversed(calls):
+            if self._replay_or_wait(kept, ZEROS, backward=True):
+                return
+
+    def _tell_gradients(self, replay: RepeatedCall, doubt: str) -> bool:
+        """Writes how the gradients of a replay differ from those of a multiplied upstream gradient; whether there is something to write."""
+        if doubt:
+            self._session.guard.tell(REPLAY_OF_FAILURES, f"gradients were not computed again: {doubt}")
+        elif replay.gradients:
+            self._session.emit(ScaledBackward(scale=replay.scale, parameters=replay.gradients, of=UPSTREAM))
+        return bool(replay.gradients) and not doubt
+
     def _replay_or_wait(
         self, kept: KeptCall, why: str, *, backward: bool = False, error: tuple[str, str] | None = None
     ) -> bool:
@@ -508,7 +543,7 @@ class InPlaceReplays:
             backward: also pull the upstream gradient through it.
             error: what the backward pass has raised.
         """
-        pass_ = "backward" if backward else "forward"
+        pass_ = why if why == ZEROS else "backward" if backward else "forward"
         spent = why != "forced" and (self.count >= MAX_REPLAYS or self._spent > MAX_SECONDS)
         if spent or pass_ in kept.replayed:
             return False
@@ -517,13 +552,15 @@ class InPlaceReplays:
         began = perf_counter()
         ops = self._new_trace()
         inner = InnerCalls(self._session, _KINDS[why], self._capsule_limit) if why in _KINDS else None
-        replay = RepeatedCall(self._session, kept, ops, inner)
+        replay = RepeatedCall(self._session, kept, ops, inner, scaled=why == ZEROS)
         with kept.with_its_parameters(), self._aside(), self._modules.following(replay), self._phases.standing_aside():
             doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)
         self._spent += perf_counter() - began
         if replay.why_not:
             self._session.guard.tell(REPLAY_OF_FAILURES, replay.why_not)
             return False
+        if why == ZEROS:
+            return self._tell_gradients(replay, doubt)
         if replay.capsule is not None:
             self._write_capsule(kept, *replay.capsule)
         if why != "forced":

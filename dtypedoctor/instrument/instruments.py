@@ -160,6 +160,7 @@ class Instruments:
         entered = (silent.entered, self._regions.tell)
         self.session.autocast.entered = [self.guard.shield(listener, "some autocast regions") for listener in entered]
         self._windows.scaled_backward = [silent.scaled_backward]
+        silent.when_zeros(self.in_place.zeros_seen)
 
     def start(self) -> None:
         """Begins to watch."""

@@ -18,11 +18,13 @@ from dtypedoctor.instrument.alone import Given, unit_set_aside
 from dtypedoctor.instrument.copies import ParameterCopies
 from dtypedoctor.instrument.live_call import LiveCall, as_leaf, from_outside, mapped, tensors_of
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.updates import SCALE, when_scaled
 from dtypedoctor.instrument.statistics import out_of_their_sight
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.redaction.messages import LONGEST, elided, message_of, without_volatile
+from dtypedoctor.trace.records.silent import ScaledGradient
 from dtypedoctor.values import dataclass
 
 if TYPE_CHECKING:
@@ -132,16 +134,21 @@ class RepeatedCall:
         kept: the call.
         ops: the op trace.
         inner: keeps the module calls inside, to leave a capsule; None where none is wanted.
+        scaled: instead of the op trace, compare the gradients with those of a multiplied upstream gradient.
 
     Attributes:
         ops: the op trace.
+        scale: what the upstream gradient was multiplied by.
+        gradients: of the call's parameters, as they are and with the upstream gradient multiplied, by name.
         why_not: why the call could not be made again; empty where it was.
         compared: whether its result could be compared with what the call itself had returned or raised.
         is_bad: whether a gradient that it has made is not finite.
         capsule: description and tensors of the smallest module call in it that fails; None where there is none.
     """
 
-    def __init__(self, session: Session, kept: KeptCall, ops: "OpTrace", inner: "InnerCalls | None") -> None:
+    def __init__(
+        self, session: Session, kept: KeptCall, ops: "OpTrace", inner: "InnerCalls | None", *, scaled: bool = False
+    ) -> None:
         self._session = session
         self._kept = kept
         self._inner = inner
@@ -150,6 +157,9 @@ class RepeatedCall:
         self._error: BaseException | None = None
         self.capsule: tuple[dict[str, Any], bytes] | None = None
         self.ops = ops
+        self._scaled = scaled
+        self.scale = SCALE
+        self.gradients: dict[str, ScaledGradient] = {}
         self._result: list[Tensor] = []
         self.why_not = ""
         self.compared = False
@@ -210,7 +220,8 @@ class RepeatedCall:
         live = self._kept.live
         memo: dict[int, Any] = {}
         args, kwargs = mapped(live.args, as_leaf, memo), mapped(live.kwargs, as_leaf, memo)
-        self.ops.open()
+        if not self._scaled:
+            self.ops.open()
         try:
             self.ops.enter_root(args, kwargs)
             with live.modes(), contained() as forward:
@@ -231,12 +242,31 @@ class RepeatedCall:
         """Pulls the upstream gradient through what was made again."""
         outputs = list(tensors_of(output))
         upstream = from_outside(self._kept.live.gradients, outputs)
+        if self._scaled:
+            self._pull_scaled([outputs[i] for i in upstream], list(upstream.values()))
+            return
         given = [*tensors_of((args, kwargs)), *(parameter for _, parameter in self._kept.live.parameters())]
         ends = [tensor for tensor in given if tensor.requires_grad]
         if not upstream or not ends:
             return
         made = _gradients_of([outputs[i] for i in upstream], list(upstream.values()), ends)
         self.is_bad = not all(is_finite(gradient) for gradient in made if gradient is not None)
+
+    def _pull_scaled(self, results: list[Tensor], upstream: list[Tensor]) -> None:
+        """Pulls the upstream gradient through twice, as it is and multiplied as far as float16 holds it."""
+        known = self._session.names.parameters()
+        named = ((known.get(id(p), (0, ""))[1], p) for _, p in self._kept.live.parameters() if p.requires_grad)
+        wanted = {name: parameter for name, parameter in named if name}
+        if not wanted or not upstream:
+            return
+        ends = list(wanted.values())
+        with self._session.position.mute():
+            largest = max(float(gradient.detach().abs().max()) for gradient in upstream if gradient.numel())
+            while largest * self.scale > SCALE and self.scale > 1:
+                self.scale /= 2
+            self.gradients = when_scaled(
+                wanted, lambda scale: _gradients_of(results, [one * scale for one in upstream], ends), self.scale
+            )
 
     def _difference(self, said: tuple[str, str] | None, before: tuple[str, str] | None) -> str:
         if said != before:

@@ -36,6 +36,7 @@ from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_b
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched, Op
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import ReplayedCall
+from dtypedoctor.trace.records.silent import GradientZeros, ScaledBackward
 
 
 class Square(nn.Module):
@@ -268,6 +269,68 @@ def test_one_run_names_the_operator(
     assert not suspicious_windows(trace)
     assert {seen.what.doubt for seen in trace.observed(ReplayedCall)} == {None}
     assert not trace.damage
+
+
+class Scores(nn.Module):
+    """Two layers whose gradients are as small as what comes back to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.listen, self.speak = nn.Linear(12, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.speak(torch.dropout(torch.relu(self.listen(x)), 0.1, True))
+
+
+def trains_with(factor: float, *, inputs: float = 1.0, scaler: torch.amp.GradScaler | None = None) -> list[Tensor]:
+    """Two steps of SGD in float16, in autocast where there is a scaler, with the loss multiplied by ``factor``; the parameters after them."""
+    model = Scores() if scaler is not None else Scores().half()
+    region = torch.autocast("cpu", torch.float16, enabled=scaler is not None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(2):
+        x = inputs * torch.randn(16, 12).half()
+        with region:
+            loss = model(x).float().log_softmax(-1).amax(-1).mean() * factor
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_that_float16_flushes_to_zero_are_told_from_those_that_are_zero(tmp_path: Path, device: str) -> None:
+    """The call is made again with a multiplied upstream gradient; the training does not change, and dropout draws the same."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    found: list[list[Tensor]] = []
+    with torch.device(device):
+        trace = in_place(tmp_path, lambda: found.append(trains_with(1e-6)))
+        bare = trains_with(1e-6)
+    first = diagnose(trace)[0]
+    assert (first.id, first.phase, first.step, first.confidence.value) == (
+        "gradient-underflow",
+        "backward",
+        1,
+        "proven",
+    )
+    assert "the gradient of what the model returns multiplied by 32768" in first.proven_by
+    assert not suspicious_windows(trace)
+    for one, other in zip(found[0], bare, strict=True):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_that_are_zero_in_any_dtype_are_no_underflow(tmp_path: Path, scaled: bool) -> None:
+    """Those of a layer whose inputs are all zero; and nothing is made again where a gradient scaler is at work."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0) if scaled else None
+    trace = in_place(tmp_path, lambda: trains_with(1.0, inputs=0.0, scaler=scaler))
+    assert trace.observed(GradientZeros)
+    assert bool(trace.observed(ScaledBackward)) is not scaled
+    assert "gradient-underflow" not in {finding.id for finding in diagnose(trace)}
+    assert not suspicious_windows(trace)
 
 
 def test_a_backward_pass_is_not_replayed_with_parameters_that_it_has_spoilt(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """All silent checks of one process, wired to the moments at which they look."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -82,6 +82,10 @@ class SilentChecks:
     def scaled_backward(self, tensors: list[Tensor]) -> None:
         """The experiment of :class:`GradientCheck`, for the second pass."""
         self._gradients.scaled_backward(tensors)
+
+    def when_zeros(self, listener: Callable[[], None]) -> None:
+        """Has ``listener`` called where gradients are zero for the most part before an optimizer step, and float16 is at work."""
+        self._gradients.on_zeros.append(listener)
 
     def look_again(self) -> None:
         """Something has been found not to be finite."""

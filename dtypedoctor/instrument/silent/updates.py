@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -52,6 +52,9 @@ class GradientCheck:
     Args:
         session: where the observations go.
         vanished: called when every gradient of a step is 0 for the first time.
+
+    Attributes:
+        on_zeros: called where a :class:`GradientZeros` has been written.
     """
 
     def __init__(self, session: Session, vanished: Callable[[], None]) -> None:
@@ -61,6 +64,7 @@ class GradientCheck:
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._dead: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._vanished = vanished
+        self.on_zeros: list[Callable[[], None]] = []
 
     def entered(self, region: AutocastRegion) -> None:
         """An autocast region is entered."""
@@ -83,6 +87,8 @@ class GradientCheck:
         many = {name: Zeros(zeros=count, elements=of) for name, count, of in counts if count >= MANY * of}
         if many:
             self._session.emit(GradientZeros(parameters=dict(list(many.items())[:MOST_TOLD])))
+            for listener in self.on_zeros:
+                listener()
 
     def _tell_if_all_are_zero(self, optimizer: Optimizer) -> None:
         """From one step to the next nothing is learned any more. Only on the CPU: elsewhere each step would wait for the device."""
@@ -100,25 +106,18 @@ class GradientCheck:
     def scaled_backward(self, tensors: list[Tensor]) -> None:
         """A backward pass is about to begin: computes its gradients twice beside it, of the loss and of the scaled loss."""
         losses = [t for t in tensors if t.requires_grad and t.numel() == 1]
-        wanted = [(n, p) for _, n, p, _, is_buffer in self._names.tensors() if not is_buffer and p.requires_grad]
+        wanted = {n: p for _, n, p, _, is_buffer in self._names.tensors() if not is_buffer and p.requires_grad}
         if not losses or not wanted:
             return
-        parameters = [p for _, p in wanted]
+        parameters = list(wanted.values())
         try:
             with self._position.mute(), torch.random.fork_rng(enabled=True):
-                plain = _gradients(losses, parameters, 1.0)
-                scaled = _gradients(losses, parameters, SCALE)
+                told = when_scaled(wanted, lambda scale: _gradients(losses, parameters, scale), SCALE)
         except RuntimeError as error:  # a graph that can be walked only once, say
             if is_interruption(error):
                 raise
             self._session.emit(ScaledBackward(scale=SCALE, error=elided(str(error))[:200]))
             return
-        with self._position.mute(), torch.no_grad():
-            told = {
-                name: _compared(one, other)
-                for (name, _), one, other in zip(wanted, plain, scaled, strict=True)
-                if one is not None and other is not None
-            }
         self._session.emit(ScaledBackward(scale=SCALE, parameters=told))
 
     def _of(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -133,8 +132,21 @@ def _gradients(losses: list[Tensor], parameters: list[Tensor], scale: float) -> 
     return torch.autograd.grad(losses, parameters, starts, retain_graph=True, allow_unused=True)
 
 
-def _compared(plain: Tensor, scaled: Tensor) -> ScaledGradient:
-    wide = scaled.double() / SCALE
+def when_scaled(
+    names: Iterable[str], gradients: Callable[[float], Sequence[Tensor | None]], scale: float
+) -> dict[str, ScaledGradient]:
+    """The gradients of one backward pass and of the same one with what it starts from multiplied, by name of the parameter."""
+    plain, scaled = gradients(1.0), gradients(scale)
+    with torch.no_grad():
+        return {
+            name: _compared(one, other, scale)
+            for name, one, other in zip(names, plain, scaled, strict=True)
+            if one is not None and other is not None
+        }
+
+
+def _compared(plain: Tensor, scaled: Tensor, scale: float) -> ScaledGradient:
+    wide = scaled.double() / scale
     back = torch.where((plain == 0) & wide.isfinite(), wide.abs(), 0.0)
     return ScaledGradient(
         elements=plain.numel(),

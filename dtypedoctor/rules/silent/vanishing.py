@@ -63,7 +63,7 @@ def _underflow(trace: Trace, seen: Observed[ScaledBackward], revived: dict[str, 
     statement = Statement(
         id="gradient-underflow",
         severity=Severity.WARNING,
-        proven_by=f"with the loss multiplied by {seen.what.scale:g} the same backward pass gives gradients that are not zero",
+        proven_by=f"with {seen.what.of} multiplied by {seen.what.scale:g} the same backward pass gives gradients that are not zero",
         summary=(
             f"{100 * worst.zeros / worst.elements:.0f}% of the gradient of {short_parameter(name)} is flushed to zero in float16: "
             "there is no loss scaler."
@@ -74,7 +74,7 @@ def _underflow(trace: Trace, seen: Observed[ScaledBackward], revived: dict[str, 
         ),
         evidence=(
             *(
-                f"{one}: {it.zeros} of {it.elements} elements are zero; with the loss multiplied by "
+                f"{one}: {it.zeros} of {it.elements} elements are zero; with {seen.what.of} multiplied by "
                 f"{seen.what.scale:g}, {it.zeros_scaled} are. The largest that came back is {it.largest:.3g}."
                 for one, it in list(revived.items())[:3]
             ),

@@ -419,6 +419,7 @@ class ScaledBackward:
     Attributes:
         parameters: those that have a gradient in both passes, by name.
         error: why that failed, where it did; then there are no parameters.
+        of: what was multiplied: the loss, or in a call that the program itself made again the gradient of what it returns.
     """
 
     KIND: ClassVar[str] = "scaled-backward"
@@ -426,6 +427,7 @@ class ScaledBackward:
     scale: float
     parameters: Mapping[str, ScaledGradient] = field(default_factory=dict)
     error: str | None = None
+    of: str = "the loss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
