@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 
 from dtypedoctor.diagnosis.ops import OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
+from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
@@ -219,6 +220,26 @@ def _incidents(trace: Trace) -> tuple[Incident, ...]:
     if not found and refused is not None and _is_of_a_value(refused):
         return (Incident(raised=refused),)
     return found
+
+
+FAR = 0.01
+"""Share of a dtype's largest number below which finite values are far from an overflow."""
+
+
+def looks_like_a_mask(trace: Trace, incident: Incident) -> bool:
+    """Whether modules output infinities and no NaN, far from an overflow, and nothing is known to have suffered: scores that are masked for a sampler look so."""
+    places = [trace.sites[sample.site] for sample in incident.samples]
+    return (
+        bool(places)
+        and all(
+            site.kind == "output"
+            and not sample.num_nan
+            and site.dtype in DTYPES
+            and sample.absmax < FAR * DTYPES[site.dtype].max
+            for sample, site in zip(incident.samples, places, strict=True)
+        )
+        and _refused(trace) is None
+    )
 
 
 def _refused(trace: Trace) -> Raised | None:

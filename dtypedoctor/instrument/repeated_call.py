@@ -245,8 +245,7 @@ class RepeatedCall:
         if self._scaled:
             self._pull_scaled([outputs[i] for i in upstream], list(upstream.values()))
             return
-        given = [*tensors_of((args, kwargs)), *(parameter for _, parameter in self._kept.live.parameters())]
-        ends = [tensor for tensor in given if tensor.requires_grad]
+        ends = [tensor for tensor in (*tensors_of((args, kwargs)), *self._trained().values()) if tensor.requires_grad]
         if not upstream or not ends:
             return
         made = _gradients_of([outputs[i] for i in upstream], list(upstream.values()), ends)
@@ -254,19 +253,23 @@ class RepeatedCall:
 
     def _pull_scaled(self, results: list[Tensor], upstream: list[Tensor]) -> None:
         """Pulls the upstream gradient through twice, as it is and multiplied as far as float16 holds it."""
-        known = self._session.names.parameters()
-        named = ((known.get(id(p), (0, ""))[1], p) for _, p in self._kept.live.parameters() if p.requires_grad)
-        wanted = {name: parameter for name, parameter in named if name}
-        if not wanted or not upstream:
+        trained = self._trained()
+        ends = list(trained.values())
+
+        def gradients(scale: float) -> Sequence[Tensor | None]:
+            return _gradients_of(results, [one * scale for one in upstream], ends)
+
+        if not trained or not upstream:
             return
-        ends = list(wanted.values())
         with self._session.position.mute():
-            largest = max(float(gradient.detach().abs().max()) for gradient in upstream if gradient.numel())
-            while largest * self.scale > SCALE and self.scale > 1:
-                self.scale /= 2
-            self.gradients = when_scaled(
-                wanted, lambda scale: _gradients_of(results, [one * scale for one in upstream], ends), self.scale
-            )
+            self.scale = _largest_scale(upstream)
+            self.gradients = when_scaled(trained, gradients, self.scale)
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The parameters of the call that get a gradient, by the names that the trace has for them."""
+        known = self._session.names.parameters()
+        found = {known.get(id(p), (0, name))[1]: p for name, p in self._kept.live.parameters()}
+        return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
 
     def _difference(self, said: tuple[str, str] | None, before: tuple[str, str] | None) -> str:
         if said != before:
@@ -412,6 +415,15 @@ def _gradients_of(results: list[Tensor], gradients: list[Tensor], ends: list[Ten
         if "use_reentrant=True" not in str(error):
             raise
         return _accumulate(results, gradients, ends)
+
+
+def _largest_scale(gradients: list[Tensor]) -> float:
+    """The largest power of two up to that of :class:`GradientCheck` with which the product of a gradient stays in float16's range."""
+    largest = max((float(gradient.detach().abs().max()) for gradient in gradients if gradient.numel()), default=0.0)
+    scale = SCALE
+    while largest * scale > SCALE and scale > 1:
+        scale /= 2
+    return scale
 
 
 def _accumulate(results: list[Tensor], gradients: list[Tensor], ends: list[Tensor]) -> list[Tensor | None]:

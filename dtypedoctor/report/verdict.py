@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, fields
 
 from dtypedoctor.analysis import How, analysis_of, ended_at, ending_of
-from dtypedoctor.diagnosis.incidents import GRADIENTS
+from dtypedoctor.diagnosis.incidents import GRADIENTS, looks_like_a_mask
 from dtypedoctor.diagnosis.ops import asked_for
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import doubt_in_words
@@ -149,9 +149,15 @@ def _first_that_matters(trace: Trace) -> str:
     incident = analysis_of(trace).unexplained
     if incident is not None:
         name = one_line(incident.site.fqn or incident.site.cls, 80) if incident.site is not None else "a value"
-        return f"{name} in {trace.moment(incident.step)} ({incident.phase})"
+        when = f"{trace.moment(incident.step)} ({incident.phase})"
+        if looks_like_a_mask(trace, incident):
+            return f"{name} outputs inf and no NaN in {when}: masked scores look so, and so does a logarithm of 0; no op trace says which it is"
+        return f"{name} in {when} {_UNEXPLAINED}"
     lost = next((metric for metric in analysis_of(trace).nonfinite_metrics if "loss" in metric.nonfinite), None)
-    return f"the loss in step {lost.step}" if lost is not None else ""
+    return f"the loss in step {lost.step} {_UNEXPLAINED}" if lost is not None else ""
+
+
+_UNEXPLAINED = "is not finite, and no rule explains it"
 
 
 _REPLACED = (
@@ -304,7 +310,7 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
     if blind := next((note.why for note in trace.all(NotWatched) if note.what == NOTHING_WATCHED), ""):
         return Status.ERROR, f"Nothing was instrumented: {blind}."
     if measured.matters:
-        return Status.UNKNOWN, _capital(f"{measured.matters} is not finite, and no rule explains it.")
+        return Status.UNKNOWN, _capital(f"{measured.matters}.")
     others = (run.trace for run in treatment.before.processes if run.trace is not trace and run.trace.usable)
     traces = [trace, *others]
     if any(

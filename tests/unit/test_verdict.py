@@ -192,6 +192,27 @@ def test_a_mask_is_said_to_reach_nothing() -> None:
     assert "inf or NaN (mask in step 1) reaches no loss" in report.headline
 
 
+@pytest.mark.parametrize(
+    ("absmax", "bad", "dtype", "status"),
+    [
+        (4.0, {"inf": 8}, "float16", Status.UNKNOWN),
+        (4.0, {"inf": 8}, "bfloat16", Status.UNKNOWN),
+        (4.0, {"inf": 8, "nan": 1}, "bfloat16", Status.FINDINGS),
+        (30000.0, {"inf": 8}, "float16", Status.FINDINGS),
+    ],
+)
+def test_infinities_of_a_sampler_are_no_finding_where_no_op_trace_tells_what_made_them(
+    absmax: float, bad: dict[str, int], dtype: str, status: Status
+) -> None:
+    """Masked scores are -inf, and so is a logarithm of 0; NaN, and infinities beside numbers near the dtype's maximum, are no mask."""
+    trace = TraceBuilder().sample("inner", 1.0).sample("", absmax, cls="Sampler", dtype=dtype, **bad)
+    report = report_on(trace.add(Coverage(module_calls=2, module_calls_measured=2)).build())
+    assert report.status is status, report.headline
+    assert exit_code(report) == 10
+    if status is Status.UNKNOWN:
+        assert report.headline.startswith("Sampler outputs inf and no NaN in step 1 (forward): masked scores look so")
+
+
 def test_a_trace_without_counts_is_judged_by_its_samples() -> None:
     """Older traces, and those of programs that left without ending them, still are healthy where something was measured."""
     assert report_on(TraceBuilder().sample("head", 1.0).build()).status is Status.HEALTHY
@@ -201,7 +222,7 @@ def test_a_trace_without_counts_is_judged_by_its_samples() -> None:
 @pytest.mark.parametrize(("call", "when"), [(1, "step 1"), (301, "call 301")])
 def test_a_process_without_an_optimizer_step_is_said_to_have_made_calls(call: int, when: str) -> None:
     """No report says step 301 beside 0 steps; the first call is in the first step anyhow."""
-    trace = steps_by_call(ended_at_zero(TraceBuilder().sample("mlp", 1.0, call=call, inf=3).build()))
+    trace = steps_by_call(ended_at_zero(TraceBuilder().sample("mlp", 1.0, call=call, nan=3).build()))
     report = report_on(trace)
     assert report.before is not None
     assert report.before.steps_completed == 0

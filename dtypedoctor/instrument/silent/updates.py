@@ -78,17 +78,20 @@ class GradientCheck:
         self._tell_if_all_are_zero(optimizer)
         if not is_checked(number):
             return
-        found = self._gradients(optimizer)
-        if not found:
-            return
-        with self._position.mute(), torch.no_grad():
-            zeros = torch.stack([(g == 0).sum() for _, g in found]).tolist()
-        counts = [(name, int(count), g.numel()) for (name, g), count in zip(found, zeros, strict=True)]
-        many = {name: Zeros(zeros=count, elements=of) for name, count, of in counts if count >= MANY * of}
-        if many:
+        if many := self._mostly_zero(optimizer):
             self._session.emit(GradientZeros(parameters=dict(list(many.items())[:MOST_TOLD])))
             for listener in self.on_zeros:
                 listener()
+
+    def _mostly_zero(self, optimizer: Optimizer) -> dict[str, Zeros]:
+        """The parameters whose gradients are 0 for the most part; waits for the device."""
+        found = [(n, p.grad) for n, p in self._of(optimizer) if p.grad is not None and measurable(p.grad)]
+        if not found:
+            return {}
+        with self._position.mute(), torch.no_grad():
+            zeros = torch.stack([(g == 0).sum() for _, g in found]).tolist()
+        counts = [(name, int(count), g.numel()) for (name, g), count in zip(found, zeros, strict=True)]
+        return {name: Zeros(zeros=count, elements=of) for name, count, of in counts if count >= MANY * of}
 
     def _tell_if_all_are_zero(self, optimizer: Optimizer) -> None:
         """From one step to the next nothing is learned any more. Only on the CPU: elsewhere each step would wait for the device."""
@@ -100,25 +103,28 @@ class GradientCheck:
             self._vanished()
         self._dead[optimizer] = dead
 
-    def _gradients(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-        return [(n, p.grad) for n, p in self._of(optimizer) if p.grad is not None and measurable(p.grad)]
-
     def scaled_backward(self, tensors: list[Tensor]) -> None:
         """A backward pass is about to begin: computes its gradients twice beside it, of the loss and of the scaled loss."""
         losses = [t for t in tensors if t.requires_grad and t.numel() == 1]
-        wanted = {n: p for _, n, p, _, is_buffer in self._names.tensors() if not is_buffer and p.requires_grad}
-        if not losses or not wanted:
+        trained = self._trained()
+        if not losses or not trained:
             return
-        parameters = list(wanted.values())
+
+        def gradients(scale: float) -> Sequence[Tensor | None]:
+            return _gradients(losses, list(trained.values()), scale)
+
         try:
             with self._position.mute(), torch.random.fork_rng(enabled=True):
-                told = when_scaled(wanted, lambda scale: _gradients(losses, parameters, scale), SCALE)
+                told = when_scaled(trained, gradients, SCALE)
         except RuntimeError as error:  # a graph that can be walked only once, say
             if is_interruption(error):
                 raise
             self._session.emit(ScaledBackward(scale=SCALE, error=elided(str(error))[:200]))
             return
         self._session.emit(ScaledBackward(scale=SCALE, parameters=told))
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {n: p for _, n, p, _, is_buffer in self._names.tensors() if not is_buffer and p.requires_grad}
 
     def _of(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         known = self._names.parameters()

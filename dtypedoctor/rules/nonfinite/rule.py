@@ -6,6 +6,7 @@ The judge that looks at what happened before the origin stands here too: magnitu
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from dtypedoctor.diagnosis.incidents import looks_like_a_mask
 from dtypedoctor.diagnosis.nonfinite_origin import Origin, that_matter
 from dtypedoctor.diagnosis.ops import graph_of
 from dtypedoctor.diagnosis.rule import COMPILE_AND_LOAD, NON_FINITE, OF_ANY_FINDING, Finding, FindingSpec, Rule
@@ -342,6 +343,8 @@ def _first_that_matters(trace: Trace) -> Iterator[Finding]:
         compiled = judge_compiled(trace, incident)
         if compiled is not None:
             yield compiled
+        elif found.origin is None and looks_like_a_mask(trace, incident):
+            continue  # without an op trace nothing tells log(0) from a mask; the report says that it is not known
         elif found.origin is None:
             yield judge_by_module(trace, incident)
         else:
