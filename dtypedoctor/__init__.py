@@ -3,10 +3,10 @@
 Importing the package does not import torch; the public names are loaded when they are first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing is not imported here: until the command line has begun, Ctrl-C is Python's traceback
+    from typing import Any
 
-if TYPE_CHECKING:
     from dtypedoctor.inprocess import watch
     from dtypedoctor.inprocess.applied import apply
     from dtypedoctor.inprocess.callback import DtypeDoctorCallback
@@ -26,21 +26,27 @@ _LAZY = {
 """Where the names are. ``LightningCallback`` is not in ``__all__``: ``import *`` would need Lightning."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return getattr(_imported(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *_LAZY})
 
 
-def load_ipython_extension(shell: Any) -> None:
+def load_ipython_extension(shell: "Any") -> None:
     """``%load_ext dtypedoctor``: gives the notebook ``%%doctor``."""
-    import_module("dtypedoctor.inprocess.notebook").load(shell)
+    _imported("dtypedoctor.inprocess.notebook").load(shell)
 
 
-def unload_ipython_extension(shell: Any) -> None:
+def unload_ipython_extension(shell: "Any") -> None:
     """``%unload_ext dtypedoctor``."""
-    import_module("dtypedoctor.inprocess.notebook").unload(shell)
+    _imported("dtypedoctor.inprocess.notebook").unload(shell)
+
+
+def _imported(name: str) -> "Any":
+    from importlib import import_module
+
+    return import_module(name)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 import traceback
 from typing import Annotated
@@ -12,7 +13,7 @@ from dtypedoctor import __version__
 from dtypedoctor.cli import enabling, exec, reading, replay, run
 from dtypedoctor.cli.configuration import with_project_defaults
 from dtypedoctor.cli.output import current_name, standard_streams
-from dtypedoctor.errors import DoctorError, ExitCode
+from dtypedoctor.errors import INTERRUPTED, DoctorError, ExitCode
 from dtypedoctor.report.text import paragraphs
 
 _PLACED = re.compile(r"\S+:\d+:\d+: ")
@@ -69,16 +70,34 @@ def _outcome() -> int:
     try:
         if f"_{app.info.name}_complete".upper() not in os.environ:
             sys.argv[1:] = with_project_defaults(sys.argv[1:], _options_of)
-        status = app(standalone_mode=False)
+            status = _run()
+        else:
+            status = app(standalone_mode=False)
         return int(status) if isinstance(status, int) else int(ExitCode.OK)
     except DoctorError as error:
         _complain(error.message, error.hint)
         return int(error.exit_code)
-    except KeyboardInterrupt:
-        _complain("interrupted", "")
-        return 130
+    except KeyboardInterrupt as error:
+        return _interrupted(error)
     except Exception as error:  # noqa: BLE001  (the one place where nothing may escape)
         return _unexpected(error)
+
+
+def _run() -> object:
+    """Runs the verb. typer's own way of doing it makes an exit code of Ctrl-C, without a word."""
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context(app.info.name, sys.argv[1:]) as context:
+            return command.invoke(context)
+    except typer.Exit as over:
+        return over.exit_code
+
+
+def _interrupted(error: KeyboardInterrupt) -> int:
+    """From here on the command only ends: once more Ctrl-C would interrupt that in the middle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _complain(str(error) or "interrupted", "")
+    return INTERRUPTED
 
 
 def _unexpected(error: Exception) -> int:

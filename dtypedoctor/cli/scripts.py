@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
@@ -97,9 +96,9 @@ def removed_if_refused(directory: Path) -> Iterator[None]:
     except UsageError:
         remove_unused(directory)
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if remove_unmeasured(directory):
-            print(f"dtypedoctor: interrupted before anything was measured; {directory} was removed", file=sys.stderr)
+            raise KeyboardInterrupt(f"interrupted before anything was measured; {directory} was removed") from error
         raise
 
 

@@ -293,14 +293,15 @@ def _checks(report: Report) -> Iterator[Check]:
     """What makes the command line exit with something else than 0.
 
     That is findings that no expectation announced, an expectation that did not come true, a worker that died. A remedy that was
-    not tried, or tried without success, is skipped.
+    not tried, or tried without success, is skipped; so is a scenario that Ctrl-C has left out, of which nothing is known.
     """
     as_expected = report.expectation_met is True
     broken = report.status in (Status.WORKER_DIED, Status.ERROR, Status.UNKNOWN) and not as_expected
     before = report.before
+    left_out = before is None and report.status is Status.UNKNOWN
     yield Check(
         name="run",
-        outcome=Outcome.ERROR if broken else Outcome.PASSED,
+        outcome=Outcome.SKIPPED if left_out else Outcome.ERROR if broken else Outcome.PASSED,
         kind=report.status.value,
         message=report.headline,
         text=report.headline,

@@ -4,6 +4,7 @@ Started so, the process finds on ``sys.path`` what ``python script.py`` would fi
 would put the working directory in front while the doctor's own modules are imported.
 """
 
+import _signal  # type: ignore[import-not-found]  # there from the start, unlike signal
 import os
 import sys
 
@@ -24,6 +25,9 @@ TREATED = "--treated"
 
 def begin() -> None:
     """Takes this file's folder off ``sys.path`` and runs what the arguments ask for: mostly a directory with ``request.json``."""
+    interrupted = _signal.getsignal(_signal.SIGINT)
+    if interrupted is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # Ctrl-C before the script begins: no traceback of ours
     if not sys.flags.safe_path:
         del sys.path[0]
     added = _added_by_launcher()
@@ -38,6 +42,8 @@ def begin() -> None:
     sys.path[:] = before
     if not installed:
         sys.path.remove(home)
+    if interrupted is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, interrupted)
     serve()
 
 

@@ -12,7 +12,7 @@ import pytest
 from command import report_of
 from patience import PATIENCE, becomes
 
-from dtypedoctor.runner.process import outliving
+from dtypedoctor.runner.process import BOOT, outliving
 
 CAUGHT = (
     signal.SIGUSR1,
@@ -160,6 +160,50 @@ def test_an_interrupt_before_anything_was_measured_leaves_no_directory(tmp_path:
         assert process.returncode == 130
         assert "interrupted before anything was measured; run was removed" in errors
         assert not (tmp_path / "run").exists()
+
+
+def interrupted(command: list[str], folder: Path, imported: str, pause: float | None) -> tuple[int, list[str]]:
+    """Status of a command, and the lines on standard error, that Ctrl-C ends when it has imported a module; pressed again after a pause."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONPROFILEIMPORTTIME": "1"}, start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    while (line := process.stderr.readline()) and line.split("|")[-1].strip() != imported:
+        pass  # each import is a line
+    process.send_signal(signal.SIGINT)
+    if pause is not None:
+        time.sleep(pause)
+        process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE)
+    return process.returncode, [line for line in errors.splitlines() if not line.startswith("import time:")]
+
+
+PAUSES = pytest.mark.parametrize("pause", [None, 0.0, 0.03], ids=["once", "twice at once", "twice"])
+IMPORTED = ("cli", "cli.exec", "cli.main", "redaction.redact", "scenario.model", "trace.model", "cli.scripts")
+
+
+@PAUSES
+@pytest.mark.parametrize("imported", IMPORTED)
+def test_ctrl_c_ends_a_command_that_has_hardly_begun_with_one_line(
+    imported: str, pause: float | None, tmp_path: Path
+) -> None:
+    """No traceback of Python's, and status 130, however often it is pressed."""
+    (tmp_path / "work.py").write_text("import time; time.sleep(60)")
+    command = ["-m", "dtypedoctor", "exec", "--out", "run", "work.py"]
+    status, said = interrupted(command, tmp_path, f"dtypedoctor.{imported}", pause)
+    assert (status, len(said)) == (130, 1), said
+    assert said[0].startswith("error: interrupted")
+
+
+@PAUSES
+@pytest.mark.parametrize("imported", ["worker", "trace.events", "trace.model"])
+def test_ctrl_c_before_a_script_has_begun_shows_no_traceback(
+    imported: str, pause: float | None, tmp_path: Path
+) -> None:
+    """Its process imports the recording first; one that the signal ends tells the doctor enough."""
+    assert interrupted([str(BOOT), str(tmp_path)], tmp_path, f"dtypedoctor.{imported}", pause) == (-signal.SIGINT, [])
 
 
 def test_a_signal_that_comes_between_two_runs_does_not_end_the_doctor() -> None:

@@ -24,7 +24,7 @@ def test_the_help_of_every_verb_says_what_it_does_and_ends_with_an_example(verb:
     """A sentence, a help text for each parameter, and a command line that the verb itself understands."""
     finished = dtypedoctor(verb, "--help", NO_COLOR="1")
     assert finished.code == 0, finished.err
-    assert finished.out.startswith(f"Usage: python -m dtypedoctor {verb} ")
+    assert finished.out.startswith(f"Usage: dtypedoctor {verb} ")
     command = COMMAND.commands[verb]  # type: ignore[attr-defined]
     example = re.fullmatch(r"Example:  dtypedoctor (.+?)(?: > \S+)?", command.epilog)
     assert example is not None, command.epilog
@@ -57,7 +57,7 @@ def test_a_slip_of_the_pen_is_a_usage_error(word: str) -> None:
     finished = dtypedoctor(word)
     assert finished.code == 2
     assert word in finished.err
-    assert "Try 'python -m dtypedoctor -h'" in finished.err
+    assert "Try 'dtypedoctor -h'" in finished.err
     assert "Traceback" not in finished.err
 
 

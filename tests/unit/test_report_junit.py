@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from report_builders import everything, healthy, hostile, mismatch, overflow, worker_died
 
 from dtypedoctor.diagnosis.rule import Severity
-from dtypedoctor.report.matrix import matrix_document, row_of
+from dtypedoctor.report.matrix import matrix_document, not_run_report, refused_report, row_of
 from dtypedoctor.report.model import Report, RunSummary
 from dtypedoctor.report.run_document import run_document
 from dtypedoctor.report.to_ci import render_junit
@@ -66,6 +66,13 @@ def test_a_worker_that_died_is_an_error() -> None:
     """CI tells a failure of the program under test from a failure to run it."""
     assert cases(worker_died()) == {"run": "error"}
     assert cases(healthy()) == {"run": "pass"}
+
+
+def test_a_scenario_that_was_not_run_is_skipped_with_the_reason() -> None:
+    """Ctrl-C, or the end of a job's time, is no failure of a scenario that had not begun; one that could not be run is."""
+    suite = ET.fromstring(render_junit(run_document(not_run_report("later"))))[0]
+    assert [(case[0].tag, case[0].get("message")) for case in suite] == [("skipped", "Not run: interrupted.")]
+    assert cases(refused_report("broken", "no such model")) == {"run": "error"}
 
 
 def test_a_remedy_that_was_not_tried_is_skipped_with_its_reason() -> None:
