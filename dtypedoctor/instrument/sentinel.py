@@ -49,6 +49,7 @@ from dtypedoctor.instrument.operators import (
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.logprobs import is_followed
+from dtypedoctor.instrument.silent.writes import SUMS
 from dtypedoctor.instrument.statistics import measurable, real_of
 from dtypedoctor.lasting import at_fork
 from dtypedoctor.replay.standby import is_forking
@@ -108,6 +109,8 @@ class _Plan(NamedTuple):
     """It makes a number of a tensor, for Python."""
     writes: bool = False
     """It writes to operands."""
+    sums: bool = False
+    """It adds or subtracts."""
     fresh: bool = False
     """It takes no more than the form of its operands."""
     followed: bool = False
@@ -127,7 +130,7 @@ class Sentinel(OperatorMode):
         wanted: says whether this is a step in which everything is measured.
         raised: called with what an operator has raised; raises nothing itself.
         rejected: called with an operator that has raised, its arguments, and what it raised; raises nothing itself.
-        writing: called with an operator that is about to write to its operands; what it returns is handed to ``wrote`` with the line.
+        writing: called with an operator that is about to write to its operands, or to sum them; what it returns is handed to ``wrote`` with the line.
         computed: called in a process that the program has forked from this thread, when it first computes with floating point.
         follow: called with each operator that may make, pass on or compare log-probabilities, its arguments and its result; raises nothing itself.
     """
@@ -392,6 +395,9 @@ class Sentinel(OperatorMode):
             kept = self._before(func, kept)
             with self._looking:
                 write = self.writing(func, args, kwargs)
+        elif plan.sums:
+            with self._looking:
+                self.writing(func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except Exception as error:  # told and passed on; nothing cheaper stands around each operator of a program
@@ -560,4 +566,4 @@ def _plan_of(func: Any) -> _Plan:
         return _Plan(passes=True)  # random numbers written into memory
     name = schema.name.removeprefix("aten::")
     fresh = name.endswith("_like") or name.startswith("new_")
-    return _Plan(writes=schema.is_mutable, fresh=fresh, followed=is_followed(func))
+    return _Plan(writes=schema.is_mutable, sums=name in SUMS, fresh=fresh, followed=is_followed(func))

@@ -102,6 +102,57 @@ def test_updates_that_arrive_are_none(tmp_path: Path, work: Callable[[object], N
     assert findings(tmp_path, work) == []
 
 
+def compensated(form: str, steps: int, *, any_sign: bool = False) -> Callable[[object], None]:
+    """Steps far below the spacing of bfloat16, with what each loses kept beside the weights; gradients as they are or of any sign."""
+
+    def work(_: object) -> None:
+        model = net(torch.bfloat16)
+        kept = [torch.zeros_like(p) for p in model.parameters()]
+        for _ in range(steps):
+            gradients(model, torch.bfloat16)
+            with torch.no_grad():
+                for p, c in zip(model.parameters(), kept, strict=True):
+                    update = -1e-4 * (torch.randn_like(p) if any_sign else p.grad)  # type: ignore[operator]
+                    old = p.clone()
+                    if form == "buffer":  # as torchao's and optimi's optimizers do
+                        c.add_(update)
+                        p.add_(c)
+                        c.add_(old.sub_(p))
+                    else:
+                        y = update - c
+                        p.add_(y)
+                        c.copy_((p - old) - y)
+
+    return work
+
+
+@pytest.mark.parametrize("steps", [3, 4, 9])
+@pytest.mark.parametrize("signs", ["equal gradients", "gradients of any sign"])
+@pytest.mark.parametrize("form", ["buffer", "textbook"])
+def test_what_is_kept_and_added_to_the_next_update_is_not_lost(
+    form: str, signs: str, steps: int, tmp_path: Path
+) -> None:
+    """Kahan summation in its usual forms, also where so few steps have been made that no weight has moved yet."""
+    assert findings(tmp_path, compensated(form, steps, any_sign="any" in signs)) == []
+
+
+def test_a_sum_of_the_updates_themselves_keeps_nothing(tmp_path: Path) -> None:
+    """Momentum by hand: with equal gradients its first sum has the values that the write before it has lost."""
+
+    def work(_: object) -> None:
+        model = net(torch.bfloat16)
+        momenta = [torch.zeros_like(p) for p in model.parameters()]
+        for _ in range(5):
+            gradients(model, torch.bfloat16)
+            with torch.no_grad():
+                for p, m in zip(model.parameters(), momenta, strict=True):
+                    m.copy_(0.9 * m - 1e-4 * p.grad)  # type: ignore[operator]
+                    p.add_(m)
+
+    (found,) = findings(tmp_path, work)
+    assert "4 tensors in place" in found.summary
+
+
 def test_memory_that_is_used_again_copies_of_float32_weights_and_optimizers_are_none(tmp_path: Path) -> None:
     """An epsilon that guards other values at each step, the copy that master weights leave, a step inside of an optimizer."""
 

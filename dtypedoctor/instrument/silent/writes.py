@@ -1,5 +1,6 @@
 """Updates in place that rounding loses outside of optimizers: parameters that a program steps by itself, and averages that it keeps of them."""
 
+import math
 from typing import Any
 
 import torch
@@ -25,18 +26,32 @@ LOST = 0.95
 """Share of the elements that float32 moves which have to stay as they are."""
 SWEPT = 1000
 """Tensors that are new before those that are gone are looked for."""
+SUMS = frozenset({"add_", "sub_", "add", "sub", "rsub"})
+"""Operators by which a program keeps what rounding took of a write and adds it to the next one (Kahan summation)."""
+KEPT = 2
+"""Checked writes of which what was lost has to be kept: equal gradients look like it once, where a program sums them itself."""
+COMPARED = 512
+"""Elements of what was lost that are compared."""
+SIMILAR, MOSTLY_SIMILAR = 2.0**-7, 0.9
+"""Difference that rounding to bfloat16 explains; and the share of the elements that have to agree so far."""
 SAME = 0.5
 """Share of the elements that have to be as the write before left them: memory that is used for something else in between holds other values."""
 
 
 @dataclass(slots=True)
 class _Followed:
-    """What the checked writes of one operator to one piece of memory have come to."""
+    """What the checked writes of one operator to one piece of memory have come to.
+
+    Attributes:
+        held: does not keep the memory.
+        lost_values: what rounding took of the last write, where that was checked, of a few elements; and the sum of their magnitudes.
+        is_kept: whether a sum since then has had the same values as an operand.
+        kept, followed_on: checked writes of which that holds, and all after which there was another write.
+    """
 
     dtype: str
     memory: int
     held: StorageWeakRef
-    """Does not keep the memory."""
     line: Line | None = None
     writes: int = 0
     checks: int = 0
@@ -46,11 +61,23 @@ class _Followed:
     absmax: float = 0.0
     change: float = 0.0
     last: Tensor | None = None
+    lost_values: tuple[Tensor, float] | None = None
+    is_kept: bool = False
+    kept: int = 0
+    followed_on: int = 0
 
     @property
     def is_stalled(self) -> bool:
         """Whether it stood still although it should have moved."""
-        return self.same and self.checks >= CHECKS and self.lost >= LOST * self.wanted
+        lost = self.same and self.checks >= CHECKS and self.lost >= LOST * self.wanted
+        return lost and not self.kept >= min(KEPT, max(self.followed_on, 1))
+
+    def written_again(self) -> None:
+        """Another write follows the one that was checked."""
+        if self.lost_values is not None:
+            self.followed_on += 1
+            self.kept += self.is_kept
+            self.lost_values, self.is_kept = None, False
 
 
 @dataclass(slots=True)
@@ -62,13 +89,16 @@ class Write:
     stride: int
     before: Tensor
     wide: Tensor
+    exact: Tensor
+    """The same in float64: what float32 leaves of a small change of a large number differs from it."""
 
 
 class WriteCheck:
     """Writes a :class:`LostWrites` for each line whose updates in place leave half-precision tensors as they are.
 
     The same operator runs on a float32 copy of a few thousand elements. A tensor counts where several checks find that nearly all elements which float32
-    moves have stayed as they are, and find it as the check before has left it. Only memory of the CPU is looked at.
+    moves have stayed as they are, and find it as the check before has left it; not where a sum between two writes takes what the first has lost,
+    which so is not lost. Only memory of the CPU is looked at.
     """
 
     def __init__(self, session: Session) -> None:
@@ -77,21 +107,27 @@ class WriteCheck:
         self._followed: dict[tuple[Any, ...], _Followed] = {}
         self._over: list[_Followed] = []
         self._told: dict[Line | None, int] = {}
+        self._losses: dict[torch.Size, dict[int, _Followed]] = {}
         self._sweep_at = SWEPT
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Write | None:
-        """An operator outside of modules is about to write to its operands."""
+        """An operator outside of modules is about to write to its operands, or to sum them."""
+        name = schema_of(func).name.removeprefix("aten::")
+        if self._losses and name in SUMS:
+            self._notice_kept(args)
         target = args[0] if args else None
         if not isinstance(target, Tensor) or target.dtype not in HALF or not target.numel():
             return None
         if target.device.type != "cpu":
             return None  # to read what has become of the elements would wait for the device
-        if schema_of(func).name.removeprefix("aten::") not in ARITHMETIC or not measurable(target):
+        if name not in ARITHMETIC or not measurable(target):
             return None
         followed = self._followed_of(func, target)
         if followed is None:
             return None
         followed.writes += 1
+        followed.written_again()
+        self._forget_loss(target.shape, followed)
         if not is_checked(followed.writes):
             return None
         stride = -(-target.numel() // SAMPLED)
@@ -104,9 +140,31 @@ class WriteCheck:
             return None
         with self._position.mute(), torch.no_grad():
             before = target.detach().reshape(-1)[::stride].clone()
-            wide = before.float()
+            wide, exact = before.float(), before.double()
             func(wide, *operands, **kwargs)
-        return Write(followed, target, stride, before, wide)
+            func(exact, *(one.double() if isinstance(one, Tensor) else one for one in operands), **kwargs)
+        return Write(followed, target, stride, before, wide, exact)
+
+    def _forget_loss(self, shape: torch.Size, followed: _Followed) -> None:
+        """Whether what was lost of the last write was kept is known by now, or never will be."""
+        losses = self._losses.get(shape, {})
+        if losses.get(followed.memory) is followed:
+            del losses[followed.memory]
+            if not losses:
+                del self._losses[shape]
+
+    def _notice_kept(self, args: tuple[Any, ...]) -> None:
+        """Whether an operand of a sum is what a write before has lost; not of the next write itself, where equal gradients would be."""
+        tensors = [one for one in args[:2] if isinstance(one, Tensor)]
+        losses = self._losses.get(tensors[0].shape) if tensors else None
+        if losses is None or tensors[0].data_ptr() in losses:
+            return
+        for tensor in tensors:
+            taken = _taken_of(tensor)
+            size = 0.0 if taken is None else float(taken.abs().sum())
+            for one in losses.values() if size else ():
+                if one.lost_values is not None and math.isclose(size, one.lost_values[1], rel_tol=2 * SIMILAR):
+                    one.is_kept |= _are_similar(taken, one.lost_values[0])
 
     def _followed_of(self, func: Any, target: Tensor) -> _Followed | None:
         """What is known of the tensor; begun anew for one that only has the address of another one that is gone."""
@@ -132,6 +190,8 @@ class WriteCheck:
     def _end(self, key: tuple[Any, ...]) -> None:
         """The tensor is gone: what it has been judged by stays."""
         followed = self._followed.pop(key, None)
+        if followed is not None:
+            self._forget_loss(key[-1], followed)
         if followed is not None and followed.checks >= CHECKS and len(self._over) < MOST_FOLLOWED:
             followed.last = None
             self._over.append(followed)
@@ -159,6 +219,10 @@ class WriteCheck:
         followed.lost += int(lost)
         followed.absmax, followed.change = max(followed.absmax, absmax), max(followed.change, change)
         followed.last = now.clone() if followed.same else None
+        if followed.same and followed.lost >= LOST * followed.wanted and many:
+            rest = (write.exact - now.double())[:COMPARED]
+            followed.lost_values = rest, float(rest.abs().sum())
+            self._losses.setdefault(write.target.shape, {})[followed.memory] = followed
         if followed.is_stalled and followed.checks > self._told.get(line, 0):
             self._told[line] = followed.checks
             self._tell(line)
@@ -192,6 +256,22 @@ class WriteCheck:
                 change=worst.change,
             )
         )
+
+
+def _taken_of(tensor: Tensor) -> Tensor | None:
+    """The elements of a tensor by which it is compared with what was lost; None where it has none, or another shape than the other operand."""
+    if not tensor.is_floating_point() or not measurable(tensor) or not tensor.is_contiguous():
+        return None
+    return tensor.detach().reshape(-1)[:: -(-tensor.numel() // SAMPLED)][:COMPARED].double()
+
+
+def _are_similar(taken: Tensor | None, lost: Tensor) -> bool:
+    """Whether values are those that were lost, or these with the other sign."""
+    if taken is None or taken.shape != lost.shape:
+        return False
+    near = SIMILAR * lost.abs()
+    agree = max(float(((taken - one).abs() <= near).double().mean()) for one in (lost, -lost))
+    return agree >= MOSTLY_SIMILAR
 
 
 def _sampled(value: Any, target: Tensor, stride: int) -> Any:

@@ -277,7 +277,7 @@ def _lost_writes(what: LostWrites) -> Statement:
         summary=f"{what.source or 'A line outside of modules'} updates {tensors} in place, and {what.dtype} rounds {percent(what.lost / what.wanted)} of that away.",
         cause=(
             f"Near 1 the spacing of {what.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
-            "of the spacing is rounded away, each time, without adding up, unless the script keeps what is lost and adds it later (Kahan summation). This holds "
+            "of the spacing is rounded away, each time, without adding up. This holds "
             "for parameters that the script steps by itself as for a moving average of them."
         ),
         evidence=(
@@ -285,7 +285,7 @@ def _lost_writes(what: LostWrites) -> Statement:
                 f"{what.tensors} of {what.compared} {what.dtype} tensors that this line updates stay as they are (magnitudes up to {what.absmax:.3g}); the largest "
                 f"change in float32 is {what.change:.3g}."
             ),
-            "The same operators on float32 copies of their operands change them.",
+            "The same operators on float32 copies of their operands change them; no sum between two updates takes what the first lost, as Kahan summation does.",
             f"Compared in {what.checks} updates: of {what.wanted:,} elements that float32 moves {what.lost:,} did not move.",
         ),
     )
