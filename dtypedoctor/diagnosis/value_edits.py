@@ -318,9 +318,35 @@ def _skipping(source: Source, loop: ast.For) -> list[Change]:
     names, first = _batch_of(source, loop)
     if not names or first is None or (len(names) == 1 and _holds_others(loop, names[0])):
         return []
-    batch = f"{names[0]}.values()" if len(names) == 1 and _is_mapping(loop, names[0]) else f"[{', '.join(names)}]"
+    batch = _values_of_batch(loop, names[0]) if len(names) == 1 else f"[{', '.join(names)}]"
     test = f"if any(torch.is_tensor(x) and not x.isfinite().all() for x in {batch}):"
     return source.before(first, test, "    continue  # inf or NaN in the data")
+
+
+def _values_of_batch(loop: ast.For, name: str) -> str:
+    """The tensors of a batch that one variable holds. Where the loop only passes it on, it may be a tensor, a list of some or a mapping."""
+    if _is_mapping(loop, name):
+        return f"{name}.values()"
+    if _is_used_itself(loop, name):
+        return f"[{name}]"
+    return (
+        f"({name}.values() if hasattr({name}, 'keys') else {name} if isinstance({name}, (list, tuple)) else [{name}])"
+    )
+
+
+def _is_used_itself(loop: ast.For, name: str) -> bool:
+    """Whether a loop computes with a variable, as it can with a tensor and not with a list."""
+    used: list[ast.expr] = []
+    for node in ast.walk(loop):
+        if isinstance(node, ast.BinOp):
+            used += [node.left, node.right]
+        elif isinstance(node, ast.Attribute) and node.attr in _OF_TENSORS:
+            used.append(node.value)
+    return any(isinstance(one, ast.Name) and one.id == name for one in used)
+
+
+_OF_TENSORS = (_FUNCTIONS | {"shape", "dtype", "size", "dim"}) - {"to"}
+"""Attributes of tensors that what a tokenizer returns lacks."""
 
 
 def _trains(loop: ast.For) -> bool:

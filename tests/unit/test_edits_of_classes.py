@@ -2,6 +2,7 @@
 
 import subprocess
 import textwrap
+from collections import UserDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,12 +166,19 @@ def test_a_cast_to_the_dtype_of_integers_is_taken_away(old: str, new: str, tmp_p
     assert edited(program(tmp_path, old), "without-integer-cast") == new
 
 
+WHOLE = "(batch.values() if hasattr(batch, 'keys') else batch if isinstance(batch, (list, tuple)) else [batch])"
+
+
 @pytest.mark.parametrize(
     ("head", "made", "values"),
     [
         ("for x, y in loader:", (), "[x, y]"),
         ("for i, (x, y) in enumerate(loader):", (), "[x, y]"),
         ("for i, batch in enumerate(loader):", ("y = batch['labels']",), "batch.values()"),
+        ("for batch in loader:", ("y = 2 * batch",), "[batch]"),
+        ("for batch in loader:", ("y = net(batch.float())",), "[batch]"),
+        ("for batch in loader:", ("y = net(batch)",), WHOLE),
+        ("for batch in loader:", ("y = net(batch.to(device))",), WHOLE),
     ],
 )
 def test_a_batch_with_nan_is_left_out_of_the_loop_that_trains(
@@ -191,6 +199,18 @@ def test_a_batch_with_nan_is_left_out_of_the_loop_that_trains(
         "            continue  # inf or NaN in the data",
     ]
     assert [line for line in after if line not in after[2:4]] == body
+
+
+@pytest.mark.parametrize("made", ["x", "[x, 1]", "(x,)", "{'x': x, 'name': 'a'}", "UserDict(x=x)"])
+def test_a_batch_that_is_passed_on_whole_is_left_out_whatever_it_is(made: str, tmp_path: Path) -> None:
+    """The edit, run: of two batches the one with NaN is not trained on, be they tensors, lists, tuples or mappings."""
+    text = f"for batch in [{made} for x in (good, bad)]:\n    seen.append(batch)\n    net(batch).backward()"
+    (tmp_path / "own").mkdir()
+    after = edited(program(tmp_path / "own", text), "skip-batch")
+    seen: list[object] = []
+    names = {"good": torch.ones(2), "bad": torch.tensor([1.0, torch.nan]), "seen": seen, "UserDict": UserDict}
+    exec(after, names | {"torch": torch, "net": lambda _: torch.ones(1, requires_grad=True)})  # noqa: S102  (the text is what this test wrote)
+    assert len(seen) == 1, after
 
 
 @pytest.mark.parametrize(
