@@ -131,6 +131,10 @@ def _require_weights(model: str) -> None:
         )
 
 
+_ONE_PROCESS = (
+    "--jobs {jobs} has no effect: the process that has loaded the model makes one probe after the other; "
+    "with --fresh-workers {jobs} processes run at a time, each with a model of its own"
+)
 MOST_JOBS = 4
 """Runs at a time where nobody says: each holds a model of its own."""
 
@@ -214,11 +218,14 @@ def _probe_runner(case: Case, jobs: int | None, view: Narrowing, *, resident: bo
             not why_no_cuda() if resident is False else warm.device == "cuda"
         ) and case.asked.scenario.device != "cpu"
         width = jobs or (max(1, len(gpus)) if on_gpu else min(len(os.sched_getaffinity(0)), MOST_JOBS))
-
+        if warm.runs_in_place:
+            if (jobs or 1) > 1:
+                view.say(_ONE_PROCESS.format(jobs=jobs))
+            width = 1
         yield ProbeRunner(
             directory,
             lambda request, place, slot: warm.start(request, place, _gpu_environment(slot, gpus) if on_gpu else {}),
-            1 if warm.runs_in_place else width,
+            width,
             note=_noting(journal),
         )
 

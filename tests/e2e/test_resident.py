@@ -191,3 +191,12 @@ def test_a_server_whose_run_is_stopped_is_replaced(folder: Path, tmp_path: Path)
     environment = os.environ | IN_PLACE | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_bisection_says_where_jobs_have_no_effect(folder: Path, tmp_path: Path) -> None:
+    """The process that holds the model makes one probe at a time."""
+    command = ["bisect", folder / "case.yaml", "--resident-workers", "--jobs", "2", "--out", tmp_path / "run"]
+    finished = dtypedoctor(*command, cwd=folder, **IN_PLACE)
+    assert finished.code == 10, finished.err
+    assert "--jobs 2 has no effect" in finished.err
+    assert "with --fresh-workers 2 processes run at a time" in finished.err
