@@ -15,6 +15,7 @@ from dtypedoctor.corrections.contract import (
     Installed,
     TargetMismatchError,
     named_modules_of,
+    require_memory,
     runs_other_forward,
     wrap_forwards,
 )
@@ -231,6 +232,7 @@ def install_bfloat16_weights(model: nn.Module, modules: Sequence[str]) -> Instal
     narrow = {name: tensor for name, tensor in named.items() if tensor.dtype == torch.float16}
     if not narrow:
         raise TargetMismatchError(f"{type(model).__name__} has no float16 parameters")
+    require_memory(narrow)
     if any(getattr(tensor, "quant_state", None) is not None for tensor in named.values()):
         raise TargetMismatchError(f"{type(model).__name__} has packed weights, which were quantized from float16")
     if any(tensor.grad is not None for tensor in narrow.values()):

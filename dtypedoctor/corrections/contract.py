@@ -14,10 +14,11 @@ from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import Correction, known, registered, resolve
 from dtypedoctor.scenario.problems import did_you_mean
 from dtypedoctor.source_edits import TargetMismatchError, install
+from dtypedoctor.trace.events import OFFLOADED
 from dtypedoctor.values import dataclass
 
 __all__ = ["Counters", "Forward", "Installed", "TargetMismatchError", "install_edits", "named_modules_of", "put_in",
-           "replace_attribute", "require_signature", "runs_other_forward", "wrap_forwards"]  # fmt: skip
+           "replace_attribute", "require_memory", "require_signature", "runs_other_forward", "wrap_forwards"]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -87,6 +88,13 @@ def put_in(name: str, model: nn.Module, modules: Sequence[str]) -> Installed:
     if not isinstance(installed, Installed):
         raise TypeError(f"install of {name} ({correction.install}) returned {type(installed).__name__}, not Installed")
     return installed
+
+
+def require_memory(named: Mapping[str, torch.Tensor]) -> None:
+    """Raises :class:`TargetMismatchError` where a parameter or buffer is loaded for each call by somebody else, in the dtype that it has there."""
+    elsewhere = next((name for name, tensor in named.items() if tensor.is_meta), None)
+    if elsewhere is not None:
+        raise TargetMismatchError(f"{OFFLOADED.format(name=elsewhere)}; run the script without the offload to try it")
 
 
 def install_edits(correction: Correction) -> Installed:

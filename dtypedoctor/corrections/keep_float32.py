@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtypedoctor.corrections.contract import Counters, Installed, TargetMismatchError, runs_other_forward
+from dtypedoctor.corrections.contract import (
+    Counters,
+    Installed,
+    TargetMismatchError,
+    require_memory,
+    runs_other_forward,
+)
 from dtypedoctor.corrections.float32_frames import (
     CallNotes,
     Float32Frame,
@@ -136,6 +142,7 @@ def install_keep_float32(model: nn.Module, modules: Sequence[str]) -> Installed:
         TargetMismatchError: a name means no module of the model, or a forward could not be replaced.
     """
     kept = select(model, modules)
+    require_memory(_stored(model, _holders(kept)))
     counters = Counters()
     forwards = _Forwards(_Calls(), counters)
     stored: Widened | None = None
@@ -163,6 +170,13 @@ def install_keep_float32(model: nn.Module, modules: Sequence[str]) -> Installed:
         undo=undo,
         counters=counters,
     )
+
+
+def _stored(model: nn.Module, modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """The parameters and buffers of some modules, by their names in the model."""
+    held = {id(one) for part in modules for one in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor for name, tensor in named if id(tensor) in held}
 
 
 def _holders(kept: Kept) -> list[nn.Module]:

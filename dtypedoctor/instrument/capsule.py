@@ -26,6 +26,7 @@ from dtypedoctor.instrument.sources import Sources
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
+from dtypedoctor.trace.events import OFFLOADED
 from dtypedoctor.unpatched import perf_counter
 from dtypedoctor.values import dataclass
 
@@ -289,7 +290,7 @@ def _has_nonfinite(value: Any) -> bool:
 
 
 def _is_nonfinite(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not bool(tensor.detach().isfinite().all())
+    return tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.detach().isfinite().all())
 
 
 def _is_given_nonfinite(call: LiveCall) -> bool:
@@ -352,6 +353,11 @@ def capsule_of(
     Raises:
         TypeError: the module's class, or an argument, can neither be imported nor be described.
     """
+    weights = (*call.parameters(), *call.buffers())
+    elsewhere = next((name.removeprefix("weight.") for name, tensor in weights if tensor.is_meta), "")
+    if elsewhere:
+        name = f"{call.fqn}.{elsewhere}".lstrip(".")
+        return {"why": OFFLOADED.format(name=name) + "; run the script without the offload to have one"}, b""
     failing.shows(call)
     drew = failing.drew
     if failing.kind is Kind.NONFINITE:

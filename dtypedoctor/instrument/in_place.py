@@ -557,7 +557,8 @@ class InPlaceReplays:
             doubt = replay.run(kept.backward if backward else kept.number, backward=backward, error=error)
         self._spent += perf_counter() - began
         if replay.why_not:
-            self._session.guard.tell(REPLAY_OF_FAILURES, replay.why_not)
+            name = kept.live.fqn or "the model"
+            self._session.guard.tell(REPLAY_OF_FAILURES, f"a call of {name} cannot be made again: {replay.why_not}")
             return False
         if why == ZEROS:
             return self._tell_gradients(replay, doubt)

@@ -58,6 +58,8 @@ _CHANGES = ("os.", "shutil.", "subprocess.", "socket.", "ctypes.dlopen")
 _READS = frozenset(
     {"os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr", "os.add_dll_directory"}
 )
+_ENVIRONMENT = frozenset({"os.putenv", "os.unsetenv"})
+"""Changes inside of the process, which are put back: accelerate's hooks set variables while they ask for devices."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 MAX_BUFFER = 16 << 20
 """Bytes of a buffer that is copied although no operator is known to write to it."""
@@ -201,7 +203,7 @@ class _Audit:
         if not self._thread or threading.get_ident() != self._thread:
             return
         opens = event == "open" and isinstance(args[2], int) and args[2] & _WRITING
-        if (opens or (event.startswith(_CHANGES) and event not in _READS)) and not self._allowed():
+        if (opens or (event.startswith(_CHANGES) and event not in _READS | _ENVIRONMENT)) and not self._allowed():
             raise CannotReplayError(f"it changes something outside of the process ({event})")
 
 
@@ -243,6 +245,7 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
         if torch.cuda.is_initialized() and torch.cuda.get_sync_debug_mode():  # setting it warns
             stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("default")
+        stack.callback(_put_back_environment, dict(os.environ))
         stack.callback(setattr, sys, "dont_write_bytecode", sys.dont_write_bytecode)
         sys.dont_write_bytecode = (
             True  # what is imported for the first time must not fail at the file that Python would write
@@ -259,6 +262,15 @@ def as_before(roots: Iterable[Any], thread: int, ours: Callable[[], object]) -> 
         stack.enter_context(_nothing_put_together(thread))
         stack.enter_context(_audit.rejecting(thread, ours))
         yield
+
+
+def _put_back_environment(before: Mapping[str, str]) -> None:
+    """Gives variables the values that they had; nothing where all have them, as Python's audit hooks would hear of it."""
+    for name in {*os.environ, *before}:
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
 
 
 def _unchanged(tensor: Any) -> Any:

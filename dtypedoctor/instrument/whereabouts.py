@@ -5,8 +5,8 @@ reaches the top tells of one that somebody catches.
 
 import sys
 import traceback
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, UserDict
+from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any
@@ -208,12 +208,16 @@ def tensors_held(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _inside(item: Any) -> list[tuple[Any, Any]]:
-    if isinstance(item, Mapping):
-        return list(item.items())
+    """What a value holds, read by the methods of Python's own types: a mapping of the program's may load weights for each of its keys, or raise."""
+    if isinstance(item, dict):
+        return list(dict.items(item))
     if isinstance(item, (list, tuple)):
-        return list(enumerate(item))
+        kind = list if isinstance(item, list) else tuple
+        return list(enumerate(kind.__iter__(item)))
     held = getattr(item, "__dict__", None)
-    return list(held.items()) if isinstance(held, dict) else []
+    if isinstance(held, dict) and isinstance(item, UserDict):
+        held = held.get("data")
+    return list(dict.items(held)) if isinstance(held, dict) else []
 
 
 def call_arguments(module: nn.Module) -> tuple[Any, Any]:

@@ -451,6 +451,8 @@ NOT_SEEN = "not seen:"
 """How ``why`` begins of something whose precision was not checked although it matters for a verdict: it says so beside *healthy*."""
 FAILED_THERE = "dtypedoctor failed there"
 """How the reason begins where a part of the watch has failed."""
+OFFLOADED = "{name} is on the meta device between the calls of its module, which load it (accelerate's offload)"
+"""Why a module's weights can neither be kept nor changed; followed by what to do."""
 LOST_UPDATES = "updates that rounding loses, of "
 """How it begins where an optimizer is not checked for them; its name follows."""
 

@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import logging
+import os
 import random
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -358,6 +360,7 @@ def test_what_cannot_be_made_again_is_named(tmp_path: Path) -> None:
     (tmp_path / "trace").mkdir()
     trace = in_place(tmp_path / "trace", lambda: Writes()(torch.full((2,), 300.0, dtype=torch.float16)))
     (why,) = [note.why for note in trace.all(NotWatched) if note.what == REPLAY_OF_FAILURES]
+    assert why.startswith("a call of the model cannot be made again: ")
     assert "outside of the process (open)" in why
     assert (tmp_path / "made-by-the-program").read_text() == "False"
     assert not trace.observed(ReplayedCall)
@@ -716,3 +719,30 @@ def test_a_program_that_allows_no_hooks_of_saved_tensors_is_replayed(tmp_path: P
     trace = in_place(tmp_path, program)
     assert [seen.what.why for seen in trace.observed(ReplayedCall)] == ["value"]
     assert not trace.all(NotWatched)
+
+
+def test_a_call_whose_weights_an_offload_loads_is_made_again(tmp_path: Path) -> None:
+    """Its hooks set variables of the environment, which are put back, and hold a mapping that raises where somebody else iterates it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Square()).half()
+    with torch.no_grad():
+        model[0].weight.fill_(100.0)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    before = dict(os.environ)
+    trace = in_place(tmp_path, lambda: model(torch.ones(2, 4, dtype=torch.float16)))
+    assert [note for note in trace.all(NotWatched) if "operators" in note.what or note.what == REPLAY_OF_FAILURES] == []
+    assert [found.id for found in diagnose(trace)] == ["float16-overflow"]
+    assert any(op.op == "aten.mul.Tensor" for op in trace.all(Op))
+    assert dict(os.environ) == before
+
+
+def test_variables_of_the_environment_are_put_back() -> None:
+    """Those that the replay has set, changed and taken away; what it changes outside of the process is still rejected."""
+    before = dict(os.environ)
+    with as_before([], threading.get_ident(), bool):
+        os.environ["DTYPEDOCTOR_TEST_NEW"] = "1"
+        os.environ["PATH"] = ""
+        del os.environ["HOME"]
+        with pytest.raises(CannotReplayError):
+            os.mkdir("/never/made")
+    assert dict(os.environ) == before

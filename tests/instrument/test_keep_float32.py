@@ -7,9 +7,11 @@ from contextlib import contextmanager
 import bitsandbytes as bnb
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from dtypedoctor.corrections.casts import install_bfloat16_weights
 from dtypedoctor.corrections.contract import TargetMismatchError
 from dtypedoctor.corrections.keep_float32 import install_keep_float32
 from dtypedoctor.models.build import widen
@@ -200,6 +202,18 @@ def test_a_module_that_is_not_there_is_refused() -> None:
         install_keep_float32(model, [])
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("names", [["mlp"], ["mlp.up"], [""]])
+def test_weights_that_an_offload_loads_for_each_call_are_refused_by_name(names: list[str]) -> None:
+    """Widened between the calls they would be float16 again in each; where nothing is kept, nothing is refused."""
+    model = nn.ModuleDict({"mlp": Mlp(), "other": nn.ReLU()}).half()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(TargetMismatchError, match=r"mlp\.\w+\.\w+ is on the meta device .* without the offload"):
+        install_keep_float32(model, names)
+    with pytest.raises(TargetMismatchError, match="is on the meta device"):
+        install_bfloat16_weights(model, [])
+    install_keep_float32(model, ["other"]).undo()
 
 
 def test_calls_and_what_the_border_had_to_hold_back_are_counted() -> None:
