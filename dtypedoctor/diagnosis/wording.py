@@ -325,5 +325,12 @@ def class_of(trace: Trace, fqn: str) -> str:
     return next((s.cls for s in trace.sites.values() if s.fqn == fqn and s.cls), "")
 
 
+def class_of_named(trace: Trace | None, name: str) -> str:
+    """Class name of the module of this dotted name, or of the only one whose name ends in it; empty where there is none."""
+    sites = trace.sites.values() if trace is not None else ()
+    ending = {s.fqn: s.cls for s in sites if s.cls and s.fqn and (s.fqn == name or s.fqn.endswith(f".{name}"))}
+    return ending.get(name) or (next(iter(ending.values())) if len(ending) == 1 else "")
+
+
 OWN_WORKLOADS = "dtypedoctor/workloads/"
 """Where the source lines begin that do what a scenario asks for."""

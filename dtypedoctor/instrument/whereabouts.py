@@ -211,9 +211,10 @@ def _inside(item: Any) -> list[tuple[Any, Any]]:
     """What a value holds, read by the methods of Python's own types: a mapping of the program's may load weights for each of its keys, or raise."""
     if isinstance(item, dict):
         return list(dict.items(item))
-    if isinstance(item, (list, tuple)):
-        kind = list if isinstance(item, list) else tuple
-        return list(enumerate(kind.__iter__(item)))
+    if isinstance(item, list):
+        return list(enumerate(list.__iter__(item)))
+    if isinstance(item, tuple):
+        return list(enumerate(tuple.__iter__(item)))
     held = getattr(item, "__dict__", None)
     if isinstance(held, dict) and isinstance(item, UserDict):
         held = held.get("data")

@@ -149,7 +149,13 @@ def _on_the_call(report: Report) -> Iterator[Block]:
         words = _WORDS_HERE.get(str(fix["outcome"]), str(fix["outcome"]))
         outcome = Words(words, outcome_look(words))
         name = _as_tried(str(fix["fix"]), report)
-        rows.append((named(name), _summary_of(name), (outcome, f": {fix['reason']}") if fix["reason"] else outcome))
+        rows.append(
+            (
+                named(name),
+                _summary_of(name, report.capsule or {}),
+                (outcome, f": {fix['reason']}") if fix["reason"] else outcome,
+            )
+        )
     yield Table(("fix", "what it changes", "outcome"), tuple(rows))
     if any(fix["outcome"] == Outcome.FIXED.value for fix in fixes):
         yield Paragraph(_FIXED_HERE, Look.DIM)
@@ -166,9 +172,9 @@ def _as_tried(fix: str, report: Report) -> str:
     return f"{fix}:{module}" if fix == KEEP_FLOAT32 and module else fix
 
 
-def _summary_of(fix: str) -> str:
-    """What a fix changes; empty for one that is not known here."""
-    known = registered(Correction).get(fix) or remedy_named(fix)
+def _summary_of(fix: str, capsule: Mapping[str, Any]) -> str:
+    """What a fix of the module of a capsule changes; empty for one that is not known here."""
+    known = registered(Correction).get(fix) or remedy_named(fix, lambda _: str(capsule.get("class") or ""))
     return known.summary[:1].upper() + known.summary[1:] if known is not None else ""
 
 

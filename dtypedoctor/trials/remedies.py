@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from dtypedoctor.diagnosis.rule import Rule
+from dtypedoctor.diagnosis.wording import indexed
 from dtypedoctor.errors import UsageError
 from dtypedoctor.plugins import KEEP_FLOAT32, Correction, correction_named, label_of, registered, remark, switched_off
 from dtypedoctor.replay.capsule import MODEL
@@ -336,12 +337,19 @@ def exec_option(remedy: str) -> tuple[str, str]:
     return ("--try", remedy) if ablated is None else ("--ablate", ablated)
 
 
-def remedy_named(name: str) -> Remedy | None:
-    """The remedy of this id, or ``keep-float32`` for the modules named behind a colon; None where there is none."""
+def remedy_named(name: str, class_of: Callable[[str], str] = lambda _: "") -> Remedy | None:
+    """The remedy of this id, or ``keep-float32`` for the modules named behind a colon; None where there is none.
+
+    Args:
+        name: the id.
+        class_of: the class of a module by its name, empty where that is not known: a dotted name alone does not say what is kept.
+    """
     correction, modules = correction_named(name)
     if correction != KEEP_FLOAT32 or not modules:
         return remedies().get(name)
-    summary = f"run {' and '.join(modules)} in float32: parameters, inputs and arithmetic"
+    classes = {module: class_of(module.removesuffix("::self")) for module in modules}
+    shown = [f"{indexed(module)} ({cls})" if cls else indexed(module) for module, cls in classes.items()]
+    summary = f"run {' and '.join(shown)} in float32: parameters, inputs and arithmetic"
     return Remedy(id=name, summary=summary, safe=True, change=in_scripts(name, otherwise=lambda scenario: scenario))
 
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from dtypedoctor.diagnosis import preflight
 from dtypedoctor.diagnosis.checkpoint import Intent, Subject, cached, is_checkpoint, noted, read_checkpoint
 from dtypedoctor.diagnosis.distributed import across_ranks
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
+from dtypedoctor.diagnosis.wording import class_of_named
 from dtypedoctor.errors import UsageError, WorkerDiedError
 from dtypedoctor.foreign_files import reason
 from dtypedoctor.replay.wake import dismiss
@@ -193,7 +195,7 @@ def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
         observer=Observer(bitwise_equal=None, reason=WATCHED_LIVE),
         reference=None,
         reference_summary=None,
-        trials=tuple(not_tried(remedy, WATCHED_LIVE) for remedy in _proposed(scenario, findings, failed=True)),
+        trials=tuple(not_tried(remedy, WATCHED_LIVE) for remedy in _proposed(scenario, findings, run.trace)),
         complete=False,
     )
 
@@ -245,7 +247,7 @@ def _baselines(
 
 def _tried(scenario: Scenario, later: LaterRuns, baselines: Baselines, plan: Plan) -> tuple[Trial, ...]:
     """A trial of each remedy that the findings or the scenario propose."""
-    proposed = _proposed(scenario, baselines.findings, failed=baselines.failed is not None)
+    proposed = _proposed(scenario, baselines.findings, baselines.failed)
     return tuple(_try(remedy, scenario, later, baselines, plan) for remedy in proposed)
 
 
@@ -258,14 +260,14 @@ def _inside(scenario: Scenario, before: Run, later: LaterRuns, baselines: Baseli
     return bisect_inside(scenario, before, baselines, later)
 
 
-def _proposed(scenario: Scenario, findings: tuple[Finding, ...], *, failed: bool) -> Iterator[Remedy]:
-    """What the findings propose, then what the scenario asks for; each once."""
+def _proposed(scenario: Scenario, findings: tuple[Finding, ...], failed: Trace | None) -> Iterator[Remedy]:
+    """What the findings propose, then what the scenario asks for; each once. ``failed`` is the untreated run's trace, where that failed."""
     wanted = [r for f in findings if f.severity is not Severity.INFO for r in f.remedies]
     wanted += scenario.remedies
-    if failed:
+    if failed is not None:
         wanted += [*scenario.expect.cured_by, *scenario.expect.not_cured_by]
     for name in dict.fromkeys(wanted):
-        if remedy := remedy_named(name):
+        if remedy := remedy_named(name, partial(class_of_named, failed)):
             yield remedy
 
 

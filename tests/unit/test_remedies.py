@@ -1,12 +1,15 @@
 """Remedies are changes of scenarios: what each changes, and that the others stay as they are."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from report_builders import overflow
+from traces import TraceBuilder
 
+from dtypedoctor.diagnosis.wording import class_of_named
 from dtypedoctor.report.files import with_pictures
 from dtypedoctor.scenario.loading import available, load_scenario
 from dtypedoctor.scenario.model import Scenario
@@ -19,6 +22,7 @@ from dtypedoctor.trials.remedies import (
     fresh_process,
     healthy_reference,
     remedies,
+    remedy_named,
     with_autocast,
     with_corrections,
 )
@@ -210,3 +214,17 @@ def test_a_number_that_is_spelled_wrong_is_not_a_number() -> None:
         nonfinite={"loss": {"0": "inf", "1": "?"}},
     )
     assert str(run.numbers("loss")) == "(inf, nan, 2.0)"
+
+
+def test_a_module_that_is_kept_in_float32_is_named_with_its_class() -> None:
+    """`attn.0` alone does not say what is kept; nor does a number, as which a part of a sequence is named."""
+    trace = TraceBuilder().sample("body.attn.0", 1.0, cls="Attention").sample("1", 1.0, cls="Gated").build()
+
+    def change(name: str) -> str:
+        remedy = remedy_named(f"keep-float32:{name}", partial(class_of_named, trace))
+        assert remedy is not None
+        return remedy.summary.removesuffix(" in float32: parameters, inputs and arithmetic")
+
+    assert change("attn.0") == "run attn.0 (Attention)"
+    assert change("model[1],body.attn.0") == "run model[1] (Gated) and body.attn.0 (Attention)"
+    assert change("attn.0::self,elsewhere") == "run attn.0::self (Attention) and elsewhere"

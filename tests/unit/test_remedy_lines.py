@@ -242,7 +242,7 @@ def test_a_fix_of_the_failing_call_is_named_as_try_takes_it() -> None:
     }
     text = render_markdown(run_document(replace(overflow(), capsule=capsule)))
     assert "keep-float32:layers.2.mlp" in text
-    assert "Run layers.2.mlp in float32" in text
+    assert "Run layers.2.mlp (GatedMLP) in float32" in text
 
 
 def test_the_program_s_output_is_where_there_is_some() -> None:
