@@ -21,6 +21,7 @@ from dtypedoctor.diagnosis.scene import (
     some,
     with_keyword,
 )
+from dtypedoctor.diagnosis.wording import class_of
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.trace.events import Op, ParameterNote, TensorNote
 
@@ -240,6 +241,8 @@ def cast_met_weights(scene: Scene) -> Changes | None:
 
 def set_float32(scene: Scene) -> Changes | None:
     """Makes the parameters of the finding float32, on the line that gave them their dtype; not where the program casts what they meet."""
+    if _is_table(scene):
+        return None
     notes = [note for note in _odd_notes(scene) if note.set_span and note.dtype != "float32"]
     casts_others = any(_casts_others(source, notes) for source in scene.program_files())
     return _set_to(scene, "float32") if not casts_others else None
@@ -435,12 +438,39 @@ def half_to_bfloat16(scene: Scene) -> Changes | None:
 
 
 def bfloat16_to_float32(scene: Scene) -> Changes | None:
-    """bfloat16 becomes float32 in the program's file, autocast regions are switched off; not for a buffer that was made elsewhere."""
+    """bfloat16 becomes float32 in the program's file, autocast regions are switched off."""
     source = scene.failing_file()
-    if source is None or (scene.finding.phase == "static" and scene.finding.dtype is None):
+    if source is None or _is_table(scene):
         return None
     changes = [change for node in ast.walk(source.tree) for change in _without_bfloat16(source, node)]
     return (source, changes) if changes else None
+
+
+def _is_table(scene: Scene) -> bool:
+    """Whether a buffer is wrong whatever its dtype: it was made from rounded numbers, so that its own cast is not the cause."""
+    return scene.finding.phase == "static" and scene.finding.dtype is None
+
+
+def table_in_float32(scene: Scene) -> Changes | None:
+    """Half precision becomes float32 where the class of the finding's module makes its table; not in its forward, which casts the finished one.
+
+    Where the class names no dtype, it computes in that of the model: then in the whole file. None for a class of a library.
+    """
+    name = class_of(scene.trace, scene.finding.fqn or "") if _is_table(scene) else ""
+    for source in scene.program_files() if name else ():
+        for cls in source.every(ast.ClassDef):
+            if cls.name == name:
+                making = [one for one in cls.body if getattr(one, "name", "") != "forward"]
+                return some(source, _in_float32(source, making) or _in_float32(source, source.tree.body))
+    return None
+
+
+def _in_float32(source: Source, statements: Sequence[ast.stmt]) -> list[Change]:
+    return [change for one in statements for node in ast.walk(one) for change in _half_in_float32(source, node)]
+
+
+def _half_in_float32(source: Source, node: ast.AST) -> list[Change]:
+    return [*_without_bfloat16(source, node), *_without_half(source, node, "float32")]
 
 
 def _without_bfloat16(source: Source, node: ast.AST) -> list[Change]:
@@ -460,12 +490,7 @@ def uncast_line(scene: Scene) -> Changes | None:
         return None
     source, line = at
     nodes = [node for node in ast.walk(source.tree) if getattr(node, "lineno", 0) == line]
-    found = [
-        change
-        for node in nodes
-        for change in (*_without_bfloat16(source, node), *_without_half(source, node, "float32"))
-    ]
-    return (source, found) if found else None
+    return some(source, [change for node in nodes for change in _half_in_float32(source, node)])
 
 
 def half_to_float32(scene: Scene) -> Changes | None:

@@ -119,6 +119,7 @@ MAKERS: dict[str, Maker] = {
     "cast-weights-where-set": dtype_edits.cast_where_set,
     "autocast-around": dtype_edits.autocast_around,
     "set-float32": dtype_edits.set_float32,
+    "table-in-float32": dtype_edits.table_in_float32,
     "half-to-bfloat16": dtype_edits.half_to_bfloat16,
     "half-to-float32": dtype_edits.half_to_float32,
     "bfloat16-to-float32": dtype_edits.bfloat16_to_float32,

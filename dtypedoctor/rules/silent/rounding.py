@@ -110,8 +110,8 @@ ROUNDED_ROTARY_BUFFER = FindingSpec(
         "https://github.com/huggingface/transformers/issues/25681",
         "https://github.com/NVIDIA-NeMo/Automodel/pull/2549",
     ),
-    do_this="Leave the rotary table in float32.",
-    edits=("bfloat16-to-float32", "set-float32"),
+    do_this="Compute the rotary table in float32, its positions and angles included, and leave it there.",
+    edits=("table-in-float32", "bfloat16-to-float32", "set-float32"),
 )
 
 
