@@ -186,7 +186,8 @@ class WatchReport(Report):
     def _repr_html_(self) -> str:
         """The whole report in a frame of its own, so that its style and the notebook's do not meet."""
         page = html.escape(render_html(public_run(self)))
-        return f'<iframe srcdoc="{page}" sandbox="allow-scripts" style="width:100%;height:36em;border:0"></iframe>'
+        looks = 'title="dtypedoctor report" sandbox="allow-scripts" style="width:100%;height:36em;border:0"'
+        return f'<iframe srcdoc="{page}" {looks}></iframe>'
 
     def show(self) -> None:
         """Prints the report as ``dtypedoctor report`` does."""

@@ -33,11 +33,17 @@ class Look(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A text with a look; ``target`` is the dotted name of the module that it leads to, where that is not the text."""
+    """A text with a look.
+
+    Attributes:
+        target: the dotted name of the module that it leads to, where that is not the text.
+        anchor: a name under which a page can be opened at this text; what cannot be linked to shows nothing of it.
+    """
 
     text: str
     look: Look = Look.PLAIN
     target: str = ""
+    anchor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +241,11 @@ class Document:
 def named(text: str) -> Words:
     """A text that is shown letter by letter."""
     return Words(text, Look.NAME)
+
+
+def anchored(name: str) -> Words:
+    """Nothing to read: the end of a line that can be linked to by ``name``."""
+    return Words("", anchor=name)
 
 
 def parts_of(line: Line) -> tuple[Inline, ...]:

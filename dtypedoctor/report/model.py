@@ -1,5 +1,6 @@
 """The Report: everything that is said about a scenario, as one value, with the pictures of its runs. Renderers decide nothing."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from enum import StrEnum
@@ -9,9 +10,9 @@ from dtypedoctor.diagnosis.rule import Advice, Excerpt, Finding
 from dtypedoctor.trials.results import Observer, Outcome, Parity, RunSummary, Trial
 from dtypedoctor.values import dataclass
 
-LANES = ("forward", "generate", "backward", "gradients", "parameters")
+LANES = ("forward", "generate", "backward", "gradients", "parameters", "updates")
 """Outputs in the forward pass (recomputation included), outputs while generating, gradients of outputs, gradients of
-parameters, parameters after the optimizer step. The last two belong to the module that holds the parameter."""
+parameters, parameters after the optimizer step, updates that rounding loses. The last three belong to the module that holds the parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,8 @@ class Series:
     """The magnitude of one module in one lane and one dtype, column by column.
 
     Attributes:
-        absmax: the largest absmax of each column, NaN where nothing was measured (an ``array`` of float64, to be small).
+        absmax: the largest absmax of each column, NaN where nothing was measured (an ``array`` of float64, to be small). In the lane
+            ``updates`` it is the percentage of the updates up to this column that are lost.
         nonfinite: number of NaN and of inf elements, for the columns that have any.
     """
 
@@ -53,11 +55,30 @@ class FlowLine:
     outputs: tuple[str, ...]
     autocast: str | None
     why: str
+    error: str = ""
+    """The operator that raised on these dtypes; such a line has no outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatesLine:
+    """A parameter that loses most of its updates: of ``wanted`` elements that the same steps move in float32, ``lost`` did not move."""
+
+    name: str
+    dtype: str
+    lost: int
+    wanted: int
+    update: float
+    absmax: float
+
+    @property
+    def percent(self) -> float:
+        """The share that is lost, rounded down, so that 100 means all."""
+        return math.floor(1000 * self.lost / self.wanted) / 10 if self.wanted else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePicture:
-    """One module of the tree; ``root`` tells several models of one process apart."""
+    """One module of the tree; ``root`` tells several models of one process apart, ``weights`` are the dtypes of its own parameters."""
 
     root: int
     fqn: str
@@ -65,6 +86,8 @@ class ModulePicture:
     series: tuple[Series, ...] = ()
     tensors: tuple[TensorLine, ...] = ()
     flows: tuple[FlowLine, ...] = ()
+    weights: tuple[str, ...] = ()
+    updates: tuple[UpdatesLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

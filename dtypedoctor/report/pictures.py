@@ -7,12 +7,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field
 from typing import Any
 
+from dtypedoctor.diagnosis.registry import spec_of
+from dtypedoctor.diagnosis.rule import DTYPE_MISMATCH, Finding
+from dtypedoctor.diagnosis.wording import module_of
 from dtypedoctor.dtypes import DTYPES, short_name
 from dtypedoctor.report.document import Map
-from dtypedoctor.report.model import LANES, FlowLine, ModulePicture, OpLine, Picture, Series, TensorLine
+from dtypedoctor.report.model import LANES, FlowLine, ModulePicture, OpLine, Picture, Series, TensorLine, UpdatesLine
 from dtypedoctor.report.text import number, one_line
-from dtypedoctor.trace.events import Correction, Flow, Op, Raised, Replay, Root, Sample, Site, TensorNote
+from dtypedoctor.trace.events import (
+    Correction,
+    Flow,
+    Op,
+    ParameterNote,
+    Raised,
+    Replay,
+    Root,
+    Sample,
+    Site,
+    TensorNote,
+)
 from dtypedoctor.trace.model import Trace
+from dtypedoctor.trace.records.silent import Updates
 from dtypedoctor.values import dataclass
 
 
@@ -137,18 +152,24 @@ def picture_of(trace: Trace, label: str, *, ops_from: Trace | None = None) -> Pi
     """
     columns = _Columns(trace.samples)
     modules = _Modules()
+    traced = ops_from if ops_from is not None else trace
     for root in trace.all(Root):
         modules.at((root.root, "")).cls = root.cls
     for flow in trace.all(Flow):
         modules.add_flow(flow)
+    for op in traced.all(Op):
+        modules.add_raising(op)
     peaks = _measure(trace, columns, modules)
     for site, peak in peaks.items():
         modules.add_tensor(trace.sites[site], peak)
+    for note in trace.all(ParameterNote):
+        modules.add_parameter(note)
+    _add_updates(trace, columns, modules)
     return Picture(
         label=label,
         columns=columns.labels(),
         modules=tuple(module.freeze(key) for key, module in modules.found.items()),
-        ops=op_lines(ops_from if ops_from is not None else trace),
+        ops=op_lines(traced),
         notes=tuple(_events(trace)),
     )
 
@@ -174,6 +195,8 @@ class _Module:
     series: dict[tuple[str, str], _Cells] = field(default_factory=dict)
     tensors: list[TensorLine] = field(default_factory=list)
     flows: list[FlowLine] = field(default_factory=list)
+    weights: dict[str, str] = field(default_factory=dict)
+    updates: dict[str, UpdatesLine] = field(default_factory=dict)
 
     def freeze(self, key: _Key) -> ModulePicture:
         return ModulePicture(
@@ -186,6 +209,8 @@ class _Module:
             ),
             tensors=tuple(self.tensors),
             flows=tuple(self.flows),
+            weights=tuple(dict.fromkeys(self.weights.values())),
+            updates=tuple(self.updates.values()),
         )
 
 
@@ -238,6 +263,31 @@ class _Modules:
         )
         module.flows.append(line)
 
+    def add_raising(self, op: Op) -> None:
+        """The dtypes that an operator raised on: its module has returned nothing, so nothing else tells them."""
+        if not op.error or op.root < 0 or op.outputs:
+            return
+        dtypes = {of: tuple(t.dtype for t in op.inputs if (t.origin == "parameter") is of) for of in (False, True)}
+        line = FlowLine(
+            phase=op.phase,
+            step=op.step,
+            inputs=dtypes[False],
+            weights=dtypes[True],
+            outputs=(),
+            autocast=op.autocast,
+            why="",
+            error=one_line(op.op, 80),
+        )
+        self.at((op.root, op.fqn)).flows.append(line)
+
+    def add_parameter(self, note: ParameterNote) -> None:
+        """The dtype of a weight, also of a module that was not called."""
+        if note.buffer:
+            return
+        module = self.at((note.root, module_of(note.name)))
+        module.cls = module.cls or note.owner
+        module.weights[note.name] = one_line(str(note.quant["kind"]) if note.quant else note.dtype, 40)
+
     def add_tensor(self, site: Site, peak: _Peak) -> None:
         found = self.of_site(site)
         if found is None:
@@ -282,6 +332,29 @@ def _measure(trace: Trace, columns: _Columns, modules: _Modules) -> dict[int, _P
     return {key: peak for key, (_, peak) in cells.items()}
 
 
+def _add_updates(trace: Trace, columns: _Columns, modules: _Modules) -> None:
+    """The share of each parameter's updates that is lost, which a record gives over all steps up to its own."""
+    roots = {note.name: note.root for note in trace.all(ParameterNote)}
+    for seen in trace.observed(Updates):
+        column = (seen.step - columns.first) // columns.width
+        for name, one in seen.what.parameters.items():
+            if name not in roots or not 0 <= column < columns.count:
+                continue
+            module = modules.at((roots[name], module_of(name)))
+            line = UpdatesLine(
+                name=one_line(name.rpartition(".")[2], 80),
+                dtype=one.dtype,
+                lost=one.lost,
+                wanted=one.wanted,
+                update=one.update,
+                absmax=one.absmax,
+            )
+            module.updates[name] = line
+            cells = module.series.setdefault(("updates", one.dtype), _Cells(array("d", [math.nan]) * columns.count))
+            if not cells.absmax[column] >= line.percent:  # also true for the NaN of an empty cell
+                cells.absmax[column] = line.percent
+
+
 def _events(trace: Trace) -> Iterator[str]:
     for raised in trace.all(Raised):
         place = f"{trace.moment(raised.step)}, {raised.phase}" + (
@@ -294,7 +367,9 @@ def _events(trace: Trace) -> Iterator[str]:
         yield f"correction {correction.id}: {one_line(state, 300)}; {counts}"
 
 
-_LANE_TITLES = ("Forward", "Generate", "Backward", "Parameter gradients", "Parameters")
+_LANE_TITLES = ("Forward", "Generate", "Backward", "Parameter gradients", "Parameters", "Lost updates")
+_DTYPES = ("dtypes", "Dtypes")
+"""The view without steps: the dtypes of each module."""
 
 
 def map_data(shown: Map | None) -> str:
@@ -303,14 +378,14 @@ def map_data(shown: Map | None) -> str:
     Keys are short because they occur once per module; the script names them where it reads them.
     """
     facts = {
-        "lanes": [[name, title] for name, title in zip(LANES, _LANE_TITLES, strict=True)],
+        "lanes": [*([name, title] for name, title in zip(LANES, _LANE_TITLES, strict=True)), list(_DTYPES)],
         "dtypes": {d.name: {"short": d.short, "max": d.max, "tiny": d.tiny} for d in DTYPES.values()},
         "findings": [
             {
                 "id": f.id,
                 "fqn": f.fqn,
                 "op": f.op,
-                "phase": f.phase,
+                "lane": _lane_of(f),
                 "step": f.step,
                 "source": f.source,
                 "summary": f.summary,
@@ -320,6 +395,13 @@ def map_data(shown: Map | None) -> str:
     }
     runs = ",".join(_picture_json(picture) for picture in (shown.pictures if shown is not None else ()))
     return _embeddable(f'{{"runs":[{runs}],{_dump(facts)[1:]}')
+
+
+def _lane_of(finding: Finding) -> str:
+    """What shows a finding best: the dtypes where they disagree, lost updates, else the magnitudes of its phase."""
+    if finding.id == "update-stall":
+        return "updates"
+    return _DTYPES[0] if spec_of(finding.id).family == DTYPE_MISMATCH else LANE_OF_PHASE.get(finding.phase or "", "")
 
 
 def _embeddable(text: str) -> str:
@@ -345,6 +427,8 @@ def _module_json(module: ModulePicture) -> str:
         "c": module.cls,
         "t": [_tensor_json(tensor) for tensor in module.tensors],
         "w": [_flow_json(flow) for flow in module.flows],
+        "p": module.weights,
+        "u": [_updates_json(line) for line in module.updates],
     }
     return f'{{"s":[{series}],{_dump(rest)[1:]}'
 
@@ -369,7 +453,11 @@ def _tensor_json(tensor: TensorLine) -> list[Any]:
 
 
 def _flow_json(flow: FlowLine) -> list[Any]:
-    return [flow.phase, flow.step, flow.inputs, flow.weights, flow.outputs, flow.autocast, flow.why]
+    return [flow.phase, flow.step, flow.inputs, flow.weights, flow.outputs, flow.autocast, flow.why, flow.error]
+
+
+def _updates_json(line: UpdatesLine) -> list[Any]:
+    return [line.name, line.dtype, line.lost, line.wanted, line.percent, _rounded(line.update), _rounded(line.absmax)]
 
 
 def _op_json(op: OpLine) -> list[Any]:

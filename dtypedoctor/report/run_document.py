@@ -36,6 +36,7 @@ from dtypedoctor.report.run_facts import (
     CONFIDENCE,
     chains,
     cures,
+    finding_anchor,
     fix_checks,
     fixes_part,
     link_dtypes,
@@ -158,14 +159,17 @@ def _advice_on(report: Report, position: int) -> tuple[Block, ...]:
 
 def _folded(finding: Finding, position: str, advice: tuple[Block, ...]) -> Fold:
     sure = f"{finding.severity}, {CONFIDENCE[finding.confidence]}"
-    facts: list[tuple[str, Line]] = [("what", (named(finding.id), f": {sure}"))]
+    facts: list[tuple[str, Line]] = [("what", (named(finding.id), f": {sure}", finding_anchor(finding)))]
     facts += [(label, named(value)) for label, value in place(finding)]
     head = (f"Finding {position}: ", named(finding.id), f" {title(finding)}")
     return Fold(head, (*advice, Beside((Facts(tuple(facts)),), _story(finding))))
 
 
 def _briefly(findings: Sequence[Finding]) -> Iterator[Fold]:
-    rows = tuple((named(f.id), str(f.severity), named(f.module or f.fqn or ABSENT), f.summary) for f in findings)
+    rows = tuple(
+        ((named(f.id), finding_anchor(f)), str(f.severity), named(f.module or f.fqn or ABSENT), f.summary)
+        for f in findings
+    )
     if rows:
         table = Table(("id", "severity", "module", "summary"), rows)
         yield Fold(f"{len(rows)} more findings: less severe, or consequences", (table,))
@@ -197,12 +201,21 @@ def _link(link: Link) -> Line:
 
 
 def _map(report: Report) -> Section:
-    intro = (
-        "Each row is a module, each column a step. Color: the largest element on the log scale of its own dtype, from the "
-        "smallest normal value to the max. Red is near the max and still finite, also in a run that is fixed; inf and NaN are hatched."
-    )
-    blocks = (Paragraph(intro, Look.DIM), Map(report.pictures, report.findings))
-    return Section("Magnitudes, module by module", blocks, "map", "Magnitudes")
+    modules = [module for picture in report.pictures for module in picture.modules]
+    views = {
+        "magnitudes": (
+            "Each row is a module, each column a step. Color: the largest element on the log scale of its own dtype, from the "
+            "smallest normal value to the max. Red is near the max and still finite, also in a run that is fixed; inf and NaN are hatched."
+        )
+    }
+    if any(module.flows for module in modules):
+        views["dtypes"] = "Dtypes: of the input, the weights and the output of each module, over the whole run."
+    if any(module.updates for module in modules):
+        views["lost updates"] = (
+            "Lost updates: the share of the elements that the same optimizer steps move in float32 and rounding leaves where they are."
+        )
+    intro = (Paragraph(text, Look.DIM) for text in views.values())
+    return Section(f"Modules: {', '.join(views)}", (*intro, Map(report.pictures, report.findings)), "map", "Modules")
 
 
 def _flow(report: Report) -> Section:

@@ -20,6 +20,7 @@ from dtypedoctor.report.document import (
     Section,
     Table,
     Words,
+    anchored,
     named,
 )
 from dtypedoctor.report.document import Outcome as Gate
@@ -101,7 +102,8 @@ def fixes_part(report: Report) -> Section:
     rows: list[tuple[Line, ...]] = []
     for line in lines:
         outcome = Words(line.outcome, outcome_look(line.outcome))
-        rows.append((named(line.id), line.change, (outcome, f": {line.reason}") if line.reason else outcome))
+        name = (named(line.id), anchored(f"fix-{line.id}"))
+        rows.append((name, line.change, (outcome, f": {line.reason}") if line.reason else outcome))
     blocks: list[Block] = [Table(("fix", "what it changes", "outcome"), tuple(rows))] if rows else []
     if unsafe := legend(lines):
         blocks.append(Paragraph(unsafe, Look.DIM))
@@ -148,14 +150,10 @@ def _on_the_call(report: Report) -> Iterator[Block]:
     for fix in fixes:
         words = _WORDS_HERE.get(str(fix["outcome"]), str(fix["outcome"]))
         outcome = Words(words, outcome_look(words))
-        name = _as_tried(str(fix["fix"]), report)
-        rows.append(
-            (
-                named(name),
-                _summary_of(name, report.capsule or {}),
-                (outcome, f": {fix['reason']}") if fix["reason"] else outcome,
-            )
-        )
+        tried = _as_tried(str(fix["fix"]), report)
+        name = (named(tried), anchored(f"fix-on-the-call-{tried}"))
+        summary = _summary_of(tried, report.capsule or {})
+        rows.append((name, summary, (outcome, f": {fix['reason']}") if fix["reason"] else outcome))
     yield Table(("fix", "what it changes", "outcome"), tuple(rows))
     if any(fix["outcome"] == Outcome.FIXED.value for fix in fixes):
         yield Paragraph(_FIXED_HERE, Look.DIM)
@@ -427,6 +425,11 @@ def _set_by(link: Link) -> str:
     return f"{link.dtype_out or link.dtype_in}: {link.op}{where} at {link.source}"
 
 
+def finding_anchor(finding: Finding) -> Words:
+    """What a page can be opened at to show this finding."""
+    return anchored(f"finding-{finding.id}")
+
+
 def title(finding: Finding) -> str:
     """The sentence at the head of a finding; of one that another finding leads to, that it is where that one surfaces."""
     return f"Where it surfaces: {finding.summary}" if finding.consequence_of else finding.summary
@@ -553,7 +556,8 @@ def summary_facts(report: Report) -> tuple[_Fact, ...]:
 def _facts(report: Report) -> Iterator[_Fact]:
     finding = report.findings[0]
     yield from where_facts(report)
-    yield "what", (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}")
+    sure = f": {finding.severity}, {CONFIDENCE[finding.confidence]}"
+    yield "what", (named(finding.id), sure, finding_anchor(finding))
     for label, value in place(finding):
         if label == "module":
             name, _, cls = value.partition(" (")

@@ -32,6 +32,7 @@ from dtypedoctor.report.document import (
     named,
 )
 from dtypedoctor.report.model import Report
+from dtypedoctor.report.run_facts import finding_anchor
 from dtypedoctor.report.text import one_line
 from dtypedoctor.report.to_json import plain
 from dtypedoctor.scenario.model import Scenario, Script
@@ -266,7 +267,11 @@ def _dtypes_besides(subject: Subject, counted: dict[str, Any]) -> Iterator[str]:
 
 
 def _finding(position: int, finding: Finding) -> Section:
-    blocks: list[Block] = [Paragraph(finding.summary), Heading("cause"), Paragraph(finding.cause)]
+    blocks: list[Block] = [
+        Paragraph((finding.summary, finding_anchor(finding))),
+        Heading("cause"),
+        Paragraph(finding.cause),
+    ]
     if finding.evidence:
         blocks += [Heading("evidence"), Items(finding.evidence)]
     return Section(f"{finding.severity.value.upper()} {finding.id}", tuple(blocks), anchor=f"finding-{position + 1}")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from urllib.parse import quote
 
 from dtypedoctor import __version__
 from dtypedoctor.report.document import (
@@ -290,10 +291,16 @@ class _Blocks:
                 missing = el("noscript", el("p", "This part needs JavaScript.", class_="warn"))
                 return join((missing, el("div", id="explorer")))
 
-    def _label(self, name: str) -> str:
-        """The name of a table for screen readers, numbered from the second of that name on."""
+    def _label(self, name: str, join: str = " ") -> str:
+        """A name that no other part of the page has, of tables for screen readers and of anchors: numbered from the second on."""
         self._labels[name] += 1
-        return f"{name} {self._labels[name]}" if self._labels[name] > 1 else name
+        return f"{name}{join}{self._labels[name]}" if self._labels[name] > 1 else name
+
+    def _anchor(self, name: str) -> Html:
+        """A link to the line that it ends, to be copied."""
+        anchor = self._label("-".join(one_line(name).split()), "-")
+        link = el("a", "#", href=f"#{quote(anchor)}", class_="anchor", aria_label=f"Link to {anchor}")
+        return el("span", " ", link, id=anchor)
 
     def _line(self, line: Line, limit: int | None = _CELL) -> Html:
         return join(self._inline(part, limit) for part in parts_of(line))
@@ -303,6 +310,8 @@ class _Blocks:
             return _bar(part)
         if isinstance(part, str):
             return _with_code(_cut(part, limit))
+        if part.anchor:
+            return self._anchor(part.anchor)
         shown = _cut(part.text, limit)
         match part.look:
             case Look.PLAIN:

@@ -2,13 +2,26 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.report.build import write_report
 from dtypedoctor.report.model import Outcome, Report, RunSummary, Status, Trial
-from dtypedoctor.trace.events import End, Flow, Header, Op, Raised, Replay, Root, Site, TensorNote
+from dtypedoctor.trace.events import (
+    End,
+    Flow,
+    Header,
+    Observed,
+    Op,
+    ParameterNote,
+    Raised,
+    Replay,
+    Root,
+    Site,
+    TensorNote,
+)
+from dtypedoctor.trace.records.silent import StalledParameter, Updates
 from dtypedoctor.trace.writer import TraceWriter
 
 LIMIT = 65504.0
@@ -137,6 +150,83 @@ def failing_report() -> Report:
         ),
         command="dtypedoctor run climbing.yaml",
     )
+
+
+PROMOTES, REJECTS = "model.norm", "model.q_proj"
+_WEIGHTS = {"model.embed_tokens": "bfloat16", PROMOTES: "float32", REJECTS: "bfloat16", "lm_head": "bfloat16"}
+
+
+def _write_weights(writer: TraceWriter, weights: dict[str, str]) -> None:
+    for fqn, dtype in weights.items():
+        writer.write(ParameterNote(n=writer.next_n(), root=0, name=f"{fqn}.weight", dtype=dtype, shape=[8, 8]))
+
+
+def mismatched_run(directory: Path) -> Path:
+    """A norm with float32 weights promotes what a bfloat16 projection then rejects; one fix works, one does not."""
+    names = [("model.embed_tokens", "Embedding"), (PROMOTES, "RMSNorm")]
+    writer = write_trace(directory / "before", [names[0]], 1, "bfloat16", climbing)
+    _write_weights(writer, _WEIGHTS)
+    writer.write(Flow(n=writer.next_n(), step=1, call=1, phase="forward", root=0, fqn=PROMOTES, cls="RMSNorm", inputs=["bfloat16"], outputs=["float32"],
+                      weights=["float32"]))  # fmt: skip
+    operands = [
+        TensorNote(id=1, dtype="float32", shape=[2, 8]),
+        TensorNote(id=2, dtype="bfloat16", shape=[8, 8], name=f"{REJECTS}.weight", origin="parameter"),
+    ]
+    writer.write(Op(n=writer.next_n(), step=1, call=1, phase="forward", fqn=REJECTS, op="aten.mm.default", inputs=operands, outputs=[],
+                    error="expected m1 and m2 to have the same dtype"))  # fmt: skip
+    writer.write(End(n=writer.next_n(), outcome="raised", steps_completed=0))
+    writer.close()
+    writer = write_trace(directory / "remedy-norm-output-cast", [*names, (REJECTS, "Linear")], 2, "bfloat16", climbing)
+    _write_weights(writer, _WEIGHTS)
+    writer.close()
+    write_report(directory, _mismatched_report())
+    return directory
+
+
+def _mismatched_report() -> Report:
+    finding = Finding(id="norm-promotes-to-float32", severity=Severity.ERROR, confidence=Confidence.PROVEN, fqn=PROMOTES, op="aten.mm.default",
+                      phase="forward", step=1, dtype="float32", summary="The norm promotes.", cause="Its weight is float32.")  # fmt: skip
+    surfaces = replace(finding, id="operand-dtype-mismatch", fqn=REJECTS, consequence_of=finding.id)
+    run = RunSummary(label="norm-output-cast", steps_completed=2, steps_planned=2)
+    trials = tuple(
+        Trial(remedy=remedy, summary="Casts.", outcome=outcome, reason="It ran.", safe=True, run=replace(run, label=remedy))
+        for remedy, outcome in (("norm-output-cast", Outcome.FIXED), ("cast-at-lora-input", Outcome.NOT_FIXED))
+    )  # fmt: skip
+    before = RunSummary(label="before", steps_completed=0, steps_planned=2, ended="RuntimeError")
+    return Report(
+        name="mismatch",
+        status=Status.FINDINGS,
+        headline="The norm promotes.",
+        findings=(finding, surfaces),
+        trials=trials,
+        before=before,
+    )
+
+
+def stalled_run(directory: Path) -> Path:
+    """Ten steps in bfloat16 of which a norm keeps nothing and a projection one fifth."""
+    names = [(PROMOTES, "RMSNorm"), (REJECTS, "Linear")]
+    writer = write_trace(directory / "before", names, 10, "bfloat16", climbing)
+    _write_weights(writer, dict.fromkeys((PROMOTES, REJECTS), "bfloat16"))
+    for step in (1, 2, 3, 4, 8):
+        lost = {PROMOTES: 8 * step, REJECTS: 6 * step}
+        parameters = {
+            f"{fqn}.weight": StalledParameter(wanted=8 * step, lost=gone, dtype="bfloat16", absmax=1.0, update=2e-5)
+            for fqn, gone in lost.items()
+        }
+        what = Updates(
+            optimizer="SGD", lr=1e-3, checks=step, first_step=1, wanted=16 * step, lost=14 * step, parameters=parameters
+        )
+        writer.write(Observed(n=writer.next_n(), step=step, call=step, phase="forward", what=what))
+    writer.write(End(n=writer.next_n(), outcome="completed", steps_completed=10))
+    writer.close()
+    finding = Finding(id="update-stall", severity=Severity.WARNING, confidence=Confidence.PROVEN, fqn=PROMOTES, phase="optimizer", step=1,
+                      dtype="bfloat16", summary="The norm is not training.", cause="Rounding.")  # fmt: skip
+    write_report(
+        directory,
+        Report(name="stall", status=Status.FINDINGS, headline="The norm is not training.", findings=(finding,)),
+    )
+    return directory
 
 
 def large_run(directory: Path, shape: Shape) -> Path:

@@ -4,17 +4,31 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
-from command import dtypedoctor
-from run_directories import BROKEN_AT, HOSTILE, ORIGIN, Shape, failing_run, large_run
+from report_pages import every_kind, notebook, render
+from run_directories import (
+    BROKEN_AT,
+    HOSTILE,
+    ORIGIN,
+    PROMOTES,
+    REJECTS,
+    Shape,
+    failing_run,
+    large_run,
+    mismatched_run,
+    stalled_run,
+)
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (
@@ -56,15 +70,6 @@ def opened(browser: webdriver.Chrome, page: Path) -> Iterator[webdriver.Chrome]:
     browser.get(page.as_uri())
     yield browser
     assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
-
-
-def render(directory: Path) -> Path:
-    """Renders a run directory through the command line."""
-    done = dtypedoctor("report", directory, "--format", "html")
-    assert done.code == 0, done.err
-    page = directory / "report.html"
-    page.write_text(done.out, encoding="utf-8")
-    return page
 
 
 def rows(browser: webdriver.Chrome) -> list[WebElement]:
@@ -313,33 +318,160 @@ def axe_core() -> Path | None:
     return Path(named) if named else next((file for file in near if file.is_file()), None)
 
 
-@pytest.mark.skipif(
+needs_axe = pytest.mark.skipif(
     axe_core() is None, reason="axe-core is not installed: npm install axe-core, or AXE_CORE=axe.min.js"
 )
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("columns", [390, 1440])
-def test_axe_finds_nothing(browser: webdriver.Chrome, tmp_path: Path, scheme: str, columns: int) -> None:
-    """Documents of every kind: a failing run, a comparison of two, a script's, the environment."""
-    failing, other = failing_run(tmp_path / "one"), failing_run(tmp_path / "two")
-    pages = [render(failing)]
-    for name, *arguments in (("compare", "compare", failing, other), ("env", "env")):
-        pages.append(tmp_path / f"{name}.html")
-        pages[-1].write_text(dtypedoctor(*arguments, "--format", "html").out, encoding="utf-8")
+
+
+@contextmanager
+def emulated(browser: webdriver.Chrome, columns: int, scheme: str) -> Iterator[None]:
+    """A window of that width and color scheme, in which scripts of a test may run beside those of the page."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     size = {"width": columns, "height": 1200, "deviceScaleFactor": 1, "mobile": columns < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})
     try:
-        for page in pages:
-            browser.get(page.as_uri())
-            assert browser.find_element(By.TAG_NAME, "h1").text
-            browser.execute_script(axe_core().read_text(encoding="utf-8"))
-            found = browser.execute_async_script(
-                "const done = arguments[0]; axe.run().then((r) => done(r.violations.map((v) => [v.id, v.nodes[0].html])))"
-            )
-            assert found == [], page.name
+        yield
     finally:
         browser.execute_cdp_cmd("Page.setBypassCSP", {"enabled": False})
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def violations(browser: webdriver.Chrome) -> list[list[str]]:
+    """What axe-core objects to in the page or frame that is shown, with everything unfolded."""
+    file = axe_core()
+    assert file is not None
+    browser.execute_script("for (const part of document.querySelectorAll('details')) part.open = true")  # type: ignore[no-untyped-call]
+    browser.execute_script(file.read_text(encoding="utf-8"))  # type: ignore[no-untyped-call]
+    run = "axe.run({iframes: false}).then((r) => done(r.violations.map((v) => [v.id, v.nodes[0].html])))"
+    return list(browser.execute_async_script(f"const done = arguments[0]; {run}"))  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A page of every kind."""
+    return every_kind(tmp_path_factory.mktemp("kinds"))
+
+
+@needs_axe
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("columns", [390, 500, 1440])
+def test_axe_finds_nothing(browser: webdriver.Chrome, kinds: list[Path], scheme: str, columns: int) -> None:
+    """Pages of every kind: runs with each view of their modules, a matrix, a bisection, a comparison, an inspection, the environment."""
+    with emulated(browser, columns, scheme):
+        for page in kinds:
+            browser.get(page.as_uri())
+            assert browser.find_element(By.TAG_NAME, "h1").text
+            assert violations(browser) == [], page
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= columns, page  # type: ignore[no-untyped-call]
+
+
+@needs_axe
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_in_a_notebook(browser: webdriver.Chrome, tmp_path: Path, scheme: str) -> None:
+    """The frame that a notebook shows, and what is in it, in a window of 500 pixels."""
+    with emulated(browser, 500, scheme):
+        browser.get(notebook(tmp_path).as_uri())
+        assert violations(browser) == []
+        browser.switch_to.frame(browser.find_element(By.TAG_NAME, "iframe"))
+        assert browser.find_element(By.TAG_NAME, "h1").text
+        assert violations(browser) == []
+        assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")  # type: ignore[no-untyped-call]
+
+
+def dtypes_of(browser: webdriver.Chrome, fqn: str) -> list[str]:
+    """What the row of a module shows in the first run: input, weight, output."""
+    row = browser.find_element(By.ID, f"module-0:{fqn}")
+    return [part.text for part in row.find_element(By.CSS_SELECTOR, ".heat").find_elements(By.CSS_SELECTOR, ".dtype")]
+
+
+def value_of(browser: webdriver.Chrome, fqn: str) -> str:
+    """The word or number beside a module."""
+    return browser.find_element(By.ID, f"module-0:{fqn}").find_element(By.CSS_SELECTOR, ".value").text
+
+
+def test_a_mismatch_is_seen_in_the_dtypes(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """Without a click: the dtypes of each module, also of the one that raised and of those that were not called; a tip tells them in words."""
+    browser.get(render(mismatched_run(tmp_path / "run")).as_uri())
+    assert button(browser, "Dtypes").get_attribute("aria-pressed") == "true"
+    assert dtypes_of(browser, PROMOTES) == ["bf16", "f32", "f32"]
+    assert dtypes_of(browser, REJECTS) == ["f32", "bf16", ""]
+    assert dtypes_of(browser, "lm_head") == ["", "bf16", ""]
+    assert [value_of(browser, fqn) for fqn in (PROMOTES, REJECTS, "lm_head")] == ["differ", "raises", ""]
+    webdriver.ActionChains(browser).move_to_element(
+        browser.find_element(By.ID, f"module-0:{REJECTS}").find_element(By.CSS_SELECTOR, ".dtype")
+    ).perform()
+    assert browser.find_element(By.CSS_SELECTOR, ".tip").text.split("\n") == [
+        REJECTS, "baseline", "input f32, weight bf16, output –; aten.mm.default raises",
+    ]  # fmt: skip
+    selected(browser).send_keys(Keys.ARROW_DOWN, Keys.ENTER)
+    assert "aten.mm.default raises" in detail(browser)
+    button(browser, "Forward").click()
+    assert browser.find_elements(By.CSS_SELECTOR, ".row .heat svg")
+
+
+def test_a_healthy_run_shows_magnitudes_first(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """Of its dtypes a note stands only where they differ, and no lost updates are offered where none were recorded."""
+    browser.get(render(large_run(tmp_path / "run", Shape(modules=20, steps=3))).as_uri())
+    assert button(browser, "Forward").get_attribute("aria-pressed") == "true"
+    button(browser, "Dtypes").click()
+    notes = {row.get_attribute("id"): row.find_element(By.CSS_SELECTOR, ".value").text for row in rows(browser)}
+    assert {name: note for name, note in notes.items() if note} == {f"module-0:{ORIGIN}": "differ"}
+    assert not browser.find_elements(By.XPATH, "//button[normalize-space()='Lost updates']")
+
+
+def test_a_stall_is_seen_in_percent_of_lost_updates(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """At the last step that was checked, with a tip, with keys for the other steps, and the parameter's numbers beside it."""
+    browser.get(render(stalled_run(tmp_path / "run")).as_uri())
+    assert button(browser, "Lost updates").get_attribute("aria-pressed") == "true"
+    assert browser.find_element(By.CSS_SELECTOR, ".tools strong").text == "8"
+    assert [value_of(browser, fqn) for fqn in (PROMOTES, REJECTS)] == ["100%", "75%"]
+    assert "100% (64 of 64)" in detail(browser)
+    selected(browser).send_keys(",")
+    assert value_of(browser, PROMOTES) == ""
+    selected(browser).send_keys(",", ",", ",")
+    assert browser.find_element(By.CSS_SELECTOR, ".tools strong").text == "4"
+    assert "100% of the updates lost to rounding up to this step, bfloat16" in detail(browser)
+
+
+def shown(browser: webdriver.Chrome, page: Path, anchor: str) -> WebElement:
+    """The element that an address names, after the page was opened there."""
+    browser.get("about:blank")
+    browser.get(f"{page.as_uri()}#{quote(anchor)}")
+    return browser.find_element(By.ID, anchor)
+
+
+def test_a_link_opens_at_what_it_names(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """A module whose container is closed, a finding that is folded away, a fix: each is in view, and each can be copied as a link."""
+    page = render(mismatched_run(tmp_path / "run"))
+    for anchor in (
+        f"module-0:{REJECTS}",
+        "finding-norm-promotes-to-float32",
+        "finding-operand-dtype-mismatch",
+        "fix-cast-at-lora-input",
+    ):
+        found = shown(browser, page, anchor)
+        assert found.is_displayed(), anchor
+        inside = "const r = arguments[0].getBoundingClientRect(); return r.top >= 0 && r.bottom <= innerHeight"
+        assert browser.execute_script(inside, found), anchor  # type: ignore[no-untyped-call]
+        link = browser.find_element(
+            By.CSS_SELECTOR, f"a.anchor[href='#{quote(anchor, safe='')}'], a.anchor[href='#{quote(anchor)}']"
+        )
+        assert str(link.get_attribute("href")).startswith(page.as_uri())
+    assert selected(browser).get_attribute("id") == f"module-0:{PROMOTES}"
+    shown(browser, page, f"module-0:{REJECTS}")
+    assert selected(browser).get_attribute("id") == f"module-0:{REJECTS}"
+
+
+def test_a_link_opens_a_closed_part_of_a_large_tree(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """Of a large model only the first levels are open; the containers of what is linked to are opened too."""
+    page = render(large_run(tmp_path / "run", Shape(modules=400, steps=2)))
+    browser.get(page.as_uri())
+    anchor = "module-0:model.layers.40.self_attn.q_proj"
+    assert not browser.find_elements(By.ID, anchor)
+    browser.execute_script("location.hash = arguments[0]", f"#{anchor}")  # type: ignore[no-untyped-call]
+    assert WebDriverWait(browser, 20).until(lambda driver: driver.find_elements(By.ID, anchor))[0].is_displayed()
+    assert selected(browser).get_attribute("id") == anchor
+    assert shown(browser, page, anchor).is_displayed()

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report_builders import overflow
@@ -14,7 +15,8 @@ from dtypedoctor.report.files import with_pictures
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import ModulePicture, Picture, Report, Status
 from dtypedoctor.report.pictures import MOST_COLUMNS, MOST_OPS, map_data, picture_of, why_it_changes
-from dtypedoctor.trace.events import Correction, Flow, Header, Raised, Replay, Root, Site
+from dtypedoctor.trace.events import Correction, Flow, Header, Observed, ParameterNote, Raised, Replay, Root, Site
+from dtypedoctor.trace.records.silent import StalledParameter, Updates
 from dtypedoctor.trace.writer import TraceWriter
 
 
@@ -120,6 +122,83 @@ def traced() -> TraceBuilder:
     return builder.sample("model.mlp.down_proj", 6620.0, step=2, inf=512).sample(
         "model", 1.0, step=2, nan=4, cls="Model"
     )
+
+
+def note(name: str, dtype: str, **more: Any) -> ParameterNote:
+    """A parameter of the only model."""
+    return ParameterNote(n=1, root=0, name=name, dtype=dtype, shape=[4], **more)
+
+
+def test_the_module_that_raised_tells_its_dtypes() -> None:
+    """It has returned nothing: they are those of the operator that rejected them. An operator that runs adds nothing."""
+    builder = TraceBuilder()
+    weight = tensor(2, dtype="bfloat16", name="q.weight", origin="parameter")
+    builder.op("aten.mm.default", "q", [tensor(1, dtype="float32"), weight], [], error="no")
+    builder.op("aten.mm.default", "k", [tensor(1, dtype="float32"), weight], [tensor(3)])
+    picture = picture_of(builder.build(), "baseline")
+    (line,) = module(picture, "q").flows
+    assert (line.inputs, line.weights, line.outputs) == (("float32",), ("bfloat16",), ())
+    assert line.error == "aten.mm.default"
+    assert not line.why
+    assert [m.fqn for m in picture.modules] == ["q"]
+
+
+def test_weights_of_modules_that_were_not_called_are_known() -> None:
+    """They stand after those that were called, in the dtype that they have at last; packed ones in their format; no buffers."""
+    trace = TraceBuilder().sample("late", 1.0)
+    trace.add(
+        note("head.weight", "float16"), note("late.weight", "float32"), note("late.table", "float64", buffer=True)
+    )
+    trace.add(note("head.weight", "bfloat16"), note("packed.weight", "uint8", quant={"kind": "nf4"}))
+    found = picture_of(trace.build(), "baseline").modules
+    assert [(m.fqn, m.weights) for m in found] == [
+        ("late", ("float32",)),
+        ("head", ("bfloat16",)),
+        ("packed", ("nf4",)),
+    ]
+
+
+def lost(step: int, **counts: tuple[int, int]) -> Observed[Updates]:
+    """Updates up to ``step``: of each parameter how many are lost, of how many."""
+    parameters = {
+        name.replace("_", "."): StalledParameter(wanted=wanted, lost=gone, dtype="bfloat16", absmax=1.0, update=1e-5)
+        for name, (gone, wanted) in counts.items()
+    }
+    what = Updates(optimizer="SGD", lr=1.0, checks=step, first_step=1, wanted=1, lost=1, parameters=parameters)
+    return Observed(n=step, step=step, call=1, phase="optimizer", what=what)
+
+
+def test_lost_updates_have_a_lane_in_percent() -> None:
+    """Up to each step that was checked; of several parameters the one that loses most; 100 only where all are lost."""
+    trace = TraceBuilder().sample("a", 1.0, step=1).sample("a", 1.0, step=4)
+    trace.add(note("a.weight", "bfloat16"), note("a.bias", "bfloat16"))
+    trace.add(lost(1, a_weight=(1, 2), a_bias=(2, 3)), lost(4, a_weight=(9_999, 10_000)), lost(9, a_weight=(1, 1)))
+    trace.add(lost(2, unknown_weight=(1, 1)))
+    picture = picture_of(trace.build(), "baseline")
+    (series,) = [s for s in module(picture, "a").series if s.lane == "updates"]
+    assert [value for value in series.absmax if not math.isnan(value)] == [66.6, 99.9]
+    assert [(line.name, line.lost, line.wanted) for line in module(picture, "a").updates] == [
+        ("weight", 9_999, 10_000),
+        ("bias", 2, 3),
+    ]
+    assert [m.fqn for m in picture.modules] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("finding", "phase", "lane"),
+    [
+        ("operand-dtype-mismatch", "forward", "dtypes"),
+        ("update-stall", "optimizer", "updates"),
+        ("float16-overflow", "recompute", "forward"),
+        ("float16-overflow", "static", ""),
+        ("of-another-package", "generate", "generate"),
+    ],
+)
+def test_the_map_begins_with_what_shows_the_finding(finding: str, phase: str, lane: str) -> None:
+    """Dtypes where they disagree, lost updates where training stands still, else the magnitudes of the finding's phase."""
+    found = replace(overflow().findings[0], id=finding, phase=phase)
+    (told,) = json.loads(map_data(Map((), (found,))))["findings"]
+    assert told["lane"] == lane
 
 
 def test_ops_tell_where_a_value_was_born() -> None:

@@ -20,15 +20,16 @@ function buildTools(explorer) {
   const hint = make("p", { class: "dim" }, "Choose a module to see its tensors, dtypes and ops.");
   const detail = make("div", { class: "detail", tabindex: "0", role: "region", "aria-live": "polite", "aria-label": "The selected module" }, hint);
   const group = (label, buttons) => make("span", { class: "group", role: "group", "aria-label": label }, buttons);
+  const legend = make("div", { class: "scale" });
   explorer.append(
     patterns(),
     make("div", { class: "tools" }, group("What is measured", laneButtons()), origin ? toOrigin : null, make("label", {}, "step", step, stepText)),
     make("div", { class: "tools" }, search, group("Show only", toggles), runPickers(), found),
-    scale(),
+    legend,
     make("div", { class: "panes" }, rows, detail),
     make("p", { class: "keys" }, KEYS.map(([key, does]) => [make("kbd", {}, key), ` ${does}  `])),
   );
-  return { search, toggles, step, stepText, count: found, heads, rows, detail };
+  return { search, toggles, step, stepText, scale: legend, count: found, heads, rows, detail };
 }
 
 function toggle(title, key) {
@@ -77,23 +78,40 @@ function patterns() {
   return make("svg", { width: 0, height: 0, "aria-hidden": "true" }, defined);
 }
 
+/** What the colors mean in the shown lane. */
 function scale() {
+  if (showsDtypes()) return dtypeScale();
   const swatch = (kind, x, width) => make("rect", { class: `cell ${kind}`, x, width, height: 12 });
   const picture = (width, parts) => make("svg", { width, height: 12, "aria-hidden": "true" }, parts);
   const steps = Array.from({ length: 10 }, (_, i) => swatch(`l${i}`, i * 20, 20));
+  const ramp = (from, to) => make("span", {}, `${from} `, picture(200, steps), ` ${to}`);
+  if (laneName(state.lane) === "updates") {
+    return [ramp("0%", "100%"), make("span", {}, "of the updates so far are lost to rounding; blank: not checked, or not among the parameters that lose most")];
+  }
   const used = unique(data.runs.flatMap((run) => run.modules.flatMap((module) => module.s.map((series) => series[1]))));
   const ends = used.filter((name) => data.dtypes[name]).map((name) => {
     const dtype = data.dtypes[name];
     return `${dtype.short} ${number(dtype.tiny)} … ${number(dtype.max)}`;
   });
-  return make(
-    "div",
-    { class: "scale" },
-    make("span", {}, "smallest normal ", picture(200, steps), " largest"),
+  return [
+    ramp("smallest normal", "largest"),
+    make("span", {}, picture(24, swatch("l9", 0, 24)), " near the max, finite"),
     make("span", {}, picture(24, swatch("inf", 0, 24)), " inf"),
     make("span", {}, picture(24, swatch("nan", 0, 24)), " NaN"),
     make("span", {}, ends.join(" · ")),
-  );
+  ];
+}
+
+function dtypeScale() {
+  const runs = data.runs.map((_, run) => run);
+  const used = unique(runs.flatMap((run) => nodes.flatMap((node) => {
+    const { into, weight, out } = rowDtypes(node, run, false);
+    return [...into, ...weight, ...out];
+  })));
+  return [
+    ...used.map((name) => make("span", { class: `dtype ${name}` }, name)),
+    make("span", {}, "“differ”: the input's dtype is not that of the weight or of the output; “raises”: an operator rejects them"),
+  ];
 }
 
 // ------------------------------------------------------------------ moving about
@@ -140,7 +158,7 @@ function reveal(node) {
 
 function showOrigin() {
   if (!origin) return;
-  if (origin.finding.step !== null) state.column = columnOf(origin.finding.step);
+  state.column = columnOfOrigin();
   reveal(origin.node);
 }
 
@@ -189,6 +207,18 @@ function pageKey(event) {
 
 const rowAt = (target) => drawn.findIndex((row) => row.element === target.closest(".row"));
 
+/** What is under the mouse, in lines: a cell of a step, or the dtypes of a module. */
+function tipAt(event) {
+  const place = cellAt(event);
+  if (place) {
+    const run = data.runs[place.run];
+    return [fullName(place.node), `${run.label}, step ${run.columns[place.column]}`, describe(place.cells[place.column])];
+  }
+  const row = event.target.closest(".row .dtypes") && drawn[rowAt(event.target)];
+  const part = row && row.heats.find((one) => one.box.contains(event.target));
+  return part ? [fullName(row.node), data.runs[part.run].label, describeDtypes(part.dtypes)] : null;
+}
+
 function cellAt(event) {
   const svg = event.target.closest(".row .heat svg");
   const row = drawn[rowAt(event.target)];
@@ -220,12 +250,10 @@ function buildTip() {
   document.body.append(tip);
   ui.rows.addEventListener("mouseleave", () => { tip.hidden = true; });
   ui.rows.addEventListener("mousemove", (event) => {
-    const place = cellAt(event);
-    tip.hidden = !place;
-    if (!place) return;
-    const run = data.runs[place.run];
-    const where = `${run.label}, step ${run.columns[place.column]}`;
-    tip.textContent = [fullName(place.node), where, describe(place.cells[place.column])].join("\n");
+    const lines = tipAt(event);
+    tip.hidden = !lines;
+    if (!lines) return;
+    tip.textContent = lines.join("\n");
     tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
     tip.style.top = `${Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8)}px`;
   });
@@ -244,7 +272,7 @@ function openAtFirst() {
   if (!origin) return;
   openPath(origin.node);
   state.selected = origin.node;
-  if (origin.finding.step !== null) state.column = columnOf(origin.finding.step);
+  state.column = columnOfOrigin();
 }
 
 function redrawWhenResized() {
@@ -282,4 +310,26 @@ function start(explorer) {
   redrawWhenResized();
 }
 
+// ------------------------------------------------------------------ links to a part of the page
+
+/** Shows what the address names, whatever hides it: a module's row, or an element that is folded away. */
+function showLinked() {
+  const id = decoded(location.hash.slice(1));
+  const node = ui && nodes.find((one) => rowId(one) === id);
+  if (node) reveal(node);
+  const element = id ? document.getElementById(id) : null;
+  for (let up = element; up; up = up.parentElement) if (up.tagName === "DETAILS") up.open = true;
+  if (element) element.scrollIntoView({ block: node ? "center" : "start" });
+}
+
+function decoded(hash) {
+  try {
+    return decodeURIComponent(hash);
+  } catch {
+    return hash; // a percent sign that is no escape
+  }
+}
+
 if (document.getElementById("explorer") && data.runs.length) start(document.getElementById("explorer"));
+addEventListener("hashchange", showLinked);
+showLinked();

@@ -7,17 +7,19 @@ function section(title, content) {
   return content ? [make("h4", {}, title), content] : [];
 }
 
-function grid(header, rows) {
+/** A table that can be scrolled with keys where it is wider than its place; `label` names it. */
+function grid(label, header, rows) {
   if (!rows.length) return null;
   const head = make("tr", {}, header.map((cell) => make("th", { scope: "col" }, cell)));
   const body = rows.map((row) => make("tr", {}, row.map((cell) => make("td", {}, cell))));
-  return make("div", { class: "scroll" }, make("table", {}, make("thead", {}, head), make("tbody", {}, body)));
+  return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, make("table", {}, make("thead", {}, head), make("tbody", {}, body)));
 }
 
 // ------------------------------------------------------------------ chart
 
 /** Magnitudes over the steps, logarithmic, against the end of the dtype where that is not far beyond them. */
 function chart(node) {
+  if (showsDtypes() || laneName(state.lane) === "updates") return null;
   const lines = shownRuns().map((run) => ({ run, cells: ownCells(node, run, state.lane) }));
   const measured = lines.flatMap((line) => line.cells).filter((cell) => cell && cell.a > 0);
   if (!measured.length) return null;
@@ -110,10 +112,10 @@ function magnitudesNow(node) {
 
 function flowTable(node) {
   const words = (dtypes) => unique(dtypes.map(short)).join(" ") || "–";
-  const why = (flow) => flow[6] || (flow[5] ? `under autocast ${flow[5]}` : "–");
+  const why = (flow) => (flow[7] ? `${flow[7]} raises` : flow[6]) || (flow[5] ? `under autocast ${flow[5]}` : "–");
   const rows = shownRuns().flatMap((run) => flowsOf(node, run).map((flow) =>
     [data.runs[run].label, flow[0], `${words(flow[2])} → ${words(flow[4])}`, words(flow[3]), why(flow)]));
-  return grid(["run", "phase", "in → out", "weights", "why"], rows);
+  return grid("Dtypes of the module", ["run", "phase", "in → out", "weights", "why"], rows);
 }
 
 function tensorTable(node) {
@@ -121,7 +123,13 @@ function tensorTable(node) {
     const largest = [number(absmax), inf ? `${count(inf)} inf` : null, nan ? `${count(nan)} NaN` : null].filter(Boolean).join(", ");
     return [what, phase, short(dtype), shape.join("×") || "scalar", largest];
   });
-  return grid(["tensor", "phase", "dtype", "shape", "largest"], rows);
+  return grid("Tensors of the module", ["tensor", "phase", "dtype", "shape", "largest"], rows);
+}
+
+function updatesTable(node) {
+  const rows = shownRuns().flatMap((run) => updatesOf(node, run).map(([name, dtype, lost, of, percent, update, absmax]) =>
+    [data.runs[run].label, name, short(dtype), `${percent}% (${count(lost)} of ${count(of)})`, number(update), number(absmax)]));
+  return grid("Lost updates of the module", ["run", "parameter", "dtype", "lost", "largest update in float32", "largest weight"], rows);
 }
 
 function opItem([, phase, step, op, inputs, outputs, source, notes, born]) {
@@ -142,12 +150,13 @@ function renderDetail(node) {
   const sources = unique([...told.map((finding) => finding.source), ...ops.map((op) => op[6])].filter(Boolean));
   const run = data.runs[state.left];
   ui.detail.replaceChildren(
-    make("h3", {}, fullName(node)),
+    make("h3", {}, fullName(node), " ", make("a", { class: "anchor", href: `#${encodeURIComponent(rowId(node))}`, "aria-label": "Link to this module" }, "#")),
     make("p", { class: "dim" }, node.cls || "container"),
     ...told.map((finding) => make("p", {}, make("span", { class: "tag origin" }, finding.id), " ", finding.summary)),
     ...section("Magnitude over the steps", chart(node)),
     ...section(`Step ${run.columns[state.column] ?? "–"}`, magnitudesNow(node)),
     ...section("Dtypes", flowTable(node)),
+    ...section("Updates that rounding loses", updatesTable(node)),
     ...section(`Tensors over the whole run “${run.label}”`, tensorTable(node)),
     ...section("Source", sources.length ? make("p", {}, make("code", {}, sources.slice(0, 8).join("  "))) : null),
     ...section(`Ops traced in it (${ops.length})`, ops.length ? make("ol", { class: "ops" }, ops.slice(0, MOST_OPS_SHOWN).map(opItem)) : null),

@@ -24,7 +24,7 @@ let ui = null;
 let drawn = [];
 
 function firstLane() {
-  const wanted = lanes.find((lane) => origin && lane.name === origin.finding.phase) || lanes[0];
+  const wanted = lanes.find((lane) => origin && lane.name === origin.finding.lane) || lanes[0];
   return wanted ? wanted.index : 0;
 }
 
@@ -36,6 +36,14 @@ function columnOf(step) {
   return Math.max(found, 0);
 }
 
+/** The step to begin with: that of the finding, of lost updates the last that was checked. */
+function columnOfOrigin() {
+  const checked = laneName(state.lane) === "updates" ? ownCells(origin.node, state.left, state.lane).findLastIndex(Boolean) : -1;
+  if (checked >= 0) return checked;
+  return origin.finding.step === null ? state.column : columnOf(origin.finding.step);
+}
+
+const showsDtypes = () => laneName(state.lane) === "dtypes";
 const shownRuns = () => [state.left, state.right].filter((run) => run >= 0);
 const isOpen = (node) => state.open.has(node.key);
 
@@ -48,7 +56,7 @@ function shownCells(node, run) {
 const isFiltering = () => Boolean(state.text || state.bad || state.near || state.changes);
 
 function isNear(cell) {
-  return Boolean(cell) && (isBad(cell) || (level(cell) !== null && data.dtypes[cell.d].max / cell.a < 8));
+  return Boolean(cell) && (isBad(cell) || (!cell.share && level(cell) !== null && data.dtypes[cell.d].max / cell.a < 8));
 }
 
 function matches(node) {
@@ -56,7 +64,7 @@ function matches(node) {
   if (state.text && !`${node.fqn} ${node.cls}`.toLowerCase().includes(state.text)) return false;
   if (state.bad && !anywhere(isBad)) return false;
   if (state.near && !anywhere(isNear)) return false;
-  return !state.changes || flowsOf(node, state.left).some((flow) => flow[6]);
+  return !state.changes || flowsOf(node, state.left).some((flow) => flow[6] || flow[7]);
 }
 
 /** The rows to show, depth first; with a filter also the containers of what it finds. */
@@ -105,6 +113,22 @@ function heat(cells, width) {
   );
 }
 
+/** Input, weight and output dtype of a module, as texts on the color of each dtype. */
+function dtypeCells(dtypes) {
+  const part = (names) => make("span", { class: `dtype ${names.length > 1 ? "several" : names[0] || ""}` }, names.join(" "));
+  return make("div", { class: dtypes.raised.length ? "dtypes raises" : "dtypes" }, part(dtypes.into), part(dtypes.weight), part(dtypes.out));
+}
+
+/** What a row shows of one run. */
+function makeHeat(node, run, width) {
+  if (showsDtypes()) {
+    const dtypes = rowDtypes(node, run, !isOpen(node));
+    return { run, dtypes, box: make("div", { class: "heat", role: "gridcell" }, dtypeCells(dtypes)) };
+  }
+  const cells = shownCells(node, run);
+  return { run, cells, box: make("div", { class: "heat", role: "gridcell" }, heat(cells, width)) };
+}
+
 /** Floating-point dtypes in and out of a module in the shown lane, and what changes them. */
 function dtypesOf(node) {
   const phases = data.lanes[state.lane][0] === "generate" ? ["generate"] : ["forward", "recompute"];
@@ -112,7 +136,7 @@ function dtypesOf(node) {
   const floating = (names) => unique(names.filter((name) => data.dtypes[name]).map(short)).join(" ");
   const texts = flows.map((flow) => {
     const [into, out] = [floating(flow[2]), floating(flow[4])];
-    return into && into !== out ? `${into}→${out}` : out;
+    return into && into !== out ? `${into}→${out || "–"}` : out;
   });
   return { text: unique(texts.filter(Boolean)).join(", "), why: unique(flows.map((flow) => flow[6]).filter(Boolean)).join("; ") };
 }
@@ -129,6 +153,9 @@ function tags(node) {
   return found;
 }
 
+/** The name under which the page can be opened at a module, whether its row is drawn or not. */
+const rowId = (node) => `module-${node.key}`;
+
 function makeRow({ node, depth, context }, width) {
   const parent = node.children.length > 0;
   const dtypes = dtypesOf(node);
@@ -143,11 +170,9 @@ function makeRow({ node, depth, context }, width) {
   name.style.setProperty("--depth", depth);
   const types = make("div", { class: dtypes.why ? "types changes" : "types", role: "gridcell", title: dtypes.why || null }, dtypes.text);
   const value = make("div", { class: "value", role: "gridcell" });
-  const heats = shownRuns().map((run) => {
-    const cells = shownCells(node, run);
-    return { run, cells, box: make("div", { class: "heat", role: "gridcell" }, heat(cells, width)) };
-  });
+  const heats = shownRuns().map((run) => makeHeat(node, run, width));
   const attributes = {
+    id: rowId(node),
     class: context ? "row context" : "row",
     role: "row",
     tabindex: "-1",
@@ -178,16 +203,21 @@ function renderRows() {
     if (entry.node.key === key) entry.element.focus({ preventScroll: true });
   }
   ui.count.textContent = `${found} of ${nodes.length} modules`;
+  ui.scale.replaceChildren(...scale());
+  ui.step.disabled = showsDtypes();
   renderStep();
 }
 
 function renderHeads() {
   const head = (className, ...content) => make("div", { class: className, role: "columnheader" }, content);
   const heats = shownRuns().map((run) => head("heat", make("strong", {}, data.runs[run].label)));
-  ui.heads.replaceChildren(head("only-wide", "module"), head("only-wide", "dtype in→out"), head("only-wide value", "absmax"), ...heats);
+  ui.heads.replaceChildren(head("only-wide", "module"), head("only-wide", "dtype in→out"), head("only-wide value", valueTitle()), ...heats);
   const width = columnWidth();
-  shownRuns().forEach((run, index) => heats[index].append(axis(data.runs[run].columns, width)));
+  const parts = () => make("div", { class: "dtypes" }, ["input", "weight", "output"].map((part) => make("span", {}, part)));
+  shownRuns().forEach((run, index) => heats[index].append(showsDtypes() ? parts() : axis(data.runs[run].columns, width)));
 }
+
+const valueTitle = () => ({ dtypes: "note", updates: "lost" })[laneName(state.lane)] ?? "absmax";
 
 function axis(columns, width) {
   const every = Math.max(1, Math.ceil(34 / width));
@@ -203,6 +233,13 @@ function renderStep() {
   ui.step.value = state.column;
   ui.stepText.textContent = data.runs[state.left].columns[state.column] ?? "–";
   for (const { node, value, heats } of drawn) {
+    if (showsDtypes()) {
+      const [{ dtypes }] = heats;
+      value.textContent = dtypesWord(dtypes);
+      value.classList.toggle("bad-value", dtypes.raised.length > 0);
+      value.title = describeDtypes(dtypes);
+      continue;
+    }
     const cell = shownCells(node, state.left)[state.column];
     value.textContent = cell ? magnitude(cell) : "";
     value.classList.toggle("bad-value", isBad(cell));

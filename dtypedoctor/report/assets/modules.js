@@ -4,9 +4,11 @@
 //   r root, f dotted name, c class,
 //   s series  [lane, dtype, [absmax per column, -1 = not measured], {column: [nan, inf]}]
 //   t tensors [what, phase, dtype, shape, absmax, nan, inf]
-//   w flows   [phase, step, inputs, weights, outputs, autocast, why]
+//   w flows   [phase, step, inputs, weights, outputs, autocast, why, operator that raised]
+//   p dtypes of its own parameters
+//   u lost updates [parameter, dtype, lost, of, percent, largest update in float32, largest weight]
 // and the ops [module, phase, step, op, inputs, outputs, source, notes, born].
-// A cell is {a: absmax, d: dtype, nan, inf}, or null where nothing was measured.
+// A cell is {a: absmax, d: dtype, nan, inf}, or null where nothing was measured; in the lane "updates" it has share: true, and a is a percentage.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
@@ -76,16 +78,22 @@ const blamed = data.findings.map((finding) => find(finding.fqn));
 
 const flowsOf = (node, run) => (node.runs[run] ? node.runs[run].w : []);
 const tensorsOf = (node, run) => (node.runs[run] ? node.runs[run].t : []);
+const updatesOf = (node, run) => (node.runs[run] ? node.runs[run].u : []);
+
+const isIn = (lane, module) => (lane.name === "dtypes" ? module.w.length > 0 : module.s.some(([at]) => at === lane.index));
 
 /** Lanes in which anything was measured. */
 const lanes = data.lanes
   .map(([name, title], index) => ({ name, title, index }))
-  .filter((lane) => nodes.some((node) => node.runs.some((module) => module && module.s.some(([at]) => at === lane.index))));
+  .filter((lane) => nodes.some((node) => node.runs.some((module) => module && isIn(lane, module))));
+
+const laneName = (index) => data.lanes[index][0];
 
 // ------------------------------------------------------------------ magnitudes
 
 /** Place of a magnitude between the smallest normal (0) and the largest (1) value of its dtype, logarithmic. */
 function level(cell) {
+  if (cell.share) return cell.a / 100;
   const dtype = data.dtypes[cell.d];
   if (!dtype) return null;
   if (cell.a <= dtype.tiny) return 0;
@@ -114,12 +122,13 @@ function cached(node, key, compute) {
 
 function ownCells(node, run, lane) {
   return cached(node, `own ${run} ${lane}`, () => {
+    const share = laneName(lane) === "updates";
     const cells = new Array(data.runs[run].columns.length).fill(null);
     for (const [at, dtype, values, bad] of node.runs[run] ? node.runs[run].s : []) {
       if (at !== lane) continue;
       values.forEach((value, column) => {
         const [nan, inf] = bad[column] || [0, 0];
-        if (value >= 0) cells[column] = worse(cells[column], { a: value, d: dtype, nan, inf });
+        if (value >= 0) cells[column] = worse(cells[column], { a: value, d: dtype, nan, inf, share });
       });
     }
     return cells;
@@ -137,6 +146,53 @@ function subtreeCells(node, run, lane) {
   });
 }
 
+// ------------------------------------------------------------------ dtypes
+
+const floating = (names) => unique(names.filter((name) => data.dtypes[name]).map(short));
+
+/** The dtypes of all parameters in a module and below it. */
+function weightsBelow(node, run) {
+  return cached(node, `weights ${run}`, () => {
+    const module = node.runs[run];
+    const own = module ? [...module.p.map(short), ...floating(module.w.flatMap((flow) => flow[3]))] : [];
+    return unique([...own, ...node.children.flatMap((child) => weightsBelow(child, run))]);
+  });
+}
+
+/** The operators that raised in a module or below it. */
+function raisedBelow(node, run) {
+  return cached(node, `raised ${run}`, () =>
+    unique([...flowsOf(node, run).map((flow) => flow[7]).filter(Boolean), ...node.children.flatMap((child) => raisedBelow(child, run))]));
+}
+
+/** What a row shows of dtypes: those of a module alone, of a closed one those of the weights below it too. */
+const rowDtypes = (node, run, closed) => cached(node, `row ${run} ${closed}`, () => dtypesOfRow(node, run, closed));
+
+function dtypesOfRow(node, run, closed) {
+  const flows = flowsOf(node, run);
+  const [into, out] = [floating(flows.flatMap((flow) => flow[2])), floating(flows.flatMap((flow) => flow[4]))];
+  const module = node.runs[run];
+  const own = module ? unique([...module.p.map(short), ...floating(flows.flatMap((flow) => flow[3]))]) : [];
+  const raised = closed ? raisedBelow(node, run) : unique(flows.map((flow) => flow[7]).filter(Boolean));
+  const why = unique(flows.map((flow) => flow[6]).filter(Boolean));
+  return { into, weight: closed ? weightsBelow(node, run) : own, out, raised, why, differs: differs(into, out) || differs(into, own) };
+}
+
+const differs = (some, others) => some.length > 0 && others.length > 0 && unique([...some, ...others]).length > 1;
+
+/** One word of it: what stands beside the row. */
+function dtypesWord({ raised, differs: mixed }) {
+  if (raised.length) return "raises";
+  return mixed ? "differ" : "";
+}
+
+function describeDtypes({ into, weight, out, raised, why }) {
+  const known = (names) => names.join(" and ") || "–";
+  const parts = [`input ${known(into)}, weight ${known(weight)}, output ${known(out)}`];
+  if (raised.length) parts.push(`${raised.join(", ")} raises`);
+  return [...parts, ...why].join("; ");
+}
+
 // ------------------------------------------------------------------ words
 
 const short = (dtype) => (data.dtypes[dtype] ? data.dtypes[dtype].short : dtype);
@@ -149,6 +205,7 @@ function number(value) {
 }
 
 function magnitude(cell) {
+  if (cell.share) return `${cell.a}%`;
   const word = badWord(cell);
   if (!word) return number(cell.a);
   return cell.a > 0 ? `${word} ${number(cell.a)}` : word;
@@ -156,6 +213,7 @@ function magnitude(cell) {
 
 function describe(cell) {
   if (!cell) return "not measured";
+  if (cell.share) return `${cell.a}% of the updates lost to rounding up to this step, ${cell.d}`;
   const dtype = data.dtypes[cell.d];
   const finite = !isBad(cell) || cell.a > 0;
   const parts = [finite ? `absmax ${number(cell.a)} in ${cell.d}` : `no finite element, ${cell.d}`];
