@@ -220,7 +220,8 @@ def _cells(row: MatrixRow) -> tuple[Line, ...]:
     if row.status == NOT_RUN:
         return (named(row.scenario), "not run", ABSENT, ABSENT, ABSENT)
     found = f"{row.finding}, {'proven' if row.proven else row.confidence}" if row.finding else "none"
-    after = ("fixed" if row.cured_by else "not fixed") if row.finding else ABSENT
+    tried = "fixed" if row.cured_by else "not fixed" if row.not_cured_by else "no fix tried"
+    after = tried if row.finding else ABSENT
     expected = Words("yes", Look.GOOD) if row.as_expected else Words("NO", Look.BAD)
     return (named(row.scenario), _before(row), found, after, expected)
 

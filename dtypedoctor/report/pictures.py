@@ -333,12 +333,17 @@ def _measure(trace: Trace, columns: _Columns, modules: _Modules) -> dict[int, _P
 
 
 def _add_updates(trace: Trace, columns: _Columns, modules: _Modules) -> None:
-    """The share of each parameter's updates that is lost, which a record gives over all steps up to its own."""
+    """The share of each parameter's updates that is lost, which a record gives over all steps up to its own.
+
+    What an optimizer's last record leaves out has lost less than half in the end, and is left out.
+    """
+    last = {seen.what.optimizer: seen.what.parameters for seen in trace.observed(Updates)}
     roots = {note.name: note.root for note in trace.all(ParameterNote)}
     for seen in trace.observed(Updates):
         column = (seen.step - columns.first) // columns.width
+        shown = last[seen.what.optimizer].keys() & roots.keys() if 0 <= column < columns.count else ()
         for name, one in seen.what.parameters.items():
-            if name not in roots or not 0 <= column < columns.count:
+            if name not in shown:
                 continue
             module = modules.at((roots[name], module_of(name)))
             line = UpdatesLine(

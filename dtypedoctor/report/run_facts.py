@@ -49,6 +49,7 @@ _MARK = " Unsafe."
 _DIAGNOSTIC = " Diagnostic only, not a fix."
 _UNSAFE = "Unsafe: it may hide the failure instead of fixing it."
 _FIXED_HERE = "Fixed here: this call passes with it. Whether it fixes the whole script: `dtypedoctor exec --try FIX SCRIPT`, or the edit in the script."
+_PASSES = "the failing call passes with it"
 _MOST_NAMED = 2
 """Fixes that a headline names."""
 _LOOKS = {
@@ -599,11 +600,20 @@ def _fixed_by(report: Report) -> Iterator[_Fact]:
     if any(trial.outcome is not Outcome.NOT_TRIED and trial.diagnostic is None for trial in report.trials):
         yield "fixed by", f"none of the fixes tried; `dtypedoctor explain {report.findings[0].id}` lists others"
         return
-    untried = [line for line in remedy_lines(report) if line.outcome == "not tried"][:_MOST]
+    untried = list(_suggested(report))[:_MOST]
     if untried:
         yield from _labelled("suggested fix", "or", untried)
     else:
         yield _without_fix(report)
+
+
+def _suggested(report: Report) -> Iterator[RemedyLine]:
+    """Fixes that no run was made with, except those that do not fix the failing call alone."""
+    on_the_call = {str(fix["fix"]): fix["outcome"] for fix in _call_fixes(report)}
+    for line in (line for line in remedy_lines(report) if line.outcome == "not tried"):
+        outcome = on_the_call.get(line.id, Outcome.NOT_TRIED.value)
+        if outcome != Outcome.NOT_FIXED.value:
+            yield replace(line, result=_PASSES) if outcome == Outcome.FIXED.value else line
 
 
 def _without_fix(report: Report) -> _Fact:

@@ -152,6 +152,7 @@ def failing_report() -> Report:
     )
 
 
+SOURCE = "transformers/models/llama/modeling_llama.py:66"
 PROMOTES, REJECTS = "model.norm", "model.q_proj"
 _WEIGHTS = {"model.embed_tokens": "bfloat16", PROMOTES: "float32", REJECTS: "bfloat16", "lm_head": "bfloat16"}
 
@@ -161,19 +162,19 @@ def _write_weights(writer: TraceWriter, weights: dict[str, str]) -> None:
         writer.write(ParameterNote(n=writer.next_n(), root=0, name=f"{fqn}.weight", dtype=dtype, shape=[8, 8]))
 
 
-def mismatched_run(directory: Path) -> Path:
-    """A norm with float32 weights promotes what a bfloat16 projection then rejects; one fix works, one does not."""
+def mismatched_run(directory: Path, root: int = 0) -> Path:
+    """A norm with float32 weights promotes what a bfloat16 projection then rejects, in the first model or another; one fix works, one does not."""
     names = [("model.embed_tokens", "Embedding"), (PROMOTES, "RMSNorm")]
     writer = write_trace(directory / "before", [names[0]], 1, "bfloat16", climbing)
     _write_weights(writer, _WEIGHTS)
-    writer.write(Flow(n=writer.next_n(), step=1, call=1, phase="forward", root=0, fqn=PROMOTES, cls="RMSNorm", inputs=["bfloat16"], outputs=["float32"],
+    writer.write(Flow(n=writer.next_n(), step=1, call=1, phase="forward", root=root, fqn=PROMOTES, cls="RMSNorm", inputs=["bfloat16"], outputs=["float32"],
                       weights=["float32"]))  # fmt: skip
     operands = [
         TensorNote(id=1, dtype="float32", shape=[2, 8]),
         TensorNote(id=2, dtype="bfloat16", shape=[8, 8], name=f"{REJECTS}.weight", origin="parameter"),
     ]
     writer.write(Op(n=writer.next_n(), step=1, call=1, phase="forward", fqn=REJECTS, op="aten.mm.default", inputs=operands, outputs=[],
-                    error="expected m1 and m2 to have the same dtype"))  # fmt: skip
+                    error="expected m1 and m2 to have the same dtype", root=root))  # fmt: skip
     writer.write(End(n=writer.next_n(), outcome="raised", steps_completed=0))
     writer.close()
     writer = write_trace(directory / "remedy-norm-output-cast", [*names, (REJECTS, "Linear")], 2, "bfloat16", climbing)
@@ -185,7 +186,7 @@ def mismatched_run(directory: Path) -> Path:
 
 def _mismatched_report() -> Report:
     finding = Finding(id="norm-promotes-to-float32", severity=Severity.ERROR, confidence=Confidence.PROVEN, fqn=PROMOTES, op="aten.mm.default",
-                      phase="forward", step=1, dtype="float32", summary="The norm promotes.", cause="Its weight is float32.")  # fmt: skip
+                      phase="forward", step=1, dtype="float32", source=SOURCE, summary="The norm promotes.", cause="Its weight is float32.")  # fmt: skip
     surfaces = replace(finding, id="operand-dtype-mismatch", fqn=REJECTS, consequence_of=finding.id)
     run = RunSummary(label="norm-output-cast", steps_completed=2, steps_planned=2)
     trials = tuple(

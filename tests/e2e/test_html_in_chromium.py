@@ -16,6 +16,7 @@ from run_directories import (
     ORIGIN,
     PROMOTES,
     REJECTS,
+    SOURCE,
     Shape,
     failing_run,
     large_run,
@@ -410,6 +411,51 @@ def test_a_mismatch_is_seen_in_the_dtypes(browser: webdriver.Chrome, tmp_path: P
     assert "aten.mm.default raises" in detail(browser)
     button(browser, "Forward").click()
     assert browser.find_elements(By.CSS_SELECTOR, ".row .heat svg")
+
+
+def test_the_origin_is_in_the_model_that_failed(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """Of two models with the same names the finding blames the one that ran in its step, and so does the link in the verdict."""
+    browser.get(render(mismatched_run(tmp_path / "run", root=1)).as_uri())
+    assert selected(browser).get_attribute("id") == f"module-1:{PROMOTES}"
+    rows(browser)[0].click()
+    browser.execute_script("scrollTo(0, 0)")  # type: ignore[no-untyped-call]
+    browser.find_element(By.CSS_SELECTOR, "#verdict .goto").click()
+    assert selected(browser).get_attribute("id") == f"module-1:{PROMOTES}"
+
+
+def test_a_phone_breaks_names_at_their_joints(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """A long path goes on in the next line behind a slash or dot; what is copied is whole."""
+    with emulated(browser, 390, "light"):
+        browser.get(render(mismatched_run(tmp_path / "run")).as_uri())
+        source = browser.find_element(By.XPATH, "//dt[.='source']/following-sibling::dd[1]/code")
+        assert browser.execute_script("return arguments[0].textContent", source) == SOURCE  # type: ignore[no-untyped-call]
+        lines = browser.execute_script(LINES, source)  # type: ignore[no-untyped-call]
+        assert len(lines) > 1
+        assert all(line.endswith(("/", "_", ".")) for line in lines[:-1]), lines
+        assert not browser.find_elements(By.CSS_SELECTOR, "pre wbr")
+
+
+LINES = """
+const lines = new Map(), range = document.createRange();
+for (const text of [...arguments[0].childNodes].filter((node) => node.nodeType === Node.TEXT_NODE)) {
+  for (let at = 0; at < text.length; at++) {
+    range.setStart(text, at);
+    range.setEnd(text, at + 1);
+    const { bottom } = range.getBoundingClientRect();
+    lines.set(bottom, (lines.get(bottom) || "") + text.data[at]);
+  }
+}
+return [...lines.values()];
+"""
+"""The lines in which the text of an element is shown."""
+
+
+def test_a_red_cell_says_that_it_is_finite(opened: webdriver.Chrome) -> None:
+    """In the legend, and in the tip of the cell."""
+    assert "near the max, finite" in opened.find_element(By.CSS_SELECTOR, ".scale").text
+    red = selected(opened).find_element(By.CSS_SELECTOR, ".heat .l9")
+    webdriver.ActionChains(opened).move_to_element(red).perform()
+    assert "near the max, finite" in opened.find_element(By.CSS_SELECTOR, ".tip").text
 
 
 def test_a_healthy_run_shows_magnitudes_first(browser: webdriver.Chrome, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from report_builders import hostile, mismatch, overflow, plain_text
 
 from dtypedoctor.cli.reported import _next_of_script
@@ -188,6 +189,24 @@ def test_remedies_that_could_not_be_tried_are_not_said_to_fail() -> None:
     edit = Edit(file="train.py", line=3, old="a", new="b")
     report = replace(report, do_this=(Advice(finding="float16-overflow", text="Change it.", edits=(edit,)),))
     assert told() == [("suggested fix", "the edit above, in your own source")]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "suggested"),
+    [
+        ("fixed", "gemma4-mlp-float32-product: Multiplies (the failing call passes with it)"),
+        ("not-fixed", "mlp-clamp: Clamps. Unsafe"),
+        ("not-tried", "gemma4-mlp-float32-product: Multiplies"),
+    ],
+)
+def test_no_fix_is_suggested_that_does_not_fix_the_failing_call(outcome: str, suggested: str) -> None:
+    """Where no run was made with a fix, what became of the call alone decides, and is said."""
+    untried = [replace(t, outcome=Outcome.NOT_TRIED, run=None) for t in (overflow().trials[0], overflow().trials[2])]
+    trials = tuple(replace(t, summary=words) for t, words in zip(untried, ("Multiplies.", "Clamps."), strict=True))
+    finding = replace(overflow().findings[0], remedies=())
+    capsule = {"directory": "capsule", "fixes": [{"fix": trials[0].remedy, "outcome": outcome, "reason": "inf"}]}
+    facts = summary_facts(replace(overflow(), trials=trials, findings=(finding,), capsule=capsule))
+    assert next(plain_text(line) for label, line in facts if label == "suggested fix") == suggested
 
 
 def test_what_to_type_next_is_the_users_own_command() -> None:

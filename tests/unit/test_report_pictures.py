@@ -171,17 +171,28 @@ def lost(step: int, **counts: tuple[int, int]) -> Observed[Updates]:
 def test_lost_updates_have_a_lane_in_percent() -> None:
     """Up to each step that was checked; of several parameters the one that loses most; 100 only where all are lost."""
     trace = TraceBuilder().sample("a", 1.0, step=1).sample("a", 1.0, step=4)
-    trace.add(note("a.weight", "bfloat16"), note("a.bias", "bfloat16"))
-    trace.add(lost(1, a_weight=(1, 2), a_bias=(2, 3)), lost(4, a_weight=(9_999, 10_000)), lost(9, a_weight=(1, 1)))
-    trace.add(lost(2, unknown_weight=(1, 1)))
+    trace.add(note("a.weight", "bfloat16"), note("a.bias", "bfloat16"), note("b.weight", "bfloat16"))
+    trace.add(lost(1, a_weight=(1, 2), a_bias=(2, 3), b_weight=(1, 1)))
+    trace.add(lost(4, a_weight=(9_999, 10_000), a_bias=(1, 2), unknown_weight=(1, 1)))
     picture = picture_of(trace.build(), "baseline")
     (series,) = [s for s in module(picture, "a").series if s.lane == "updates"]
     assert [value for value in series.absmax if not math.isnan(value)] == [66.6, 99.9]
     assert [(line.name, line.lost, line.wanted) for line in module(picture, "a").updates] == [
         ("weight", 9_999, 10_000),
-        ("bias", 2, 3),
+        ("bias", 1, 2),
     ]
+
+
+def test_what_trains_in_the_end_has_lost_no_updates() -> None:
+    """A parameter that is not in the last record has lost less than half; one that no model has is in no module; nor is a step that was not measured."""
+    trace = TraceBuilder().sample("a", 1.0, step=1).sample("a", 1.0, step=4).add(note("a.weight", "bfloat16"))
+    trace.add(lost(1, a_weight=(1, 1)), lost(4, unknown_weight=(1, 1)))
+    picture = picture_of(trace.build(), "baseline")
     assert [m.fqn for m in picture.modules] == ["a"]
+    assert not module(picture, "a").updates
+    assert "updates" not in {s.lane for s in module(picture, "a").series}
+    late = TraceBuilder().sample("a", 1.0, step=1).add(note("a.weight", "bfloat16")).add(lost(9, a_weight=(1, 1)))
+    assert not module(picture_of(late.build(), "baseline"), "a").updates
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ function start(explorer) {
   document.addEventListener("keydown", pageKey);
   for (const button of document.querySelectorAll(".goto")) {
     button.addEventListener("click", () => {
-      const node = find(button.dataset.fqn);
+      const node = blamed.find((one, index) => data.findings[index].fqn === button.dataset.fqn) || find(button.dataset.fqn);
       if (!node) return;
       if (origin && node === origin.node) showOrigin();
       else reveal(node);

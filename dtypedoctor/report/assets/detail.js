@@ -114,7 +114,7 @@ function flowTable(node) {
   const words = (dtypes) => unique(dtypes.map(short)).join(" ") || "–";
   const why = (flow) => (flow[7] ? `${flow[7]} raises` : flow[6]) || (flow[5] ? `under autocast ${flow[5]}` : "–");
   const rows = shownRuns().flatMap((run) => flowsOf(node, run).map((flow) =>
-    [data.runs[run].label, flow[0], `${words(flow[2])} → ${words(flow[4])}`, words(flow[3]), why(flow)]));
+    [data.runs[run].label, flow[0], `${words(flow[2])} → ${words(flow[4])}`, words(flow[3]), breakable(why(flow))]));
   return grid("Dtypes of the module", ["run", "phase", "in → out", "weights", "why"], rows);
 }
 
@@ -136,10 +136,10 @@ function opItem([, phase, step, op, inputs, outputs, source, notes, born]) {
   return make(
     "li",
     { class: born ? "born" : null },
-    make("strong", {}, op),
-    make("span", { class: "dim" }, `  ${phase}, step ${step}${source ? `, ${source}` : ""}`),
+    make("strong", {}, breakable(op)),
+    make("span", { class: "dim" }, breakable(`  ${phase}, step ${step}${source ? `, ${source}` : ""}`)),
     born ? make("div", { class: "born-text" }, "finite operands, non-finite result: originates here") : null,
-    make("div", {}, `${inputs.join(" · ") || "–"}  →  ${outputs.join(" · ") || "–"}`),
+    make("div", {}, breakable(`${inputs.join(" · ") || "–"}  →  ${outputs.join(" · ") || "–"}`)),
     notes.length ? make("div", { class: "dim" }, notes.join("; ")) : null,
   );
 }
@@ -150,15 +150,15 @@ function renderDetail(node) {
   const sources = unique([...told.map((finding) => finding.source), ...ops.map((op) => op[6])].filter(Boolean));
   const run = data.runs[state.left];
   ui.detail.replaceChildren(
-    make("h3", {}, fullName(node), " ", make("a", { class: "anchor", href: `#${encodeURIComponent(rowId(node))}`, "aria-label": "Link to this module" }, "#")),
+    make("h3", {}, breakable(fullName(node)), " ", make("a", { class: "anchor", href: `#${encodeURIComponent(rowId(node))}`, "aria-label": "Link to this module" }, "#")),
     make("p", { class: "dim" }, node.cls || "container"),
-    ...told.map((finding) => make("p", {}, make("span", { class: "tag origin" }, finding.id), " ", finding.summary)),
+    ...told.map((finding) => make("p", {}, make("span", { class: "tag origin" }, finding.id), " ", breakable(finding.summary))),
     ...section("Magnitude over the steps", chart(node)),
     ...section(`Step ${run.columns[state.column] ?? "–"}`, magnitudesNow(node)),
     ...section("Dtypes", flowTable(node)),
     ...section("Updates that rounding loses", updatesTable(node)),
     ...section(`Tensors over the whole run “${run.label}”`, tensorTable(node)),
-    ...section("Source", sources.length ? make("p", {}, make("code", {}, sources.slice(0, 8).join("  "))) : null),
+    ...section("Source", sources.length ? make("p", {}, make("code", {}, breakable(sources.slice(0, 8).join("  ")))) : null),
     ...section(`Ops traced in it (${ops.length})`, ops.length ? make("ol", { class: "ops" }, ops.slice(0, MOST_OPS_SHOWN).map(opItem)) : null),
   );
 }

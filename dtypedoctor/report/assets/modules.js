@@ -66,17 +66,27 @@ function fullName(node) {
   return `model${index[0].split(".").map((number) => `[${number}]`).join("")}${node.fqn.slice(index[0].length)}`;
 }
 
-/** The module of that name, of a longer name that ends in it, or of that class. */
-function find(fqn) {
+const flowsOf = (node, run) => (node.runs[run] ? node.runs[run].w : []);
+const rootOf = (node) => (node.parent ? rootOf(node.parent) : node);
+
+/** The step in which a model last did something new with its dtypes, not after `step`. */
+function lastActive(root, step) {
+  const below = (node) => [node, ...node.children.flatMap(below)];
+  const steps = below(root).flatMap((node) => flowsOf(node, 0).map((flow) => flow[1]));
+  return Math.max(-1, ...steps.filter((one) => one <= step));
+}
+
+/** The module of that name, of a longer name that ends in it, or of that class; where several models have one, that of the model which ran in `step`. */
+function find(fqn, step = Infinity) {
   if (fqn === null || fqn === undefined) return null;
   const tests = [(node) => node.fqn === fqn, (node) => node.fqn.endsWith(`.${fqn}`), (node) => node.cls === fqn];
-  return tests.map((test) => nodes.find(test)).find(Boolean) || null;
+  const found = tests.map((test) => nodes.filter(test)).find((some) => some.length) || [];
+  const active = new Map(found.map((node) => [node, found.length > 1 ? lastActive(rootOf(node), step ?? Infinity) : 0]));
+  return found.find((node) => active.get(node) === Math.max(...active.values())) || null;
 }
 
 /** The modules that the findings blame, in the order of the findings; null where a finding blames none. */
-const blamed = data.findings.map((finding) => find(finding.fqn));
-
-const flowsOf = (node, run) => (node.runs[run] ? node.runs[run].w : []);
+const blamed = data.findings.map((finding) => find(finding.fqn, finding.step));
 const tensorsOf = (node, run) => (node.runs[run] ? node.runs[run].t : []);
 const updatesOf = (node, run) => (node.runs[run] ? node.runs[run].u : []);
 
@@ -219,6 +229,7 @@ function describe(cell) {
   const parts = [finite ? `absmax ${number(cell.a)} in ${cell.d}` : `no finite element, ${cell.d}`];
   if (cell.inf) parts.push(`${count(cell.inf)} inf`);
   if (cell.nan) parts.push(`${count(cell.nan)} NaN`);
+  if (!isBad(cell) && shade(cell) === "l9") parts.push("near the max, finite");
   if (dtype && cell.a > 0 && !isBad(cell)) parts.push(`${Number((100 * cell.a / dtype.max).toPrecision(2))}% of ${cell.d} max, ${number(dtype.max)}`);
   return parts.join(", ");
 }

@@ -18,6 +18,24 @@ function make(tag, attributes, ...children) {
   return element;
 }
 
+/** A text whose long names and paths may be broken behind their dots and slashes, so that no word has to be. */
+function breakable(text) {
+  return text.split(/(?<=[A-Za-z_][./_])(?=\w)/).flatMap((part, index) => (index ? [make("wbr", {}), part] : [part]));
+}
+
+/** Does the same to what the page shows from the beginning, except what is copied or drawn. */
+function breakLongWords() {
+  const texts = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+  const long = [];
+  while (texts.nextNode()) {
+    const { currentNode: text } = texts;
+    if (/\S{20}/.test(text.data) && !text.parentElement.closest("pre, svg, button.copy")) long.push(text);
+  }
+  for (const text of long) text.replaceWith(...breakable(text.data));
+}
+
+breakLongWords();
+
 const unique = (items) => [...new Set(items)];
 
 document.getElementById("theme").addEventListener("click", () => {
