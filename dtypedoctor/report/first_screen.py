@@ -35,7 +35,7 @@ from dtypedoctor.report.run_facts import (
     proven_means,
     where_facts,
 )
-from dtypedoctor.report.text import one_line
+from dtypedoctor.report.text import clipped, one_line
 from dtypedoctor.report.to_terminal import print_document
 
 MOST_LINES, WIDTH = 40, 100
@@ -67,6 +67,8 @@ ROOMS = (
     Room(False, 3, 4, _LONGEST),
     Room(False, 2, 3, _LONGEST),
     Room(False, 1, 2, _LONGEST // 2),
+    Room(False, 0, 2, _LONGEST // 2),
+    Room(False, 0, 1, _LONGEST // 3),
     Room(False, 0, 1, _LONGEST // 5),
 )
 """From much to little: the first one that fits is taken."""
@@ -129,7 +131,7 @@ def _about_finding(report: Report, finding: Finding, room: Room) -> Iterator[tup
     )
     yield (Facts(tuple((label, _short(line, room.longest)) for label, line in facts)),)
     if advice is not None:
-        yield do_this(replace(advice, text=one_line(advice.text, 2 * room.longest)), most=room.edits)
+        yield do_this(replace(advice, text=clipped(advice.text, 2 * room.longest)), most=room.edits)
     if room.excerpt:
         yield where_it_shows(report.excerpts[:1])
     yield tuple(_why(report, finding, room))
@@ -139,7 +141,7 @@ def _about_finding(report: Report, finding: Finding, room: Room) -> Iterator[tup
 
 def _also_found(others: Sequence[Finding], longest: int, most: int) -> tuple[Block, ...]:
     """The first ones with their summaries, of the rest how many there are."""
-    shown = [(named(other.id), f": {one_line(other.summary, longest)}") for other in others[:most]]
+    shown = [(named(other.id), f": {clipped(other.summary, longest)}") for other in others[:most]]
     rest = f"{len(others) - most} more in the full report"
     if not shown:
         return (Paragraph(f"Also found: {rest}."),)
@@ -152,12 +154,12 @@ _PROPOSED = ("suggested fix", "or")
 
 def _why(report: Report, finding: Finding, room: Room) -> Iterator[Block]:
     yield Heading("why")
-    yield Paragraph(one_line(finding.cause, room.longest))
+    yield Paragraph(clipped(finding.cause, room.longest))
     told = [text for text in finding.evidence if not text.startswith(THE_RUN_ENDED)]  # it stands beside "noticed"
     if evidence := told[: room.evidence]:
-        yield Items(tuple(one_line(text, room.longest) for text in evidence))
+        yield Items(tuple(clipped(text, room.longest) for text in evidence))
     if meaning := proven_means(report):
-        yield Paragraph(one_line(meaning, room.longest))
+        yield Paragraph(one_line(meaning, room.longest))  # its end says what the experiment showed
 
 
 def _short(line: Line, left: int) -> Line:
@@ -174,7 +176,7 @@ def _gaps(report: Report) -> Iterator[Block]:
     """What could not be measured: where nothing was found, that is what the verdict leaves open."""
     if report.coverage and not report.findings:
         yield Heading("not covered")
-        yield Items(tuple(one_line(text, _LONGEST) for text in report.coverage[:_MOST_GAPS]))
+        yield Items(tuple(clipped(text, _LONGEST) for text in report.coverage[:_MOST_GAPS]))
 
 
 def _trust(report: Report) -> Iterator[Block]:
@@ -182,6 +184,6 @@ def _trust(report: Report) -> Iterator[Block]:
     if report.expectation:
         yield Paragraph(expectation_line(report))
     if report.observer.bitwise_equal is False:
-        yield Paragraph(one_line(observer_sentence(report.observer), _LONGEST))
+        yield Paragraph(clipped(observer_sentence(report.observer), _LONGEST))
     if measured := measured_sentence(report):
         yield Paragraph(measured, Look.DIM)

@@ -15,21 +15,36 @@ _ASCII = str.maketrans({
 })  # fmt: skip
 _PIECES = re.compile(r"-*[^\s-](?:[^\s-]|-(?![^\W\d_]))*-(?=[^\W\d_])|-*[^\s-](?:[^\s-]|-(?![^\W\d_]))*|\s+|-+")
 """What stays on one line. A hyphen before a digit is a sign, one before a word that of an option."""
-_PARTS = re.compile(r"[^._/]*[._/]+(?=\w)|.+", re.DOTALL)
-"""What dotted names and paths may be broken into."""
+_PARTS = re.compile(r"[^._/]*[._/]+(?=\w)(?!py\b)|.+", re.DOTALL)
+"""What dotted names and paths may be broken into; the name of a file stays with its ending."""
 
 
 def one_line(text: str, limit: int = NAME_LIMIT) -> str:
     """``text`` on one line, with whatever cannot be seen written as an escape (``\\x1b``, ``\\u202e``).
 
     Line breaks, tabs and unusual spaces become single spaces. What is longer than ``limit`` characters loses its middle,
-    because the end of a dotted name says most.
+    because the end of a dotted name says most: whole words where there are some, else characters.
     """
     if not text.isprintable():
         text = _escape(" ".join(text[: 4 * limit + TEXT_LIMIT].split()))
     if len(text) <= limit:
         return text
-    return text[: limit // 2] + "…" + text[len(text) - (limit - limit // 2 - 1) :]
+    half, rest = limit // 2, len(text) - (limit - limit // 2 - 1)
+    begin = text.rfind(" ", half // 3, half + 1)
+    end = _BOUNDARY.search(text, rest - 1, len(text) - half // 3)
+    return text[: min(begin + 1, half) if begin >= 0 else half] + "…" + text[max(end.start(), rest) if end else rest :]
+
+
+_BOUNDARY = re.compile("[ /]")
+
+
+def clipped(text: str, limit: int) -> str:
+    """A sentence on one line; what is longer than ``limit`` characters loses its end, because a word in the middle may turn its meaning."""
+    shown = one_line(text, len(text) * 10)  # an escape has up to ten characters
+    if len(shown) <= limit:
+        return shown
+    end = shown.rfind(" ", limit // 2, limit - 1)
+    return shown[: end if end > 0 else limit - 2] + " …"
 
 
 def paragraphs(text: str, limit: int = TEXT_LIMIT) -> str:

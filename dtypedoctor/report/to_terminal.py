@@ -39,8 +39,9 @@ _STYLES = {
     Look.WARN: "yellow",
     Look.BAD: "bold red",
 }
-_CELL, _BAR, _LABEL = 400, 14, 20
-"""Characters of a cell, of a bar, and of the first cell of a row, up to which it is not folded where there is room."""
+_CELL, _BAR, _SHORT_BAR, _LABEL = 400, 14, 6, 20
+"""Characters of a cell, of a bar, of one in a terminal below 80 columns, and of the first cell of a row, up to which it is not folded where there is
+room."""
 _INDENT, _GAP, _TALLEST = 2, 2, 4
 """Columns in front of what stands in a section, columns between two columns of a table, and the most lines of a cell before a row becomes a block of its own."""
 
@@ -145,7 +146,7 @@ class _Page:
         rows = [[self._cell(line) for line in row] for row in table.rows]
         header = [self._text(title, "dim") for title in table.header]
         widths = _widths([header, *rows] if header else rows, self.width - self._indent)
-        if header and any(_is_too_tall(row, widths) for row in rows):
+        if header and not all(_fits(row, widths) for row in rows):
             for row in rows:
                 self._row_as_block(header, row)
         else:
@@ -154,9 +155,11 @@ class _Page:
             self.line(table.caption, "dim", self._indent)
 
     def _row_as_block(self, header: Sequence[Text], row: Sequence[Text]) -> None:
-        """A row under its first cell, one labelled cell a line."""
-        self._console.print(Padding(row[0], (0, 0, 0, self._indent), expand=False), highlight=False)
-        labelled = [[title, cell] for title, cell in zip(header[1:], row[1:], strict=True) if cell.plain]
+        """A row under its first cell, one labelled cell a line; where that is a mark or nothing, under the second."""
+        lead = 1 if len(row[0].plain) > 1 else 2
+        name = Text(" ").join(cell for cell in row[:lead] if cell.plain)
+        self._console.print(Padding(name, (0, 0, 0, self._indent), expand=False), highlight=False)
+        labelled = [[title, cell] for title, cell in zip(header[lead:], row[lead:], strict=True) if cell.plain]
         self._grid(labelled, indent=self._indent + _INDENT)
 
     def _grid(self, rows: Sequence[Sequence[Text]], header: Sequence[Text] = (), indent: int = 0) -> None:
@@ -182,7 +185,7 @@ class _Page:
 
     def _inline(self, part: Inline, safe: Callable[[str], str]) -> Text:
         if isinstance(part, Bar):
-            return self._text(_bar(part))
+            return self._text(_bar(part, _BAR if self.width >= 80 else _SHORT_BAR))
         text, look = (part.text, part.look) if isinstance(part, Words) else (part, Look.PLAIN)
         return self._text(safe(text), _STYLES.get(look, ""))
 
@@ -192,11 +195,11 @@ class _Page:
         return Text(ascii_only(shown) if self._ascii else shown, style=style, overflow="fold")
 
 
-def _bar(bar: Bar) -> str:
+def _bar(bar: Bar, length: int) -> str:
     if bar.fill is None:
         return ABSENT
-    full = round(bar.fill * _BAR)
-    return f"|{'█' * full}{'░' * (_BAR - full)}|"
+    full = round(bar.fill * length)
+    return f"|{'█' * full}{'░' * (length - full)}|"
 
 
 def _widths(rows: Sequence[Sequence[Text]], room: int) -> list[int]:
@@ -221,8 +224,10 @@ def _longest_word(cell: Text, *, parts: bool) -> int:
     return max((cell_len(word.rstrip()) for word in words(cell.plain, parts=parts)), default=0)
 
 
-def _is_too_tall(row: Sequence[Text], widths: Sequence[int]) -> bool:
-    return any(_lines(cell, width) > _TALLEST for cell, width in zip(row, widths, strict=True))
+def _fits(row: Sequence[Text], widths: Sequence[int]) -> bool:
+    """Whether no cell is too tall and no word of one is broken."""
+    cells = list(zip(row, widths, strict=True))
+    return all(_lines(cell, width) <= _TALLEST and _longest_word(cell, parts=True) <= width for cell, width in cells)
 
 
 def _lines(cell: Text, width: int) -> int:

@@ -11,6 +11,7 @@ from dtypedoctor.report.model import StripRow
 from dtypedoctor.report.text import (
     ascii_only,
     breaks,
+    clipped,
     count,
     duration,
     fill,
@@ -50,6 +51,29 @@ def test_a_long_name_keeps_both_ends() -> None:
     assert one_line(name, 30).startswith("model.xx")
     assert one_line(name, 30).endswith(".down_proj")
     assert len(one_line(name, 30)) == 30
+
+
+@pytest.mark.parametrize("limit", range(20, 60, 3))
+def test_a_sentence_loses_whole_words(limit: int) -> None:
+    """What is left out is shown between two words; a name in the middle of which the cut falls goes as a whole."""
+    sentence = "operators of layers.0.self_attn are not cast by the float16 autocast region around it"
+    cut = one_line(sentence, limit)
+    assert len(cut) <= limit
+    head, tail = cut.split("…")
+    assert sentence.startswith((f"{head} ", head.rstrip() + " "))
+    assert sentence.endswith((f" {tail}", " " + tail.lstrip()))
+
+
+@pytest.mark.parametrize("limit", range(26, 60, 3))
+def test_no_sentence_is_turned_into_its_opposite(limit: int) -> None:
+    """A *not* in the middle is not left out between two words that stay: the end goes."""
+    sentence = "aten.addmm_.default is not cast by the float16 autocast region around it, and so it raises."
+    cut = clipped(sentence, limit)
+    assert len(cut) <= limit
+    assert cut.endswith(" …")
+    assert f"{sentence} ".startswith(cut.removesuffix("…"))
+    assert clipped(sentence, 200) == sentence
+    assert clipped("a\u202eb", limit) == "a\\u202eb"
 
 
 def test_paragraphs_keep_their_lines_and_say_what_is_cut() -> None:

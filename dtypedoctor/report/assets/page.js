@@ -20,7 +20,7 @@ function make(tag, attributes, ...children) {
 
 /** A text whose long names and paths may be broken behind their dots and slashes, so that no word has to be. */
 function breakable(text) {
-  return text.split(/(?<=[A-Za-z_][./_])(?=\w)/).flatMap((part, index) => (index ? [make("wbr", {}), part] : [part]));
+  return text.split(/(?<=[A-Za-z_][./_])(?=\w)(?!py\b)/).flatMap((part, index) => (index ? [make("wbr", {}), part] : [part]));
 }
 
 /** Does the same to what the page shows from the beginning, except what is copied or drawn. */
