@@ -432,7 +432,23 @@ def test_a_phone_breaks_names_at_their_joints(browser: webdriver.Chrome, tmp_pat
         lines = browser.execute_script(LINES, source)  # type: ignore[no-untyped-call]
         assert len(lines) > 1
         assert all(line.endswith(("/", "_", ".")) for line in lines[:-1]), lines
-        assert not browser.find_elements(By.CSS_SELECTOR, "pre wbr")
+
+
+def test_what_is_copied_has_no_breaks(opened: webdriver.Chrome) -> None:
+    """The command is shown in parts and copied whole, and on a phone the button covers nothing of it."""
+    with emulated(opened, 390, "light"):
+        code = opened.find_element(By.CSS_SELECTOR, "#reproduce pre code")
+        assert opened.execute_script("return arguments[0].textContent", code) == "dtypedoctor run climbing.yaml"  # type: ignore[no-untyped-call]
+        for part in opened.find_elements(By.CSS_SELECTOR, ".copyable"):
+            button_of, text = part.find_element(By.TAG_NAME, "button").rect, part.find_element(By.TAG_NAME, "pre").rect
+            assert button_of["y"] + button_of["height"] <= text["y"]
+
+
+def test_a_number_is_not_broken_at_its_hyphen(opened: webdriver.Chrome) -> None:
+    """In the panel of a module, where lines are short."""
+    button(opened, "Backward").click()
+    whole = [part.text for part in opened.find_elements(By.CSS_SELECTOR, ".detail .whole")]
+    assert "3e-41%" in whole
 
 
 LINES = """

@@ -106,7 +106,7 @@ function legendEntry(run) {
 function magnitudesNow(node) {
   const entries = shownRuns().flatMap((run) => lanes.map((lane) => ({ run, lane, cell: ownCells(node, run, lane.index)[state.column] })));
   const items = entries.filter((entry) => entry.cell).map(({ run, lane, cell }) =>
-    make("li", {}, make("strong", {}, `${data.runs[run].label}, ${lane.title.toLowerCase()}: `), describe(cell)));
+    make("li", {}, make("strong", {}, `${data.runs[run].label}, ${lane.title.toLowerCase()}: `), breakable(describe(cell))));
   return items.length ? make("ul", {}, items) : null;
 }
 
@@ -121,14 +121,14 @@ function flowTable(node) {
 function tensorTable(node) {
   const rows = tensorsOf(node, state.left).map(([what, phase, dtype, shape, absmax, nan, inf]) => {
     const largest = [number(absmax), inf ? `${count(inf)} inf` : null, nan ? `${count(nan)} NaN` : null].filter(Boolean).join(", ");
-    return [what, phase, short(dtype), shape.join("×") || "scalar", largest];
+    return [what, phase, short(dtype), shape.join("×") || "scalar", breakable(largest)];
   });
   return grid("Tensors of the module", ["tensor", "phase", "dtype", "shape", "largest"], rows);
 }
 
 function updatesTable(node) {
   const rows = shownRuns().flatMap((run) => updatesOf(node, run).map(([name, dtype, lost, of, percent, update, absmax]) =>
-    [data.runs[run].label, name, short(dtype), `${percent}% (${count(lost)} of ${count(of)})`, number(update), number(absmax)]));
+    [data.runs[run].label, name, short(dtype), `${percent}% (${count(lost)} of ${count(of)})`, breakable(number(update)), breakable(number(absmax))]));
   return grid("Lost updates of the module", ["run", "parameter", "dtype", "lost", "largest update in float32", "largest weight"], rows);
 }
 

@@ -18,18 +18,22 @@ function make(tag, attributes, ...children) {
   return element;
 }
 
+/** Numbers such as 2e-5 and options such as --rerun: a hyphen in them ends no line. */
+const WHOLE = /(\d[\d.]*e-\d+%?|--[a-z]+)/;
+
 /** A text whose long names and paths may be broken behind their dots and slashes, so that no word has to be. */
 function breakable(text) {
-  return text.split(/(?<=[A-Za-z_][./_])(?=\w)(?!py\b)/).flatMap((part, index) => (index ? [make("wbr", {}), part] : [part]));
+  const joints = (part) => part.split(/(?<=[A-Za-z_][./_])(?=\w)(?!py\b)/).flatMap((piece, index) => (index ? [make("wbr", {}), piece] : [piece]));
+  return text.split(WHOLE).flatMap((part, index) => (index % 2 ? [make("span", { class: "whole" }, part)] : joints(part)));
 }
 
-/** Does the same to what the page shows from the beginning, except what is copied or drawn. */
+/** Does the same to what the page shows from the beginning; what is copied stays as it is. */
 function breakLongWords() {
   const texts = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
   const long = [];
   while (texts.nextNode()) {
     const { currentNode: text } = texts;
-    if (/\S{20}/.test(text.data) && !text.parentElement.closest("pre, svg, button.copy")) long.push(text);
+    if ((/\S{20}/.test(text.data) || WHOLE.test(text.data)) && !text.parentElement.closest(".asis, svg")) long.push(text);
   }
   for (const text of long) text.replaceWith(...breakable(text.data));
 }
