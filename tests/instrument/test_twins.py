@@ -8,6 +8,7 @@ from weakref import ref
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from watched import watched
 
@@ -285,6 +286,47 @@ def test_an_adapter_that_has_been_trained_makes_other_weights(tmp_path: Path, *,
     if trained:
         nn.init.normal_(policy.head.lora_B["default"].weight)
     assert bool(findings(tmp_path, lambda: train(policy, reference))) is not trained
+
+
+def adapted(dtype: torch.dtype, scale: float = 0.3) -> tuple[nn.Module, nn.Module]:
+    """A policy with peft's adapters on its head, which have been trained before, and the same with them merged in float32."""
+    policy = get_peft_model(Speaker(), LoraConfig(r=2, target_modules=["head", "body.0"]))
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=scale, generator=torch.Generator().manual_seed(2))
+        elif "lora_" not in name:
+            parameter.data = parameter.data.to(HALF).float()  # as a checkpoint in bfloat16 has them
+    merged = copy.deepcopy(policy).merge_and_unload()
+    for name, parameter in policy.named_parameters():
+        parameter.data = parameter.data if "lora_" in name else parameter.data.to(dtype)
+    return policy, merged
+
+
+@pytest.mark.parametrize(("dtype", "other"), [(torch.float32, HALF), (HALF, torch.float32)], ids=str)
+def test_a_reference_with_the_policys_adapters_merged_in_another_dtype_is_proven(
+    tmp_path: Path, dtype: torch.dtype, other: torch.dtype
+) -> None:
+    """The policy, called again with its adapters merged in the dtype of the reference, outputs the same; it is not changed by that."""
+    policy, merged = adapted(dtype)
+    before = copy.deepcopy(policy.state_dict())
+    (found,) = findings(tmp_path, lambda: train(policy, merged.to(other), after=lambda: policy.load_state_dict(before)))
+    assert (found.confidence, found.severity, found.step) == ("proven", Severity.WARNING, 1)
+    assert "with its adapters merged" in " ".join(found.evidence)
+
+
+@pytest.mark.parametrize(
+    "case", ["the same dtype", "both in float32", "other adapters", "small adapters, and more training"]
+)
+def test_merged_references_that_are_as_they_should_be(tmp_path: Path, case: str) -> None:
+    """What merging rounds in one dtype, and the adapters of another training, are no finding."""
+    policy, merged = adapted(torch.float32 if case == "both in float32" else HALF)
+    if case == "the same dtype":
+        merged.to(HALF)
+    elif case == "other adapters":
+        merged = adapted(HALF, scale=0.2)[1]
+    elif case.startswith("small"):
+        merged = adapted(HALF, scale=1e-4)[1]
+    assert findings(tmp_path, lambda: train(policy, merged)) == ()
 
 
 def test_nothing_is_kept_of_models_that_are_gone_or_have_been_compared(tmp_path: Path) -> None:

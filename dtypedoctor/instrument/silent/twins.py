@@ -7,7 +7,7 @@ differ although their weights are the same, the wider one is called once more in
 import math
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import field
 from threading import get_ident
@@ -23,6 +23,7 @@ from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import bytes_of, fits
 from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.merging import added_by_adapters
 from dtypedoctor.instrument.silent.policies import is_random
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
@@ -222,9 +223,12 @@ class TwinCheck:
 
     def _tell(self, ours: Asked, theirs: Asked, gaps: Tensor) -> None:
         trainer, generator = ours.model(), theirs.model()
-        if trainer is None or generator is None or not _same_weights(trainer, generator):
+        if trainer is None or generator is None:
             return
-        moved, apart = self._in_one_dtype(ours, theirs)
+        merged = not _same_weights(trainer, generator)
+        if merged and not _is_merged(*_adapted_first(trainer, generator)):
+            return
+        moved, apart = self._in_one_dtype(ours, theirs, merged=merged)
         compared = Twins(
             trainer=_number(self._names, trainer),
             generator=_number(self._names, generator),
@@ -239,23 +243,28 @@ class TwinCheck:
             generator_autocast=theirs.autocast,
             moved=moved,
             apart=apart,
+            merged=merged,
         )
         self._session.once(compared, (compared.trainer, compared.generator))
         self._found.append(_Found(ours.model, theirs.model, self._position.step, versions_of(generator)))
 
-    def _in_one_dtype(self, ours: Asked, theirs: Asked) -> tuple[float, float] | tuple[None, None]:
-        """How far the wider model's log-probabilities move in the other's dtype, and how far they are from the other's then; nothing where that
-        cannot be measured."""
-        wide, narrow = sorted((ours, theirs), key=lambda call: (-_width(call), not call.repeatable))
-        model, other = wide.model(), narrow.model()
-        if model is None or other is None or not wide.repeatable:
+    def _in_one_dtype(self, ours: Asked, theirs: Asked, *, merged: bool) -> tuple[float, float] | tuple[None, None]:
+        """How far one model's log-probabilities move in the other's dtype, and how far they are from the other's then; nothing where that cannot be
+        measured. It is the wider one; of a model with adapters and one that has them ``merged``, the former with its own merged."""
+        again, kept = sorted((ours, theirs), key=lambda call: (-_width(call), not call.repeatable))
+        model, other = again.model(), kept.model()
+        if model is None or other is None:
             return None, None
-        weights = _in_the_dtypes_of(model, other)
-        if weights is None or (not weights and wide.autocast == narrow.autocast):
+        if merged and not _second_factors(model):
+            again, kept, model, other = kept, again, other, model
+        if not again.repeatable:
+            return None, None
+        weights = _in_the_dtypes_of(model, other, merged=merged)
+        if weights is None or (not weights and again.autocast == kept.autocast):
             return None, None  # what differs is inside of the call
-        as_it_is = made_again(self._session, model, wide, {}, wide.autocast)
-        in_its_dtype = made_again(self._session, model, wide, weights, narrow.autocast)
-        moved, apart = _largest_gap(as_it_is, in_its_dtype), _largest_gap(in_its_dtype, narrow)
+        as_it_is = made_again(self._session, model, again, {}, again.autocast)
+        in_its_dtype = made_again(self._session, model, again, weights, kept.autocast)
+        moved, apart = _largest_gap(as_it_is, in_its_dtype), _largest_gap(in_its_dtype, kept)
         return (None, None) if moved is None or apart is None else (moved, apart)
 
     def _look_whether_moved(self, module: nn.Module) -> None:
@@ -499,6 +508,36 @@ def _second_factors(model: nn.Module) -> dict[str, Tensor]:
     return {_SECOND_FACTOR.sub("lora_B", _plain(name)): weight for name, weight in found}
 
 
+def _adapted_first(one: nn.Module, other: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The model that has adapters, if only one has."""
+    return (one, other) if _second_factors(one) else (other, one)
+
+
+def _is_merged(adapted: nn.Module, plain: nn.Module) -> bool:
+    """Whether the weights of ``plain`` are those of ``adapted`` with its adapters added, but for rounding; judged by a few elements of each."""
+    ours, theirs = _weights(adapted), _weights(plain)
+    if ours.keys() != theirs.keys() or _second_factors(plain):
+        return False
+    if not all(measurable(weight) for weights in (ours, theirs) for weight in weights.values()):
+        return False
+    sums = {}
+    for name, added in added_by_adapters(adapted):
+        weight = _plain(f"{name}.weight")
+        if weight in ours:
+            sums[weight] = _is_sum(_few(ours[weight]), _few(added), _few(theirs[weight]))
+    rest = [_is_rounded(_few(ours[name]), _few(theirs[name]), exactly=False) for name in ours.keys() - sums.keys()]
+    moved = any(bool(differs) for _, differs in sums.values())
+    return moved and all(bool(same) for same in (*rest, *(same for same, _ in sums.values())))
+
+
+def _is_sum(base: Tensor, added: Tensor, merged: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a piece of a weight is the sum of two, but for rounding each; and whether it is another than the first alone."""
+    eps = max(torch.finfo(base.dtype).eps, torch.finfo(merged.dtype).eps)
+    base, added, merged = (few.float().to(base.device) for few in (base, added, merged))
+    close = 2 * eps * (base.abs() + added.abs())
+    return ((base + added - merged).abs() <= close).all(), ((base - merged).abs() > close).any()
+
+
 def _few(parameter: Tensor) -> Tensor:
     flat = parameter.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS]
@@ -509,11 +548,20 @@ def versions_of(model: nn.Module) -> int:
     return sum(version_of(parameter) + parameter.data_ptr() for parameter in model.parameters())
 
 
-def _in_the_dtypes_of(model: nn.Module, other: nn.Module) -> dict[str, Tensor] | None:
-    """The parameters and buffers of ``model`` that have another dtype than those of ``other``, cast to it; None where that takes too much memory."""
+def _in_the_dtypes_of(model: nn.Module, other: nn.Module, *, merged: bool) -> dict[str, Tensor] | None:
+    """The parameters and buffers of ``model`` that have another dtype than those of ``other``, cast to it, or with adapters ``merged`` before; None where
+    that takes too much memory."""
     wanted = {_plain(name): tensor.dtype for name, tensor in _state(other)}
     narrow = main_parameter(other).dtype
-    return _cast(model, {name: wanted.get(_plain(name), narrow) for name, _ in _state(model)})
+    dtypes = {name: wanted.get(_plain(name), narrow) for name, _ in _state(model)}
+    added = {f"{layer}.base_layer.weight": what for layer, what in added_by_adapters(model)} if merged else {}
+    weights = _cast(model, dtypes, anew=added)
+    if weights is None or not merged:
+        return weights
+    parameters = dict(model.named_parameters())
+    weights |= {name: parameters[name].detach().float().add(what).to(dtypes[name]) for name, what in added.items()}
+    factors = (name for name in parameters if _SECOND_FACTOR.search(name))
+    return weights | {name: torch.zeros_like(parameters[name], dtype=dtypes[name]) for name in factors}
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor] | None:
@@ -521,10 +569,10 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor] | None:
     return _cast(model, {name: dtype for name, _ in _state(model)})
 
 
-def _cast(model: nn.Module, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor] | None:
+def _cast(model: nn.Module, dtypes: dict[str, torch.dtype], anew: Container[str] = ()) -> dict[str, Tensor] | None:
     casts: dict[str, Tensor] = {}
     for name, tensor in _state(model):
-        if tensor.is_floating_point() and tensor.dtype is not dtypes[name]:
+        if tensor.is_floating_point() and (tensor.dtype is not dtypes[name] or name in anew):
             casts[name] = tensor.detach()
     if not fits(sum(t.numel() * dtypes[name].itemsize for name, t in casts.items()), main_parameter(model).device):
         return None

@@ -65,6 +65,8 @@ def _of_two_models(trace: Trace) -> Finding | None:
 
 
 def _is_made_by_the_dtype(what: Twins, ways: tuple[str, str]) -> bool:
+    if what.merged and ways[0] == ways[1]:  # what merging rounds
+        return False
     if what.moved is None or what.apart is None:  # not called again
         return not what.dropout and what.largest_gap > GAP and ways[0] != ways[1]
     gone = what.dropout or what.apart <= max(WHAT_IS_LEFT * what.largest_gap, SAME)
@@ -95,9 +97,12 @@ def _twins(seen: Observed[Twins], ways: tuple[str, str]) -> Finding:
     called_again: tuple[str, ...] = ()
     proof = None
     if what.moved is not None:
-        called_again = (
-            f"The wider of the two, called again in {_narrow(what)}: its log-probabilities move by up to {what.moved:.3g}.",
-        )
+        again = f"The wider of the two, called again in {_narrow(what)}"
+        if what.merged:
+            again = (
+                "The one with adapters, called again with these merged in float32 and everything in the other's dtype"
+            )
+        called_again = (f"{again}: its log-probabilities move by up to {what.moved:.3g}.",)
         proof = (
             None if what.dropout else f"called again in one dtype, the two are within {what.apart:.2g} of each other"
         )
@@ -117,7 +122,7 @@ def _twins(seen: Observed[Twins], ways: tuple[str, str]) -> Finding:
         evidence=(
             f"{what.rows:,} log-probabilities of the same {tokens}: largest difference {what.largest_gap:.3g}, mean {what.mean_gap:.3g}.",
             *called_again,
-            f"The weights of one equal those of the other, rounded to the narrower dtype; {random}.",
+            f"The weights of one equal those of the other{', with its adapters merged' * what.merged}, rounded to the narrower dtype; {random}.",
         ),
     )
     return make_finding(statement, phase=seen.phase, step=seen.step, dtype=_narrow(what))

@@ -153,6 +153,7 @@ class Twins:
         trainer_autocast, generator_autocast: dtype of the autocast region that the call was made in.
         moved: how far log-probabilities of the wider one move in the dtype of the other, without dropout; None where it could not be called again.
         apart: largest difference between the two that is left then.
+        merged: whether the weights of one are those of the other with its adapters added; then the one with adapters was called again, with them merged.
     """
 
     KIND: ClassVar[str] = "twins"
@@ -170,6 +171,7 @@ class Twins:
     generator_autocast: str | None = None
     moved: float | None = None
     apart: float | None = None
+    merged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
