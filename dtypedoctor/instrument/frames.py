@@ -58,11 +58,14 @@ def line_of(frame: FrameType | None) -> Line | None:
     return None if frame is None else Line(frame.f_code, frame.f_globals.get("__name__", ""), frame.f_lineno)
 
 
+def is_users(module: str) -> bool:
+    """Whether a module is neither torch's nor the doctor's."""
+    return module != "torch" and not module.startswith(_NOT_THE_USERS)
+
+
 def _users(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        whose = module != "torch" and not module.startswith(_NOT_THE_USERS)
-        if whose and frame.f_code.co_name not in _PASSING_ON:
+        if is_users(frame.f_globals.get("__name__", "")) and frame.f_code.co_name not in _PASSING_ON:
             return frame
         frame = frame.f_back
     return None

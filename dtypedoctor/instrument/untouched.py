@@ -159,7 +159,10 @@ class KeptMemory(OperatorMode):
         if self._bytes > MAX_BYTES:
             self._give_up(f"it writes to more than {MAX_BYTES >> 20:,} MiB of memory that was there before")
             return
-        with torch.no_grad():
+        with (
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+        ):  # what is made in inference mode cannot be written outside of it
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             self._storages[key] = (whole, whole.clone())
 

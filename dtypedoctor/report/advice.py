@@ -33,6 +33,9 @@ def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
             text, code = (_filled(part, scene) for part in spec.partly_frozen)
             yield Advice(finding=finding.id, text=text, code=code)
             continue
+        if spec.instead is not None and (text := spec.instead(finding)):
+            yield Advice(finding=finding.id, text=text)
+            continue
         edits, remark = edits_for(scene, spec.edits) if own_files else ((), "")
         text = f"{_text(spec, scene)} {_filled(remark, scene)}".rstrip()
         text += _covers(edits, shown) + _scaler_left(spec, scene, edits)

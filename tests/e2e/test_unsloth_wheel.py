@@ -136,8 +136,12 @@ def test_decoding_with_stale_adapters_is_found_by_one_run(tmp_path: Path) -> Non
     program, release = REAL / "programs" / "unsloth_grpo.py", released("unsloth", LAST_WITH_THE_DEFECT)
     done = forked("exec", "--out", tmp_path / "run", program, release, "4", cwd=tmp_path, **ALONE)
     assert done.code == 10, done.err
-    [found] = report_of(tmp_path / "run")["findings"]
-    assert (found["id"], found["phase"], found["step"]) == ("logprob-gap", "generate", 2)
+    report = report_of(tmp_path / "run")
+    [found], [advice] = report["findings"], report["do_this"]
+    assert (found["id"], found["phase"], found["step"], found["confidence"]) == ("logprob-gap", "generate", 2, "proven")
+    assert found["source"] == "unsloth/kernels/utils.py:978"
+    assert found["fqn"].endswith("layers.0.self_attn.q_proj.lora_A.default")
+    assert (found["source"] in advice["text"], advice["edits"]) == (True, [])
 
 
 def test_untreated_a_state_of_another_dtype_raises_or_gives_wrong_weights_in_silence() -> None:

@@ -1,5 +1,7 @@
 """Tokens that a model has generated, and gets back all at once: rounding is no finding, a path of its own with other weights is."""
 
+import linecache
+import re
 from collections.abc import Callable
 from pathlib import Path
 from weakref import ref
@@ -11,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.instrument.instruments import Instruments
 from dtypedoctor.instrument.silent.decoding import _Generation
@@ -86,10 +89,40 @@ def gaps(trace: Trace) -> list[Finding]:
 
 
 def test_a_decode_path_that_keeps_a_copy_of_the_adapters_is_found_once_they_are_trained(tmp_path: Path) -> None:
-    """In step 1 the copy is right; float32 says how much of the difference rounding makes."""
-    (found,) = gaps(watched(tmp_path, grpo(llama(fresh=False))))
-    assert (found.phase, found.step in (2, 4), found.confidence) == ("generate", True, "likely")
+    """In step 1 the copy is right; float32 says how much of the difference rounding makes, and decoding again with the copies made anew what they make."""
+    model = llama(fresh=False)
+    (found,) = gaps(watched(tmp_path, grpo(model)))
+    assert (found.phase, found.step in (2, 4), found.confidence) == ("generate", True, "proven")
     assert any("float32" in line for line in found.evidence)
+    assert found.fqn == "model.layers.0.mlp.up_proj"
+    assert re.fullmatch(r"(\w+/)*test_decoding.py:\d+", found.source)
+    assert "self.copies = " in linecache.getline(__file__, int(found.source.rpartition(":")[2]))
+    assert found.source in spec_of("logprob-gap").instead(found)
+
+
+def test_stale_copies_that_decoding_does_not_take_are_not_the_reason(tmp_path: Path) -> None:
+    """The finding names no module and no line, and is not proven."""
+    model = llama(fresh=False)
+    for layer in model.model.layers:
+        decoded = layer.mlp.up_proj
+        layer.mlp.gate_proj.old = layer.mlp.gate_proj.weight.detach() * 0.5
+        decoded.forward = through_closure(decoded)
+    (found,) = gaps(watched(tmp_path, grpo(model)))
+    assert (found.fqn, found.source, found.confidence) == (None, None, "likely")
+    assert "after each optimizer step" in spec_of("logprob-gap").instead(found)
+
+
+def through_closure(layer: KeepsItsCopy) -> Callable[[Tensor], Tensor]:
+    """Its ``forward``, with the copies where no attribute holds them."""
+    kept: list[Tensor] = []
+
+    def forward(x: Tensor) -> Tensor:
+        if x.shape[1] == 1 and not kept:
+            kept.extend(weight.detach().to(x.dtype, copy=True) for weight in (layer.low, layer.high))
+        low, high = kept if x.shape[1] == 1 else (layer.low.to(x.dtype), layer.high.to(x.dtype))
+        return layer.base(x) + x @ low.T @ high.T
+
+    return forward
 
 
 HEALTHY = {
@@ -145,7 +178,7 @@ def test_texts_that_are_not_sampled_row_by_row_are_not_followed(tmp_path: Path, 
 def test_what_is_kept_of_a_call_is_small_and_its_tokens_need_no_score() -> None:
     """Scores of all positions can be freed; on CUDA a token beyond them would end the program."""
     scores = torch.randn(2, 500, 8)
-    generation = _Generation(ref(nn.Identity()), 0, (), 1.0, [torch.zeros(2, 3)], torch.ones(2, 3), scores[:, -1])
+    generation = _Generation(ref(nn.Identity()), 0, (), None, 1.0, [torch.zeros(2, 3)], torch.ones(2, 3), scores[:, -1])
     generation.add(torch.tensor([7, 8]), scores[:, -1])
     plain, cooled = generation.said[0]
     assert plain.isfinite().tolist() == cooled.isfinite().tolist() == [True, False]

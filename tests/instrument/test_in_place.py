@@ -554,6 +554,18 @@ def test_memory_that_was_written_to_is_put_back_with_its_version() -> None:
     assert base._version == 0
 
 
+def test_memory_that_was_written_to_in_inference_mode_is_put_back() -> None:
+    """As kernels do whose functions are in inference mode, with buffers that they have made there."""
+    with torch.inference_mode():
+        buffer = torch.arange(3.0)
+    other, memory = torch.arange(3.0), KeptMemory()
+    with memory, torch.inference_mode():
+        buffer.mul_(2)
+        other.mul_(2)
+    memory.restore()
+    assert (buffer.tolist(), other.tolist()) == ([0.0, 1.0, 2.0], [0.0, 1.0, 2.0])
+
+
 def test_an_operator_of_several_ranks_is_not_run_again(tmp_path: Path) -> None:
     """Also one of a library's own, of symmetric memory or of DTensor: they are known by the ranks that they are told."""
     calls: list[str] = []

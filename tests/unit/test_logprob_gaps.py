@@ -7,9 +7,9 @@ import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
-from dtypedoctor.rules.silent.logprob_gap import detect_gap
+from dtypedoctor.rules.silent.logprob_gap import SPEC, detect_gap
 from dtypedoctor.trace.events import Observed
-from dtypedoctor.trace.records.silent import DecodedTokens, RoundedLogprobs, Twins
+from dtypedoctor.trace.records.silent import DecodedTokens, RoundedLogprobs, Twins, UpdatedCopies
 
 TWINS = Twins(
     trainer=0, generator=1, trainer_dtype="float32", generator_dtype="bfloat16", rows=64, choices=1, largest_gap=0.05,
@@ -82,6 +82,28 @@ def test_decoded_tokens_are_likely_wrong_where_something_was_there_to_compare_wi
     assert (one.phase, one.step, one.dtype, one.confidence) == ("generate", 3, "bfloat16", confidence)
     assert any(line.startswith("Rounding makes") for line in one.evidence) is (rounding is not None)
     assert any(line.startswith("In an earlier step") for line in one.evidence) is (before is not None)
+
+
+@pytest.mark.parametrize("stored_at", ["library/kernels.py:7", None])
+def test_stale_copies_that_make_the_difference_are_named_with_what_to_do(stored_at: str | None) -> None:
+    """Which no dtype is; where several files keep a copy of that name there is no line."""
+    copies = UpdatedCopies(
+        number=2, module="q.lora_A", attribute="_fast", stored_at=stored_at, before=0.09, after=0.002
+    )
+    (one,) = found(changed(DECODED, copies=copies))
+    assert (one.fqn, one.source, one.confidence) == ("q.lora_A", stored_at, Confidence.PROVEN)
+    assert "0.09 off on average, and 0.002 with the copies made anew" in one.proven_by
+    assert (str(stored_at) in SPEC.instead(one)) is (stored_at is not None)
+    (other,) = found(DECODED)
+    assert "after each optimizer step" in SPEC.instead(other) != SPEC.instead(one)
+    assert not SPEC.instead(found(TWINS)[0])
+
+
+def test_adapters_that_are_merged_in_one_dtype_are_no_finding() -> None:
+    """The rounding of the merge is not made by two dtypes."""
+    (one,) = found(changed(TWINS, merged=True))
+    assert "merged in float32" in " ".join(one.evidence)
+    assert not found(changed(TWINS, merged=True, generator_dtype="float32"))
 
 
 def test_two_models_in_two_dtypes_explain_decoded_tokens_too() -> None:

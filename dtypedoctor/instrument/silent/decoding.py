@@ -5,6 +5,7 @@ changed. Rounding makes them differ a little; how much is measured by the same c
 kernel for single tokens with weights of its own, say.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
@@ -17,8 +18,10 @@ from dtypedoctor.dtypes import HALF
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.policies import is_random
-from dtypedoctor.instrument.silent.twins import Asked, in_dtype, made_again, main_parameter
-from dtypedoctor.trace.records.silent import DecodedTokens
+from dtypedoctor.instrument.silent.stale_copies import line_that_stores, stale_copies, updated
+from dtypedoctor.instrument.silent.twins import Asked, beside, in_dtype, made_again, main_parameter
+from dtypedoctor.interruptions import contained
+from dtypedoctor.trace.records.silent import DecodedTokens, UpdatedCopies
 from dtypedoctor.values import dataclass
 
 __all__ = ["DecodingCheck"]
@@ -49,7 +52,7 @@ class _Generation:
 
     Attributes:
         model: whose ``forward`` generates.
-        versions, adapters: of its weights, and which of its adapters are in use.
+        versions, adapters, autocast: of its weights, which of its adapters are in use, and the region that it generates in.
         temperature: of sampling.
         tokens: prompt and generated tokens, a tensor (rows, 1 or more) for each call.
         mask: which tokens of the prompt count.
@@ -61,6 +64,7 @@ class _Generation:
     model: ReferenceType[nn.Module]
     versions: int
     adapters: tuple[Any, ...]
+    autocast: str | None
     temperature: float
     tokens: list[Tensor]
     mask: Tensor
@@ -150,7 +154,7 @@ class DecodingCheck:
         if len(self._generations) >= GENERATIONS or any(map(is_random, module.modules())):
             return
         self._open = _Generation(
-            ref(module), call.versions, _adapters(module), self._temperature, [tokens.clone()], call.mask[:ROWS].clone(), scores.clone()
+            ref(module), call.versions, _adapters(module), call.autocast, self._temperature, [tokens.clone()], call.mask[:ROWS].clone(), scores.clone()
         )  # fmt: skip
         self._generations.append(self._open)
 
@@ -187,7 +191,8 @@ class DecodingCheck:
             return
         if random and at_once is not None:
             gap = _gap(generation, at_once, pairs)
-        if gap is None or float(gap.mean()) <= max(SUSPICIOUS[half], self._at_most(rounding)):
+        at_most = max(SUSPICIOUS[half], self._at_most(rounding))
+        if gap is None or float(gap.mean()) <= at_most:
             return
         self._over = True
         place = self._names.find(module)
@@ -200,8 +205,50 @@ class DecodingCheck:
             rounding=rounding,
             before=self._before,
             random=random,
+            copies=self._updated(module, at_once or call, pairs, generation, at_most),
         )
         self._session.once(found, found.model, fqn="")
+
+    def _updated(
+        self, module: nn.Module, call: Asked, pairs: "list[_Pair]", generation: _Generation, at_most: float
+    ) -> UpdatedCopies | None:
+        """Stale copies of weights that make the difference: tokens decoded again show it, and with the copies updated they do not."""
+        copies = stale_copies(module)
+        before = self._decoded_again(module, call, pairs, generation) if copies else None
+        if before is None or before <= at_most:
+            return None
+        with updated(copies):
+            after = self._decoded_again(module, call, pairs, generation)
+        if after is None or after > at_most:
+            return None
+        first = copies[0]
+        return UpdatedCopies(
+            number=len(copies),
+            module=first.module,
+            attribute=first.attribute,
+            stored_at=line_that_stores(first),
+            before=before,
+            after=after,
+        )
+
+    def _decoded_again(
+        self, module: nn.Module, call: Asked, pairs: "list[_Pair]", generation: _Generation
+    ) -> float | None:
+        """Mean difference between a call and the tokens of one of its rows, decoded one at a time; None where that cannot be had."""
+        [(row, _)] = Counter(row for _, _, row, _ in pairs).most_common(1)
+        chosen = [pair for pair in pairs if pair[2] == row]
+        columns = [column for *_, column in chosen]
+        several = min(len(generation.mask), 2)  # a single text may have kernels of its own
+        tokens = call.question[row].expand(several, -1)
+        said = []
+        with contained(), beside(self._session, module, call, generation.autocast):
+            answer = module(input_ids=tokens[:, : columns[0]], use_cache=True)
+            for column in columns[:-1]:
+                cache = answer.past_key_values
+                answer = module(input_ids=tokens[:, column : column + 1], past_key_values=cache, use_cache=True)
+                said.append(answer.logits[0, -1].float().log_softmax(-1)[tokens[0, column + 1]])
+        now = _of_call(call, chosen[1:])
+        return float((torch.stack(said) - now).abs().mean()) if now is not None and 0 < len(said) == len(now) else None
 
     def _at_most(self, rounding: float | None) -> float:
         """Mean difference of log-probabilities up to which rounding may be the reason."""

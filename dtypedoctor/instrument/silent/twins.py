@@ -31,7 +31,7 @@ from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import MovedTwin, Twins
 from dtypedoctor.values import dataclass
 
-__all__ = ["Asked", "TwinCheck", "in_dtype", "made_again", "main_parameter", "question_of", "versions_of"]
+__all__ = ["Asked", "TwinCheck", "beside", "in_dtype", "made_again", "main_parameter", "question_of", "versions_of"]
 
 DISTRIBUTIONS = 64
 """Distributions of a call that are kept for comparison."""
@@ -589,12 +589,7 @@ def made_again(
 ) -> Asked | None:
     """The call once more, without gradients and dropout, with other ``weights`` and in another region; None where it cannot be made."""
     question = result = None
-    with (
-        contained(),
-        _nothing_changes(session, model, call),
-        _evaluating(model),
-        _region(call.question.device.type, autocast),
-    ):
+    with contained(), beside(session, model, call, autocast):
         question = question_of(call.args, call.kwargs)
         answer = torch.func.functional_call(model, weights, call.args, call.kwargs)
         result = _output(answer, question) if question is not None else None
@@ -602,6 +597,13 @@ def made_again(
         return None
     counted = _counted_tokens(call.kwargs.get("attention_mask"), question)
     return Asked(call.model, (), {}, False, question, counted, result.detach(), False, autocast, call.versions)
+
+
+@contextmanager
+def beside(session: Session, model: nn.Module, call: Asked, autocast: str | None) -> Iterator[None]:
+    """Inside, calls of ``model``, of which ``call`` is one, leave the program as it was; they are made without dropout and in another region."""
+    with _nothing_changes(session, model, call), _evaluating(model), _region(call.question.device.type, autocast):
+        yield
 
 
 @contextmanager

@@ -10,6 +10,20 @@ from dtypedoctor.trace.events import Flow, Metric, Observed
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.silent import DecodedTokens, FirstRatio, MovedTwin, RoundedLogprobs, Twins
 
+
+def _of_decoding(finding: Finding) -> str:
+    """What to change where decoding goes another way, which no dtype mends."""
+    if finding.phase != "generate" or finding.dtype is None:
+        return ""
+    if finding.proven_by is None:
+        return (
+            "Find what decoding keeps from step to step (casts or merged copies of weights, a cache) and make it anew after each optimizer step, or generate by the "
+            "code that the model is trained with."
+        )
+    where = f" at {finding.source}" if finding.source else ""
+    return f"Make the copies{where} anew after each optimizer step, or cast the weights at each use."
+
+
 SPEC = FindingSpec(
     id="logprob-gap",
     title="Generator and trainer give different log-probabilities for the same weights",
@@ -18,6 +32,7 @@ SPEC = FindingSpec(
     aliases=("train-inference-mismatch",),
     references=("https://github.com/huggingface/trl/pull/3867", "https://github.com/sail-sg/Precision-RL/issues/10"),
     do_this="Compute both log-probabilities in one dtype, in and out of autocast alike, and keep them in float32.",
+    instead=_of_decoding,
     edits=("uncast-line", "bfloat16-to-float32"),
 )
 
@@ -143,21 +158,39 @@ def _decoded(seen: Observed[DecodedTokens]) -> Finding:
         evidence.append(f"In an earlier step the mean difference was {what.before:.2g}.")
     if what.random:
         evidence.append("The model drops elements at random in training; for this figure it was called again without.")
+    copies = what.copies
+    proof = None
+    why = (
+        "Rounding does not explain the difference. Decoding one token at a time goes another way than a call on all tokens: other kernels, a cache, copies "
+        "of weights that are not updated with the weights."
+    )
+    if copies is not None:
+        of = f"`{copies.attribute}` of {copies.module}{f', stored at {copies.stored_at}' if copies.stored_at else ''}"
+        evidence.append(
+            f"Of the tensors kept beside the weights, {copies.number:,} differ from the weight of their shape; the first is {of}."
+        )
+        proof = f"the tokens of one text, decoded again, are {copies.before:.2g} off on average, and {copies.after:.2g} with the copies made anew"
+        why = f"Decoding multiplies with copies of weights that an optimizer step does not update: {of}."
     statement = Statement(
         id="logprob-gap",
         severity=Severity.WARNING,
         confidence=Confidence.POSSIBLE if what.rounding is None and what.before is None else Confidence.LIKELY,
+        proven_by=proof,
         summary=(
-            f"The model generates with other log-probabilities than it is trained with: those of the same tokens differ by {what.mean_gap:.2g} on average in "
-            f"step {seen.step}, with the same weights."
+            f"The model generates with {'stale copies of its weights' if copies is not None else 'other log-probabilities than it is trained with'}: "
+            f"{'log-probabilities' if copies is not None else 'those'} of the same tokens differ by {what.mean_gap:.2g} on average in step {seen.step}, with the same weights."
         ),
-        cause=(
-            "Rounding does not explain the difference. Decoding one token at a time goes another way than a call on all tokens: other kernels, a cache, copies "
-            "of weights that are not updated with the weights. The model is trained on texts that another policy has sampled."
-        ),
+        cause=f"{why} The model is trained on texts that another policy has sampled.",
         evidence=tuple(evidence),
     )
-    return make_finding(statement, phase="generate", step=seen.step, dtype=what.dtype)
+    return make_finding(
+        statement,
+        phase="generate",
+        step=seen.step,
+        fqn=copies.module if copies is not None else None,
+        dtype=what.dtype,
+        source=copies.stored_at if copies is not None else None,
+    )
 
 
 _COMPARED = {"difference": "subtracts", "quotient": "divides the exponentials of"}

@@ -189,6 +189,25 @@ class MovedTwin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatedCopies:
+    """Copies of weights that decoding takes, and that were not updated with the weights.
+
+    Attributes:
+        number: of copies.
+        module, attribute: of the first: dotted name of the module whose weight it is of, and by which name it is kept.
+        stored_at: the line that keeps it, where one file does.
+        before, after: mean difference of log-probabilities of tokens decoded again, and with the copies updated.
+    """
+
+    number: int
+    module: str
+    attribute: str
+    stored_at: str | None
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedTokens:
     """Tokens of which a model says something else when it gets them all at once than when it generated them, with the same weights.
 
@@ -200,6 +219,7 @@ class DecodedTokens:
         rounding: mean difference of the call at once from the same in float32; None where that could not be made.
         before: mean difference in an earlier step, where it was small.
         random: whether the model drops elements at random; then the call was made again without.
+        copies: the stale copies that make the difference, where that was shown.
     """
 
     KIND: ClassVar[str] = "decoded-tokens"
@@ -212,6 +232,7 @@ class DecodedTokens:
     rounding: float | None
     before: float | None
     random: bool
+    copies: UpdatedCopies | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
