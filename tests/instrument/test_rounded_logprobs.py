@@ -190,6 +190,43 @@ with torch.no_grad():
 for epoch in range(3):
     update(clip((policy(prompt, answer) - old).exp().float()))
 """,
+    "chosen minus rejected": """
+import copy
+model.bfloat16()
+reference = copy.deepcopy(model).eval()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+def sums(m):
+    return m(prompt).log_softmax(-1).gather(-1, answer[..., None])[..., 0].sum(-1).split(8)
+for epoch in range(3):
+    with torch.no_grad():
+        chosen, rejected = sums(reference)
+        old = chosen - rejected
+    chosen, rejected = sums(model)
+    update(-F.logsigmoid(0.1 * ((chosen - rejected) - old)).mean())
+""",
+    "divergence of near distributions": """
+import copy
+model.bfloat16()
+teacher = copy.deepcopy(model).eval()
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+for turn in range(3):
+    with torch.no_grad():
+        target = teacher(prompt).log_softmax(-1)
+    update(F.kl_div(F.log_softmax(model(prompt), -1), target, log_target=True, reduction="batchmean"))
+""",
+    "divergence from a mixture": """
+import copy, math
+model.bfloat16()
+teacher = copy.deepcopy(model).eval()
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+for turn in range(3):
+    with torch.no_grad():
+        target = teacher(prompt).log_softmax(-1)
+    student = model(prompt).log_softmax(-1)
+    mixture = torch.logsumexp(torch.stack([student, target]) - math.log(2), 0)
+    both = (F.kl_div(mixture, each, log_target=True, reduction="batchmean") for each in (student, target))
+    update(sum(both) / 2)
+""",
     "bfloat16 autocast on a cpu": """
 for turn in range(2):
     def lp():
@@ -289,6 +326,34 @@ for turn in range(3):
     with torch.no_grad():
         target = teacher(prompt).log_softmax(-1)
     update(F.kl_div(model(prompt).log_softmax(-1), target.float(), log_target=True, reduction="batchmean"))
+""",
+    "divergence in float32": """
+import copy
+model.bfloat16()
+teacher = copy.deepcopy(model).eval()
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+for turn in range(3):
+    with torch.no_grad():
+        target = teacher(prompt).log_softmax(-1, dtype=torch.float32)
+    update(F.kl_div(F.log_softmax(model(prompt).float(), -1), target, log_target=True, reduction="batchmean"))
+""",
+    "divergence of distant distributions in bf16": """
+import copy
+model.bfloat16()
+teacher = copy.deepcopy(model).eval()
+for p in teacher.parameters(): p.data.add_(torch.randn_like(p) * 0.1)
+opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+for turn in range(3):
+    with torch.no_grad():
+        target = teacher(prompt).log_softmax(-1)
+    update(F.kl_div(F.log_softmax(model(prompt), -1), target, log_target=True, reduction="batchmean"))
+""",
+    "pairs without a reference in bf16": """
+model.bfloat16()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for turn in range(3):
+    chosen, rejected = logprobs().sum(-1).split(8)
+    update(-F.logsigmoid(0.1 * (chosen - rejected)).mean())
 """,
     "regression bf16 targets": """
 net = nn.Linear(8, 4); opt = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -128,3 +128,14 @@ def test_the_worst_rounding_is_told_with_its_lines_and_side() -> None:
     assert (single.confidence, single.severity) == (Confidence.LIKELY, Severity.INFO)
     assert [one.summary.split(" ")[0] for one in found(TWINS, changed(ROUNDED, how="computed"))] == ["The"]
     assert len(found(TWINS, ROUNDED)) == 2
+
+
+def test_a_divergence_is_told_with_the_share_of_rounding_in_it() -> None:
+    """Likely and not proven: nothing was computed again."""
+    what = changed(ROUNDED, use="divergence", how="computed", sides=["new", "old"], largest_gap=-0.005, error=0.012)
+    (one,) = found(what)
+    assert one.summary == (
+        "Both log-probabilities are computed in bfloat16 at loss.py:3, and loss.py:9 compares the distributions: "
+        "rounding is 0.012 of a divergence of -0.005 per token."
+    )
+    assert (one.confidence, len(one.evidence)) == (Confidence.LIKELY, 1)

@@ -82,6 +82,10 @@ NEAR = 0.5
 """Mean difference, as a share of their magnitude and on top of it, up to which two log-probabilities may be of the same tokens."""
 OF_ONE_SIGN = 1e-3
 """How far beyond 0 rounding may take a log-probability."""
+ROUNDED_SHARE = 0.25
+"""Share of a divergence that rounding makes of it at least."""
+MOST_ROUNDED = 0.1
+"""How far the logarithm of a sum of probabilities may be from 0 by rounding alone; what is further off were no log-probabilities."""
 _LOG_ROOT_2_PI = math.log(math.sqrt(2 * math.pi))
 """What the logarithm of a Gaussian's density ends with."""
 _FUSED = re.compile(r"grpo|dpo|kto|ppo|simpo|policy|preference", re.IGNORECASE)
@@ -115,6 +119,7 @@ class _Known:
         source: the line that did it.
         exact: the same values before that, where they are few.
         logits: what they were computed from.
+        size: of a difference, the larger magnitude of what was subtracted, which says how coarse it is.
     """
 
     held: StorageWeakRef
@@ -124,6 +129,7 @@ class _Known:
     source: str | None = None
     exact: Tensor | None = None
     logits: ReferenceType[Tensor] | None = None
+    size: Tensor | None = None
 
 
 class LogprobCheck:
@@ -327,9 +333,9 @@ class LogprobCheck:
             return _in_float32(known.logits(), arguments)
         if name == "_to_copy":
             return known.exact
-        if known.exact is None or known.exact.numel() != source.numel() or name in _WITHOUT_EXACT:
+        exact = _exact_values(known, source)
+        if exact is None or name in _WITHOUT_EXACT:
             return None
-        exact = known.exact.reshape(source.shape)
         args, kwargs = arguments
         again: Tensor = func(*(exact if each is source else each for each in args), **kwargs)
         return again
@@ -338,6 +344,10 @@ class LogprobCheck:
         """Two tensors are subtracted or divided."""
         kinds = {self._noted_as_met(each) for each in filter(None, map(self._known_now, operands))}
         one, other = operands
+        if name == "sub" and ALL in kinds and one.shape == other.shape:
+            if node is not None:
+                self._judge_divergence(one, other, node, line)
+            return
         if name == "sub" and NORMALIZER in kinds:
             self._made(ALL if one.shape[-1:] != other.shape[-1:] else ONE, one, result, line)
             return
@@ -345,6 +355,28 @@ class LogprobCheck:
         if wanted in kinds and node is not None and _may_be_compared(one, other):
             new, old = sorted(operands, key=lambda each: not each.requires_grad)
             self._judge(new, old, use, node, line)
+        elif name == "sub" and kinds == {ONE} and one.requires_grad == other.requires_grad:
+            self._learn_difference(one, other, result)
+
+    def _learn_difference(self, one: Tensor, other: Tensor, result: Tensor) -> None:
+        """Of two texts by one model, which is compared with that by another: its rounding is that of both."""
+        known = [each for each in map(self._known_now, (one, other)) if each is not None]
+        rounded = next((each for each in known if each.rounded is not None), None)
+        if len(known) < 2 or rounded is None:
+            return
+        exact = [
+            _exact_values(each, tensor) if each.rounded is not None else tensor.detach().float()
+            for each, tensor in zip(known, (one, other), strict=True)
+        ]
+        self._learn(
+            result,
+            ONE,
+            rounded=rounded.rounded,
+            how=rounded.how,
+            source=rounded.source,
+            exact=exact[0] - exact[1] if exact[0] is not None and exact[1] is not None else None,
+            size=torch.maximum(one.detach().abs(), other.detach().abs()).float(),
+        )
 
     def _noted_as_met(self, known: _Known) -> str:
         self._unmet.pop(known.source or "", None)
@@ -393,6 +425,39 @@ class LogprobCheck:
             error=float(error[counted].max()),
             mean_error=float(error[counted].mean()),
             measured=all(measured for _, measured in errors),
+        )  # fmt: skip
+
+    def _judge_divergence(self, one: Tensor, other: Tensor, node: int, line: Line | None) -> None:
+        """Measures how far rounding has moved the divergence of two distributions: by what the logarithms of their sums are off 0."""
+        at = _text(line) or ""
+        self._visits[at] += 1
+        if at in self._found or not _is_turn(self._visits[at]):
+            return
+        known = [each for each in map(self._known_now, (one, other)) if each is not None and each.rounded is not None]
+        if not known:
+            return
+        ours, theirs = _some_rows(one), _some_rows(other)
+        divergence = (ours.exp() * (ours - theirs)).sum(-1)
+        error = ours.logsumexp(-1).abs() + theirs.logsumexp(-1).abs()
+        if not float(error.max()) <= MOST_ROUNDED or float(error.mean()) <= ROUNDED_SHARE * float(
+            divergence.mean().abs()
+        ):
+            return
+        first = known[0]
+        assert first.rounded is not None
+        self._pending[node] = RoundedLogprobs(
+            dtype=short_name(first.rounded),
+            sides=["new", "old"][: len(known)],
+            how=first.how,
+            rounded_at=first.source,
+            used_at=at,
+            use="divergence",
+            elements=len(ours),
+            largest=float(error.max()),
+            largest_gap=float(divergence.mean()),
+            error=float(error.mean()),
+            mean_error=float(error.mean()),
+            measured=True,
         )  # fmt: skip
 
     def _rounding_of(self, tensor: Tensor, key: str) -> _Known | None:
@@ -453,6 +518,24 @@ def _may_be_compared(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.requires_grad != other.requires_grad and _is_small(one)
 
 
+def _exact_values(known: _Known, tensor: Tensor) -> Tensor | None:
+    """What the values of a tensor were before they were rounded: all that is known of its memory, or a piece of that; None where they are not known."""
+    exact = known.exact
+    if exact is None or exact.numel() == tensor.numel():
+        return None if exact is None else exact.reshape(tensor.shape)
+    whole = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if exact.numel() != whole or not tensor.is_contiguous():
+        return None
+    begin = tensor.storage_offset()
+    return exact.flatten()[begin : begin + tensor.numel()].reshape(tensor.shape)
+
+
+def _some_rows(scores: Tensor) -> Tensor:
+    """Distributions of some tokens, evenly spaced, that are few enough to be compared; in float32."""
+    rows = scores.detach().flatten(0, -2) if scores.dim() > 1 else scores.detach()[None]
+    return rows[:: 1 + rows.numel() // MOST_ELEMENTS].float()
+
+
 def _is_turn(number: int) -> bool:
     return number <= JUDGED or not number & (number - 1)
 
@@ -503,10 +586,11 @@ def _error(known: _Known, tensor: Tensor, use: str) -> tuple[Tensor, bool]:
     """How far each value is from what it was before it was rounded, in the logarithm; half a step at most, where that was not seen."""
     values = tensor.detach().float()
     assert known.rounded is not None
-    step = torch.finfo(known.rounded).eps * torch.ldexp(torch.ones_like(values), torch.frexp(values).exponent - 1)
-    before = known.exact
-    if before is not None and before.numel() == values.numel():
-        error = (values - before.reshape(values.shape).float()).abs()
+    coarsest = values if known.size is None else torch.maximum(values.abs(), known.size.reshape(values.shape))
+    step = torch.finfo(known.rounded).eps * torch.ldexp(torch.ones_like(values), torch.frexp(coarsest).exponent - 1)
+    before = _exact_values(known, tensor)
+    if before is not None:
+        error = (values - before.float()).abs()
         if bool((error <= 4 * step).all()):
             return (error / values.abs() if use == "quotient" else error), True
     half = torch.where(values == 0, 0, step / 2)

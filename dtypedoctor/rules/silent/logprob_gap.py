@@ -204,12 +204,21 @@ def _rounded(seen: Observed[RoundedLogprobs]) -> Finding:
         "computed": f"{whose} are computed in {what.dtype} at {what.rounded_at}",
     }.get(what.how, f"{whose} were rounded to {what.dtype}")
     moves = "moves" if what.measured else "can move"
+    compared = f"{what.used_at or 'the loss'} compares them: that {moves} their difference by up to {what.error:.2g}."
+    proof = (
+        f"with the values before the rounding, the differences move by up to {what.error:.2g}"
+        if what.measured
+        else None
+    )
+    if what.use == "divergence":
+        compared = f"{what.used_at or 'the loss'} compares the distributions: rounding is {what.error:.2g} of a divergence of {what.largest_gap:.2g} per token."
+        proof = None
     statement = Statement(
         id="logprob-gap",
         severity=Severity.WARNING if what.error > GAP else Severity.INFO,
         confidence=Confidence.LIKELY,
-        proven_by=f"with the values before the rounding, the differences move by up to {what.error:.2g}" if what.measured else None,
-        summary=f"{done[:1].upper()}{done[1:]}, and {what.used_at or 'the loss'} compares them: that {moves} their difference by up to {what.error:.2g}.",
+        proven_by=proof,
+        summary=f"{done[:1].upper()}{done[1:]}, and {compared}",
         cause=(
             f"{what.dtype} keeps few digits of a log-probability. The ratio exp(new - old), its clipping, the KL divergence and the rewards contain the rounding error, in "
             "every step, although every value is finite."
@@ -221,6 +230,12 @@ def _rounded(seen: Observed[RoundedLogprobs]) -> Finding:
 
 
 def _evidence_of_rounding(what: RoundedLogprobs) -> Iterator[str]:
+    if what.use == "divergence":
+        yield (
+            f"{what.elements:,} pairs of distributions: their KL divergence is {what.largest_gap:.3g} on average. The logarithms of the sums of their probabilities, which are "
+            f"0 without rounding, are {what.mean_error:.2g} off, together and on average, and the divergence by as much; the most is {what.largest:.2g}."
+        )
+        return
     yield (
         f"{what.used_at or 'The loss'} {_COMPARED[what.use]} {what.elements:,} log-probabilities of the same tokens: magnitudes up to {what.largest:.3g}, "
         f"differences up to {what.largest_gap:.3g}."

@@ -268,11 +268,11 @@ class RoundedLogprobs:
         sides: which of the two did, ``new`` (trained) and ``old``.
         how: ``cast`` where the cast was seen, ``computed`` where they were computed so, ``given`` where they came like that.
         rounded_at: the line of either.
-        used_at, use: where they are compared, by a ``difference`` or a ``quotient`` of probabilities.
+        used_at, use: where they are compared, by a ``difference`` or a ``quotient`` of probabilities, or a ``divergence`` of distributions.
         elements: compared.
-        largest: magnitude of a log-probability.
-        largest_gap: of the two.
-        error, mean_error: what rounding has moved their difference by, largest and mean.
+        largest: magnitude of a log-probability; of a divergence its largest error.
+        largest_gap: of the two; the mean divergence.
+        error, mean_error: what rounding has moved their difference by, largest and mean; of a divergence the mean.
         measured: whether that was measured against the values before; otherwise it is half a step of the dtype.
     """
 
