@@ -10,10 +10,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding, Severity
+from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.records.silent import Twins
 
 HALF = torch.bfloat16
@@ -236,6 +238,51 @@ def test_calling_a_model_again_changes_nothing_of_the_program(tmp_path: Path) ->
     got: list[object] = []
     assert len(findings(tmp_path, lambda: got.extend(program()))) == 1
     assert got == expected
+
+
+def seeing() -> LlavaForConditionalGeneration:
+    """A tiny LLaVA: four tokens of a row stand for its image."""
+    torch.manual_seed(0)
+    text = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.2
+    )  # fmt: skip
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4, projection_dim=32
+    )  # fmt: skip
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_id=1, vision_feature_layer=-1)
+    )
+
+
+def look(model: nn.Module, images: Tensor, rows: Tensor) -> Tensor:
+    """The scores of a question about images, of some rows in some order."""
+    tokens = torch.tensor([[1, 1, 1, 1, 5, 9, 3, 7]]).expand(4, -1)[rows]
+    return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), pixel_values=images[rows]).logits.float()
+
+
+@pytest.mark.parametrize("case", ["shuffled", "cast images", "other images", "one dtype"])
+def test_a_reference_is_compared_on_the_same_images(tmp_path: Path, case: str) -> None:
+    """Also where one gets them cast to its dtype, and never on other images; what could not be compared is told of two dtypes alone."""
+    policy, reference = seeing(), seeing()
+    if case != "one dtype":
+        reference.to(HALF)
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    seen = torch.randn_like(images) if case in ("other images", "one dtype") else images
+
+    def program() -> None:
+        with torch.no_grad():
+            look(reference, seen.to(HALF) if case == "cast images" else seen, torch.arange(4))
+        look(policy, images, torch.tensor([2, 0, 3, 1])).log_softmax(-1).mean().backward()
+
+    trace = watched(tmp_path, lambda _: program())
+    found = [finding.confidence for finding in diagnose(trace) if finding.id == "logprob-gap"]
+    told = [note.what for note in trace.all(NotWatched) if "is not trained" in note.what]
+    assert found == (["proven"] if case in ("shuffled", "cast images") else [])
+    assert told == (
+        ["LlavaForConditionalGeneration in float32 against one of the same shapes in bfloat16 that is not trained"]
+        if case == "other images"
+        else []
+    )
 
 
 class Denoiser(nn.Module):

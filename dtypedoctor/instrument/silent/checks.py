@@ -74,6 +74,7 @@ class SilentChecks:
         self._loading.stop()
         self.writes.stop()
         self.logprobs.finish()
+        self._twins.finish()
 
     def make_again(self, calls: Iterable[int]) -> None:
         """The outermost calls with these numbers are made once more in eager mode; for the second pass."""

@@ -42,6 +42,10 @@ BEYOND_BEFORE = 8
 """And where float32 cannot be had, so many times what it was in an earlier step."""
 _PROPOSED = "assistant_model", "prompt_lookup_num_tokens", "penalty_alpha"
 """Options of ``generate`` with which a call gets tokens that are not what the one before has chosen."""
+_BESIDE_IMAGES = (
+    "whether texts about images (or other content) are generated as they are trained",
+    "log-probabilities of decoding and training are compared of text alone; run once without images to have them compared",
+)
 UNMEASURED = 0.05, 0.1
 """Mean differences that rounding does not make where float32 cannot be had: with an earlier step to compare with, and without one."""
 
@@ -129,6 +133,9 @@ class DecodingCheck:
         with self._position.mute(), torch.no_grad():
             call = Asked.of(self._session, module, args, kwargs, output)
             if call is None or call.question.dim() != 2:
+                return
+            if call.content is not None:  # another image may stand beside the same tokens
+                self._session.guard.tell(*_BESIDE_IMAGES)
                 return
             if generating:
                 self._follow(module, call)

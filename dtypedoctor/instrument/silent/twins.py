@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import field
+from itertools import combinations
 from threading import get_ident
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -28,6 +29,7 @@ from dtypedoctor.instrument.silent.policies import is_random
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.interruptions import contained
+from dtypedoctor.trace.events import NOT_SEEN
 from dtypedoctor.trace.records.silent import MovedTwin, Twins
 from dtypedoctor.values import dataclass
 
@@ -47,10 +49,18 @@ ELEMENTS = 8
 """Elements of each parameter by which weights are recognised as the same."""
 LARGEST_INPUT = 1_000_000
 """Elements of an input that is kept to be recognised."""
+CONTENT = 256
+"""Elements of an image, or other content beside tokens, by which it is recognized."""
 LIKELY = math.log(1e-3)
 """Log-probability below which a choice is too unlikely to matter."""
 SAME_OUTPUT = 1e-5
 """Largest difference of log-probabilities that is none."""
+_INSTEAD = frozenset({"encoder_outputs", "inputs_embeds"})
+"""Content that stands in the place of tokens."""
+_NOT_THE_SAME = (
+    f"{NOT_SEEN} they were not called on the same tokens and images (or other content) of a row, or of a whole batch where images belong to no row; "
+    "use one dtype for both, or a batch of one row"
+)
 _WRAPPERS = ("_orig_mod.", "module.", "base_model.model.", "base_layer.", "original_module.")
 """What compilers, DDP and peft put into the names of parameters."""
 _ADAPTERS = ("lora_", "modules_to_save.")
@@ -69,6 +79,7 @@ class Asked:
         repeatable: whether it can.
         question: the tokens (rows, length).
         mask: which of them count, of the same shape.
+        content: by which what is beside the tokens, images say, is recognized (rows, elements); None where nothing is.
         output: log-probabilities of the tokens themselves (rows, places), or scores of all choices (rows, places, choices).
         trained: whether a gradient can come back.
         autocast: the region that it was made in.
@@ -81,6 +92,7 @@ class Asked:
     repeatable: bool
     question: Tensor
     mask: Tensor
+    content: Tensor | None
     output: Tensor
     trained: bool
     autocast: str | None
@@ -102,6 +114,7 @@ class Asked:
             repeatable,
             question,
             _counted_tokens(mask, question),
+            _content_of(kwargs, len(question)),
             found.detach(),
             found.requires_grad,
             session.autocast.dtype(question.device.type),
@@ -116,7 +129,8 @@ class Asked:
     def size(self) -> int:
         """Bytes that it keeps alive."""
         given = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
-        return bytes_of([self.output, self.question, self.mask, *given])
+        content = [self.content] if self.content is not None else []
+        return bytes_of([self.output, self.question, self.mask, *content, *given])
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +143,8 @@ class _Family:
     counts: dict[int, int] = field(default_factory=dict)
     pairs: dict[tuple[int, int], int] = field(default_factory=dict)
     """Attempts that are left to compare two models."""
+    beside: dict[int, "_Beside"] = field(default_factory=dict)
+    """Those that were called on more than tokens."""
 
     def forget_dead(self) -> None:
         """Lets go of what is kept of models that are gone."""
@@ -149,6 +165,16 @@ class _Family:
         return all(self.pairs.get((min(number, other), max(number, other)), ATTEMPTS) <= 0 for other in others)
 
 
+@dataclass(slots=True, eq=False)
+class _Beside:
+    """A model that was called on more than tokens: itself, its class, the dtype of its weights, and whether it is trained."""
+
+    model: ReferenceType[nn.Module]
+    cls: str
+    dtype: str
+    trained: bool = False
+
+
 class TwinCheck:
     """Writes a :class:`Twins` for two models of the same weights that are called on the same tokens and compute in different dtypes."""
 
@@ -161,8 +187,11 @@ class TwinCheck:
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """An outermost call has returned."""
-        question = question_of(args, kwargs)
-        if question is None or self._position.backward_depth or self._position.phase == "generate":
+        if self._position.backward_depth or self._position.phase == "generate":
+            return
+        if any(map(_is_content, kwargs, kwargs.values())) or any(map(_is_content, range(len(args)), args)):
+            self._note_content(module, output)
+        if question_of(args, kwargs) is None:
             return
         family = self._families.setdefault(self._like(module), _Family())
         alone = family.is_alone(module)
@@ -186,6 +215,25 @@ class TwinCheck:
             kept.append(_only_a_part(call))
             while len(kept) > 1 and sum(each.size() for each in kept) > MOST_KEPT:
                 kept.popleft()
+
+    def _note_content(self, module: nn.Module, output: Any) -> None:
+        beside = self._families.setdefault(self._like(module), _Family()).beside
+        known = beside.get(id(module))
+        if known is None or known.model() is not module:
+            if next(module.parameters(), None) is None:
+                return
+            known = beside[id(module)] = _Beside(ref(module), type(module).__name__, dtype_name(main_parameter(module)))
+        known.trained = known.trained or any(tensor.requires_grad for _, tensor in tensors_in(output))
+
+    def finish(self) -> None:
+        """The program has ended: a reference in another dtype that was never called on what the trained model was is named."""
+        for family in self._families.values():
+            for (one, ours), (other, theirs) in combinations(family.beside.items(), 2):
+                settled = family.pairs.get((min(one, other), max(one, other)), 1) <= 0
+                if ours.trained != theirs.trained and ours.dtype != theirs.dtype and not settled:
+                    trained, fixed = (ours, theirs) if ours.trained else (theirs, ours)
+                    what = f"{trained.cls} in {trained.dtype} against one of the same shapes in {fixed.dtype} that is not trained"
+                    self._session.guard.tell(what, _NOT_THE_SAME)
 
     def _like(self, module: nn.Module) -> int:
         """Equal for models whose parameters have the same names and shapes, apart from adapters."""
@@ -312,9 +360,12 @@ def _number(names: Any, module: nn.Module | None) -> int | None:
 def question_of(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     """The tokens (rows, length) among the arguments: ``input_ids`` (and what goes to a decoder), or the first tensor of whole numbers.
 
-    None where the output depends on more than these: on images, on noise of which the whole numbers are the time steps, on embeddings.
+    None where the output depends on what may not stand beside tokens: on noise of which the whole numbers are the time steps, on embeddings. Images may.
     """
-    if any(_is_content(name, value) for name, value in (*enumerate(args), *kwargs.items())):
+    content = [name for name, value in (*enumerate(args), *kwargs.items()) if _is_content(name, value)]
+    if any(name in _INSTEAD or not isinstance(name, str) for name in content):
+        return None
+    if content and not any(_is_tokens(each) and each.dim() == 2 for each in (*args[:1], kwargs.get("input_ids"))):
         return None
     found = _tokens_by_name(kwargs)
     if not found:
@@ -337,7 +388,20 @@ def _is_content(name: object, value: Any) -> bool:
     """Whether an argument says something that is not in the tokens."""
     if name == "encoder_outputs":
         return value is not None
+    if isinstance(value, list | tuple):
+        return any(_is_content(name, each) for each in value)
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and "mask" not in str(name)
+
+
+def _content_of(kwargs: Mapping[str, Any], rows: int) -> Tensor | None:
+    """Some elements of what stands beside the tokens, as bfloat16 has them, so that a model which casts them is told the same; of each row, where they belong to rows."""
+    found = []
+    for name in sorted(name for name, value in kwargs.items() if _is_content(name, value)):
+        for _, tensor in tensors_in(kwargs[name]):
+            parts = tensor.detach().reshape(rows if len(tensor) == rows else 1, -1)
+            some = parts[:, :: max(1, parts.shape[1] // CONTENT)][:, :CONTENT]
+            found.append(some.to(torch.bfloat16).contiguous().view(torch.int16).expand(rows, -1))
+    return torch.cat(found, 1) if found else None
 
 
 def _counted_tokens(mask: Any, question: Tensor) -> Tensor:
@@ -380,6 +444,7 @@ def _only_a_part(call: Asked) -> Asked:
     if call.output.dim() == 3:
         rows = max(1, DISTRIBUTIONS // min(PLACES, call.output.shape[1]))
     call.question, call.mask = call.question[:rows].clone(), call.mask[:rows].clone()
+    call.content = call.content[:rows].clone() if call.content is not None else None
     call.output = _at_places(call.output[:rows]).clone()
     return call
 
@@ -400,12 +465,13 @@ def _gaps(one: Asked, other: Asked) -> Tensor | None:
 
 
 def _rows(call: Asked) -> Iterator[tuple[int, ...]]:
-    """The tokens of each row; where those of single tokens are compared, without padding, of which another batch has another amount."""
-    if call.output.dim() == 3:
-        yield from map(tuple, call.question.tolist())
-        return
-    for tokens, counts in zip(call.question.tolist(), call.mask.tolist(), strict=True):
-        yield tuple(token for token, counted in zip(tokens, counts, strict=True) if counted)
+    """The tokens of each row and what stands beside them; where those of single tokens are compared, without padding, of which another batch has another amount."""
+    beside = call.content.tolist() if call.content is not None else [[]] * len(call.question)
+    for tokens, counts, content in zip(call.question.tolist(), call.mask.tolist(), beside, strict=True):
+        if call.output.dim() == 3:
+            yield (*tokens, *content)
+        else:
+            yield (*(token for token, counted in zip(tokens, counts, strict=True) if counted), *content)
 
 
 def _gap(one: Asked, row: int, other: Asked, its: int) -> Tensor | None:
@@ -596,7 +662,8 @@ def made_again(
     if result is None or question is None:
         return None
     counted = _counted_tokens(call.kwargs.get("attention_mask"), question)
-    return Asked(call.model, (), {}, False, question, counted, result.detach(), False, autocast, call.versions)
+    content = _content_of(call.kwargs, len(question))
+    return Asked(call.model, (), {}, False, question, counted, content, result.detach(), False, autocast, call.versions)
 
 
 @contextmanager
