@@ -1,5 +1,8 @@
 """``python -m dtypedoctor``, and the console script."""
 
+import atexit
+import gc
+import os
 import sys
 
 
@@ -13,8 +16,10 @@ def main() -> None:
     home = __file__.rsplit("/", 2)[0]
     if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] != [home]:
         del sys.path[0]
+    gc.set_threshold(_THRESHOLD, *gc.get_threshold()[1:])
     from dtypedoctor.cli.main import main as run
 
+    status: object = None
     try:
         if is_interrupted:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -22,14 +27,19 @@ def main() -> None:
         run()
     except KeyboardInterrupt:  # a second one, while the first ended the command
         _end()
+    except SystemExit as leaving:
+        status = leaving.code
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has ended; so that it does with its own status
+    _leave(status)
+
+
+_THRESHOLD = 50_000
+"""Objects after which Python looks for garbage, instead of 700: a command that imports 400 modules and makes none spends a tenth of its time on it."""
 
 
 def _end(*_: object) -> None:
     """Ctrl-C while the command line is imported, where nothing has been done that would have to be undone."""
-    import os
-
     os.write(2, b"error: interrupted\n")
     os._exit(130)
 
@@ -43,6 +53,20 @@ def _again(lost: "sys.UnraisableHookArgs") -> None:
     from threading import Timer
 
     Timer(0.01, _thread.interrupt_main).start()
+
+
+def _leave(status: object) -> None:
+    """Ends the process without taking its modules and objects apart one by one, a tenth of what a short command costs."""
+    import threading
+    from contextlib import suppress
+
+    if not isinstance(status, int) or threading.active_count() > 1:
+        raise SystemExit(status)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # there is none, nobody reads it, it is closed
+            stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 It is worked out once for each trace: trials, bisections, comparisons and reports read fields.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import StrEnum
@@ -16,6 +15,7 @@ from dtypedoctor.diagnosis.nonfinite_origin import unexplained
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.wording import complaint_of, failing_line, is_dtype_error, own_line
+from dtypedoctor.patterns import regex
 from dtypedoctor.runner.run import Run
 from dtypedoctor.trace.events import Caught, Metric, Raised, Root, Sample, Site
 from dtypedoctor.trace.model import Trace
@@ -165,7 +165,7 @@ def ended_at(run: Run) -> str:
     return ending.words.replace(name, f"{name} at {line}", 1)
 
 
-_BRACKET = re.compile(r"^\[[^\]]*\]\s*")
+_BRACKET = regex(r"^\[[^\]]*\]\s*")
 """Where in the backend's own source an exception comes from."""
 
 

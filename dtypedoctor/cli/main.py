@@ -1,7 +1,6 @@
 """The `dtypedoctor` command: verbs, options that all of them share, and the one place where errors become exit codes."""
 
 import os
-import re
 import signal
 import sys
 import traceback
@@ -14,9 +13,10 @@ from dtypedoctor.cli import enabling, exec, reading, replay, run
 from dtypedoctor.cli.configuration import with_project_defaults
 from dtypedoctor.cli.output import current_name, standard_streams
 from dtypedoctor.errors import INTERRUPTED, DoctorError, ExitCode
+from dtypedoctor.patterns import regex
 from dtypedoctor.report.text import paragraphs
 
-_PLACED = re.compile(r"\S+:\d+:\d+: ")
+_PLACED = regex(r"\S+:\d+:\d+: ")
 """How a message begins that says its own place; editors jump to it."""
 
 _LONGEST = 100_000

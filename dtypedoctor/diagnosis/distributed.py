@@ -12,6 +12,7 @@ from dtypedoctor.diagnosis.incidents import Incident, incidents
 from dtypedoctor.diagnosis.registry import rules
 from dtypedoctor.diagnosis.rule import Finding, most_severe_first
 from dtypedoctor.diagnosis.wording import short
+from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Observed, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import CollectiveCall, ProcessGroup
@@ -25,7 +26,7 @@ ONE_SIDED = frozenset({"broadcast", "scatter"})
 SEND, RECV = "send", "recv"
 """A message from one rank to another: as it is called where it leaves and where it arrives."""
 
-OF_ANOTHER_RANK = re.compile(
+OF_ANOTHER_RANK = regex(
     r"closed by peer|reset by peer|remote process exited|broken pipe|NCCL (watchdog|operation|communicator)|heartbeat",
     re.IGNORECASE,
 )

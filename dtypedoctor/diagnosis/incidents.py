@@ -15,6 +15,7 @@ from functools import cached_property
 
 from dtypedoctor.diagnosis.ops import OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
 from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import NonfiniteReached
@@ -131,7 +132,7 @@ MEASURED = GRADIENTS | {"output", "loss", "param"}
 ASSERTED = "device-side assert triggered"
 """What CUDA says of a sampler that refuses a value, and of an index out of range; other errors only advise such asserts."""
 
-REFUSED = re.compile(rf"\b(nan|inf(?! checks)|infinit\w+)\b|{ASSERTED}", re.IGNORECASE)
+REFUSED = regex(rf"\b(nan|inf(?! checks)|infinit\w+)\b|{ASSERTED}", re.IGNORECASE)
 """What the messages speak of with which samplers and checks refuse a value; on CUDA a sampler only asserts.
 
 A gradient scaler that has nothing to check ("No inf checks were recorded") speaks of no value.

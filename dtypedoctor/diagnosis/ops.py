@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import filterfalse
 
+from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Op, Replay, TensorNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.values import dataclass
@@ -105,7 +106,7 @@ def overload_free(name: str) -> str:
     return (parts[1] if len(parts) > 1 else name).rstrip("_")
 
 
-CONSTANT = re.compile(r"^[-+]?(inf|nan)$", re.IGNORECASE)
+CONSTANT = regex(r"^[-+]?(inf|nan)$", re.IGNORECASE)
 UNINITIALIZED = ("aten.empty", "aten.new_empty", "aten.resize_", "aten.set_")
 """Ops whose result is memory that nothing has computed yet."""
 

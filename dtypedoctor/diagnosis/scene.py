@@ -12,6 +12,7 @@ from dtypedoctor.cells import cell_of, cell_source, cells
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.foreign_files import read_file
+from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.secrets import names_a_secret, without_secrets
 from dtypedoctor.trace.events import Op, ParameterNote, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
@@ -309,7 +310,7 @@ def masked_line(source: Source, line: int) -> str:
     return without_secrets("".join(shown))
 
 
-_HARMLESS_TEXT = re.compile(r"[A-Za-z_]{1,12}|[a-z]{1,8}\d{1,2}")
+_HARMLESS_TEXT = regex(r"[A-Za-z_]{1,12}|[a-z]{1,8}\d{1,2}")
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -321,7 +322,7 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node.value, bytes) or not _HARMLESS_TEXT.fullmatch(node.value)
 
 
-_TEXT = re.compile(
+_TEXT = regex(
     r"""(?P<key>\w+)?(?P<sign>["']?\s*\]?\s*[=:,(]\s*)?(?P<quote>["'])(?P<text>(?:\\.|(?!(?P=quote)).)*)(?P=quote)"""
 )
 

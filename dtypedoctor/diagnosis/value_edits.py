@@ -1,7 +1,6 @@
 """Edits that keep values finite and training going: bounds, masks, learning rates, gradient scalers, the compiler."""
 
 import ast
-import re
 from collections.abc import Iterator, Mapping
 
 from dtypedoctor.diagnosis.ops import overload_free
@@ -19,6 +18,7 @@ from dtypedoctor.diagnosis.scene import (
     with_keyword,
 )
 from dtypedoctor.diagnosis.wording import differentiated
+from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.records.execution import Unscaled
 
@@ -476,7 +476,7 @@ def step_where_gradients(scene: Scene) -> Changes | None:
     return some(source, source.indented(statement, test) if len(made) > 1 else [])
 
 
-_COUNTER = re.compile(r"\.([A-Za-z_]\w*) == -?\d+\b")
+_COUNTER = regex(r"\.([A-Za-z_]\w*) == -?\d+\b")
 
 
 def counter_in_tensor(scene: Scene) -> Changes | None:

@@ -7,6 +7,7 @@ from math import prod
 
 from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.dtypes import DTYPES
+from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Op, Raised, TensorNote
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.values import dataclass
@@ -146,7 +147,7 @@ def named_in(trace: Trace, finding: Finding) -> Finding:
     return _with_texts(replace(told, summary=summary or told.summary), lambda text: _shortened(text, names))
 
 
-_DOTTED = re.compile(r"(?<![\w./\[\]])[A-Za-z_0-9]+(?:\.[A-Za-z_0-9]+)+(?![\w(\[]|\.\w)")
+_DOTTED = regex(r"(?<![\w./\[\]])[A-Za-z_0-9]+(?:\.[A-Za-z_0-9]+)+(?![\w(\[]|\.\w)")
 
 
 def _shortened(text: str, names: Collection[str]) -> str:
@@ -280,7 +281,7 @@ def raising_line(raised: Raised) -> str | None:
     return _line(outside[-1]) if outside else None
 
 
-_OF_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|/dtypedoctor/|^<")
+_OF_LIBRARIES = regex(r"/(site|dist)-packages/|/lib/python3[^/]*/|/dtypedoctor/|^<")
 
 
 def own_line(raised: Raised) -> str | None:
@@ -317,7 +318,7 @@ def _at_work(raised: Raised) -> list[str]:
     ]
 
 
-_AROUND_DEPRECATED = re.compile(r"/(typing_extensions|_?(py_)?warnings)\.py:\d+ wrapper$")
+_AROUND_DEPRECATED = regex(r"/(typing_extensions|_?(py_)?warnings)\.py:\d+ wrapper$")
 
 
 def class_of(trace: Trace, fqn: str) -> str:

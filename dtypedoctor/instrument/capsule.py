@@ -5,7 +5,6 @@ open module calls is the smallest that fails by itself, which rows of its inputs
 """
 
 import posix  # what os has, under names that programs do not replace
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from enum import StrEnum
@@ -27,6 +26,7 @@ from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.events import OFFLOADED
+from dtypedoctor.patterns import regex
 from dtypedoctor.unpatched import perf_counter
 from dtypedoctor.values import dataclass
 
@@ -50,7 +50,7 @@ _LATER = 8
 """Outermost calls after the wanted one that are still looked at."""
 _GIVEN = ("nonfinite-input",)
 """Findings of which the input is what is not finite."""
-_NUMBER = re.compile(r"\d+")
+_NUMBER = regex(r"\d+")
 
 
 class Kind(StrEnum):

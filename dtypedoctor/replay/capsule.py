@@ -4,7 +4,6 @@
 is, but for ``source``: the text of classes that live in the user's own files.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -13,6 +12,7 @@ from typing import Any
 
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file, read_head, reason
+from dtypedoctor.patterns import regex
 from dtypedoctor.values import dataclass
 
 __all__ = ["CAPSULE", "CAPSULE_TENSORS", "FORMAT", "MODEL", "CallFix", "Capsule", "NoCapsule", "read_capsule"]
@@ -25,7 +25,7 @@ _LARGEST = 64 << 20
 """Bytes of a description; that of a large model takes some megabytes."""
 _LIBRARIES = ("torch.nn.", "transformers.", "peft.", "bitsandbytes.")
 """Packages whose classes and functions a capsule may name without being asked about."""
-_CALLED = re.compile(r"transformers\.[\w.]*:\w*Output\w*|collections:OrderedDict")
+_CALLED = regex(r"transformers\.[\w.]*:\w*Output\w*|collections:OrderedDict")
 """Classes that are called with values of the capsule; those of other names are made without their constructors."""
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _WEIGHT = 1_000_000

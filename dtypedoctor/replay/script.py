@@ -15,6 +15,7 @@ from math import isfinite, prod
 from typing import Any
 
 from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.redaction.secrets import SECRET, names_a_secret
 from dtypedoctor.replay.capsule import CAPSULE_TENSORS, Capsule
@@ -297,7 +298,7 @@ def _without(needless: tuple[str, ...], text: str) -> str:
     return _MARK.sub("", "\n".join(lines))
 
 
-_MARK = re.compile(r"(  #)? @[a-z]+$", re.MULTILINE)
+_MARK = regex(r"(  #)? @[a-z]+$", re.MULTILINE)
 """Ends a line that only some scripts need."""
 
 
@@ -356,7 +357,7 @@ def _comment(texts: Iterable[str]) -> str:
     return "\n".join(f"# {printable(line)}".rstrip() for line in lines)
 
 
-_OPERATOR = re.compile(r"aten\.[a-z_0-9]+\.[A-Za-z_0-9]+")
+_OPERATOR = regex(r"aten\.[a-z_0-9]+\.[A-Za-z_0-9]+")
 
 
 class _Writer:

@@ -12,6 +12,7 @@ from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSp
 from dtypedoctor.diagnosis.scene import Scene, Source, masked_line, scalers
 from dtypedoctor.diagnosis.wording import class_of, listed, short, shown_line
 from dtypedoctor.errors import DoctorError
+from dtypedoctor.patterns import regex
 from dtypedoctor.report.document import Block, Code, Heading, Paragraph
 from dtypedoctor.report.text import counted, memory
 from dtypedoctor.scenario.model import Script
@@ -259,9 +260,7 @@ def _all_alike(scene: Scene) -> str:
     return f"all {len(modules)} modules of class {cls}" if len(modules) > 1 else ""
 
 
-_HOW_TO_FIX = re.compile(
-    r"^## How to fix it\n+(?:\d+\.|-)\s+(.+?)(?=\n(?:\d+\.|-)\s|\n\n|\Z)", re.MULTILINE | re.DOTALL
-)
+_HOW_TO_FIX = regex(r"^## How to fix it\n+(?:\d+\.|-)\s+(.+?)(?=\n(?:\d+\.|-)\s|\n\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def _first_way(finding: Finding) -> str:

@@ -5,7 +5,6 @@ put each finding at the line of the program's source where it shows.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -16,6 +15,7 @@ from dtypedoctor import __version__
 from dtypedoctor.diagnosis.registry import readable_page, spec_of
 from dtypedoctor.diagnosis.rule import Severity
 from dtypedoctor.errors import DoctorError
+from dtypedoctor.patterns import regex
 from dtypedoctor.report.document import Check, Document, Outcome
 from dtypedoctor.report.text import one_line, paragraphs
 from dtypedoctor.values import dataclass
@@ -62,7 +62,7 @@ def _case(check: Check, suite: str) -> ET.Element:
     return case
 
 
-_SOURCE = re.compile(r"(?P<file>.+):(?P<line>[1-9]\d*)")
+_SOURCE = regex(r"(?P<file>.+):(?P<line>[1-9]\d*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

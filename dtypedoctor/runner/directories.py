@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.redact import PRIVATE_REQUEST
 from dtypedoctor.runner.run import EXIT, STDERR, STDOUT
 from dtypedoctor.scenario.model import REQUEST
@@ -91,7 +92,7 @@ _OWN = {
     REQUEST, PRIVATE_REQUEST, EVENTS, CURSOR, EXIT, STDOUT, STDERR, "server.log", "bisection.jsonl", "scenarios.jsonl", "sent.json", "random_states.json", STREAMS,
     "failures.json", LEADING, "error.json", "stdout.log", "stderr.log", "folded.json", "folded.json.part", TIMING,
 }  # fmt: skip
-_DETAIL = re.compile(r"detail-[0-9.]+\.jsonl")
+_DETAIL = regex(r"detail-[0-9.]+\.jsonl")
 _REFUSED = f'"e":"{NAMES[Refused]}"'.encode()
 _SAMPLES = b'["s",'
 _ENOUGH = 1 << 16

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from dtypedoctor import __version__
 from dtypedoctor.errors import UsageError
+from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.redact import public_text
 from dtypedoctor.redaction.secrets import ALLOWED_VARIABLES, literals_of_process, without_shapes
 from dtypedoctor.runner.directories import make_directory
@@ -31,13 +32,13 @@ MOST_BYTES = 256 << 20
 """That are sent with a job; larger models lie in a folder that all machines have."""
 
 _HERE_ONLY = frozenset({"CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "NO_COLOR", "RANK", "WORLD_SIZE"})
-_SECRET_NAME = re.compile(
+_SECRET_NAME = regex(
     r"\..*|.*\.(env|pem|key|p12|pfx|jks|kdbx|ppk|gpg|asc|keystore)|id_(rsa|dsa|ecdsa|ed25519).*|_?netrc|"
     r".*(credential|secret|password|passwd).*|(.*[-_.])?(api|access|auth|hf|wandb)[-_]?(key|token)s?(\..*)?|tokens?(\.(txt|json))?",
     re.IGNORECASE | re.DOTALL,
 )
 _KEY_FOLDERS = frozenset({".aws", ".azure", ".docker", ".gnupg", ".kube", ".ssh"})
-_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY|PuTTY-User-Key-File-")
+_PRIVATE_KEY = regex(r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY|PuTTY-User-Key-File-")
 _LARGEST_TEXT = 1 << 20
 """Bytes of a file that is searched for secrets: tokenizers and weights are larger."""
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import yaml
 
+from dtypedoctor.patterns import regex
 from dtypedoctor.scenario.problems import KeyPath, Place, Problem, dotted, lines_of, printable, quoted
 from dtypedoctor.values import dataclass
 
 _DEEPEST = 32  # a scenario needs 6; `options` may nest further
 _STANDARD = "tag:yaml.org,2002:"  # what PyYAML makes of `!!`
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_CONTROL = regex(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(slots=True)
@@ -198,10 +199,10 @@ def _refuse_control_characters(word: str) -> None:
 Scalar = str | int | float | bool | None
 
 PATTERNS: dict[str, re.Pattern[str]] = {
-    "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
-    "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
-    "int": re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"),
-    "float": re.compile(
+    "null": regex(r"(?:~|null|Null|NULL|)\Z"),
+    "bool": regex(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
+    "int": regex(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"),
+    "float": regex(
         r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
     ),
 }

@@ -14,6 +14,7 @@ from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import parse_json, read_file
+from dtypedoctor.patterns import regex
 from dtypedoctor.redaction.redact import redact, short_paths, without_process_secrets
 from dtypedoctor.redaction.secrets import SECRET
 from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS, MODEL, Capsule, NoCapsule, read_capsule
@@ -252,7 +253,7 @@ def _placed(description: dict[str, Any], tensors: Path, directory: Path) -> Caps
     return read_capsule(directory)
 
 
-_IN_QUOTES = re.compile(rf"""["'][^"']*{re.escape(SECRET)}""")
+_IN_QUOTES = regex(rf"""["'][^"']*{re.escape(SECRET)}""")
 
 
 def _without_secrets(source: str) -> str:

@@ -5,6 +5,7 @@ would put the working directory in front while the doctor's own modules are impo
 """
 
 import _signal  # type: ignore[import-not-found]  # there from the start, unlike signal
+import gc
 import os
 import sys
 
@@ -36,7 +37,11 @@ def begin() -> None:
     if not installed:
         sys.path.append(home)
     before = _real_modules_first()
+    collects = gc.isenabled()
+    gc.disable()  # what is imported here stays, and makes no garbage
     serve = _service(added)
+    if collects:
+        gc.enable()
     if sys.argv[1] in (RANK, LAUNCHED):
         _die_with_torchrun()
     sys.path[:] = before

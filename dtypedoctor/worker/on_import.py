@@ -1,7 +1,9 @@
 """Calls a function as soon as a module has been imported, so that nothing is imported before the script asks for it."""
 
+import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -23,6 +25,19 @@ def after_import(name: str, listener: Listener) -> Callable[[], None]:
     finder = _Finder(name, listener)
     sys.meta_path.insert(0, finder)
     return finder.leave
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Inside, Python's garbage collector does not run: imports make many objects and no garbage, and beside torch's a full collection takes
+    as long as importing all of the instruments."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def keep_out_of_compiler(function: Callable[..., object]) -> None:

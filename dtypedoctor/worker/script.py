@@ -24,7 +24,7 @@ from dtypedoctor.trace.writer import TraceWriter
 from dtypedoctor.unpatched import from_json, time_ns, to_json
 from dtypedoctor.worker import main_module
 from dtypedoctor.worker.elsewhere import outliving_threads
-from dtypedoctor.worker.on_import import after_import, keep_out_of_compiler
+from dtypedoctor.worker.on_import import after_import, keep_out_of_compiler, no_collection
 from dtypedoctor.worker.recording import Recording, hide_in_excepthook
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class ScriptRecording:
         yield from outliving_threads()
 
     def _torch_is_there(self) -> None:
-        with contained() as ours:  # a defect of ours must not end the script
+        with no_collection(), contained() as ours:  # a defect of ours must not end the script
             watch = _watch(self._recording.writer, self._request, {one.name for one in self._edited})
             self._recording.torch_is_there(watch)
             watch.start()

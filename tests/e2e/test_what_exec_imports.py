@@ -89,3 +89,60 @@ def test_exec_imports_and_starts_no_more_than_it_needs(tmp_path: Path) -> None:
     )
     foreign = {name for name in watched - bare if _root(name) not in ALLOWED_IN_THE_SCRIPT}
     assert not foreign
+
+
+COLLECTED = """
+import gc, json, sys
+
+found = []
+
+def note(phase, details):
+    frame, names = sys._getframe(), set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    if details["generation"] == 2:
+        found.append("_torch_is_there" in names)
+
+gc.callbacks.append(note)
+import torch
+
+torch.nn.Linear(2, 2)(torch.ones(1, 2))
+with open("collected.json", "w") as file:
+    json.dump({"during the start": sum(found), "all": len(found), "goes on": gc.isenabled()}, file)
+"""
+
+
+def test_starting_the_instruments_goes_through_no_objects_of_torch(tmp_path: Path) -> None:
+    """They are imported beside these, all of which a full collection of garbage would visit; after that Python collects as before."""
+    (tmp_path / "train.py").write_text(COLLECTED, encoding="utf-8")
+    command = [sys.executable, "-m", "dtypedoctor", "exec", "--out", "run", "train.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    found = json.loads((tmp_path / "collected.json").read_text(encoding="utf-8"))
+    assert found["all"] > 0
+    assert found["during the start"] == 0
+    assert found["goes on"] is True
+
+
+ENDING = """
+import atexit, sys
+from dtypedoctor.__main__ import main
+
+class Kept:
+    def __del__(self):
+        print("taken apart")
+
+kept = Kept()
+atexit.register(print, "registered")
+sys.argv = ["dtypedoctor", *sys.argv[1:]]
+main()
+"""
+
+
+def test_the_command_ends_without_taking_its_objects_apart() -> None:
+    """What was registered for the end is done, the status is the command's, and nothing printed is lost."""
+    for argument, status, printed in (("--version", 0, "dtypedoctor"), ("--no-such-option", 2, "")):
+        ended = subprocess.run([sys.executable, "-c", ENDING, argument], check=False, capture_output=True, text=True)
+        assert ended.returncode == status
+        assert ended.stdout.startswith(printed)
+        assert ended.stdout.endswith("registered\n")

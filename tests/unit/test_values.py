@@ -105,6 +105,18 @@ def test_behaves_like_the_standard_library(call):
     )
 
 
+def test_nothing_is_compiled_before_there_is_an_instance():
+    """``__init__`` is made when it is first called: of most classes a process has no instance."""
+
+    @values.dataclass(slots=True)
+    class Late:
+        size: int
+
+    assert not inspect.isfunction(vars(Late)["__init__"])
+    assert Late(3).size == 3
+    assert inspect.isfunction(vars(Late)["__init__"])
+
+
 def test_pickles():
     """A frozen value comes back equal."""
     value = OURS[0](name="a", parts=[1])

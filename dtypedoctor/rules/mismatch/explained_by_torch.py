@@ -7,13 +7,14 @@ from dataclasses import replace
 from dtypedoctor.diagnosis.ops import OpGraph, graph_of
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Link
 from dtypedoctor.diagnosis.wording import complaint_of, dtype_named, how_the_run_ended, listed, raising_line, short
+from dtypedoctor.patterns import regex
 from dtypedoctor.rules import Statement, make_finding
 from dtypedoctor.rules.mismatch.case import Case, Verdict, op_name, ran_in
 from dtypedoctor.trace.events import Observed, Op, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.models import ShardCall, ShardUnit
 
-_METADATA = re.compile(
+_METADATA = regex(
     r"saved metadata: .*?'dtype': torch\.(\w+).*?recomputed metadata: .*?'dtype': torch\.(\w+)", re.DOTALL
 )
 
@@ -203,7 +204,7 @@ def _same(call: ShardCall, dtypes: Mapping[str, list[str]]) -> bool:
     )
 
 
-MISSING = re.compile(r"'(?P<function>\w+?)(?:Backward)?' object has no attribute '_(?:fwd_used_autocast|dtype)'")
+MISSING = regex(r"'(?P<function>\w+?)(?:Backward)?' object has no attribute '_(?:fwd_used_autocast|dtype)'")
 """What ``custom_bwd`` says of a context that ``custom_fwd`` has not written to."""
 
 
