@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import traceback
+from copy import copy
 from typing import Annotated
 
 import typer
@@ -66,11 +67,20 @@ def _options_of(verb: str) -> dict[str, bool]:
     return {option: bool(getattr(one, "is_flag", False)) for one in command.params for option in one.opts}
 
 
+def _with_verb(verb: str) -> typer.Typer:
+    """The command line with this verb alone, all if there is no such verb: the options of every one take longer to make than those of one."""
+    narrowed = copy(app)
+    narrowed.registered_commands = [
+        one for one in app.registered_commands if one.name == verb
+    ] or app.registered_commands
+    return narrowed
+
+
 def _outcome() -> int:
     try:
         if f"_{app.info.name}_complete".upper() not in os.environ:
             sys.argv[1:] = with_project_defaults(sys.argv[1:], _options_of)
-            status = _run()
+            status = _run(_with_verb(next(iter(sys.argv[1:]), "")))
         else:
             status = app(standalone_mode=False)
         return int(status) if isinstance(status, int) else int(ExitCode.OK)
@@ -83,9 +93,9 @@ def _outcome() -> int:
         return _unexpected(error)
 
 
-def _run() -> object:
+def _run(narrowed: typer.Typer) -> object:
     """Runs the verb. typer's own way of doing it makes an exit code of Ctrl-C, without a word."""
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(narrowed)
     try:
         with command.make_context(app.info.name, sys.argv[1:]) as context:
             return command.invoke(context)

@@ -8,11 +8,11 @@ budget. At the first sign of trouble a few steps are measured whole again. Time 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from math import ceil, inf, isfinite
-from statistics import median
 
 import torch
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.instrument.statistics import median
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.unpatched import monotonic
 

@@ -13,7 +13,6 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
@@ -400,6 +399,8 @@ def capsule_of(
         "classes": sources.classes,
         "source": sources.text,
     }
+    from safetensors.torch import save  # which a run that does not fail never needs
+
     data = save(held)
     if try_fixes is not None:
         with contained():  # a fix that breaks costs nothing but what would be known of it

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dtypedoctor._torch_private import buffers_of, children_of, parameters_of
@@ -312,6 +311,8 @@ class Capture:
             self._undo.pop()()
         if self._found is None:
             return
+        from safetensors.torch import save_file  # a script's process imports this module, and captures nothing
+
         save_file(self._tensors.named(), directory / TENSORS)
         (directory / DESCRIPTION).write_text(to_json(self._found), encoding="utf-8")
 

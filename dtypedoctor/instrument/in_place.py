@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.cuda import is_current_stream_capturing
 from torch.optim import Optimizer
@@ -635,6 +634,8 @@ class HeldInputs:
                         values = tensors[f"call-{call}.{name}"] = copy.clone()
                         self._tell(call, name, values, min(rows, default=None))
             if tensors:
+                from safetensors.torch import save  # which a run that does not fail never needs
+
                 self._session.writer.write_beside(HELD_FILE, save(tensors))
 
     def _tell(self, call: int, name: str, values: Tensor, rows: int | None) -> None:

@@ -34,6 +34,13 @@ Rooted = tuple[int, str, Tensor]
 """The number of the outermost module that a tensor belongs to, its name, and the tensor."""
 
 
+def median(values: Iterable[float]) -> float:
+    """The middle of ``values``, of which there is one at least; the standard library's comes with decimal numbers and fractions, 2 ms of imports."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     """Largest magnitude over the finite elements of a tensor, and the counts of the others."""

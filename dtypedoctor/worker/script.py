@@ -240,11 +240,14 @@ def _watch(writer: TraceWriter, request: Mapping[str, Any], edited: Collection[s
     from dtypedoctor.instrument.budget import budget_of
     from dtypedoctor.instrument.optrace import OpWindow
     from dtypedoctor.worker.environment import StepDigest
-    from dtypedoctor.worker.interventions import Conditions
     from dtypedoctor.worker.process_watch import ProcessWatch
 
     scenario = request["scenario"]
-    corrections = None
+    conditions = corrections = None
+    if scenario["conditions"]:
+        from dtypedoctor.worker.interventions import Conditions
+
+        conditions = Conditions(writer, scenario["conditions"])
     in_models = [spec for spec in scenario["corrections"] if spec["id"] not in edited]
     if in_models:
         from dtypedoctor.worker.interventions import OutsideCorrections
@@ -257,7 +260,7 @@ def _watch(writer: TraceWriter, request: Mapping[str, Any], edited: Collection[s
         windows=windows,
         every=1 if windows else scenario["watch_every"],
         budget=budget_of(scenario["overhead_budget"]),
-        conditions=Conditions(writer, scenario["conditions"]),
+        conditions=conditions,
         corrections=corrections,
         digest=StepDigest() if request["witness"] else None,
     )

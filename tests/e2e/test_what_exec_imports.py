@@ -62,8 +62,7 @@ ONLY_AFTER_THE_START = {
 MOST_BEFORE_THE_START = 340
 """Modules in the command's process when the script is started: 320 with typer 0.25 and pydantic 2.13."""
 ALLOWED_IN_THE_SCRIPT = {
-    "dtypedoctor", "torch", "safetensors", "encodings", "decimal", "fractions", "getpass", "resource", "statistics", "sysconfig", "sysconfigdata",
-    "termios",
+    "dtypedoctor", "torch", "encodings", "getpass", "resource", "sysconfig", "sysconfigdata", "termios",
 }  # fmt: skip
 """What the script's process may import that the script does not: the package, and what it needs beside torch."""
 

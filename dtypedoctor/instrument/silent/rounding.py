@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import field, replace
 from itertools import pairwise
-from statistics import median
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -17,7 +16,7 @@ from dtypedoctor.instrument.operators import tensors_of
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.angles import rounded_table
 from dtypedoctor.instrument.silent.look import Seen
-from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.instrument.statistics import measurable, median
 from dtypedoctor.instrument.whereabouts import OUTSIDE, Whereabouts
 from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedAngles, RoundedPositions
 from dtypedoctor.values import dataclass
