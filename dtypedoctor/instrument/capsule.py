@@ -24,8 +24,8 @@ from dtypedoctor.instrument.sources import Sources
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.whereabouts import call_arguments
 from dtypedoctor.interruptions import contained
-from dtypedoctor.trace.events import OFFLOADED
 from dtypedoctor.patterns import regex
+from dtypedoctor.trace.events import OFFLOADED
 from dtypedoctor.unpatched import perf_counter
 from dtypedoctor.values import dataclass
 

@@ -28,8 +28,8 @@ from dtypedoctor.instrument.silent.policies import is_random
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
 from dtypedoctor.interruptions import contained
-from dtypedoctor.trace.events import NOT_SEEN
 from dtypedoctor.patterns import regex
+from dtypedoctor.trace.events import NOT_SEEN
 from dtypedoctor.trace.records.silent import MovedTwin, Twins
 from dtypedoctor.values import dataclass
 
