@@ -149,8 +149,10 @@ class Instruments:
         phases.before_generate = [silent.before_generate]
         phases.before_backward = [silent.before_backward, self._before_backward]
         phases.on_gradients = [self._measure_returned]
-        phases.after_backward = [self._after_backward]
-        phases.before_unscale = [self._unscale.tell]
+        phases.after_backward = [self._after_backward, silent.scales.after_backward]
+        phases.on_scaled = [silent.scales.scaled]
+        silent.scales.in_scaler = lambda: phases.in_scaler
+        phases.before_unscale = [self._unscale.tell, silent.scales.before_unscale]
         phases.before_step = [self._before_step, silent.before_step]
         phases.after_step = [self._after_step, silent.after_step]
         phases.after_scaler = [self._after_scaler]
@@ -381,7 +383,7 @@ class Instruments:
         sentinel.wanted = lambda: self.modules.whole
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
         sentinel.computed = self._note_child
-        sentinel.writing, sentinel.wrote = self.silent.writes.before, self.silent.writes.after
+        sentinel.writing, sentinel.wrote = self.silent.writing, self.silent.writes.after
         sentinel.follow = self.silent.logprobs.ran
         sentinel.rejected = self.guard.shield(self._keep_rejected, OPERATOR_CAPSULES)
         return sentinel

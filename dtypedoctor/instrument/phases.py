@@ -40,6 +40,7 @@ class Phases:
         after_scaler: called with the scaler, the optimizer and whether the step was skipped.
         on_scaled: called with a tensor that a gradient scaler has multiplied, and the tensor before.
         on_failure: called with an exception that leaves a backward pass, a generation or a scaler, once.
+        in_scaler: whether a gradient scaler is stepping an optimizer.
         failure: identity of the last exception that left a backward pass, a generation or a scaler, and that phase.
     """
 
@@ -55,6 +56,7 @@ class Phases:
         self.after_backward: list[Listener] = []
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
+        self.in_scaler = False
         self.failure: tuple[int, str] = (0, "")
         self.on_failure: list[Callable[[BaseException], None]] = []
         self.before_unscale: list[Callable[[Any, Optimizer], None]] = []
@@ -181,10 +183,12 @@ class Phases:
         inner = getattr(optimizer, "optimizer", optimizer)
         before = self._steps[id(inner)]
         self.pause()
+        self.in_scaler = bool(scaler.is_enabled())
         try:
             with self._noting_failure("optimizer"):
                 result = original(scaler, optimizer, *args, **kwargs)
         finally:
+            self.in_scaler = False
             self.resume()
         skipped = scaler.is_enabled() and self._steps[id(inner)] == before
         self._tell(self.after_scaler, "the gradient scaler", scaler, inner, skipped)

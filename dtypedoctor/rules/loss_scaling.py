@@ -6,10 +6,11 @@ from dtypedoctor.diagnosis.checkpoint import StaticTensor, Subject
 from dtypedoctor.diagnosis.rule import LOSS_SCALING, OF_ANY_FINDING, Confidence, Finding, FindingSpec, Rule, Severity
 from dtypedoctor.diagnosis.wording import how_the_run_ended, listed, module_of, raising_line
 from dtypedoctor.dtypes import HALF
-from dtypedoctor.rules import Statement, make_finding
+from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Raised, ScalerState
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import Unscaled
+from dtypedoctor.trace.records.silent import CLIPPED, TWICE, ScaledUse
 
 UNSCALE_FLOAT16_GRADIENTS = FindingSpec(
     id="unscale-float16-gradients",
@@ -49,6 +50,18 @@ LOSS_SCALE_EXHAUSTED = FindingSpec(
     ablations=(*OF_ANY_FINDING, "loss-scale-one"),
     do_this="Use bfloat16, which needs no loss scale.",
     edits=("half-to-bfloat16",),
+)
+
+SCALED_GRADIENTS = FindingSpec(
+    id="scaled-gradients",
+    title="Gradients are used while the loss scale is still on them",
+    family=LOSS_SCALING,
+    severity=Severity.WARNING,
+    references=(
+        "https://github.com/pytorch/examples/issues/1196",
+        "https://github.com/Lightning-AI/pytorch-lightning/issues/9599",
+    ),
+    do_this="Scale the loss once; call `scaler.unscale_(optimizer)` before gradients are clipped; step by `scaler.step(optimizer)`.",
 )
 
 
@@ -215,6 +228,32 @@ def _exhausted(trace: Trace, refused: Raised | None) -> Iterator[Finding]:
     )
 
 
+def detect_scaled_gradients(trace: Trace) -> Iterator[Finding]:
+    """Gradients that are clipped or stepped with the loss scale on them, and losses that are scaled twice."""
+    for seen in trace.observed(ScaledUse):
+        yield make_finding_of(seen, _scaled_use(seen.what), dtype="float16", source=seen.what.source or None)
+
+
+def _scaled_use(what: ScaledUse) -> Statement:
+    line, scale = what.source or "A line outside of modules", f"{what.scale:,.6g}"
+    if what.use == CLIPPED:
+        summary = f"{line} clips gradients to {what.limit:.3g} while they are multiplied by the loss scale {scale}: in true gradients, to {what.limit / what.scale:.2g}."
+        cause = "`GradScaler.unscale_` runs after the clipping, so every step is cut to the limit divided by the scale, and a change of the scale changes the steps."
+    elif what.use == TWICE:
+        summary = f"{line} scales a loss by {scale} that is scaled already; the scaler takes one scale off, and gradients are {scale} times too large."
+        cause = "A loss has to be scaled once for each backward pass. An optimizer that normalizes gradients hides it; clipping, epsilon and weight decay do not."
+    else:
+        summary = f"{line} steps the optimizer with gradients that are multiplied by the loss scale {scale}."
+        cause = "Only `GradScaler.step` and `GradScaler.unscale_` take the scale off, and only they skip steps whose gradients are inf or NaN."
+    return Statement(
+        id="scaled-gradients",
+        confidence=Confidence.LIKELY,
+        summary=summary,
+        cause=cause,
+        evidence=(f"The loss of this backward pass was scaled by {scale}, and nothing had taken that off.",),
+    )
+
+
 def _is_exhausted(skipped: tuple[ScalerState, ...]) -> bool:
     if not skipped:
         return False
@@ -279,5 +318,6 @@ def _saved_whole(tensor: StaticTensor, modules: object) -> bool:
 RULES = (
     Rule(name="scaling", specs=(UNSCALE_FLOAT16_GRADIENTS, SCALER_BFLOAT16, NO_INF_CHECKS), detect=detect_scaling),
     Rule(name="loss-scale", specs=(LOSS_SCALE_EXHAUSTED,), detect=detect_exhausted_scale),
+    Rule(name="scaled-gradients", specs=(SCALED_GRADIENTS,), detect=detect_scaled_gradients),
     Rule(name="trainable-weights", specs=(UNSCALE_FLOAT16_GRADIENTS, SCALER_BFLOAT16), inspect=check_trainable),
 )

@@ -20,7 +20,7 @@ from nonfinite_examples import (
     squares,
     unread_memory,
 )  # fmt: skip
-from scaling_examples import scales, unscaling
+from scaling_examples import scaled_use, scales, unscaling
 from silent_examples import (
     absorbed,
     angles,
@@ -72,6 +72,7 @@ DETECTOR_EXAMPLES: dict[str, dict[str, Example]] = {
             lambda: scales(*[(65536.0, True)] * 8), lambda: scales(*HALVING, *[(128.0, False)] * 3)
         ),
     },
+    "scaled-gradients": {"scaled-gradients": pair(scaled_use, unscaling)},
     "non-finite": {
         "float16-overflow": pair(overflow, unread_memory),
         "attention-score-overflow": pair(scores, lambda: scores(product="aten.addmm.default", query="parameter")),

@@ -23,3 +23,8 @@ def scales(*steps: tuple[float, bool]) -> Story:
     for number, (scale, skipped) in enumerate(steps, start=1):
         story.add(ScalerState(n=story.n(), step=number, scale=scale, found_inf=skipped, skipped=skipped))
     return story
+
+
+def scaled_use(use: str = "clipped") -> Story:
+    """A run that clips gradients before the scale is taken off."""
+    return Story().saw("scaled-use", use=use, source="train.py:9", scale=65536.0, limit=1.0)

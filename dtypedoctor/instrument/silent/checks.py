@@ -17,6 +17,7 @@ from dtypedoctor.instrument.silent.look import RoutineLook
 from dtypedoctor.instrument.silent.policies import RatioCheck
 from dtypedoctor.instrument.silent.reruns import CacheCheck, EagerReplay
 from dtypedoctor.instrument.silent.rounding import IntegerCasts, PositionCheck, RotaryTables
+from dtypedoctor.instrument.silent.scaling import ScaleCheck
 from dtypedoctor.instrument.silent.twins import TwinCheck, question_of
 from dtypedoctor.instrument.silent.updates import GradientCheck, UpdateCheck
 from dtypedoctor.instrument.silent.writes import WriteCheck
@@ -33,6 +34,7 @@ class SilentChecks:
         look: take the routine look.
 
     Attributes:
+        scales: follows the loss scale to where gradients are used.
         writes: looks at what is written in place outside of modules.
         logprobs: follows log-probabilities, also outside of modules.
     """
@@ -55,6 +57,7 @@ class SilentChecks:
         self._look = RoutineLook(seeing, session)
         self._cache = CacheCheck(session)
         self._updates = UpdateCheck(session)
+        self.scales = ScaleCheck(session)
         self.writes = WriteCheck(session)
         self._gradients = GradientCheck(session, self._look.look_again)
         self._twins = TwinCheck(session)
@@ -132,10 +135,17 @@ class SilentChecks:
         self._look.after_call()  # a backward pass inside of a call would leave its mode in another order
         self._ratios.before_backward(tensors)
         self.logprobs.before_backward(tensors)
+        self.scales.before_backward(tensors)
+
+    def writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator outside of modules is about to write to its operands."""
+        self.scales.writing(func, args)
+        return self.writes.before(func, args, kwargs)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer step begins."""
         self._ratios.before_step()
+        self.scales.before_step(optimizer)
         self._loading.before_step(optimizer)
         self._gradients.before_step(optimizer)
         self._updates.before_step(optimizer)

@@ -418,6 +418,28 @@ class GradientZeros:
     parameters: Mapping[str, Zeros]
 
 
+CLIPPED, TWICE, STEPPED = "clipped", "twice", "stepped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledUse:
+    """Gradients, or a loss, that a program uses as if the loss scale were not on them.
+
+    Attributes:
+        use: ``clipped`` before the scale was taken off, scaled ``twice``, or ``stepped`` without the scaler.
+        source: the line that does it.
+        scale: the loss scale.
+        limit: norm or magnitude to which the scaled gradients are limited; 0 where they are not clipped.
+    """
+
+    KIND: ClassVar[str] = "scaled-use"
+
+    use: str
+    source: str
+    scale: float
+    limit: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledGradient:
     """One gradient, of the loss and of the multiplied loss.

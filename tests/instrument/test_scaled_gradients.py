@@ -1,0 +1,156 @@
+"""``scaled-gradients``: gradients that are used with the loss scale on them are told of, those that are used as torch's examples do are not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from watched import watched
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.rule import Finding
+
+Scaler = torch.amp.GradScaler
+Body = Callable[[nn.Module, torch.optim.Optimizer, Scaler, Tensor], None]
+
+
+def found(directory: Path, body: Body, *, enabled: bool = True) -> list[Finding]:
+    """What is found of five steps that end in ``body``, which gets the loss."""
+
+    def work(_: object) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler = Scaler("cpu", init_scale=1024.0, enabled=enabled)
+        for _ in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = nn.functional.cross_entropy(model(torch.randn(8, 8)), torch.randint(0, 4, (8,)))
+            body(model, optimizer, scaler, loss)
+
+    return [finding for finding in diagnose(watched(directory, work)) if finding.id == "scaled-gradients"]
+
+
+def clipped_first(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    """The norm is that of scaled gradients."""
+    scaler.scale(loss).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def bounded_first(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    """So are the values."""
+    scaler.scale(loss).backward()
+    clip_grad_value_(model.parameters(), 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def clipped_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    """Clipping as programs write it themselves, for all parameters together."""
+    scaler.scale(loss).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    for parameter in model.parameters():
+        parameter.grad.mul_(1.0 / norm)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def scaled_twice(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    """The second time after other arithmetic."""
+    loss = scaler.scale(loss) / 2
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def stepped_alone(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    """The scaler is not asked."""
+    scaler.scale(loss).backward()
+    optimizer.step()
+
+
+def unscaled_first(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    """As torch's documentation has it."""
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1e-3)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def limit_scaled(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    """The limit is multiplied by the same scale."""
+    scaler.scale(loss).backward()
+    clip_grad_norm_(model.parameters(), 0.1 * scaler.get_scale())
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def averaged(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    """Gradients of several passes are averaged, which limits nothing, and are small by themselves."""
+    for _ in range(2):
+        scaler.scale(1e-4 * loss).backward(retain_graph=True)
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def unscaled_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    """The program takes the scale off itself."""
+    scaler.scale(loss).backward()
+    for parameter in model.parameters():
+        parameter.grad.div_(scaler.get_scale())
+    clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def other_loss(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    """A second optimizer steps with gradients that no scaled loss has given it."""
+    other = nn.Linear(2, 2)
+    second = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(torch.ones(1, 2)).sum().backward()
+    scaler.scale(loss).backward()
+    second.step()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "says"),
+    [
+        (clipped_first, "clip_grad_norm_(model.parameters(), 1.0)", "clips gradients to 1 "),
+        (bounded_first, "clip_grad_value_(", "clips gradients to 0.5"),
+        (clipped_by_hand, "parameter.grad.mul_(1.0 / norm)", "clips gradients to 1 "),
+        (scaled_twice, "scaler.scale(loss).backward()", "scaled already"),
+        (stepped_alone, "optimizer.step()", "steps the optimizer"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_gradients_that_are_used_with_the_scale_on_them_are_found(
+    tmp_path: Path, body: Body, line: str, says: str
+) -> None:
+    """Once, at the line that uses them."""
+    (finding,) = found(tmp_path, body)
+    number = int((finding.source or ":0").rpartition(":")[2])
+    assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
+    assert says in finding.summary
+    assert "1,024" in finding.summary
+
+
+@pytest.mark.parametrize(
+    "body", [unscaled_first, limit_scaled, averaged, unscaled_by_hand, other_loss], ids=lambda one: one.__name__
+)
+def test_gradients_without_the_scale_are_not_told_of(tmp_path: Path, body: Body) -> None:
+    """Limits that are small, averages and a program's own unscaling are no findings."""
+    assert not found(tmp_path, body)
+
+
+@pytest.mark.parametrize("body", [clipped_first, scaled_twice, stepped_alone], ids=lambda one: one.__name__)
+def test_a_disabled_scaler_scales_nothing(tmp_path: Path, body: Body) -> None:
+    """What would be wrong with a scale is right without one."""
+    assert not found(tmp_path, body, enabled=False)
