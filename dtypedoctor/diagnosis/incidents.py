@@ -101,6 +101,8 @@ def links(trace: Trace, numbers: Collection[int], call: int) -> Iterator[Observe
 def _counts(graph: OpGraph, seen: Observed[NonfiniteReached], last: Op, skipped: Collection[int]) -> bool:
     what, value = seen.what.what, seen.what.value
     found = ancestry(graph, last)
+    if found.given and not found.computed and last.step in skipped:
+        return False  # made of gradients that the scaler has found, and that it lets no optimizer take
     if not found.computed and not found.nan_makers:
         given = any(has_nan(tensor) for _, tensor in found.given)
         return given and what == "item" and seen.step not in skipped

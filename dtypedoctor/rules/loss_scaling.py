@@ -247,6 +247,7 @@ def _scaled_use(what: ScaledUse) -> Statement:
         cause = "Only `GradScaler.step` and `GradScaler.unscale_` take the scale off, and only they skip steps whose gradients are inf or NaN."
     return Statement(
         id="scaled-gradients",
+        severity=Severity.WARNING,
         confidence=Confidence.LIKELY,
         summary=summary,
         cause=cause,

@@ -154,3 +154,33 @@ def test_gradients_without_the_scale_are_not_told_of(tmp_path: Path, body: Body)
 def test_a_disabled_scaler_scales_nothing(tmp_path: Path, body: Body) -> None:
     """What would be wrong with a scale is right without one."""
     assert not found(tmp_path, body, enabled=False)
+
+
+def clipped_one_by_one(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Scaler, loss: Tensor) -> None:
+    """Each parameter's gradient by its own norm, as DINO's training does: a factor of 0 where that is inf."""
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    for parameter in model.parameters():
+        factor = 3.0 / (parameter.grad.data.norm(2) + 1e-6)
+        if factor < 1:
+            parameter.grad.data.mul_(factor)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("skips", [True, False], ids=["skipped steps", "used steps"])
+def test_gradients_of_skipped_steps_may_be_clipped_by_hand(tmp_path: Path, skips: bool) -> None:
+    """0 times inf is NaN in a gradient that the scaler throws away; without a scaler a parameter gets it."""
+
+    def work(_: object) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler = Scaler("cpu", init_scale=2.0**18, enabled=skips)
+        for step in range(8):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(torch.randn(64, 8)).float().sum()
+            clipped_one_by_one(model, optimizer, scaler, loss if skips or step else loss * float("inf"))
+
+    assert bool(diagnose(watched(tmp_path, work))) is not skips
