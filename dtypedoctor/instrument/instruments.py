@@ -384,7 +384,7 @@ class Instruments:
         sentinel.raised = self.guard.shield(self._note_outside, "exceptions that the program may have caught")
         sentinel.computed = self._note_child
         sentinel.writing, sentinel.wrote = self.silent.writing, self.silent.writes.after
-        sentinel.follow = self.silent.logprobs.ran
+        sentinel.follow = self.silent.ran
         sentinel.rejected = self.guard.shield(self._keep_rejected, OPERATOR_CAPSULES)
         return sentinel
 

@@ -49,6 +49,7 @@ from dtypedoctor.instrument.operators import (
 from dtypedoctor.instrument.recorders import BEHIND
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.logprobs import is_followed
+from dtypedoctor.instrument.silent.sums import is_built_up
 from dtypedoctor.instrument.silent.writes import SUMS
 from dtypedoctor.instrument.statistics import measurable, real_of
 from dtypedoctor.lasting import at_fork
@@ -114,7 +115,7 @@ class _Plan(NamedTuple):
     fresh: bool = False
     """It takes no more than the form of its operands."""
     followed: bool = False
-    """It may make, pass on or compare log-probabilities."""
+    """It may make, pass on or compare log-probabilities, or add to a sum or an average."""
 
 
 class Sentinel(OperatorMode):
@@ -132,7 +133,8 @@ class Sentinel(OperatorMode):
         rejected: called with an operator that has raised, its arguments, and what it raised; raises nothing itself.
         writing: called with an operator that is about to write to its operands, or to sum them; what it returns is handed to ``wrote`` with the line.
         computed: called in a process that the program has forked from this thread, when it first computes with floating point.
-        follow: called with each operator that may make, pass on or compare log-probabilities, its arguments and its result; raises nothing itself.
+        follow: called with each operator that may make, pass on or compare log-probabilities or build up a value, its arguments and its result; raises
+            nothing itself.
     """
 
     supports_higher_order_operators = True
@@ -566,4 +568,5 @@ def _plan_of(func: Any) -> _Plan:
         return _Plan(passes=True)  # random numbers written into memory
     name = schema.name.removeprefix("aten::")
     fresh = name.endswith("_like") or name.startswith("new_")
-    return _Plan(writes=schema.is_mutable, sums=name in SUMS, fresh=fresh, followed=is_followed(func))
+    followed = is_followed(func) or is_built_up(func)
+    return _Plan(writes=schema.is_mutable, sums=name in SUMS, fresh=fresh, followed=followed)

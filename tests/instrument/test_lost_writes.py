@@ -226,3 +226,67 @@ def test_what_the_program_computes_does_not_change(tmp_path: Path) -> None:
     work(None)
     watched(tmp_path, work)
     assert all(map(torch.equal, *states))
+
+
+def assigned(decay: float, *, weights_first: bool = False) -> Callable[[object], None]:
+    """An average that is computed anew and assigned at each step."""
+
+    def work(_: object) -> None:
+        model = net(torch.float32)
+        kept = copy.deepcopy(model).to(torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(8):
+            gradients(model, torch.float32)
+            optimizer.step()
+            for own, theirs in zip(kept.parameters(), model.parameters(), strict=True):
+                old, new = own.data, theirs.data.to(own.dtype)
+                own.data = (1 - decay) * new + old * decay if weights_first else old * decay + (1 - decay) * new
+
+    return work
+
+
+def begun_with_a_copy(decay: float) -> Callable[[object], None]:
+    """The first update takes the weights as they are, as DiT's training does."""
+
+    def work(_: object) -> None:
+        model = net(torch.float32)
+        kept = copy.deepcopy(model).to(torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(9):
+            gradients(model, torch.float32)
+            optimizer.step()
+            by = decay if step else 0.0
+            with torch.no_grad():
+                for own, theirs in zip(kept.parameters(), model.parameters(), strict=True):
+                    own.mul_(by).add_(theirs.data, alpha=1 - by)
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("work", "line"),
+    [
+        (assigned(0.9999), "own.data = (1 - decay)"),
+        (assigned(0.9999, weights_first=True), "own.data = (1 - decay)"),
+        (begun_with_a_copy(0.9999), "own.mul_(by)"),
+    ],
+    ids=["assigned", "assigned, weights first", "begun with a copy"],
+)
+def test_averages_that_move_once_or_are_assigned_anew_are_found(
+    tmp_path: Path, work: Callable[[object], None], line: str
+) -> None:
+    """They stand still from then on."""
+    (found,) = findings(tmp_path, work)
+    number = int((found.source or ":0").rpartition(":")[2])
+    assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
+    assert "tensors" in found.summary
+
+
+@pytest.mark.parametrize(
+    "work",
+    [assigned(0.5), assigned(0.5, weights_first=True), begun_with_a_copy(0.5)],
+    ids=["assigned", "first", "copy"],
+)
+def test_quick_averages_are_none(tmp_path: Path, work: Callable[[object], None]) -> None:
+    """They move in every step."""
+    assert findings(tmp_path, work) == []

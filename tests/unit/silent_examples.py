@@ -49,6 +49,11 @@ def lost_writes() -> TraceBuilder:
                 absmax=1.0, change=1e-5)  # fmt: skip
 
 
+def rounded_sum() -> TraceBuilder:
+    """A count of ones in bfloat16."""
+    return seen("rounded-sum", source="train.py:9", dtype="bfloat16", added=300, exact=300.0, value=256.0, error=44.0)
+
+
 def overshoots() -> TraceBuilder:
     """A step that goes much further than the same step of a float32 copy."""
     one = {"elements": 64, "overshot": 40, "dtype": "float16", "moved": 1.22, "update": 6e-4}

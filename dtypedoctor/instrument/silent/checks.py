@@ -7,17 +7,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dtypedoctor.instrument.float32_program import Originals
+from dtypedoctor.instrument.operators import Arguments
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.angles import AngleCheck
 from dtypedoctor.instrument.silent.decoding import DecodingCheck
 from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, RouterFlips
 from dtypedoctor.instrument.silent.loading import LoadingCheck, PatchCheck
-from dtypedoctor.instrument.silent.logprobs import LogprobCheck
+from dtypedoctor.instrument.silent.logprobs import LogprobCheck, is_followed
 from dtypedoctor.instrument.silent.look import RoutineLook
 from dtypedoctor.instrument.silent.policies import RatioCheck
 from dtypedoctor.instrument.silent.reruns import CacheCheck, EagerReplay
 from dtypedoctor.instrument.silent.rounding import IntegerCasts, PositionCheck, RotaryTables
 from dtypedoctor.instrument.silent.scaling import ScaleCheck
+from dtypedoctor.instrument.silent.sums import SumCheck, is_built_up
 from dtypedoctor.instrument.silent.twins import TwinCheck, question_of
 from dtypedoctor.instrument.silent.updates import GradientCheck, UpdateCheck
 from dtypedoctor.instrument.silent.writes import WriteCheck
@@ -59,6 +61,7 @@ class SilentChecks:
         self._updates = UpdateCheck(session)
         self.scales = ScaleCheck(session)
         self.writes = WriteCheck(session)
+        self._sums = SumCheck(session)
         self._gradients = GradientCheck(session, self._look.look_again)
         self._twins = TwinCheck(session)
         self._decoding = DecodingCheck(session)
@@ -76,6 +79,7 @@ class SilentChecks:
         self._cache.after_call()
         self._loading.stop()
         self.writes.stop()
+        self._sums.stop()
         self.logprobs.finish()
         self._twins.finish()
 
@@ -125,6 +129,13 @@ class SilentChecks:
         self._look.after_call()
         self._cache.after_call()
         self._rotary.after_call()
+
+    def ran(self, func: Any, arguments: Arguments, result: Any) -> None:
+        """An operator outside of modules has run for which :func:`is_followed` or :func:`is_built_up` is true."""
+        if is_followed(func):
+            self.logprobs.ran(func, arguments, result)
+        if is_built_up(func):
+            self._sums.ran(func, *arguments, result)
 
     def before_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``generate`` of transformers is called."""

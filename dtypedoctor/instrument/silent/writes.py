@@ -21,7 +21,7 @@ ARITHMETIC = frozenset({"add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "ad
 MOST_FOLLOWED = 10_000
 """Tensors that are followed."""
 CHECKS = 3
-"""Checked writes by which a tensor is judged."""
+"""Checked writes, one after another, by which a tensor is judged: what has moved before, in a first copy of the weights say, does not count."""
 LOST = 0.95
 """Share of the elements that float32 moves which have to stay as they are."""
 SWEPT = 1000
@@ -54,8 +54,9 @@ class _Followed:
     held: StorageWeakRef
     line: Line | None = None
     writes: int = 0
+    judged: int = 0
+    """Checks in which float32 moves something; ``checks`` are those of them since it has last moved."""
     checks: int = 0
-    same: bool = True
     wanted: int = 0
     lost: int = 0
     absmax: float = 0.0
@@ -69,7 +70,7 @@ class _Followed:
     @property
     def is_stalled(self) -> bool:
         """Whether it stood still although it should have moved."""
-        lost = self.same and self.checks >= CHECKS and self.lost >= LOST * self.wanted
+        lost = self.checks >= CHECKS and self.lost >= LOST * self.wanted
         return lost and not self.kept >= min(KEPT, max(self.followed_on, 1))
 
     def written_again(self) -> None:
@@ -78,6 +79,11 @@ class _Followed:
             self.followed_on += 1
             self.kept += self.is_kept
             self.lost_values, self.is_kept = None, False
+
+    def forget(self) -> None:
+        """It has moved: begins anew."""
+        self.checks = self.wanted = self.lost = self.kept = self.followed_on = 0
+        self.absmax = self.change = 0.0
 
 
 @dataclass(slots=True)
@@ -131,7 +137,7 @@ class WriteCheck:
         if not is_checked(followed.writes):
             return None
         stride = -(-target.numel() // SAMPLED)
-        operands = [_sampled(value, target, stride) for value in args[1:]]
+        operands = [sampled(value, target, stride) for value in args[1:]]
         if (
             not target.is_contiguous()
             or any(one is None for one in operands)
@@ -192,7 +198,7 @@ class WriteCheck:
         followed = self._followed.pop(key, None)
         if followed is not None:
             self._forget_loss(key[-1], followed)
-        if followed is not None and followed.checks >= CHECKS and len(self._over) < MOST_FOLLOWED:
+        if followed is not None and followed.judged >= CHECKS and len(self._over) < MOST_FOLLOWED:
             followed.last = None
             self._over.append(followed)
 
@@ -213,13 +219,17 @@ class WriteCheck:
             unmoved = 1.0 if followed.last is None else float((followed.last == write.before).float().mean())
         stalled = followed.is_stalled
         followed.line = line
-        followed.checks += bool(many)
-        followed.same &= unmoved >= SAME
-        followed.wanted += int(many)
-        followed.lost += int(lost)
+        followed.judged += bool(many)
+        moves = lost < LOST * many
+        if moves or unmoved < SAME:
+            followed.forget()
+        if not moves:
+            followed.checks += bool(many)
+            followed.wanted += int(many)
+            followed.lost += int(lost)
         followed.absmax, followed.change = max(followed.absmax, absmax), max(followed.change, change)
-        followed.last = now.clone() if followed.same else None
-        if followed.same and followed.lost >= LOST * followed.wanted and many:
+        followed.last = now.clone()
+        if many and not moves:
             rest = (write.exact - now.double())[:COMPARED]
             followed.lost_values = rest, float(rest.abs().sum())
             self._losses.setdefault(write.target.shape, {})[followed.memory] = followed
@@ -236,7 +246,7 @@ class WriteCheck:
 
     def _tell(self, line: Line | None) -> None:
         everything = (*self._over, *self._followed.values())
-        of_line = [one for one in everything if one.line == line and one.checks >= CHECKS]
+        of_line = [one for one in everything if one.line == line and one.judged >= CHECKS]
         stalled = [one for one in of_line if one.is_stalled]
         if not of_line:
             return
@@ -274,7 +284,7 @@ def _are_similar(taken: Tensor | None, lost: Tensor) -> bool:
     return agree >= MOSTLY_SIMILAR
 
 
-def _sampled(value: Any, target: Tensor, stride: int) -> Any:
+def sampled(value: Any, target: Tensor, stride: int) -> Any:
     """The part of an operand that belongs to the elements compared, in float32; None where it has no such part."""
     if not isinstance(value, Tensor):
         return value

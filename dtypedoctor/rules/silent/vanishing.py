@@ -16,6 +16,7 @@ from dtypedoctor.trace.records.silent import (
     LostWrites,
     Overshoots,
     OvershotParameter,
+    RoundedSum,
     ScaledBackward,
     ScaledGradient,
     StalledParameter,
@@ -274,7 +275,7 @@ def _lost_writes(what: LostWrites) -> Statement:
     return Statement(
         id="update-stall",
         severity=Severity.WARNING,
-        summary=f"{what.source or 'A line outside of modules'} updates {tensors} in place, and {what.dtype} rounds {percent(what.lost / what.wanted)} of that away.",
+        summary=f"{what.source or 'A line outside of modules'} updates {tensors}{' in place' if what.in_place else ''}, and {what.dtype} rounds {percent(what.lost / what.wanted)} of that away.",
         cause=(
             f"Near 1 the spacing of {what.dtype} numbers is {epsilon:.3g}, and in proportion elsewhere. An update below half "
             "of the spacing is rounded away, each time, without adding up. This holds "
@@ -288,6 +289,40 @@ def _lost_writes(what: LostWrites) -> Statement:
             "The same operators on float32 copies of their operands change them; no sum between two updates takes what the first lost, as Kahan summation does.",
             f"Compared in {what.checks} updates: of {what.wanted:,} elements that float32 moves {what.lost:,} did not move.",
         ),
+    )
+
+
+ROUNDED_SUM = FindingSpec(
+    id="rounded-sum",
+    title="A running sum in half precision loses what is added to it",
+    family=SILENT,
+    severity=Severity.WARNING,
+    references=("https://github.com/pytorch/xla/pull/2425", "https://github.com/pytorch/executorch/pull/20089"),
+    do_this="Keep sums of losses, counts and metrics in float32: cast what is added, `total += x.float()`.",
+)
+
+
+def detect_rounded_sums(trace: Trace) -> Iterator[Finding]:
+    """Sums that are built up one addition at a time until what is added is below their spacing."""
+    for seen in trace.observed(RoundedSum):
+        yield make_finding_of(seen, _rounded_sum(seen.what), dtype=seen.what.dtype, source=seen.what.source or None)
+
+
+def _rounded_sum(what: RoundedSum) -> Statement:
+    epsilon = DTYPES[what.dtype].epsilon
+    return Statement(
+        id="rounded-sum",
+        severity=Severity.WARNING,
+        proven_by="the same terms added in float64 give another sum",
+        summary=(
+            f"{what.source or 'A line outside of modules'} adds up {what.added:,} terms in {what.dtype} and gets {what.value:,.6g}; "
+            f"their sum is {what.exact:,.6g}."
+        ),
+        cause=(
+            f"The spacing of {what.dtype} numbers is {epsilon:.3g} of their magnitude. What is added to a sum is rounded to it, and below half of it nothing is "
+            "added at all: a count of ones ends at 256 in bfloat16 and at 2,048 in float16."
+        ),
+        evidence=(f"Followed in float64 through {what.added:,} additions: off by {what.error:,.3g}.",),
     )
 
 
@@ -328,5 +363,6 @@ RULES = (
     Rule(name="update-stall", specs=(UPDATE_STALL,), detect=detect_stall),
     Rule(name="partial-stall", specs=(UPDATE_STALL,), detect=detect_partial_stall),
     Rule(name="lost-writes", specs=(UPDATE_STALL,), detect=detect_lost_writes),
+    Rule(name="rounded-sums", specs=(ROUNDED_SUM,), detect=detect_rounded_sums),
     Rule(name="step-overshoots", specs=(OPTIMIZER_EPSILON_UNDERFLOW,), detect=detect_overshoot),
 )

@@ -516,6 +516,7 @@ class LostWrites:
         lost: those of them that did not move.
         absmax: largest magnitude of a tensor that stands still.
         change: largest change of it in float32.
+        in_place: whether they are written in place, and not computed anew.
     """
 
     KIND: ClassVar[str] = "lost-writes"
@@ -529,6 +530,30 @@ class LostWrites:
     lost: int
     absmax: float
     change: float
+    in_place: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedSum:
+    """A sum in half precision that has become wrong because what is added to it is rounded away.
+
+    Attributes:
+        source: the line that adds.
+        dtype: of the sum.
+        added: additions so far.
+        exact: the sum of the same terms in float64, of the element that is most off.
+        value: what it is.
+        error: the difference.
+    """
+
+    KIND: ClassVar[str] = "rounded-sum"
+
+    source: str
+    dtype: str
+    added: int
+    exact: float
+    value: float
+    error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,248 @@
+"""Values that a program builds up outside of modules, a new tensor each time or in place: running sums, and averages that it assigns anew."""
+
+import sys
+from dataclasses import field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dtypedoctor._torch_private import memory_key, schema_of
+from dtypedoctor.instrument.frames import Line, line_of
+from dtypedoctor.instrument.naming import dtype_name
+from dtypedoctor.instrument.session import Session
+from dtypedoctor.instrument.silent.updates import HALF, SAMPLED
+from dtypedoctor.instrument.silent.writes import CHECKS, LOST, sampled
+from dtypedoctor.instrument.statistics import measurable
+from dtypedoctor.trace.records.silent import LostWrites, RoundedSum
+from dtypedoctor.values import dataclass
+
+SMALL = 64
+"""Elements up to which a tensor is followed as a sum, from one addition to the next; a larger one as an average."""
+FEWEST = 16
+"""Additions from which on a sum is judged."""
+WRONG = 0.05
+"""Relative error of a sum from which on it is told of."""
+MOST_FOLLOWED = 4_096
+"""Tensors that are followed at once."""
+
+_ADDS = frozenset({"add", "add_"})
+_CHANGES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv"})
+
+
+@cache
+def is_built_up(func: Any) -> bool:
+    """Whether an operator may add to a sum, or be a part of the arithmetic of an average."""
+    return _base_name(func) in _ADDS | _CHANGES
+
+
+@cache
+def _base_name(func: Any) -> str:
+    return str(schema_of(func).name).removeprefix("aten::")
+
+
+@dataclass(slots=True)
+class _Sum:
+    """A sum so far: what it is in float64, and what it was when it was last added to."""
+
+    held: StorageWeakRef
+    exact: Tensor
+    now: Tensor
+    added: int
+    largest: float
+    """Of the exact values so far: terms of both signs may cancel."""
+
+
+@dataclass(slots=True)
+class _Lineage:
+    """A value that is computed from itself again and again, and where that begins.
+
+    Attributes:
+        begins: the operator and its line that take it first.
+        start: elements as they are then.
+        wide: what float32 has made of them since.
+        checks, wanted, lost, absmax, change: of the rounds since it has last moved.
+    """
+
+    begins: tuple[Any, Line | None]
+    start: Tensor
+    wide: Tensor
+    rounds: int = 0
+    checks: int = 0
+    wanted: int = 0
+    lost: int = 0
+    absmax: float = 0.0
+    change: float = 0.0
+
+    def close(self, now: Tensor) -> None:
+        """A round is over: the value is ``now``."""
+        moved = (self.wide != self.start.float()) & self.wide.isfinite()
+        wanted, lost = int(moved.sum()), int((moved & (now == self.start)).sum())
+        if lost < LOST * wanted:
+            self.checks = self.wanted = self.lost = 0
+        elif wanted:
+            self.checks += 1
+            self.wanted, self.lost = self.wanted + wanted, self.lost + lost
+            self.absmax = max(self.absmax, float(self.start.float().abs().max()))
+            self.change = max(self.change, float((self.wide - self.start.float()).abs().max()))
+        self.rounds += 1
+        self.start, self.wide = now, now.float()
+
+
+@dataclass(slots=True)
+class _Place:
+    """The lineages that begin at one line."""
+
+    dtype: str
+    known: list[_Lineage] = field(default_factory=list)
+
+
+class SumCheck:
+    """Writes a :class:`RoundedSum` for a sum that half precision gets wrong, and a :class:`LostWrites` for averages that stand still.
+
+    A sum is followed in float64 from its first addition on; of an average, which is computed from itself by several operators, a few thousand elements
+    from one round to the next. Only memory of the CPU is looked at, and nothing of which gradients are computed.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._position = session.position
+        self._looking = session.guard.keeping("sums and averages in half precision")
+        self._sums: dict[int, _Sum] = {}
+        self._values: dict[int, tuple[StorageWeakRef, _Lineage]] = {}
+        self._places: dict[Line | None, _Place] = {}
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator outside of modules has returned ``result``."""
+        if not isinstance(result, Tensor) or result.dtype not in HALF or self._position.backward_depth:
+            return
+        if result.device.type != "cpu" or not measurable(result) or not result.numel():
+            return
+        name, small = _base_name(func), result.numel() <= SMALL
+        with self._looking, self._position.mute(), torch.no_grad():
+            if small and name in _ADDS:
+                self._added(args, kwargs, result, line_of(sys._getframe()), in_place=name == "add_")
+            elif not small and name in _CHANGES and result.is_contiguous() and not result.requires_grad:
+                self._computed(func, args, kwargs, result, line_of(sys._getframe()))
+
+    def _added(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, line: Line | None, *, in_place: bool
+    ) -> None:
+        target, added = args[0], args[1]
+        key = memory_key(result.untyped_storage())
+        known = self._known_sum(target)
+        amount = _wide(added) * float(kwargs.get("alpha", 1))
+        if known is None or not _goes_on(known, result if in_place else target, amount if in_place else 0.0):
+            exact, count, largest = result.detach().double().clone(), 1, 0.0
+        else:
+            exact, count, largest = known.exact + amount, known.added + 1, known.largest
+        if len(self._sums) >= MOST_FOLLOWED:
+            self._sums = {at: one for at, one in self._sums.items() if not one.held.expired()}
+        if exact.shape != result.shape or len(self._sums) >= MOST_FOLLOWED:
+            return
+        now = result.detach().clone()
+        largest = max(largest, float(exact.abs().max()))
+        self._sums[key] = _Sum(StorageWeakRef(result.untyped_storage()), exact, now, count, largest)
+        error = float((exact - now.double()).abs().max())
+        if count >= FEWEST and largest > 0 and error > WRONG * largest < float("inf"):
+            self._tell_sum(line, now, count, exact, error)
+
+    def _known_sum(self, target: Any) -> _Sum | None:
+        known = self._sums.get(memory_key(target.untyped_storage())) if isinstance(target, Tensor) else None
+        return None if known is None or known.held.expired() else known
+
+    def _tell_sum(self, line: Line | None, now: Tensor, count: int, exact: Tensor, error: float) -> None:
+        source = "" if line is None else line.source
+        worst = int((exact - now.double()).abs().argmax())
+        value, right = float(now.flatten()[worst]), float(exact.flatten()[worst])
+        told = RoundedSum(source=source, dtype=dtype_name(now), added=count, exact=right, value=value, error=error)
+        self._session.once(told, source)
+
+    def _computed(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, line: Line | None
+    ) -> None:
+        place = self._place_of(func, args)
+        target = args[place]
+        if not isinstance(target, Tensor) or target.shape != result.shape or target.dtype is not result.dtype:
+            return
+        stride = -(-target.numel() // SAMPLED)
+        operands = [sampled(one, target, stride) for one in args]
+        if not target.is_contiguous() or any(one is None for one in operands):
+            return
+        if any(isinstance(one, Tensor) for one in kwargs.values()):
+            return
+        lineage = self._lineage_of(target, (func, line), stride)
+        operands[place] = lineage.wide
+        lineage.wide = func(*operands, **kwargs)
+        if len(self._values) >= MOST_FOLLOWED:
+            self._values = {at: one for at, one in self._values.items() if not one[0].expired()}
+        if len(self._values) < MOST_FOLLOWED:
+            storage = result.untyped_storage()
+            self._values[memory_key(storage)] = (StorageWeakRef(storage), lineage)
+
+    def _place_of(self, func: Any, args: tuple[Any, ...]) -> int:
+        """The operand that is built up: the first, or of two that may change places the one that has been for longer."""
+        if _base_name(func) not in ("add", "mul"):
+            return 0
+        rounds = [self._rounds(one) for one in args[:2]]
+        return int(len(rounds) == 2 and rounds[1] > rounds[0])
+
+    def _rounds(self, value: Any) -> int:
+        """How often a value has been computed from itself; -1 where it is not followed."""
+        held, lineage = (
+            self._values.get(memory_key(value.untyped_storage()), (None, None))
+            if isinstance(value, Tensor)
+            else (None, None)
+        )
+        return -1 if held is None or lineage is None or held.expired() else lineage.rounds
+
+    def _lineage_of(self, target: Tensor, begins: tuple[Any, Line | None], stride: int) -> _Lineage:
+        """What ``target`` has come from; a new lineage where that is not known."""
+        now = target.detach().reshape(-1)[::stride].clone()
+        held, lineage = self._values.get(memory_key(target.untyped_storage()), (None, None))
+        if held is None or lineage is None or held.expired() or lineage.start.shape != now.shape:
+            return _Lineage(begins, now, now.float())
+        if lineage.begins == begins:
+            self._close(lineage, now, dtype_name(target))
+        return lineage
+
+    def _close(self, lineage: _Lineage, now: Tensor, dtype: str) -> None:
+        lineage.close(now)
+        place = self._places.setdefault(lineage.begins[1], _Place(dtype))
+        if lineage.rounds == CHECKS and len(place.known) < MOST_FOLLOWED:
+            place.known.append(lineage)
+
+    def stop(self) -> None:
+        """The program is over: tells of the lines whose averages stand still."""
+        for line, place in self._places.items():
+            stalled = [one for one in place.known if one.checks >= CHECKS]
+            if stalled and 2 * len(stalled) >= len(place.known):
+                worst = max(stalled, key=lambda one: one.wanted)
+                self._session.emit(
+                    LostWrites(
+                        source="" if line is None else line.source,
+                        dtype=place.dtype,
+                        tensors=len(stalled),
+                        compared=len(place.known),
+                        checks=worst.checks,
+                        wanted=sum(one.wanted for one in stalled),
+                        lost=sum(one.lost for one in stalled),
+                        absmax=worst.absmax,
+                        change=worst.change,
+                        in_place=False,
+                    )
+                )
+
+
+def _wide(value: Any) -> Any:
+    """A number or a tensor in float64."""
+    return value.detach().double() if isinstance(value, Tensor) else float(value)
+
+
+def _goes_on(known: _Sum, held: Tensor, amount: Any) -> bool:
+    """Whether ``held`` is the sum as it was left, with ``amount`` added in place: nothing else has been written to it."""
+    if known.now.shape != held.shape:
+        return False
+    return bool(((known.now.double() + amount).to(held.dtype) == held).all())

@@ -1,0 +1,103 @@
+"""``rounded-sum``: sums in half precision that are wrong are told of with what they should be, and sums that are right are not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from watched import watched
+
+from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.rule import Finding
+
+
+def sums(directory: Path, work: Callable[[object], None]) -> list[Finding]:
+    """What is found of sums."""
+    return [finding for finding in diagnose(watched(directory, work)) if finding.id == "rounded-sum"]
+
+
+def added(
+    dtype: torch.dtype, many: int, term: Callable[[int], float], *, in_place: bool = True
+) -> Callable[[object], None]:
+    """A sum of ``many`` terms."""
+
+    def work(_: object) -> None:
+        total = torch.zeros((), dtype=dtype)
+        for number in range(many):
+            one = torch.tensor(term(number), dtype=dtype)
+            if in_place:
+                total += one
+            else:
+                total = total + one
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("work", "line"),
+    [
+        (added(torch.bfloat16, 400, lambda _: 1.0), "total += one"),
+        (added(torch.bfloat16, 400, lambda _: 1.0, in_place=False), "total = total + one"),
+        (added(torch.float16, 3000, lambda _: 1.0), "total += one"),
+        (added(torch.bfloat16, 600, lambda number: 3.2 + 0.01 * (number % 7)), "total += one"),
+    ],
+    ids=["count", "count anew", "float16 count", "losses"],
+)
+def test_sums_that_stand_still_are_found_at_their_line(
+    tmp_path: Path, work: Callable[[object], None], line: str
+) -> None:
+    """Once, proven by the sum in float64."""
+    (finding,) = sums(tmp_path, work)
+    number = int((finding.source or ":0").rpartition(":")[2])
+    assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
+    assert finding.proven_by is not None
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        added(torch.bfloat16, 200, lambda _: 1.0),
+        added(torch.float16, 400, lambda _: 1.0),
+        added(torch.float32, 400, lambda _: 1.0),
+        added(torch.bfloat16, 400, lambda number: (-1.0) ** number * 1.01),
+        added(torch.bfloat16, 60, lambda number: 0.3 + 0.1 * (number % 3)),
+    ],
+    ids=["few", "float16", "float32", "both signs", "losses of a short epoch"],
+)
+def test_sums_that_are_right_are_not_told_of(tmp_path: Path, work: Callable[[object], None]) -> None:
+    """Nor are terms that cancel."""
+    assert not sums(tmp_path, work)
+
+
+def test_a_sum_that_begins_anew_is_another(tmp_path: Path) -> None:
+    """What is set to zero, written to or multiplied in between goes on from there."""
+
+    def work(_: object) -> None:
+        total, mean, one = torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)
+        total = total.bfloat16()
+        for number in range(900):
+            if number % 100 == 0:
+                total.zero_()
+            total += one
+            mean = 0.9 * mean + one
+            mean = mean + 0.0 * one
+
+    assert not sums(tmp_path, work)
+
+
+def test_what_the_program_computes_does_not_change(tmp_path: Path) -> None:
+    """Sums and random numbers are those of an unwatched run."""
+    results: list[list[Tensor]] = []
+
+    def work(_: object) -> None:
+        total = torch.zeros(2, dtype=torch.bfloat16)
+        for _ in range(300):
+            total = total + torch.rand(2).bfloat16()
+        results.append([total, torch.rand(3)])
+
+    torch.manual_seed(0)
+    work(None)
+    torch.manual_seed(0)
+    watched(tmp_path, work)
+    assert all(map(torch.equal, *results))
