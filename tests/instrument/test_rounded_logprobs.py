@@ -64,6 +64,18 @@ with torch.no_grad():
 for epoch in range(3):
     update(clip(probs() / old.float()))
 """,
+    "sums of a preference": """
+def chosen_over_rejected(m):
+    logits = m(prompt).bfloat16()
+    sums = logits.log_softmax(-1).gather(-1, answer[..., None])[..., 0].sum(-1)
+    return sums[:8] - sums[8:]
+reference = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64))
+reference.load_state_dict(model.state_dict())
+for epoch in range(4):
+    with torch.no_grad():
+        ref = chosen_over_rejected(reference)
+    update(-F.logsigmoid(0.1 * (chosen_over_rejected(model) - ref).float()).mean())
+""",
     "both in bfloat16": """
 model.bfloat16()
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -257,6 +269,17 @@ for epoch in range(3):
 ROUNDED |= NAMED
 
 HEALTHY = {
+    "sums of a preference": """
+def chosen_over_rejected(m):
+    sums = m(prompt).bfloat16().float().log_softmax(-1).gather(-1, answer[..., None])[..., 0].sum(-1)
+    return sums[:8] - sums[8:]
+reference = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64))
+reference.load_state_dict(model.state_dict())
+for epoch in range(4):
+    with torch.no_grad():
+        ref = chosen_over_rejected(reference)
+    update(-F.logsigmoid(0.1 * (chosen_over_rejected(model) - ref)).mean())
+""",
     "float32": """
 for turn in range(2):
     with torch.no_grad():
