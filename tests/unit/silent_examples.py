@@ -49,6 +49,20 @@ def lost_writes() -> TraceBuilder:
                 absmax=1.0, change=1e-5)  # fmt: skip
 
 
+def indices() -> TraceBuilder:
+    """Labels that were cast to bfloat16 with the batch."""
+    return seen(
+        "rounded-indices",
+        source="train.py:9",
+        used_at="train.py:12",
+        dtype="bfloat16",
+        elements=8,
+        changed=5,
+        before=999,
+        after=1000,
+    )
+
+
 def rounded_sum() -> TraceBuilder:
     """A count of ones in bfloat16."""
     return seen("rounded-sum", source="train.py:9", dtype="bfloat16", added=300, exact=300.0, value=256.0, error=44.0)

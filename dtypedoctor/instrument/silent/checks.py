@@ -12,6 +12,7 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.angles import AngleCheck
 from dtypedoctor.instrument.silent.decoding import DecodingCheck
 from dtypedoctor.instrument.silent.float32_shadows import AbsorbedOverflows, RouterFlips
+from dtypedoctor.instrument.silent.indices import IndexCheck
 from dtypedoctor.instrument.silent.loading import LoadingCheck, PatchCheck
 from dtypedoctor.instrument.silent.logprobs import LogprobCheck, is_followed
 from dtypedoctor.instrument.silent.look import RoutineLook
@@ -46,7 +47,9 @@ class SilentChecks:
         self._loading = LoadingCheck(session, originals)
         self._rotary = RotaryTables(session, self._loading.rounded_at)
         self.logprobs = LogprobCheck(session)
+        self._indices = IndexCheck(session)
         seeing = (
+            self._indices,
             AbsorbedOverflows(session, whereabouts),
             IntegerCasts(session, whereabouts),
             RouterFlips(session, whereabouts),
@@ -136,6 +139,8 @@ class SilentChecks:
             self.logprobs.ran(func, arguments, result)
         if is_built_up(func):
             self._sums.ran(func, *arguments, result)
+        elif str(func) == "aten._to_copy.default":
+            self._indices.cast(arguments, result)
 
     def before_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``generate`` of transformers is called."""

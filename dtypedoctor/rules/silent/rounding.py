@@ -11,7 +11,14 @@ from dtypedoctor.dtypes import HALF
 from dtypedoctor.rules import Statement, make_finding, make_finding_of
 from dtypedoctor.trace.events import Observed
 from dtypedoctor.trace.model import Trace
-from dtypedoctor.trace.records.silent import FloatToInt, RotaryTable, RoundedAngles, RoundedPositions, RouterChoice
+from dtypedoctor.trace.records.silent import (
+    FloatToInt,
+    RotaryTable,
+    RoundedAngles,
+    RoundedIndices,
+    RoundedPositions,
+    RouterChoice,
+)
 
 FLOAT_TO_INT_CAST = FindingSpec(
     id="float-to-int-cast",
@@ -21,6 +28,10 @@ FLOAT_TO_INT_CAST = FindingSpec(
     do_this="Cast activations to the dtype that is computed in, never to that of an index or of a packed weight ({dtype}).",
     edits=("without-integer-cast",),
 )
+
+
+WHOLE = {"bfloat16": 256, "float16": 2048}
+"""The whole number up to which a dtype has all of them."""
 
 
 def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
@@ -49,6 +60,38 @@ def detect_integer_casts(trace: Trace) -> Iterator[Finding]:
             ),
         )
         yield make_finding_of(seen, statement, dtype=what.to, op=what.op, source=what.source)
+
+
+ROUNDED_INDICES = FindingSpec(
+    id="rounded-indices",
+    title="Labels, token ids or other indices went through half precision",
+    family=SILENT,
+    references=(
+        "https://github.com/Nerogar/OneTrainer/issues/1177",
+        "https://github.com/deepspeedai/DeepSpeed/issues/5701",
+    ),
+    do_this="Cast only floating-point tensors of a batch to {dtype}: `v.to(dtype) if v.is_floating_point() else v`.",
+)
+
+
+def detect_rounded_indices(trace: Trace) -> Iterator[Finding]:
+    """Whole numbers that are cast to half precision and back, and are others then."""
+    for seen in trace.observed(RoundedIndices):
+        what = seen.what
+        statement = Statement(
+            id="rounded-indices",
+            proven_by="the whole numbers before the cast and after it were compared",
+            summary=(
+                f"{what.source or 'A line outside of modules'} casts whole numbers to {what.dtype}, and {what.used_at or 'another line'} uses them as whole "
+                f"numbers again: {what.changed:,} of {what.elements:,} have changed ({what.before:,} is {what.after:,})."
+            ),
+            cause=(
+                f"{what.dtype} has all whole numbers up to {WHOLE[what.dtype]:,} and beyond that only every second, fourth, and so on. Labels, token ids, positions "
+                "and timesteps become their neighbors, and what is looked up by them is another row."
+            ),
+            evidence=(f"Compared where they are cast back: {what.changed:,} of {what.elements:,} differ.",),
+        )
+        yield make_finding_of(seen, statement, dtype=what.dtype, source=what.source or None)
 
 
 ROUTER_FLIP = FindingSpec(
@@ -278,6 +321,7 @@ def _survives_float16(value: float) -> bool:
 
 
 RULES = (
+    Rule(name="rounded-indices", specs=(ROUNDED_INDICES,), detect=detect_rounded_indices),
     Rule(name="integer-casts", specs=(FLOAT_TO_INT_CAST,), detect=detect_integer_casts),
     Rule(name="router-flips", specs=(ROUTER_FLIP,), detect=detect_router_flips),
     Rule(name="rounded-positions", specs=(ROUNDED_ROTARY_BUFFER,), detect=detect_rounded_positions),

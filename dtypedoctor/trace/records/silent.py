@@ -373,6 +373,28 @@ class RoundedPositions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedIndices:
+    """Whole numbers that are others after they went through half precision.
+
+    Attributes:
+        source: the line that casts them to ``dtype``.
+        used_at: the line that casts them back.
+        elements, changed: how many there are, and how many of them have changed.
+        before, after: the first of these.
+    """
+
+    KIND: ClassVar[str] = "rounded-indices"
+
+    source: str
+    used_at: str
+    dtype: str
+    elements: int
+    changed: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedAngles:
     """Angles of sines and cosines that half precision has rounded.
 
