@@ -45,6 +45,33 @@ class Counting(Plain):
         super().step()
 
 
+def subtract(p: torch.Tensor, lr: float) -> None:
+    """The update of :class:`Calling`."""
+    p.add_(p.grad, alpha=-lr)  # type: ignore[arg-type]
+
+
+class Calling(Plain):
+    """Holds the function that makes the update, as lion-pytorch does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.update: Any = subtract
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.update(p, self.param_groups[0]["lr"])
+
+
+class Remembering(Calling):
+    """The function keeps what it has done."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        done: list[int] = []
+        self.update = lambda p, lr: (done.append(1), subtract(p, lr))
+
+
 class Masters(Optimizer):
     """Holds float32 copies of the weights beside its state."""
 
@@ -116,7 +143,9 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    "make", [Plain, Counting, Masters, StateMasters, Closed, Wrapping], ids=lambda make: make.__name__
+    "make",
+    [Plain, Counting, Calling, Remembering, Masters, StateMasters, Closed, Wrapping],
+    ids=lambda make: make.__name__,
 )
 def test_what_a_program_trains_is_bitwise_what_it_is_unwatched(make: Any, tmp_path: Path) -> None:
     """The check takes the step a second time, on copies: nothing of the optimizer's own is written to."""
@@ -135,9 +164,10 @@ def test_what_a_program_trains_is_bitwise_what_it_is_unwatched(make: Any, tmp_pa
         (Masters, 16, "it holds more than numbers (masters)"),
         (StateMasters, 16, "its state holds the weights in a wider dtype (master)"),
         (Closed, 16, "no copy of it can make a step by itself (TypeError)"),
+        (Remembering, 16, "it holds more than numbers (update)"),
         (Plain, 300, "parameters of more than 65,536"),
     ],
-    ids=["masters", "in-state", "closure", "large"],
+    ids=["masters", "in-state", "closure", "remembering", "large"],
 )
 def test_an_optimizer_that_is_not_checked_is_named_with_the_reason(
     make: Any, size: int, why: str, tmp_path: Path
@@ -155,6 +185,14 @@ def test_an_optimizer_that_is_not_checked_is_named_with_the_reason(
 def test_updates_are_checked_however_torch_makes_the_step(how: str, tmp_path: Path) -> None:
     """One kernel for all parameters, or one for each: the float32 copy makes the same."""
     _, trace, _ = trained(lambda params: torch.optim.AdamW(params, lr=1e-9, **{how: True}), tmp_path)
+    assert trace is not None
+    assert trace.observed(Updates)
+    assert not [note for note in trace.all(NotWatched) if note.what.startswith(LOST_UPDATES)]
+
+
+def test_an_optimizer_that_holds_a_function_is_checked(tmp_path: Path) -> None:
+    """A function of a module has nothing that a copy of the optimizer could write to."""
+    _, trace, _ = trained(Calling, tmp_path)
     assert trace is not None
     assert trace.observed(Updates)
     assert not [note for note in trace.all(NotWatched) if note.what.startswith(LOST_UPDATES)]

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -442,7 +443,9 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a copy of it has nothing in common with it."""
+    """Whether a copy of it has nothing in common with it: a function of a module keeps nothing between two calls, one with a closure may."""
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None and not vars(value)
     if type(value) in (list, tuple, set, frozenset):
         return all(map(_is_plain, value))
     if type(value) in (dict, defaultdict):
