@@ -73,7 +73,7 @@ const rootOf = (node) => (node.parent ? rootOf(node.parent) : node);
 function lastActive(root, step) {
   const below = (node) => [node, ...node.children.flatMap(below)];
   const steps = below(root).flatMap((node) => flowsOf(node, 0).map((flow) => flow[1]));
-  return Math.max(-1, ...steps.filter((one) => one <= step));
+  return steps.reduce((last, one) => (one <= step ? Math.max(last, one) : last), -1);
 }
 
 /** The module of that name, of a longer name that ends in it, or of that class; where several models have one, that of the model which ran in `step`. */
