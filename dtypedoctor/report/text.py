@@ -36,7 +36,7 @@ def one_line(text: str, limit: int = NAME_LIMIT) -> str:
     return text[: min(begin + 1, half) if begin >= 0 else half] + "…" + text[max(end.start(), rest) if end else rest :]
 
 
-_BOUNDARY = re.compile("[ /]")
+_BOUNDARY = regex("[ /]")
 
 
 def clipped(text: str, limit: int) -> str:

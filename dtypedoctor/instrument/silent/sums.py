@@ -25,8 +25,8 @@ FEWEST = 16
 """Additions from which on a sum is judged."""
 WRONG = 0.05
 """Relative error of a sum from which on it is told of."""
-MOST_FOLLOWED = 4_096
-"""Tensors that are followed at once."""
+MOST_FOLLOWED = 1_024
+"""Tensors that are followed at once, with up to 24 KiB each."""
 
 _ADDS = frozenset({"add", "add_"})
 _CHANGES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv"})
