@@ -176,7 +176,7 @@ def explain(
     """Print the page about a finding (symptoms, cause, evidence, fixes), or what a fix changes and where it can be put in."""
     from dtypedoctor.diagnosis.registry import by_family, finding_ids, readable_page
     from dtypedoctor.report.library_patch import about, patch_of
-    from dtypedoctor.trials.remedies import edits_of, reaches
+    from dtypedoctor.trials.remedies import edits_of, reach_of_modules, reaches
 
     fixes = {one.remedy.id: one for one in reaches()}
     if finding is None:
@@ -185,7 +185,7 @@ def explain(
         print(f"fixes: {', '.join(fixes)}")
         print("\nNext: dtypedoctor explain ID", file=sys.stderr)
         return
-    fix = fixes.get(finding)
+    fix = fixes.get(finding) or reach_of_modules(finding)
     if patch:
         print(patch_of(edits_of(finding), sys.path if source is None else [source]), end="")
         return

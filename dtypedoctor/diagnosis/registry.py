@@ -268,7 +268,7 @@ def folder(package: Path = _PACKAGE) -> Path:
 
 
 def _unknown(finding_id: str) -> UsageError:
-    message = f"{quoted(finding_id)}: no such finding{did_you_mean(finding_id, typed_ids())}"
+    message = f"{quoted(finding_id)}: no such finding or fix{did_you_mean(finding_id, typed_ids())}"
     return UsageError(message, f"Known findings: {', '.join(finding_ids())}.{switched_off()}")
 
 

@@ -222,10 +222,15 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share (1.0 is all) in percent, two significant digits, never with an exponent: ``100%``, ``7.3%``, ``0.031%``, ``less than 0.01%``."""
+    """A share (1.0 is all) in percent, two significant digits, never with an exponent: ``100%``, ``7.3%``, ``0.031%``, ``less than 0.01%``.
+
+    What is not all is not rounded to all: ``more than 99%``.
+    """
     value = 100 * share
     if 0 < value < 0.01:
         return "less than 0.01%"
+    if 99.5 <= value < 100:
+        return "more than 99%"
     return f"{value:.0f}%" if value >= 9.95 else f"{value:.2g}%"
 
 

@@ -575,6 +575,8 @@ def where_facts(report: Report) -> Iterator[_Fact]:
         yield "and" if position else "origin", named(one_line(words))
     if noticed := report.noticed or ended_with(report):
         yield "noticed", named(one_line(noticed, 400))
+    if report.status is Status.WORKER_DIED and report.before is not None:  # the headline is about the finding
+        yield "ended", named(one_line(report.before.ended.removeprefix("was "), 400))
 
 
 def outcome_facts(report: Report) -> Iterator[_Fact]:

@@ -11,6 +11,7 @@ from dtypedoctor.diagnosis.incidents import GRADIENTS, looks_like_a_mask
 from dtypedoctor.diagnosis.ops import asked_for
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import doubt_in_words
+from dtypedoctor.diagnosis.wording import indexed
 from dtypedoctor.report.model import Status
 from dtypedoctor.report.run_facts import MEASURED, cured_sentence, measured_share
 from dtypedoctor.report.text import counted, one_line
@@ -220,8 +221,9 @@ def _where(trace: Trace) -> str:
     cursor = trace.cursor
     if cursor is None or cursor.site is None:
         return ""
-    name = one_line(cursor.site.fqn or cursor.site.cls)
-    return f"{name} ({_dtypes(trace, cursor.site)}) in {trace.moment(cursor.step)} ({cursor.site.phase})"
+    site = cursor.site
+    name = one_line(indexed(site.fqn) or site.cls)
+    return f"{name} ({_dtypes(trace, site)}) in {trace.moment(cursor.step)} ({site.phase})"
 
 
 def _why(run: Run) -> str:
@@ -358,15 +360,15 @@ def _unchecked(notes: Sequence[NotWatched]) -> str:
 
 
 def _standstill(trace: Trace) -> str:
-    """From when on every gradient that was measured is exactly 0, where there were others before: nothing is learned, for whatever reason."""
+    """From when on every gradient that was measured is exactly 0: nothing is learned, for whatever reason."""
     largest: dict[int, float] = {}
     for sample, site in trace.measured():
         if site.kind == "grad":
             largest[sample.step] = max(largest.get(sample.step, 0.0), sample.absmax)
-    learned = max((step for step, size in largest.items() if size), default=None)
-    if learned is None or not (still := [step for step in largest if step > learned]):
+    learned = max((step for step, size in largest.items() if size), default=0)
+    if not (still := [step for step in largest if step > learned]):
         return ""
-    return f", but every gradient is exactly 0 from {trace.moment(min(still))} on"
+    return f", but every gradient is exactly 0{f' from {trace.moment(min(still))} on' if learned else ''}"
 
 
 def _stop(stopped: Sequence[Stopped]) -> str:

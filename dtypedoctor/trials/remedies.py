@@ -430,6 +430,15 @@ def reaches() -> list[Reach]:
     return [_reach(remedy, corrections.get(name)) for name, remedy in remedies().items()]
 
 
+def reach_of_modules(name: str) -> Reach | None:
+    """Where ``keep-float32``, with or without modules behind a colon, can be put in; None for any other fix."""
+    correction, modules = correction_named(name)
+    if correction != KEEP_FLOAT32:
+        return None
+    remedy = remedy_named(f"{KEEP_FLOAT32}:{','.join(modules) or 'MODULE'}")
+    return _reach(remedy, None) if remedy is not None else None  # `treat` takes no modules
+
+
 def _reach(remedy: Remedy, correction: Correction | None) -> Reach:
     steps = [{"workload": {"kind": "script", "path": "train.py"}}]
     script = Scenario.model_validate({"name": "any", "summary": "any script", "steps": steps})

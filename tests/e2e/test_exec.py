@@ -308,7 +308,9 @@ def test_a_hang_inside_of_a_module_is_told_with_the_module(tmp_path: Path) -> No
     report = report_of(out)
     assert report["status"] == "worker-died"
     assert "was stopped at its time limit" in report["headline"]
-    assert report["headline"].endswith("the last module entered was 1 (float32 in, float32 out) in step 2 (forward).")
+    assert report["headline"].endswith(
+        "the last module entered was model[1] (float32 in, float32 out) in step 2 (forward)."
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -26,6 +26,15 @@ def test_explain_names_every_command_that_takes_the_fix(name: str) -> None:
     assert reach.remedy.by_hand in text
 
 
+def test_explain_knows_the_fix_that_takes_modules() -> None:
+    """It stands in no list of fixes, as it is none without a module; `treat` does not take it."""
+    for typed, shown in (("keep-float32", "MODULE"), ("keep-float32:layers.0", "layers.0")):
+        text = in_this_process("explain", typed).out
+        assert f"dtypedoctor exec --try keep-float32:{shown} train.py" in text
+        assert f'dtypedoctor.apply(model, "keep-float32:{shown}")' in text
+        assert "treat --with" not in text
+
+
 @pytest.mark.parametrize("reach", [one for one in REACHES.values() if not one.edited], ids=lambda one: one.remedy.id)
 def test_a_fix_that_edits_no_library_has_no_patch_and_says_what_to_do(reach: Reach) -> None:
     """The sentence ends with the line for the script, with ``treat``, or with what edits a released library."""

@@ -37,7 +37,7 @@ def test_a_misspelt_id_is_answered_with_the_nearest_one(typed: str, meant: str) 
     with pytest.raises(UsageError) as caught:
         page(typed)
     assert caught.value.exit_code == ExitCode.USAGE
-    assert caught.value.message == f"'{typed}': no such finding; did you mean '{meant}'?"
+    assert caught.value.message == f"'{typed}': no such finding or fix; did you mean '{meant}'?"
     assert all(finding in caught.value.hint for finding in finding_ids())
 
 

@@ -272,9 +272,9 @@ def test_a_stall_says_how_many_parameters_could_be_measured() -> None:
 
 
 def test_percent_is_never_in_exponent_form() -> None:
-    """Two significant digits, all of it as 100%."""
+    """Two significant digits; 100% is all of it, and nothing less."""
     assert [percent(x) for x in (1.0, 0.999, 0.095, 0.073, 0.00031, 1e-7, 12.0, 0.0)] == [
-        "100%", "100%", "9.5%", "7.3%", "0.031%", "less than 0.01%", "1200%", "0%",
+        "100%", "more than 99%", "9.5%", "7.3%", "0.031%", "less than 0.01%", "1200%", "0%",
     ]  # fmt: skip
 
 

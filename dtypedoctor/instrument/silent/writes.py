@@ -44,7 +44,7 @@ class _Followed:
 
     Attributes:
         held: does not keep the memory.
-        lost_values: what rounding took of the last write, where that was checked, of a few elements; and the sum of their magnitudes.
+        lost_values: what rounding took of the last write, where that was checked, of a few elements.
         is_kept: whether a sum since then has had the same values as an operand.
         kept, followed_on: checked writes of which that holds, and all after which there was another write.
     """
@@ -62,7 +62,7 @@ class _Followed:
     absmax: float = 0.0
     change: float = 0.0
     last: Tensor | None = None
-    lost_values: tuple[Tensor, float] | None = None
+    lost_values: "_Taken | None" = None
     is_kept: bool = False
     kept: int = 0
     followed_on: int = 0
@@ -163,14 +163,10 @@ class WriteCheck:
         """Whether an operand of a sum is what a write before has lost; not of the next write itself, where equal gradients would be."""
         tensors = [one for one in args[:2] if isinstance(one, Tensor)]
         losses = self._losses.get(tensors[0].shape) if tensors else None
-        if losses is None or tensors[0].data_ptr() in losses:
-            return
-        for tensor in tensors:
-            taken = _taken_of(tensor)
-            size = 0.0 if taken is None else float(taken.abs().sum())
-            for one in losses.values() if size else ():
-                if one.lost_values is not None and math.isclose(size, one.lost_values[1], rel_tol=2 * SIMILAR):
-                    one.is_kept |= _are_similar(taken, one.lost_values[0])
+        if losses is not None and tensors[0].data_ptr() not in losses:
+            for taken in filter(None, map(_taken_of, tensors)):
+                for one in losses.values():
+                    one.is_kept |= taken.is_of(one.lost_values)
 
     def _followed_of(self, func: Any, target: Tensor) -> _Followed | None:
         """What is known of the tensor; begun anew for one that only has the address of another one that is gone."""
@@ -231,7 +227,7 @@ class WriteCheck:
         followed.last = now.clone()
         if many and not moves:
             rest = (write.exact - now.double())[:COMPARED]
-            followed.lost_values = rest, float(rest.abs().sum())
+            followed.lost_values = _Taken(rest, float(rest.abs().sum()))
             self._losses.setdefault(write.target.shape, {})[followed.memory] = followed
         if followed.is_stalled and followed.checks > self._told.get(line, 0):
             self._told[line] = followed.checks
@@ -268,20 +264,30 @@ class WriteCheck:
         )
 
 
-def _taken_of(tensor: Tensor) -> Tensor | None:
-    """The elements of a tensor by which it is compared with what was lost; None where it has none, or another shape than the other operand."""
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A few elements of a tensor, and the sum of their magnitudes, which is compared first."""
+
+    values: Tensor
+    size: float
+
+    def is_of(self, lost: "_Taken | None") -> bool:
+        """Whether these are the values that were lost, or those with the other sign, as far as rounding lets them be."""
+        if lost is None or not self.size or not math.isclose(self.size, lost.size, rel_tol=2 * SIMILAR):
+            return False
+        if self.values.shape != lost.values.shape:
+            return False
+        near = SIMILAR * lost.values.abs()
+        agree = [((self.values - one).abs() <= near).double().mean() for one in (lost.values, -lost.values)]
+        return float(max(agree)) >= MOSTLY_SIMILAR
+
+
+def _taken_of(tensor: Tensor) -> _Taken | None:
+    """The elements of an operand by which it is compared with what was lost; None where it has none."""
     if not tensor.is_floating_point() or not measurable(tensor) or not tensor.is_contiguous():
         return None
-    return tensor.detach().reshape(-1)[:: -(-tensor.numel() // SAMPLED)][:COMPARED].double()
-
-
-def _are_similar(taken: Tensor | None, lost: Tensor) -> bool:
-    """Whether values are those that were lost, or these with the other sign."""
-    if taken is None or taken.shape != lost.shape:
-        return False
-    near = SIMILAR * lost.abs()
-    agree = max(float(((taken - one).abs() <= near).double().mean()) for one in (lost, -lost))
-    return agree >= MOSTLY_SIMILAR
+    values = tensor.detach().reshape(-1)[:: -(-tensor.numel() // SAMPLED)][:COMPARED].double()
+    return _Taken(values, float(values.abs().sum()))
 
 
 def sampled(value: Any, target: Tensor, stride: int) -> Any:

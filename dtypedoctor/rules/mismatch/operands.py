@@ -75,7 +75,7 @@ def _input(case: Case, odd: Operand) -> Verdict:
         fqn=place(case.op),
         summary=f"The model gets {odd.dtype} input where its weights are {case.rule}; {_rejecting(case)} raises.",
         cause=(
-            f"{described(odd.origin)[0].upper()}{described(odd.origin)[1:]} gets to {op_name(case)} as it is. Nothing between the "
+            f"{described(odd.origin)[0].upper()}{described(odd.origin)[1:]} reaches {op_name(case)} in that dtype. Nothing between the "
             f"caller and {short(place(case.op))} casts it."
         ),
     )
@@ -107,7 +107,7 @@ def _head(case: Case, odd: Operand) -> Verdict:
             f"{head} is {case.rule} and casts nothing."
         )
     else:
-        cause = f"The weight is {described(origin)}; the backbone outputs {case.rule} and nothing casts it."
+        cause = f"The head computes with {described(origin)}; the backbone outputs {case.rule} and nothing casts it."
     return Verdict(
         id="head-dtype-mismatch",
         proven_by=settled_by(case, odd),

@@ -179,8 +179,8 @@ def judge_attention_scores(origin: Origin) -> Finding | None:
         proven_by=proof(origin) or (_FUSED if tried is not None and tried.is_of_the_scores else None),
         summary=f"The attention scores of {short(place(op))} overflow {dtype} in step {op.step}: {needs(origin)}.",
         cause=(
-            f"Queries and keys are multiplied in {dtype} and scaled afterwards, so the product has to fit below "
-            f"{number(limit_of(dtype))} unscaled. Softmax makes NaN of the inf. Fused attention keeps the scores in float32."
+            f"Queries and keys are multiplied in {dtype}, so the product itself has to fit below {number(limit_of(dtype))}, "
+            f"whatever scales it afterwards. Softmax makes NaN of the inf. Fused attention keeps the scores in float32."
         ),
         evidence=(*overflow_evidence(origin), *(tried.evidence if tried is not None else ())),
     )

@@ -53,6 +53,10 @@ def detect_underflow(trace: Trace) -> Iterator[Finding]:
         yield _underflow(trace, seen, dict(sorted(revived.items(), key=lambda pair: -_share_revived(pair[1]))))
 
 
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
 def _share_revived(one: ScaledGradient) -> float:
     return (one.zeros - one.zeros_scaled) / one.elements if one.elements else 0.0
 
@@ -65,8 +69,8 @@ def _underflow(trace: Trace, seen: Observed[ScaledBackward], revived: dict[str, 
         id="gradient-underflow",
         severity=Severity.WARNING,
         proven_by=f"with {seen.what.of} multiplied by {seen.what.scale:g} the same backward pass gives gradients that are not zero",
-        summary=(
-            f"{100 * worst.zeros / worst.elements:.0f}% of the gradient of {short_parameter(name)} is flushed to zero in float16: "
+        summary=_capital(
+            f"{percent(worst.zeros / worst.elements)} of the gradient of {short_parameter(name)} is flushed to zero in float16: "
             "there is no loss scaler."
         ),
         cause=(
@@ -192,10 +196,10 @@ def _what_stands_still(what: Updates, stalled: dict[str, StalledParameter], dtyp
     """How many weights are what they were before training, which nobody sees who only watches the loss; of older traces, how many updates are lost."""
     names = listed(list(stalled))
     lost, wanted = sum(one.lost for one in stalled.values()), sum(one.wanted for one in stalled.values())
-    share = f"{100 * lost / wanted:.0f}%"
+    share = percent(lost / wanted)
     asked, still = sum(one.asked for one in stalled.values()), sum(one.still for one in stalled.values())
     if asked and what.checks > 1:
-        return (
+        return _capital(
             f"{percent(still / asked)} of the weights in {_parameters(len(stalled))} ({names}) are unchanged after {what.checks} optimizer steps: "
             f"{dtype} rounds {share} of their updates away."
         )
