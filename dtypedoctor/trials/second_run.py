@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dtypedoctor.analysis import analysis_of
+from dtypedoctor.analysis import How, analysis_of, ending_of
 from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.window import eager_window, shows_failure, suspicious_windows
@@ -242,11 +242,12 @@ def _was_stopped(run: Run) -> bool:
 def another_way(first: Run, second: Run) -> str:
     """How the second run differs from the first in what fails, where and when; empty where it does not.
 
-    The second run may measure more: code that was compiled runs its modules, and every step is looked at.
+    The second run may measure more: code that was compiled runs its modules, and every step is looked at. Ctrl-C, which has ended the first,
+    is nothing that the program does: how the second ends says nothing then.
     """
     again = next((run for run in second.ranks if run.rank == first.rank), second).trace
     one, other = analysis_of(first.trace).raised, analysis_of(again).raised
-    if _key(one, first.trace) != _key(other, first.trace):
+    if ending_of(first).how is not How.INTERRUPTED and _key(one, first.trace) != _key(other, first.trace):
         return f"the first run {_raised(one, first.trace)}, the second {_raised(other, again)}"
     incident = analysis_of(first.trace).measured_incident
     if incident is None:

@@ -61,6 +61,17 @@ def test_a_second_run_that_shows_the_same_proves_what_it_shows() -> None:
     assert found.findings[0].confidence is Confidence.PROVEN
 
 
+def test_ctrl_c_is_nothing_that_a_second_run_has_to_repeat() -> None:
+    """The person who stopped the program after its failure is not there again; the op trace explains the failure all the same."""
+    stopped = Raised(
+        n=90, step=1, call=1, phase="forward", type="KeyboardInterrupt", message="", frames=["a.py:1 f"], modules=[]
+    )
+    first = without_ops(overflow().add(stopped).build(outcome="raised"))
+    found = treated(first, overflow().build())
+    assert found.closer is not None
+    assert found.findings[0].confidence is Confidence.PROVEN
+
+
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
