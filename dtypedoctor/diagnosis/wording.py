@@ -266,11 +266,11 @@ def how_the_run_ended(trace: Trace) -> tuple[str, ...]:
     raised = trace.last(Raised)
     if raised is None:
         return ()
-    first_line = raised.message.splitlines()[0] if raised.message else ""
+    when = f"{trace.moment(raised.step)} ({raised.phase})"
+    said = f": {raised.message.splitlines()[0][:200]}" if raised.message.strip() else ""
     if raised.caught:
-        when = f"{trace.moment(raised.step)} ({raised.phase})"
-        return (f"{raised.type} was raised in {when} and was caught by the program: {first_line[:200]}",)
-    return (f"{THE_RUN_ENDED}{trace.moment(raised.step)} ({raised.phase}) with {raised.type}: {first_line[:200]}",)
+        return (f"{raised.type} was raised in {when} and was caught by the program{said}",)
+    return (f"{THE_RUN_ENDED}{when} with {raised.type}{said}",)
 
 
 def failing_line(raised: Raised) -> str | None:

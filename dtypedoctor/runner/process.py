@@ -299,7 +299,8 @@ def ending_by_interrupt() -> Iterator[None]:
     """Inside, every signal that asks this process to end raises :class:`KeyboardInterrupt`, as Ctrl-C does."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
+        by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+        raise KeyboardInterrupt(f"interrupted{by}")
 
     before = dict(_replaced(list(_ASK_TO_END), interrupt))
     try:
