@@ -307,7 +307,9 @@ def test_calls_with_other_content_beside_equal_whole_numbers_are_not_compared(tm
             teacher(torch.randn(4, 5, 8), times)
         student(torch.randn(4, 5, 8, requires_grad=True), times).sum().backward()
 
-    assert findings(tmp_path, program) == ()
+    trace = watched(tmp_path, lambda _: program())
+    assert diagnose(trace) == ()
+    assert not [note for note in trace.all(NotWatched) if "is not trained" in note.what]
 
 
 class Adapted(nn.Module):

@@ -189,9 +189,11 @@ class TwinCheck:
         """An outermost call has returned."""
         if self._position.backward_depth or self._position.phase == "generate":
             return
-        if any(map(_is_content, kwargs, kwargs.values())) or any(map(_is_content, range(len(args)), args)):
+        question = question_of(args, kwargs)
+        content = {name for name, value in kwargs.items() if _is_content(name, value)}
+        if content and (question is not None or content & _INSTEAD):
             self._note_content(module, output)
-        if question_of(args, kwargs) is None:
+        if question is None:
             return
         family = self._families.setdefault(self._like(module), _Family())
         alone = family.is_alone(module)
@@ -217,6 +219,7 @@ class TwinCheck:
                 kept.popleft()
 
     def _note_content(self, module: nn.Module, output: Any) -> None:
+        """A language model was called on more than tokens."""
         beside = self._families.setdefault(self._like(module), _Family()).beside
         known = beside.get(id(module))
         if known is None or known.model() is not module:
@@ -388,7 +391,7 @@ def _is_content(name: object, value: Any) -> bool:
     """Whether an argument says something that is not in the tokens."""
     if name == "encoder_outputs":
         return value is not None
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):  # of images of several sizes; caches are tuples
         return any(_is_content(name, each) for each in value)
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1 and "mask" not in str(name)
 
