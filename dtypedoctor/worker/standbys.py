@@ -32,9 +32,10 @@ from dtypedoctor.replay.capsule import CAPSULE, CAPSULE_TENSORS
 from dtypedoctor.replay.standby import PREFIX, THREADS, OrEnd, Standby, stand_by
 from dtypedoctor.replay.wake import DONE
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES
+from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.ranks import member
 from dtypedoctor.trace.records.execution import FailingBits, ReplayNote
-from dtypedoctor.unpatched import getpid, perf_counter, process_time, read_text, sleep, to_json
+from dtypedoctor.unpatched import from_json, getpid, perf_counter, process_time, read_text, sleep, to_json
 from dtypedoctor.worker.environment import resident
 
 if TYPE_CHECKING:
@@ -62,6 +63,12 @@ BYTES_PER_RECORD = 1 << 20
 IN_PLACE = "DTYPEDOCTOR_REPLAY_IN_PLACE"
 """Environment variable that has calls replayed in the process also on a CPU: ``fails``, ``late`` for what is known late only, as on a device, or a
 number for each so-manieth call. For tests."""
+MOST_READ = 256 << 10
+"""Bytes of a trace that are read again at the end of the program, a few milliseconds."""
+_PLAIN = frozenset({
+    "header", "stage", "root", "parameter", "site", "flow", "metric", "environment", "coverage", "resources", "not-watched", "end",
+})  # fmt: skip
+"""Records as they are named on disk from which no window follows, nor a capsule."""
 ROOM = 2
 """How often the memory of the process must be free as well: what it writes from then on is there twice."""
 
@@ -87,6 +94,7 @@ class Standbys:
         self._watch = watch
         self._owner = getpid()
         self._latest: Standby | None = None
+        self._standing: list[Standby] = []
         self._keeps_latest = False
         self._kept = 0
         self._began = perf_counter()
@@ -161,11 +169,22 @@ class Standbys:
     def _keep(self, made: Standby) -> None:
         self._recording.standby_is_there()
         if self._latest is not None and not self._keeps_latest:
+            self._standing.remove(self._latest)
             self._latest.dismiss()
         self._keeps_latest = self._latest is None  # the first one
         self._latest = made
+        self._standing.append(made)
         self._cost = made.seconds + resident() / PAGE * SECONDS_PER_PAGE
         self._spent += self._cost
+
+    def dismiss_unneeded(self) -> None:
+        """Ends those that stand by, if the trace, which is complete, holds nothing that a replay could explain.
+
+        The program shares its memory with them: each page that it writes to while it is taken apart at its end is copied.
+        """
+        if getpid() == self._owner and member() is None and _is_uneventful(self._directory / EVENTS):
+            while self._standing:
+                self._standing.pop().dismiss()
 
     def _keep_latest(self, *_: Any) -> None:
         """Something has gone wrong since the latest one was made."""
@@ -315,6 +334,19 @@ class CapsuleFiles:
             left = memoryview(data)
             while left:
                 left = left[file.write(left) :]
+
+
+def _is_uneventful(events: Path) -> bool:
+    """Whether a trace that is not long has plain records only, and all that was measured is finite."""
+    if posix.stat(events).st_size > MOST_READ:
+        return False
+    return all(map(_is_plain, map(from_json, read_text(events).splitlines())))
+
+
+def _is_plain(record: Any) -> bool:
+    if isinstance(record, list):  # samples; one that is not finite counts its bad elements
+        return all(len(row) == 2 for row in record[4])
+    return record["e"] in _PLAIN and not record.get("quant") and not record.get("nonfinite")
 
 
 def _hindrances() -> Iterator[str]:

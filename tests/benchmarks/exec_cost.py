@@ -67,8 +67,10 @@ class Row:
 def main() -> int:
     """Measures the scripts that were named, all if none was, prints the table, and exits with 1 if a goal is missed."""
     options = _options()
-    for checkout in filter(None, (ROOT, options.beside)):
-        compile_dir(Path(checkout) / "dtypedoctor", quiet=1)
+    checkouts = [Path(checkout).resolve() for checkout in filter(None, (ROOT, options.beside))]
+    _refuse_another_installation(checkouts)
+    for checkout in checkouts:
+        compile_dir(checkout / "dtypedoctor", quiet=1)
     rows = []
     for path in _chosen(options.scripts)[:: options.every]:
         rows.append(measured(path, options.rounds, options.beside))
@@ -76,6 +78,21 @@ def main() -> int:
         if options.json:
             Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
     return _print_summary(rows)
+
+
+def _refuse_another_installation(checkouts: list[Path]) -> None:
+    """The script's process prefers what is installed to ``PYTHONPATH``: with ``--beside`` both checkouts would measure that one.
+
+    Raises:
+        SystemExit: another dtypedoctor than each of ``checkouts`` is installed for this interpreter.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    asked = [sys.executable, "-c", "import dtypedoctor; print(dtypedoctor.__file__)"]
+    found = subprocess.run(asked, check=False, cwd="/", env=environment, capture_output=True, text=True).stdout.strip()
+    if found and any(Path(found).parents[1] != checkout for checkout in checkouts):
+        raise SystemExit(
+            f"{found} would be measured instead; use an interpreter that has what dtypedoctor needs, but not itself"
+        )
 
 
 def measured(path: Path, rounds: int, beside: str | None = None) -> Row:

@@ -96,6 +96,7 @@ def _standing_by(directory: Path, work: Path, seed: float) -> int:
     from dtypedoctor.worker import standbys
 
     standbys.FREE_SECONDS = 1e9
+    standbys.MOST_READ = -1  # they stay, also where nothing fails
     standbys.MAX_KEPT = 1 << 30
     drawn, before_call = random.Random(seed), standbys.Standbys._before_call
 

@@ -42,6 +42,7 @@ def _live(directory: Path, work: Path) -> int:
     from dtypedoctor.worker import standbys
 
     standbys.FREE_SECONDS = 1e9
+    standbys.MOST_READ = -1  # they stay, also where nothing fails
     redirect(directory / STDOUT)
     os.chdir(work)
     return serve(directory)

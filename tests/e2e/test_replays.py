@@ -15,13 +15,14 @@ from replayed import files_in, replay, run_standing_by, scenario_of
 from script_corpus import Case, cases
 
 from dtypedoctor.diagnosis.rule import Confidence
+from dtypedoctor.replay import standby
 from dtypedoctor.replay.cage import is_supported
 from dtypedoctor.replay.wake import dismiss, waiting_in
 from dtypedoctor.runner.run import STDOUT
 from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import Op
 from dtypedoctor.trace.records.execution import ReplayNote
-from dtypedoctor.trials import replays
+from dtypedoctor.trials import replays, treatment
 from dtypedoctor.trials.summary import compare_unwatched
 from dtypedoctor.trials.treatment import Plan, treat
 
@@ -383,6 +384,22 @@ def test_no_process_is_left(tmp_path: Path) -> None:
     left = lambda: [name for name in os.listdir("/proc") if name.isdecimal() and str(tmp_path) in _folder_of(name)]
     assert becomes(lambda: not left()), left()
     assert not list((tmp_path / "before").glob("standby-*"))
+
+
+def test_standbys_end_with_a_program_in_which_nothing_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to dismiss them; those of a program that fails wait for the report."""
+    monkeypatch.setattr(treatment, "dismiss", lambda _: None)
+    monkeypatch.setattr(standby, "ORPHAN_SECONDS", 10**6)
+    runs = {}
+    for name, size in (("healthy", 1.0), ("failing", 30000.0)):
+        (tmp_path / name).mkdir()
+        path = script(tmp_path / name, OVERFLOW + f"model(torch.full((2, 4), {size}).half())\n")
+        runs[name] = treat_forked(path, tmp_path / name, ONE_RUN)
+    assert not runs["healthy"].findings
+    assert becomes(lambda: not waiting_in(runs["healthy"].before.directory))
+    assert runs["failing"].findings
+    assert waiting_in(runs["failing"].before.directory)
+    dismiss(runs["failing"].before.directory)
 
 
 def _folder_of(process: str) -> str:
