@@ -18,6 +18,8 @@ _listening: dict[str, list[WeakMethod[_Method]]] = {
     "after_in_child": [],
     "audit": [],
 }
+_heard: tuple[str, ...] = ()
+"""How the names of the audit events begin that anybody has asked for. Importing torch makes 17,000 others."""
 
 
 def at_fork(
@@ -30,16 +32,24 @@ def at_fork(
             _listen(when, method)
 
 
-def at_audit(method: Callable[[str, tuple[Any, ...]], object]) -> None:
-    """Has a bound method called with each audit event and its arguments, as ``sys.addaudithook`` does, while its object lives."""
+def at_audit(method: Callable[[str, tuple[Any, ...]], object], *events: str) -> None:
+    """Has a bound method called with audit events and their arguments, as ``sys.addaudithook`` does, while its object lives.
+
+    Args:
+        method: may be called with other events, too.
+        events: how the names of those begin that it needs.
+    """
+    global _heard
+    _heard = tuple({*_heard, *events})
     _add_audit_hook()
     _listen("audit", method)
 
 
 def audited(event: str, details: tuple[Any, ...]) -> None:
     """The audit hook of this process; what a method raises goes on to the program."""
-    for method in _living("audit"):
-        method(event, details)
+    if event.startswith(_heard):
+        for method in _living("audit"):
+            method(event, details)
 
 
 def _listen(when: str, method: _Method) -> None:

@@ -195,7 +195,7 @@ class _Audit:
         """Inside, ``thread`` cannot, but while ``allowed`` says that the doctor itself is at work."""
         if not self._installed:
             self._installed = True
-            at_audit(self._heard)
+            at_audit(self._heard, "open", *_CHANGES)
         self._thread, self._allowed = thread, allowed
         try:
             yield

@@ -126,7 +126,7 @@ class Elsewhere:
         self._listening = True
         leave_out_hooks_of_standbys()
         at_fork(before=self._forking, after_in_parent=self._forked)
-        at_audit(self.heard)
+        at_audit(self.heard, "subprocess.Popen", "os.posix_spawn", "os.system", "ctypes.dlopen")
 
     def end(self) -> None:
         """Stops listening."""
