@@ -263,14 +263,24 @@ def begun_with_a_copy(decay: float) -> Callable[[object], None]:
     return work
 
 
+def beside_zeros(_: object) -> None:
+    """Small weights that begin at zero move, the others do not."""
+    weights = [torch.full((4096,), 0.5), *(torch.full((8,), 0.01) for _ in range(3))]
+    kept = [torch.full((4096,), 0.75).bfloat16(), *(torch.zeros(8).bfloat16() for _ in range(3))]
+    for _ in range(9):
+        for own, theirs in zip(kept, weights, strict=True):
+            own.mul_(0.9999).add_(theirs, alpha=1e-4)
+
+
 @pytest.mark.parametrize(
     ("work", "line"),
     [
+        (beside_zeros, "own.mul_(0.9999)"),
         (assigned(0.9999), "own.data = (1 - decay)"),
         (assigned(0.9999, weights_first=True), "own.data = (1 - decay)"),
         (begun_with_a_copy(0.9999), "own.mul_(by)"),
     ],
-    ids=["assigned", "assigned, weights first", "begun with a copy"],
+    ids=["beside zeros", "assigned", "assigned, weights first", "begun with a copy"],
 )
 def test_averages_that_move_once_or_are_assigned_anew_are_found(
     tmp_path: Path, work: Callable[[object], None], line: str
@@ -279,7 +289,7 @@ def test_averages_that_move_once_or_are_assigned_anew_are_found(
     (found,) = findings(tmp_path, work)
     number = int((found.source or ":0").rpartition(":")[2])
     assert line in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
-    assert "tensors" in found.summary
+    assert "tensor" in found.summary
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class _Followed:
     dtype: str
     memory: int
     held: StorageWeakRef
+    elements: int
     line: Line | None = None
     writes: int = 0
     judged: int = 0
@@ -180,7 +181,7 @@ class WriteCheck:
         if len(self._followed) >= MOST_FOLLOWED:
             return None
         held = StorageWeakRef(target.untyped_storage())
-        followed = self._followed[key] = _Followed(dtype_name(target), target.data_ptr(), held)
+        followed = self._followed[key] = _Followed(dtype_name(target), target.data_ptr(), held, target.numel())
         return followed
 
     def _sweep(self) -> None:
@@ -246,7 +247,7 @@ class WriteCheck:
         stalled = [one for one in of_line if one.is_stalled]
         if not of_line:
             return
-        if not stalled or len(stalled) < MOSTLY * len(of_line):
+        if _elements(stalled) < MOSTLY * _elements(of_line):
             stalled = []  # withdraws what was written before
         worst = max(stalled or of_line, key=lambda one: one.wanted)
         self._session.emit(
@@ -288,6 +289,11 @@ def _taken_of(tensor: Tensor) -> _Taken | None:
         return None
     values = tensor.detach().reshape(-1)[:: -(-tensor.numel() // SAMPLED)][:COMPARED].double()
     return _Taken(values, float(values.abs().sum()))
+
+
+def _elements(tensors: list[_Followed]) -> int:
+    """How many elements they have: of a line, weights that begin at zero and move may be as many tensors as those that stand still."""
+    return sum(one.elements for one in tensors)
 
 
 def sampled(value: Any, target: Tensor, stride: int) -> Any:
