@@ -39,19 +39,26 @@ class _Pass:
     """The gradients that a backward pass from a scaled loss has left.
 
     Attributes:
-        scale: of the loss.
+        scaled, loss: the loss with the scale and without.
         owners: by address of a gradient, the parameters that this pass has given it to.
         line, name: of the first operator that has written to one of them since.
         factor: what it multiplied by.
         by_hand: whether something was done that may have taken the scale off.
     """
 
-    scale: float
+    scaled: Tensor
+    loss: Tensor
     owners: dict[int, Tensor]
     line: Line | None = None
     name: str = ""
     factor: Any = None
     by_hand: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The factor between the two; to read it waits for a device."""
+        one, other = self.scaled.float().sum(), self.loss.float().sum()
+        return float(one / other) if bool(other != 0) else 0.0
 
 
 class ScaleCheck:
@@ -67,7 +74,7 @@ class ScaleCheck:
         self.in_scaler: Callable[[], bool] = lambda: False
         self._scaled: deque[int] = deque(maxlen=16)
         """Numbers of the autograd nodes that have scaled a loss."""
-        self._scale = 0.0
+        self._last: _Pass | None = None
         self._versions: dict[int, int] = {}
         self._pass: _Pass | None = None
         self._passes = 0
@@ -77,9 +84,9 @@ class ScaleCheck:
         """A gradient scaler has multiplied ``loss``."""
         if self._passes >= FIRST:
             return
-        self._scale = self._factor(scaled, loss)
+        self._last = _Pass(scaled.detach(), loss.detach(), {})
         if self._is_scaled(loss):
-            self._tell(TWICE, line_of(sys._getframe()), self._scale, 0.0)
+            self._tell(TWICE, line_of(sys._getframe()), self._last, 0.0)
         if scaled.grad_fn is not None:
             self._scaled.append(sequence_number(scaled.grad_fn))
 
@@ -91,7 +98,7 @@ class ScaleCheck:
             return
         self._passes += 1
         self._versions = {id(p): version_of(p.grad) for p in self._parameters() if p.grad is not None}
-        self._pass = _Pass(self._scale, {})
+        self._pass, self._last = self._last, None
 
     def after_backward(self) -> None:
         """It has ended."""
@@ -128,7 +135,7 @@ class ScaleCheck:
         done, self._pass = self._pass, None
         mine = {id(p) for p in _parameters_of(optimizer)}
         if not done.name and not done.by_hand and done.owners and mine >= {id(p) for p in done.owners.values()}:
-            self._tell(STEPPED, line_of(sys._getframe()), done.scale, 0.0)
+            self._tell(STEPPED, line_of(sys._getframe()), done, 0.0)
 
     def _used(self, optimizer: Optimizer) -> None:
         """Judges what was done to the gradients while they were scaled."""
@@ -141,23 +148,20 @@ class ScaleCheck:
             return
         with self._session.position.mute(), torch.no_grad():
             limit, factor = _limit_of(done, gradients)
+            scale = done.scale
         at = "" if done.line is None else done.line.source
-        if not 0.0 < limit < TINY * done.scale:
+        if not 0.0 < limit < TINY * scale:
             return
         known = self._limits.setdefault(at, [])
         known.append((limit, factor))
         if done.name in _BOUNDS or _is_a_limit(known):
-            self._tell(CLIPPED, done.line, done.scale, limit)
+            self._tell(CLIPPED, done.line, done, limit)
 
-    def _tell(self, use: str, line: Line | None, scale: float, limit: float) -> None:
+    def _tell(self, use: str, line: Line | None, of: _Pass, limit: float) -> None:
         source = "" if line is None else line.source
-        self._session.once(ScaledUse(use=use, source=source, scale=scale, limit=limit), (use, source))
-
-    def _factor(self, scaled: Tensor, loss: Tensor) -> float:
-        """The scale by which ``loss`` was multiplied."""
         with self._session.position.mute(), torch.no_grad():
-            one, other = scaled.detach().float().sum(), loss.detach().float().sum()
-            return float(one / other) if bool(other != 0) else 0.0
+            scale = of.scale
+        self._session.once(ScaledUse(use=use, source=source, scale=scale, limit=limit), (use, source))
 
     def _parameters(self) -> Iterable[Tensor]:
         return [p for _, _, p, _, is_buffer in self._session.names.tensors() if not is_buffer and p.requires_grad]

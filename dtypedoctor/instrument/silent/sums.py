@@ -13,7 +13,7 @@ from dtypedoctor._torch_private import memory_key, schema_of
 from dtypedoctor.instrument.frames import Line, line_of
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.silent.updates import HALF, SAMPLED
+from dtypedoctor.instrument.silent.updates import HALF
 from dtypedoctor.instrument.silent.writes import CHECKS, LOST, sampled
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.trace.records.silent import LostWrites, RoundedSum
@@ -25,8 +25,10 @@ FEWEST = 16
 """Additions from which on a sum is judged."""
 WRONG = 0.05
 """Relative error of a sum from which on it is told of."""
-MOST_FOLLOWED = 1_024
-"""Tensors that are followed at once, with up to 24 KiB each."""
+SAMPLED = 1_024
+"""Elements of an average that are followed."""
+MOST_FOLLOWED = 2_048
+"""Tensors that are followed at once: 12 MiB at most."""
 
 _ADDS = frozenset({"add", "add_"})
 _CHANGES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv"})
@@ -102,8 +104,8 @@ class _Place:
 class SumCheck:
     """Writes a :class:`RoundedSum` for a sum that half precision gets wrong, and a :class:`LostWrites` for averages that stand still.
 
-    A sum is followed in float64 from its first addition on; of an average, which is computed from itself by several operators, a few thousand elements
-    from one round to the next. Only memory of the CPU is looked at, and nothing of which gradients are computed.
+    A sum is followed in float64 from its first addition on; of an average, which is computed from itself by several operators, a thousand elements from
+    one round to the next. Only memory of the CPU is looked at, and no average of which gradients are computed.
     """
 
     def __init__(self, session: Session) -> None:
