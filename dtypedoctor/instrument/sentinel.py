@@ -559,14 +559,20 @@ def _results(func: Any, result: Any) -> list[Tensor]:
 def _plan_of(func: Any) -> _Plan:
     if str(func) == "aten._local_scalar_dense.default":
         return _Plan(reads=True)
-    schema = schema_of(func)
-    if is_unfinished(func) or str(func).startswith(_NOTHING):
+    if _passes(func):
         return _Plan(passes=True)
-    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-        return _Plan(passes=True)  # a view
-    if schema.is_mutable and torch.Tag.nondeterministic_seeded in func.tags:
-        return _Plan(passes=True)  # random numbers written into memory
+    schema = schema_of(func)
     name = schema.name.removeprefix("aten::")
     fresh = name.endswith("_like") or name.startswith("new_")
     followed = is_followed(func) or is_built_up(func)
     return _Plan(writes=schema.is_mutable, sums=name in SUMS, fresh=fresh, followed=followed)
+
+
+def _passes(func: Any) -> bool:
+    """Whether an operator computes nothing: views, random numbers written into memory, what is unfinished."""
+    schema = schema_of(func)
+    if is_unfinished(func) or str(func).startswith(_NOTHING):
+        return True
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return True
+    return schema.is_mutable and torch.Tag.nondeterministic_seeded in func.tags
