@@ -29,6 +29,8 @@ SAMPLED = 1_024
 """Elements of an average that are followed."""
 MOST_FOLLOWED = 2_048
 """Tensors that are followed at once: 12 MiB at most."""
+ALLOWANCE, FOLLOWED, PERIOD = 8_192, 4_096, 65_536
+"""Operators on averages that are all followed, 60 µs each; after them so many of so many."""
 
 _ADDS = frozenset({"add", "add_"})
 _CHANGES = frozenset({"add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv"})
@@ -115,6 +117,7 @@ class SumCheck:
         self._sums: dict[int, _Sum] = {}
         self._values: dict[int, tuple[StorageWeakRef, _Lineage]] = {}
         self._places: dict[Line | None, _Place] = {}
+        self._computations = 0
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operator outside of modules has returned ``result``."""
@@ -165,6 +168,8 @@ class SumCheck:
     def _computed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, line: Line | None
     ) -> None:
+        if not self._is_turn():
+            return
         place = self._place_of(func, args)
         target = args[place]
         if not isinstance(target, Tensor) or target.shape != result.shape or target.dtype is not result.dtype:
@@ -183,6 +188,14 @@ class SumCheck:
         if len(self._values) < MOST_FOLLOWED:
             storage = result.untyped_storage()
             self._values[memory_key(storage)] = (StorageWeakRef(storage), lineage)
+
+    def _is_turn(self) -> bool:
+        """Whether averages are followed now; where it begins anew, what was known is of rounds that were not all seen."""
+        self._computations += 1
+        if self._computations <= ALLOWANCE or self._computations % PERIOD < FOLLOWED:
+            return True
+        self._values.clear()
+        return False
 
     def _place_of(self, func: Any, args: tuple[Any, ...]) -> int:
         """The operand that is built up: the first, or of two that may change places the one that has been for longer."""
