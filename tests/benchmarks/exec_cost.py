@@ -87,9 +87,9 @@ def _refuse_another_installation(checkouts: list[Path]) -> None:
         SystemExit: another dtypedoctor than each of ``checkouts`` is installed for this interpreter.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    asked = [sys.executable, "-c", "import dtypedoctor; print(dtypedoctor.__file__)"]
+    asked = [sys.executable, "-c", "from dtypedoctor.cli import main; print(main.__file__)"]
     found = subprocess.run(asked, check=False, cwd="/", env=environment, capture_output=True, text=True).stdout.strip()
-    if found and any(Path(found).parents[1] != checkout for checkout in checkouts):
+    if found and any(Path(found).parents[2] != checkout for checkout in checkouts):
         raise SystemExit(
             f"{found} would be measured instead; use an interpreter that has what dtypedoctor needs, but not itself"
         )

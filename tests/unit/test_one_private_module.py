@@ -14,6 +14,7 @@ HOME = PACKAGE / "_torch_private.py"
 OTHERS = frozenset(
     {
         *("_getframe", "_current_frames", "_exit"),  # of sys and os
+        "_run_exitfuncs",  # of atexit
         *("_DummyThread", "_active", "_target", "_bootstrap_inner"),  # of threading
         *("_replace", "_asdict", "_fields"),  # of named tuples
         *("_attn_implementation", "_experts_implementation"),  # of configurations of transformers
