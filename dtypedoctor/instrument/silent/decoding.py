@@ -18,7 +18,7 @@ from dtypedoctor.dtypes import HALF
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.silent.policies import is_random
-from dtypedoctor.instrument.silent.stale_copies import line_that_stores, stale_copies, updated
+from dtypedoctor.instrument.silent.stale_copies import StaleCopy, line_that_stores, stale_copies, updated
 from dtypedoctor.instrument.silent.twins import Asked, beside, in_dtype, made_again, main_parameter
 from dtypedoctor.interruptions import contained
 from dtypedoctor.trace.records.silent import DecodedTokens, UpdatedCopies
@@ -220,7 +220,9 @@ class DecodingCheck:
         self, module: nn.Module, call: Asked, pairs: "list[_Pair]", generation: _Generation, at_most: float
     ) -> UpdatedCopies | None:
         """Stale copies of weights that make the difference: tokens decoded again show it, and with the copies updated they do not."""
-        copies = stale_copies(module)
+        copies: list[StaleCopy] = []
+        with contained():  # of classes of their own, some tensors cannot be compared
+            copies = stale_copies(module)
         before = self._decoded_again(module, call, pairs, generation) if copies else None
         if before is None or before <= at_most:
             return None

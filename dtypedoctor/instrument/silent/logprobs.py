@@ -345,37 +345,40 @@ class LogprobCheck:
         """Two tensors are subtracted or divided."""
         kinds = {self._noted_as_met(each) for each in filter(None, map(self._known_now, operands))}
         one, other = operands
-        if name == "sub" and ALL in kinds and one.shape == other.shape:
-            if node is not None:
-                self._judge_divergence(one, other, node, line)
-            return
-        if name == "sub" and NORMALIZER in kinds:
-            self._made(ALL if one.shape[-1:] != other.shape[-1:] else ONE, one, result, line)
+        if name == "sub" and kinds & {ALL, NORMALIZER}:
+            self._met_distribution(kinds, one, other, result, node, line)
             return
         use, wanted = ("difference", ONE) if name == "sub" else ("quotient", ONE_P)
         if wanted in kinds and node is not None and _may_be_compared(one, other):
             new, old = sorted(operands, key=lambda each: not each.requires_grad)
             self._judge(new, old, use, node, line)
-        elif name == "sub" and kinds == {ONE} and one.requires_grad == other.requires_grad:
+        elif name == "sub" and kinds == {ONE}:
             self._learn_difference(one, other, result)
+
+    def _met_distribution(
+        self, kinds: set[str], one: Tensor, other: Tensor, result: Tensor, node: int | None, line: Line | None
+    ) -> None:
+        """A distribution and another one, or a mixture of several, are subtracted; or the normalizer from scores."""
+        if ALL in kinds and one.shape == other.shape:
+            if node is not None:
+                self._judge_divergence(one, other, node, line)
+        elif NORMALIZER in kinds:
+            self._made(ALL if one.shape[-1:] != other.shape[-1:] else ONE, one, result, line)
 
     def _learn_difference(self, one: Tensor, other: Tensor, result: Tensor) -> None:
         """Of two texts by one model, which is compared with that by another: its rounding is that of both."""
-        known = [each for each in map(self._known_now, (one, other)) if each is not None]
+        known = list(filter(None, map(self._known_now, (one, other))))
         rounded = next((each for each in known if each.rounded is not None), None)
-        if len(known) < 2 or rounded is None:
+        if len(known) < 2 or rounded is None or one.requires_grad != other.requires_grad:
             return
-        exact = [
-            _exact_values(each, tensor) if each.rounded is not None else tensor.detach().float()
-            for each, tensor in zip(known, (one, other), strict=True)
-        ]
+        exact, less = (_before_rounding(each, tensor) for each, tensor in zip(known, (one, other), strict=True))
         self._learn(
             result,
             ONE,
             rounded=rounded.rounded,
             how=rounded.how,
             source=rounded.source,
-            exact=exact[0] - exact[1] if exact[0] is not None and exact[1] is not None else None,
+            exact=exact - less if exact is not None and less is not None else None,
             size=torch.maximum(one.detach().abs(), other.detach().abs()).float(),
         )
 
@@ -517,6 +520,11 @@ def _bytes_of(known: dict[int, _Known]) -> int:
 def _may_be_compared(one: Tensor, other: Tensor) -> bool:
     """Whether one of two tensors is trained and the other is not, element for element."""
     return one.shape == other.shape and one.requires_grad != other.requires_grad and _is_small(one)
+
+
+def _before_rounding(known: _Known, tensor: Tensor) -> Tensor | None:
+    """The values before they were rounded, if they were; None where these are not known."""
+    return tensor.detach().float() if known.rounded is None else _exact_values(known, tensor)
 
 
 def _exact_values(known: _Known, tensor: Tensor) -> Tensor | None:

@@ -4,44 +4,64 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["added_by_adapters"]
+from dtypedoctor.values import dataclass
+
+__all__ = ["Added", "added_by_adapters"]
 
 
-def added_by_adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The name of each layer of LoRA whose adapters are in use, and what they add to its weight; nothing of DoRA, of adapters with a bias and of merged layers.
+@dataclass(frozen=True, slots=True, eq=False)
+class Added:
+    """What adapters in use add to the weight of a layer; in float32.
 
     Computed here because peft's own ``get_delta_weight`` writes the factors anew on a CPU.
+
+    Attributes:
+        factors: of each adapter, the second one first, and its scale.
+        transposed: whether the weight is stored with its inputs first.
     """
-    for name, layer in model.named_modules():
-        scaling = getattr(layer, "scaling", None)
-        if (
-            not isinstance(scaling, dict)
-            or getattr(layer, "merged", False)
-            or getattr(layer, "disable_adapters", False)
-        ):
-            continue
-        added = [
-            _product(layer, adapter) * scaling[adapter]
-            for adapter in layer.active_adapters
-            if _is_plain_lora(layer, adapter)
+
+    factors: list[tuple[Tensor, Tensor, float]]
+    transposed: bool
+
+    def whole(self) -> Tensor:
+        """All of it, of the size of the weight."""
+        total = sum(second.float() @ first.float() * scale for second, first, scale in self.factors)
+        assert isinstance(total, Tensor)
+        return total.T if self.transposed else total
+
+    def at(self, places: Tensor) -> Tensor:
+        """Some elements, by their number in the weight."""
+        second, first, _ = self.factors[0]
+        width = len(second) if self.transposed else first.shape[1]
+        rows, columns = places // width, places % width
+        if self.transposed:
+            rows, columns = columns, rows
+        parts = [
+            (second[rows].float() * first.T[columns].float()).sum(-1) * scale for second, first, scale in self.factors
         ]
-        if added:
-            total = sum(added[1:], added[0])
-            yield name, total.T if getattr(layer, "fan_in_fan_out", False) else total
+        return sum(parts[1:], parts[0])
 
 
-def _product(layer: nn.Module, adapter: str) -> Tensor:
-    first, second = (getattr(layer, factor)[adapter].weight.detach().float() for factor in ("lora_A", "lora_B"))
-    return second @ first
+def added_by_adapters(model: nn.Module) -> Iterator[tuple[str, Added]]:
+    """The name of each layer of LoRA whose adapters are in use, and what they add to its weight; nothing of DoRA, of adapters with a bias and of merged layers."""
+    for name, layer in model.named_modules():
+        if not isinstance(getattr(layer, "scaling", None), dict):
+            continue
+        if getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False):
+            continue
+        factors = [_factors(layer, adapter) for adapter in layer.active_adapters if _is_plain_lora(layer, adapter)]
+        if factors:
+            yield name, Added(factors, bool(getattr(layer, "fan_in_fan_out", False)))
+
+
+def _factors(layer: nn.Module, adapter: str) -> tuple[Tensor, Tensor, float]:
+    second, first = (getattr(layer, factor)[adapter].weight.detach() for factor in ("lora_B", "lora_A"))
+    return second, first, getattr(layer, "scaling")[adapter]  # noqa: B009  (a dict, where nn.Module promises a tensor)
 
 
 def _is_plain_lora(layer: nn.Module, adapter: str) -> bool:
     first, second = (getattr(layer, factor, None) for factor in ("lora_A", "lora_B"))
-    if (
-        first is None
-        or second is None
-        or adapter not in first
-        or adapter in getattr(layer, "lora_magnitude_vector", ())
-    ):
+    if first is None or second is None or adapter not in first:
         return False
-    return isinstance(first[adapter], nn.Linear) and getattr(second[adapter], "bias", None) is None
+    is_dora = adapter in getattr(layer, "lora_magnitude_vector", ())
+    return not is_dora and isinstance(first[adapter], nn.Linear) and getattr(second[adapter], "bias", None) is None

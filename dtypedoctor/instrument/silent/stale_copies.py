@@ -74,18 +74,22 @@ def updated(copies: Iterable[StaleCopy]) -> Iterator[None]:
 
 def line_that_stores(copy: StaleCopy) -> str | None:
     """The first line of code that sets an attribute of its name: in the file of the module's class, else in the only file that does; None otherwise."""
-    functions = [
-        each for each in gc.get_objects() if type(each) is FunctionType and copy.attribute in each.__code__.co_names
-    ]
-    lines = [
-        Line(function.__code__, module, step.positions.lineno)
-        for function in functions
-        if is_users(module := function.__globals__.get("__name__", ""))
-        for step in dis.get_instructions(function.__code__)
-        if step.opname == "STORE_ATTR" and step.argval == copy.attribute and step.positions and step.positions.lineno
-    ]
+    lines = [line for each in gc.get_objects() for line in _storing(each, copy.attribute)]
     classes = {cls.__module__ for cls in type(copy.owner).__mro__}
     lines = [line for line in lines if line.module in classes] or lines
     if len({line.code.co_filename for line in lines}) != 1:
         return None
     return min(lines, key=lambda line: line.number).source
+
+
+def _storing(function: object, attribute: str) -> Iterator[Line]:
+    """The lines of a function of the program, or of a library, that set an attribute of this name; none of any other object."""
+    if type(function) is not FunctionType:
+        return
+    code, module = function.__code__, function.__globals__.get("__name__", "")
+    if attribute not in code.co_names or not is_users(module):
+        return
+    for step in dis.get_instructions(code):
+        number = step.positions.lineno if step.positions is not None else None
+        if step.opname == "STORE_ATTR" and step.argval == attribute and number is not None:
+            yield Line(code, module, number)

@@ -23,7 +23,7 @@ from dtypedoctor.instrument.contents import tensors_in
 from dtypedoctor.instrument.naming import dtype_name
 from dtypedoctor.instrument.operators import bytes_of, fits
 from dtypedoctor.instrument.session import Session
-from dtypedoctor.instrument.silent.merging import added_by_adapters
+from dtypedoctor.instrument.silent.merging import Added, added_by_adapters
 from dtypedoctor.instrument.silent.policies import is_random
 from dtypedoctor.instrument.statistics import measurable
 from dtypedoctor.instrument.untouched import CannotReplayError, KeptMemory, as_before
@@ -302,13 +302,9 @@ class TwinCheck:
     def _in_one_dtype(self, ours: Asked, theirs: Asked, *, merged: bool) -> tuple[float, float] | tuple[None, None]:
         """How far one model's log-probabilities move in the other's dtype, and how far they are from the other's then; nothing where that cannot be
         measured. It is the wider one; of a model with adapters and one that has them ``merged``, the former with its own merged."""
-        again, kept = sorted((ours, theirs), key=lambda call: (-_width(call), not call.repeatable))
+        again, kept = _in_order(ours, theirs, merged=merged)
         model, other = again.model(), kept.model()
-        if model is None or other is None:
-            return None, None
-        if merged and not _second_factors(model):
-            again, kept, model, other = kept, again, other, model
-        if not again.repeatable:
+        if model is None or other is None or not again.repeatable:
             return None, None
         weights = _in_the_dtypes_of(model, other, merged=merged)
         if weights is None or (not weights and again.autocast == kept.autocast):
@@ -349,6 +345,15 @@ def _trained_first(one: Asked, other: Asked) -> tuple[Asked, Asked]:
     return (one, other) if model is not None and model.training else (other, one)
 
 
+def _in_order(one: Asked, other: Asked, *, merged: bool) -> tuple[Asked, Asked]:
+    """The call that is made again, and the other: the one of the wider model, or of that with adapters which the other has ``merged``."""
+    if merged:
+        model = one.model()
+        return (one, other) if model is not None and _second_factors(model) else (other, one)
+    wide, narrow = sorted((one, other), key=lambda call: (-_width(call), not call.repeatable))
+    return wide, narrow
+
+
 def _largest_gap(one: Asked | None, other: Asked | None) -> float | None:
     gaps = _gaps(one, other) if one is not None and other is not None else None
     largest = float(gaps.max()) if gaps is not None and gaps.numel() else math.inf
@@ -365,10 +370,7 @@ def question_of(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
 
     None where the output depends on what may not stand beside tokens: on noise of which the whole numbers are the time steps, on embeddings. Images may.
     """
-    content = [name for name, value in (*enumerate(args), *kwargs.items()) if _is_content(name, value)]
-    if any(name in _INSTEAD or not isinstance(name, str) for name in content):
-        return None
-    if content and not any(_is_tokens(each) and each.dim() == 2 for each in (*args[:1], kwargs.get("input_ids"))):
+    if not _is_about_text(args, kwargs):
         return None
     found = _tokens_by_name(kwargs)
     if not found:
@@ -377,6 +379,14 @@ def question_of(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         return None
     rows = [tensor.detach().reshape(len(tensor), -1) for tensor in found]
     return torch.cat(rows, -1) if len(rows) > 1 else rows[0]
+
+
+def _is_about_text(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether there is nothing beside tokens, or what has names, none of those that stand for tokens, and comes with the tokens of a text."""
+    content = [name for name, value in (*enumerate(args), *kwargs.items()) if _is_content(name, value)]
+    named = all(isinstance(name, str) for name in content) and _INSTEAD.isdisjoint(content)
+    text = (*args[:1], kwargs.get("input_ids"))
+    return not content or (named and any(_is_tokens(each) and each.dim() == 2 for each in text))
 
 
 def _tokens_by_name(kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -587,29 +597,40 @@ def _is_merged(adapted: nn.Module, plain: nn.Module) -> bool:
     ours, theirs = _weights(adapted), _weights(plain)
     if ours.keys() != theirs.keys() or _second_factors(plain):
         return False
-    if not all(measurable(weight) for weights in (ours, theirs) for weight in weights.values()):
+    if not all(map(measurable, (*ours.values(), *theirs.values()))):
         return False
-    sums = {}
-    for name, added in added_by_adapters(adapted):
-        weight = _plain(f"{name}.weight")
-        if weight in ours:
-            sums[weight] = _is_sum(_few(ours[weight]), _few(added), _few(theirs[weight]))
-    rest = [_is_rounded(_few(ours[name]), _few(theirs[name]), exactly=False) for name in ours.keys() - sums.keys()]
-    moved = any(bool(differs) for _, differs in sums.values())
-    return moved and all(bool(same) for same in (*rest, *(same for same, _ in sums.values())))
+    sums, rest = _compared(ours, theirs, dict(added_by_adapters(adapted)))
+    return any(bool(differs) for _, differs in sums) and all(map(bool, (*rest, *(same for same, _ in sums))))
 
 
-def _is_sum(base: Tensor, added: Tensor, merged: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether a piece of a weight is the sum of two, but for rounding each; and whether it is another than the first alone."""
-    eps = max(torch.finfo(base.dtype).eps, torch.finfo(merged.dtype).eps)
-    base, added, merged = (few.float().to(base.device) for few in (base, added, merged))
-    close = 2 * eps * (base.abs() + added.abs())
-    return ((base + added - merged).abs() <= close).all(), ((base - merged).abs() > close).any()
+def _compared(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], layers: dict[str, Added]
+) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+    """What :func:`_is_sum` says of the weights that adapters of ``layers`` are added to, and whether each of the rest is the other, but for rounding."""
+    added = {_plain(f"{layer}.weight"): what for layer, what in layers.items()}
+    sums = [_is_sum(ours[name], what, theirs[name]) for name, what in added.items() if name in ours]
+    rest = ours.keys() - added.keys()
+    return sums, [_is_rounded(_few(ours[name]), _few(theirs[name]), exactly=False) for name in rest]
+
+
+def _is_sum(weight: Tensor, added: Added, merged: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a weight is another one and what is added to it, but for rounding each; and whether it is not the other alone; judged by a few elements."""
+    eps = max(torch.finfo(weight.dtype).eps, torch.finfo(merged.dtype).eps)
+    base, whole = (_few(each).float().to(weight.device) for each in (weight, merged))
+    more = added.at(_places(weight)).to(weight.device)
+    close = 2 * eps * (base.abs() + more.abs())
+    return ((base + more - whole).abs() <= close).all(), ((base - whole).abs() > close).any()
 
 
 def _few(parameter: Tensor) -> Tensor:
     flat = parameter.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // ELEMENTS)][:ELEMENTS]
+
+
+def _places(parameter: Tensor) -> Tensor:
+    """The numbers of the elements of which :func:`_few` consists."""
+    step = max(1, parameter.numel() // ELEMENTS)
+    return torch.arange(0, parameter.numel(), step, device=parameter.device)[:ELEMENTS]
 
 
 def versions_of(model: nn.Module) -> int:
@@ -623,14 +644,21 @@ def _in_the_dtypes_of(model: nn.Module, other: nn.Module, *, merged: bool) -> di
     wanted = {_plain(name): tensor.dtype for name, tensor in _state(other)}
     narrow = main_parameter(other).dtype
     dtypes = {name: wanted.get(_plain(name), narrow) for name, _ in _state(model)}
-    added = {f"{layer}.base_layer.weight": what for layer, what in added_by_adapters(model)} if merged else {}
+    return _merged(model, dtypes) if merged else _cast(model, dtypes)
+
+
+def _merged(model: nn.Module, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor] | None:
+    """The parameters and buffers cast to ``dtypes``, with adapters added before, which add nothing more."""
+    added = {f"{layer}.base_layer.weight": what for layer, what in added_by_adapters(model)}
     weights = _cast(model, dtypes, anew=added)
-    if weights is None or not merged:
-        return weights
-    parameters = dict(model.named_parameters())
-    weights |= {name: parameters[name].detach().float().add(what).to(dtypes[name]) for name, what in added.items()}
-    factors = (name for name in parameters if _SECOND_FACTOR.search(name))
-    return weights | {name: torch.zeros_like(parameters[name], dtype=dtypes[name]) for name in factors}
+    if weights is None:
+        return None
+    for name, parameter in model.named_parameters():
+        if name in added:
+            weights[name] = parameter.detach().float().add(added[name].whole()).to(dtypes[name])
+        elif _SECOND_FACTOR.search(name):
+            weights[name] = torch.zeros_like(parameter, dtype=dtypes[name])
+    return weights
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor] | None:
