@@ -10,11 +10,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    CLIPVisionConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 from watched import watched
 
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding, Severity
+from dtypedoctor.instrument.silent.merging import added_by_adapters
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.records.silent import Twins
 
@@ -376,6 +384,17 @@ def test_merged_references_that_are_as_they_should_be(tmp_path: Path, case: str)
     elif case.startswith("small"):
         merged = adapted(HALF, scale=1e-4)[1]
     assert findings(tmp_path, lambda: train(policy, merged)) == ()
+
+
+def test_what_adapters_add_is_what_peft_says_of_it() -> None:
+    """All of it, and single elements; also of GPT-2's layers, whose weights have their inputs first."""
+    for base, target in ((Speaker(), "head"), (GPT2LMHeadModel(GPT2Config(n_embd=16, n_head=2, n_layer=1)), "c_attn")):
+        model = get_peft_model(base, LoraConfig(r=2, target_modules=[target], init_lora_weights=False))
+        [(name, added)] = added_by_adapters(model)
+        expected = model.get_submodule(name).get_delta_weight("default").detach()
+        places = torch.tensor([0, 5, 77, expected.numel() - 1])
+        torch.testing.assert_close(added.whole(), expected)
+        torch.testing.assert_close(added.at(places), expected.flatten()[places])
 
 
 def test_nothing_is_kept_of_models_that_are_gone_or_have_been_compared(tmp_path: Path) -> None:
