@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 
-from dtypedoctor.diagnosis.ops import OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
+from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Observed, Op, Raised, Sample, ScalerState, Site
@@ -99,16 +99,22 @@ def links(trace: Trace, numbers: Collection[int], call: int) -> Iterator[Observe
 
 
 def _counts(graph: OpGraph, seen: Observed[NonfiniteReached], last: Op, skipped: Collection[int]) -> bool:
-    what, value = seen.what.what, seen.what.value
+    what = seen.what.what
     found = ancestry(graph, last)
-    if found.given and not found.computed and last.step in skipped:
-        return False  # made of gradients that the scaler has found, and that it lets no optimizer take
-    if not found.computed and not found.nan_makers:
-        given = any(has_nan(tensor) for _, tensor in found.given)
-        return given and what == "item" and seen.step not in skipped
-    if not found.computed and value != "nan":
+    if not found.computed and not _counts_as_given(found, seen, last, skipped):
         return False
+    if not found.computed and not found.nan_makers:
+        return True
     return what == "item" or what in LEAVING or not _is_replaced(graph, last)
+
+
+def _counts_as_given(found: Ancestry, seen: Observed[NonfiniteReached], last: Op, skipped: Collection[int]) -> bool:
+    """Whether a value matters that operators have only been given, or have made NaN of: not one of gradients that the scaler has found."""
+    if found.given and last.step in skipped:
+        return False
+    if found.nan_makers:
+        return seen.what.value == "nan"
+    return seen.what.what == "item" and seen.step not in skipped and any(has_nan(tensor) for _, tensor in found.given)
 
 
 def _is_replaced(graph: OpGraph, last: Op) -> bool:

@@ -556,6 +556,11 @@ def _results(func: Any, result: Any) -> list[Tensor]:
     return results[:1] if schema_of(func).name.startswith(_KEEPING) else results
 
 
+def _is_followed(func: Any) -> bool:
+    """Whether one of the checks wants to know of each call of an operator."""
+    return is_followed(func) or is_built_up(func)
+
+
 def _plan_of(func: Any) -> _Plan:
     if str(func) == "aten._local_scalar_dense.default":
         return _Plan(reads=True)
@@ -564,8 +569,7 @@ def _plan_of(func: Any) -> _Plan:
     schema = schema_of(func)
     name = schema.name.removeprefix("aten::")
     fresh = name.endswith("_like") or name.startswith("new_")
-    followed = is_followed(func) or is_built_up(func)
-    return _Plan(writes=schema.is_mutable, sums=name in SUMS, fresh=fresh, followed=followed)
+    return _Plan(writes=schema.is_mutable, sums=name in SUMS, fresh=fresh, followed=_is_followed(func))
 
 
 def _passes(func: Any) -> bool:

@@ -31,7 +31,6 @@ MOST_NODES = 16
 
 _MULTIPLIES = frozenset({"mul_", "_foreach_mul_"})
 _BOUNDS = frozenset({"clamp_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"})
-_DIVIDES = frozenset({"div_", "_foreach_div_"})
 
 
 @dataclass(slots=True)
@@ -53,6 +52,14 @@ class _Pass:
     name: str = ""
     factor: Any = None
     by_hand: bool = False
+
+    def note(self, name: str, factor: Any) -> None:
+        """An operator is about to write to one of the gradients."""
+        if name not in _MULTIPLIES | _BOUNDS:
+            self.by_hand = True
+        elif not self.name:
+            self.line, self.name = line_of(sys._getframe()), name
+            self.factor = factor.detach().clone() if isinstance(factor, Tensor) else factor
 
     @property
     def scale(self) -> float:
@@ -113,15 +120,8 @@ class ScaleCheck:
         if self._pass is None or not self._pass.owners or not args:
             return
         written = args[0] if isinstance(args[0], list | tuple) else args[:1]
-        if not any(isinstance(t, Tensor) and t.data_ptr() in self._pass.owners for t in written):
-            return
-        name = schema_of(func).name.removeprefix("aten::")
-        factor = args[1] if len(args) > 1 else None
-        if name in _DIVIDES or name not in _MULTIPLIES | _BOUNDS:
-            self._pass.by_hand = True
-        elif not self._pass.name:
-            self._pass.line, self._pass.name = line_of(sys._getframe()), name
-            self._pass.factor = factor.detach().clone() if isinstance(factor, Tensor) else factor
+        if any(isinstance(t, Tensor) and t.data_ptr() in self._pass.owners for t in written):
+            self._pass.note(schema_of(func).name.removeprefix("aten::"), args[1] if len(args) > 1 else None)
 
     def before_unscale(self, _: Any, optimizer: Optimizer) -> None:
         """A gradient scaler is about to take the scale off the gradients of ``optimizer``."""
@@ -148,11 +148,11 @@ class ScaleCheck:
             return
         with self._session.position.mute(), torch.no_grad():
             limit, factor = _limit_of(done, gradients)
-            scale = done.scale
-        at = "" if done.line is None else done.line.source
-        if not 0.0 < limit < TINY * scale:
-            return
-        known = self._limits.setdefault(at, [])
+            if 0.0 < limit < TINY * done.scale:
+                self._limited(done, limit, factor)
+
+    def _limited(self, done: _Pass, limit: float, factor: float) -> None:
+        known = self._limits.setdefault("" if done.line is None else done.line.source, [])
         known.append((limit, factor))
         if done.name in _BOUNDS or _is_a_limit(known):
             self._tell(CLIPPED, done.line, done, limit)

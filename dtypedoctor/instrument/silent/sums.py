@@ -121,16 +121,13 @@ class SumCheck:
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operator outside of modules has returned ``result``."""
-        if not isinstance(result, Tensor) or result.dtype not in HALF or self._position.backward_depth:
+        if self._position.backward_depth or not _is_looked_at(result):
             return
-        if result.device.type != "cpu" or not measurable(result) or not result.numel():
-            return
-        name, small = _base_name(func), result.numel() <= SMALL
         with self._looking, self._position.mute(), torch.no_grad():
-            if small and name in _ADDS:
-                self._added(args, kwargs, result, line_of(sys._getframe()), in_place=name == "add_")
-            elif not small and name in _CHANGES and result.is_contiguous() and not result.requires_grad:
+            if result.numel() > SMALL:
                 self._computed(func, args, kwargs, result, line_of(sys._getframe()))
+            elif (name := _base_name(func)) in _ADDS:
+                self._added(args, kwargs, result, line_of(sys._getframe()), in_place=name == "add_")
 
     def _added(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, line: Line | None, *, in_place: bool
@@ -168,6 +165,8 @@ class SumCheck:
     def _computed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, line: Line | None
     ) -> None:
+        if _base_name(func) not in _CHANGES or result.requires_grad or not result.is_contiguous():
+            return
         if not self._is_turn():
             return
         place = self._place_of(func, args)
@@ -249,6 +248,13 @@ class SumCheck:
                         in_place=False,
                     )
                 )
+
+
+def _is_looked_at(result: Any) -> bool:
+    """Whether it is a tensor in half precision in the memory of the CPU."""
+    if not isinstance(result, Tensor) or result.dtype not in HALF or result.device.type != "cpu":
+        return False
+    return measurable(result) and result.numel() > 0
 
 
 def _wide(value: Any) -> Any:
