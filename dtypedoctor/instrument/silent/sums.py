@@ -27,6 +27,8 @@ WRONG = 0.05
 """Relative error of a sum from which on it is told of."""
 SAMPLED = 1_024
 """Elements of an average that are followed."""
+MOST_LINES = 100
+"""Lines of sums that are told of."""
 MOST_FOLLOWED = 2_048
 """Tensors that are followed at once: 12 MiB at most."""
 ALLOWANCE, FOLLOWED, PERIOD = 8_192, 4_096, 65_536
@@ -115,6 +117,8 @@ class SumCheck:
         self._position = session.position
         self._looking = session.guard.keeping("sums and averages in half precision")
         self._sums: dict[int, _Sum] = {}
+        self._told: dict[str, int] = {}
+        """Additions of a sum when it was last told of; the next time after twice as many."""
         self._values: dict[int, tuple[StorageWeakRef, _Lineage]] = {}
         self._places: dict[Line | None, _Place] = {}
         self._computations = 0
@@ -148,7 +152,7 @@ class SumCheck:
         largest = max(largest, float(exact.abs().max()))
         self._sums[key] = _Sum(StorageWeakRef(result.untyped_storage()), exact, now, count, largest)
         error = float((exact - now.double()).abs().max())
-        if count >= FEWEST and largest > 0 and error > WRONG * largest < float("inf"):
+        if count >= FEWEST and error > WRONG * largest < float("inf"):
             self._tell_sum(line, now, count, exact, error)
 
     def _known_sum(self, target: Any) -> _Sum | None:
@@ -157,10 +161,14 @@ class SumCheck:
 
     def _tell_sum(self, line: Line | None, now: Tensor, count: int, exact: Tensor, error: float) -> None:
         source = "" if line is None else line.source
+        if count < 2 * self._told.get(source, 0):
+            return
         worst = int((exact - now.double()).abs().argmax())
         value, right = float(now.flatten()[worst]), float(exact.flatten()[worst])
         told = RoundedSum(source=source, dtype=dtype_name(now), added=count, exact=right, value=value, error=error)
-        self._session.once(told, source)
+        if len(self._told) < MOST_LINES or source in self._told:
+            self._told[source] = count
+            self._session.emit(told)
 
     def _computed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, line: Line | None

@@ -308,8 +308,11 @@ ROUNDED_SUM = FindingSpec(
 
 def detect_rounded_sums(trace: Trace) -> Iterator[Finding]:
     """Sums that are built up one addition at a time until what is added is below their spacing."""
-    for seen in trace.observed(RoundedSum):
-        yield make_finding_of(seen, _rounded_sum(seen.what), dtype=seen.what.dtype, source=seen.what.source or None)
+    seen = trace.observed(RoundedSum)
+    first, last = {one.what.source: one for one in reversed(seen)}, {one.what.source: one for one in seen}
+    for source, when in first.items():
+        what = last[source].what
+        yield make_finding_of(when, _rounded_sum(what), dtype=what.dtype, source=source or None)
 
 
 def _rounded_sum(what: RoundedSum) -> Statement:
