@@ -466,10 +466,11 @@ def table_in_float32(scene: Scene) -> Changes | None:
 
 
 def _in_float32(source: Source, statements: Sequence[ast.stmt]) -> list[Change]:
-    return [change for one in statements for node in ast.walk(one) for change in _half_in_float32(source, node)]
+    return [change for one in statements for node in ast.walk(one) for change in half_in_float32(source, node)]
 
 
-def _half_in_float32(source: Source, node: ast.AST) -> list[Change]:
+def half_in_float32(source: Source, node: ast.AST) -> list[Change]:
+    """float32 in the place of a half-precision dtype that a node names."""
     return [*_without_bfloat16(source, node), *_without_half(source, node, "float32")]
 
 
@@ -490,7 +491,7 @@ def uncast_line(scene: Scene) -> Changes | None:
         return None
     source, line = at
     nodes = [node for node in ast.walk(source.tree) if getattr(node, "lineno", 0) == line]
-    return some(source, [change for node in nodes for change in _half_in_float32(source, node)])
+    return some(source, [change for node in nodes for change in half_in_float32(source, node)])
 
 
 def half_to_float32(scene: Scene) -> Changes | None:

@@ -8,18 +8,31 @@ import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from dtypedoctor.diagnosis import dtype_edits, value_edits
+from dtypedoctor.diagnosis import dtype_edits, update_edits, value_edits
+from dtypedoctor.diagnosis.kept_copies import still_copying
 from dtypedoctor.diagnosis.rule import Edit
 from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, may_be_shown
 
 
-def edits_for(scene: Scene, makers: Iterable[str]) -> tuple[tuple[Edit, ...], str]:
+def edits_for(scene: Scene, makers: Sequence[str]) -> tuple[tuple[Edit, ...], str]:
     """The lines that the first maker changes which sees what to change, none where none does; and a remark about them, which may be empty."""
-    for name in makers:
+    for name in update_edits.fitting(scene, tuple(makers)):
         made = MAKERS[name](scene)
-        if made is not None and (edits := _checked(scene, *made)):
+        if made is not None and (edits := _checked(scene, *_with_copies(scene, name, *made))):
             return edits, REMARKS.get(name, "")
     return (), ""
+
+
+_OF_WEIGHTS = frozenset(
+    {"set-float32", "cast-where-set", "cast-met-weights", "cast-weights-where-set", "half-to-bfloat16", "half-to-float32", "bfloat16-to-float32"}
+)  # fmt: skip
+"""Makers that give weights another dtype."""
+
+
+def _with_copies(scene: Scene, maker: str, source: Source, changes: list[Change]) -> Changes:
+    """The changes, with those that keep copies of weights from sharing the storage of the weights."""
+    modules = {tuple(note.set_span) for note in scene.parameters.values() if note.set_span}
+    return source, [*changes, *still_copying(source, changes, modules, of_weights=maker in _OF_WEIGHTS)]
 
 
 def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit, ...]:
@@ -94,6 +107,7 @@ REMARKS = {
     "half-to-bfloat16": _IN_BFLOAT16,
     "half-to-float32": _IN_FLOAT32,
     "bfloat16-to-float32": _IN_FLOAT32,
+    update_edits.OWN: "The edit changes what makes the tensors that this line updates; the weights keep their dtype.",
     "lower-learning-rate": "The edit divides it by 100.",
     "cast-weights-where-set": "The edit makes the weights themselves {other} instead, on the line that made them {dtype}.",
     "autocast-around": _IN_REGION,
@@ -120,6 +134,7 @@ MAKERS: dict[str, Maker] = {
     "autocast-around": dtype_edits.autocast_around,
     "set-float32": dtype_edits.set_float32,
     "table-in-float32": dtype_edits.table_in_float32,
+    update_edits.OWN: update_edits.updated_in_float32,
     "half-to-bfloat16": dtype_edits.half_to_bfloat16,
     "half-to-float32": dtype_edits.half_to_float32,
     "bfloat16-to-float32": dtype_edits.bfloat16_to_float32,

@@ -240,6 +240,7 @@ class FindingSpec:
         nonfinite: it names the origin of an inf or NaN, so that magnitudes of the modules around it say something.
         do_this: what to change, as a sentence about ``{module}``, ``{op}``, ``{dtype}``, ``{other}`` (the dtype that it meets) ``{alike}`` (all
             modules of that class and dtype) and ``{device}``; where it is empty the first way of fixing on the page stands for it.
+        of_line: the same of a finding that names a line; empty where ``do_this`` fits it too.
         instead: makes that sentence of a finding whose cause ``do_this`` and ``edits`` do not fit; it returns an empty one where they do.
         partly_frozen: the same, and a line of code to add, where some weights of that dtype are frozen: no edit may widen these.
         edits: what makes that change in the program's source, the best first; names of :data:`dtypedoctor.diagnosis.edits.MAKERS`.
@@ -265,6 +266,7 @@ class FindingSpec:
     nonfinite: bool = False
     in_any_program: bool = True
     do_this: str = ""
+    of_line: str = ""
     instead: Callable[[Finding], str] | None = None
     partly_frozen: tuple[str, str] | None = None
     edits: tuple[str, ...] = ()

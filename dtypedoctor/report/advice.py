@@ -30,7 +30,7 @@ def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
     for finding in treatment.findings:
         spec = spec_of(finding.id)
         scene = _scene(treatment, finding)
-        if spec.partly_frozen is not None and _is_partly_frozen(scene):
+        if spec.partly_frozen is not None and not (spec.of_line and finding.source) and _is_partly_frozen(scene):
             text, code = (_filled(part, scene) for part in spec.partly_frozen)
             yield Advice(finding=finding.id, text=text, code=code)
             continue
@@ -169,7 +169,8 @@ _EXPONENTIAL = " If it is a softmax written out, exp(x) / sum: use torch.softmax
 
 
 def _text(spec: FindingSpec, scene: Scene) -> str:
-    text = _filled(spec.do_this, scene) if spec.do_this else _first_way(scene.finding)
+    do_this = (spec.of_line if scene.finding.source else "") or spec.do_this
+    text = _filled(do_this, scene) if do_this else _first_way(scene.finding)
     milder = scene.finding.severity is Severity.INFO and spec.severity is not Severity.INFO
     return f"It may stay as it is. To change it: {text[:1].lower()}{text[1:]}" if milder else text
 

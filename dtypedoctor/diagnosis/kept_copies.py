@@ -1,0 +1,230 @@
+"""Casts whose result a program keeps: ``p.detach().to(torch.bfloat16)`` copies float32 weights, ``p.detach().to(torch.float32)`` returns ``p``.
+
+Where an edit changes the dtype on one side of such a cast, what was a copy shares its storage with the weights, and what updates it in place changes
+them. Nothing raises. So each cast that may stop copying gets ``.clone()``.
+"""
+
+import ast
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from dtypedoctor.diagnosis.scene import Change, Source
+from dtypedoctor.patterns import regex
+from dtypedoctor.values import dataclass
+
+Span = tuple[int, ...]
+"""First and last line, first and last column of an expression, as a parameter's note tells it."""
+
+_METHODS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64", "to": "", "type": ""}
+_SHARING = frozenset(
+    {"detach", "cpu", "cuda", "to", "view", "reshape", "contiguous", "flatten", "squeeze", "unsqueeze", "t", "requires_grad_"}
+)  # fmt: skip
+"""Methods that may return a tensor of the same storage."""
+_KEEPING = frozenset(
+    {"append", "extend", "insert", "add", "setattr", "setdefault", "update", "register_buffer", "register_parameter", "Parameter", "Buffer",
+     "ParameterList", "ParameterDict", "list", "tuple", "dict", "OrderedDict", "defaultdict"}
+)  # fmt: skip
+"""Functions that keep what they get; others are taken to read it."""
+_OF_TENSORS = frozenset({"detach", "data", "grad", "clone", "weight", "bias"})
+_OF_MODULES = frozenset(
+    {"parameters", "named_parameters", "state_dict", "load_state_dict", "train", "eval", "modules", "children", "named_modules"}
+)  # fmt: skip
+_LISTS_TENSORS = regex(r"\.(named_)?(parameters|buffers)\(|state_dict\(")
+_MAKES_MODULES = regex(r"(^|\.)(_*[A-Z]\w*|deepcopy|from_\w+|\w*([Mm]odel|net|module)\w*)$")
+_DTYPE = regex(r"\b(bfloat16|float16|float32|float64|half|float|double)\b")
+_STORES = (ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+
+
+def still_copying(source: Source, changes: Sequence[Change], modules: set[Span], *, of_weights: bool) -> list[Change]:
+    """``.clone()`` behind each cast in the file whose copy is kept, and which may copy nothing more after the changes.
+
+    Args:
+        source: the file.
+        changes: what is changed in it.
+        modules: the casts that are known to be those of modules, which change in place and have no ``clone``.
+        of_weights: the changes give weights another dtype, so a cast of them that is left as it is may stop copying.
+    """
+    casts = _Casts(source, changes)
+    calls = ((call, span_of(call) in modules) for call in source.every(ast.Call))
+    found = [call for call, of_module in calls if casts.may_stop(call, surely=of_module, of_weights=of_weights)]
+    return [(source.end(call), source.end(call), b".clone()") for call in found if casts.is_kept(call, set())]
+
+
+def span_of(node: ast.expr) -> Span:
+    """Where an expression stands in its file."""
+    return (node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0)
+
+
+@dataclass(frozen=True)
+class _Casts:
+    """The casts of a file and what is changed in it."""
+
+    source: Source
+    changes: Sequence[Change]
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """What each part of the file stands in; the call for the value of a keyword."""
+        up = {child: node for node in ast.walk(self.source.tree) for child in ast.iter_child_nodes(node)}
+        return {child: up[node] if isinstance(node, ast.keyword) else node for child, node in up.items()}
+
+    @cached_property
+    def renamed(self) -> set[str]:
+        """The variables, attributes and parameters whose value is changed: ``dtype = torch.bfloat16``."""
+        return {name for node in ast.walk(self.source.tree) for name, value in _values(node) if self._touched(value)}
+
+    @cached_property
+    def introduced(self) -> set[str]:
+        """The dtypes that the changes write."""
+        named = {name for _, _, text in self.changes for name in _DTYPE.findall(text.decode())}
+        return {_METHODS.get(name, name) for name in named}
+
+    def _touched(self, node: ast.expr) -> bool:
+        return any(self.source.start(node) <= start and end <= self.source.end(node) for start, end, _ in self.changes)
+
+    def may_stop(self, call: ast.Call, *, surely: bool, of_weights: bool) -> bool:
+        """Whether a call casts a tensor, ``surely`` or as it seems, and the changes alter its dtype or that of the weights it casts."""
+        receiver = _receiver(call)
+        if receiver is None:
+            return False
+        begin, end = self.source.end(receiver), self.source.end(call)
+        used = {getattr(one, "id", getattr(one, "attr", "")) for part in _arguments(call) for one in ast.walk(part)}
+        if any(begin <= start < end and stop <= end for start, stop, _ in self.changes) or used & self.renamed:
+            return self._is_tensor(receiver, surely=surely)
+        widens = _dtype_of(call) in self.introduced
+        return of_weights and widens and self._is_tensor(receiver, surely=True)
+
+    def _is_tensor(self, node: ast.expr, *, surely: bool) -> bool:
+        """Whether what is cast is a tensor; ``surely`` where nothing else can be meant."""
+        chain = list(_chain(node))
+        if any(isinstance(one, ast.Attribute) and one.attr in _OF_TENSORS for one in chain) or self._is_listed(
+            chain[-1]
+        ):
+            return True
+        return not surely and not self._is_module(node)
+
+    def _is_listed(self, root: ast.expr) -> bool:
+        """Whether a variable goes over the parameters of a model, or its state."""
+        pairs = (
+            (one.target, one.iter) for one in ast.walk(self.source.tree) if isinstance(one, ast.For | ast.comprehension)
+        )
+        name = ast.unparse(root)
+        over = [made for target, made in pairs if name in {ast.unparse(part) for part in ast.walk(target)}]
+        return any(_LISTS_TENSORS.search(ast.unparse(made)) for made in over)
+
+    def _is_module(self, node: ast.expr) -> bool:
+        """Whether what is cast seems to be a module: it is made by a class, is called, or has its parameters listed."""
+        if isinstance(node, ast.Call):
+            return _MAKES_MODULES.search(ast.unparse(node.func)) is not None and not ast.unparse(node.func).startswith(
+                "torch."
+            )
+        text = ast.unparse(node)
+        uses = [self.parents.get(one) for one in self.source.every(type(node)) if ast.unparse(one) == text]
+        values = [
+            made for one in ast.walk(self.source.tree) for name, made in _values(one) if name == text.rpartition(".")[2]
+        ]
+        return (
+            text.rpartition(".")[2] in ("self", "model", "module", "net")
+            or any(isinstance(use, ast.Call) and ast.unparse(use.func) == text for use in uses)
+            or any(isinstance(use, ast.Attribute) and use.attr in _OF_MODULES for use in uses)
+            or any(isinstance(made, ast.Call) and made is not node and self._is_module(made) for made in values)
+        )
+
+    def is_kept(self, node: ast.expr, seen: set[str]) -> bool:
+        """Whether the value of an expression is kept: in an attribute, a container, a variable that is; or written in place."""
+        parent = self.parents.get(node)
+        if isinstance(parent, ast.Attribute):
+            return self._is_kept_by_method(parent, seen)
+        if isinstance(parent, ast.Call):
+            function = ast.unparse(parent.func).rpartition(".")[2]
+            return function in _KEEPING and node is not parent.func
+        if isinstance(parent, ast.IfExp | ast.Starred | ast.NamedExpr):
+            return self.is_kept(parent, seen)
+        if isinstance(parent, _STORES):
+            return self._is_container_kept(parent)
+        if isinstance(parent, ast.Return | ast.Yield | ast.Lambda):
+            return any(isinstance(one, ast.Attribute) and one.attr in _OF_TENSORS for one in _chain(node))
+        if isinstance(parent, ast.Assign | ast.AnnAssign):
+            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+            return any(self._is_kept_in(target, seen) for target in targets if not _is_cast_of(node, target))
+        return False
+
+    def _is_kept_by_method(self, method: ast.Attribute, seen: set[str]) -> bool:
+        """``cast.mul_(x)`` writes in place; ``cast.cpu()`` may be the same tensor."""
+        call = self.parents.get(method)
+        if not isinstance(call, ast.Call) or call.func is not method:
+            return False
+        in_place = method.attr.endswith("_") and not method.attr.endswith("__") and method.attr != "requires_grad_"
+        return in_place or (method.attr in _SHARING and self.is_kept(call, seen))
+
+    def _is_container_kept(self, container: ast.expr) -> bool:
+        """Not where a function that only reads gets it: ``torch.save({...})``."""
+        parent = self.parents.get(container)
+        if isinstance(parent, _STORES):
+            return self._is_container_kept(parent)
+        return not isinstance(parent, ast.Call) or ast.unparse(parent.func).rpartition(".")[2] in _KEEPING
+
+    def _is_kept_in(self, target: ast.expr, seen: set[str]) -> bool:
+        """An attribute, an element that has a name, or a variable that is kept or written in place; not rows of a tensor."""
+        if isinstance(target, ast.Subscript):
+            return not any(isinstance(one, ast.Slice | ast.Tuple) for one in ast.walk(target.slice))
+        if not isinstance(target, ast.Name) or target.id in seen:
+            return isinstance(target, ast.Attribute)
+        seen.add(target.id)
+        uses = [one for one in self.source.every(ast.Name) if one.id == target.id and self._beside(one, target)]
+        return any(
+            isinstance(self.parents.get(one), ast.AugAssign) for one in uses if isinstance(one.ctx, ast.Store)
+        ) or any(self.is_kept(one, seen) for one in uses if isinstance(one.ctx, ast.Load))
+
+    def _beside(self, one: ast.expr, other: ast.expr) -> bool:
+        """Whether two expressions stand in the same function."""
+        around = [self.source.around(node, ast.FunctionDef)[-1:] for node in (one, other)]
+        return around[0] == around[1]
+
+
+def _receiver(call: ast.Call) -> ast.expr | None:
+    """What a call casts; None where it casts nothing, or copies in any case."""
+    function = call.func
+    if not isinstance(function, ast.Attribute) or any(keyword.arg == "copy" for keyword in call.keywords):
+        return None
+    if ast.unparse(function) in ("torch.as_tensor", "torch.asarray"):
+        return call.args[0] if call.args else None
+    casts = function.attr in _METHODS and bool(_arguments(call)) is (not _METHODS[function.attr])
+    return function.value if casts else None
+
+
+def _is_cast_of(node: ast.expr, target: ast.expr) -> bool:
+    """``p.data = p.data.half()``: what shares its storage is gone."""
+    return isinstance(target, ast.Attribute | ast.Subscript) and ast.unparse(target) in map(ast.unparse, _chain(node))
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _dtype_of(call: ast.Call) -> str:
+    """The dtype that a cast names itself; empty where it does not."""
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    named = [_METHODS.get(name, name) for part in _arguments(call) for name in _DTYPE.findall(ast.unparse(part))]
+    return _METHODS.get(method) or next(iter(named), "")
+
+
+def _chain(node: ast.expr) -> Iterator[ast.expr]:
+    """``a.b().c``, then ``a.b()``, ``a.b`` and ``a``."""
+    yield node
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+        yield node
+
+
+def _values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a part of a program gives values, and the values."""
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from ((ast.unparse(target).rpartition(".")[2], node.value) for target in targets)
+    elif isinstance(node, ast.keyword):
+        yield node.arg or "", node.value
+    elif isinstance(node, ast.arguments):
+        given = [*node.posonlyargs, *node.args]
+        yield from zip((one.arg for one in given[len(given) - len(node.defaults) :]), node.defaults, strict=True)
+        yield from ((one.arg, value) for one, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value)

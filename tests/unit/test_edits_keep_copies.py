@@ -1,0 +1,139 @@
+"""Edits never make a kept copy share its storage with the weights that it was made from; nor do they change what a stalled average has no part in."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_edits_of_classes import edited, lines, parameter, program
+
+HEAD = "model = torch.nn.Linear(2, 2)\n"
+
+
+def run(text: str) -> dict[str, Any]:
+    """What a program of a few lines leaves."""
+    names: dict[str, Any] = {"torch": torch}
+    exec(text, names)  # noqa: S102  (the text is that of these tests)
+    return names
+
+
+KEPT = [
+    "kept = {n: p.detach().to(torch.bfloat16) for n, p in model.named_parameters()}\nkept = list(kept.values())",
+    "kept = [p.data.bfloat16() for p in model.parameters()]",
+    "kept = []\nfor p in model.parameters():\n    kept.append(p.detach().to(dtype=torch.bfloat16))",
+    "kept = list(p.detach().type(torch.bfloat16) for p in model.parameters())",
+    "kept = [torch.as_tensor(p.detach(), dtype=torch.bfloat16) for p in model.parameters()]",
+    "dtype = torch.bfloat16\nkept = [p.detach().to(dtype).cpu() for p in model.parameters()]",
+    "def copies(ps, dtype=torch.bfloat16):\n    return [p.detach().to(dtype) for p in ps]\nkept = copies(model.parameters())",
+    "class A:\n    pass\na = A()\na.kept = model.weight.detach().bfloat16()\nkept = [a.kept]",
+    "buffers = torch.nn.Module()\nbuffers.register_buffer('kept', model.weight.detach().bfloat16())\nkept = [buffers.kept]",
+    "kept = torch.nn.Parameter(model.weight.detach().bfloat16())\nkept.data.mul_(1)\nboth = [kept]\nkept = both",
+    "w = model.weight.detach().bfloat16()\nw.mul_(1)\nkept = [w]",
+    "state = model.state_dict()\nkept = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in model.state_dict().items()}\nkept = list(kept.values())",
+    "model = model.bfloat16()\nkept = [p.detach().float() for p in model.parameters()]",
+    "model = model.to(torch.bfloat16)\nkept = {n: p.detach().to(torch.float32) for n, p in model.named_parameters()}\nkept = list(kept.values())",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_a_kept_copy_stays_a_copy(text: str, tmp_path: Path) -> None:
+    """However it is cast and kept; the program runs, its copies are float32 and share no storage with the weights."""
+    read = program(tmp_path, HEAD + text, id="a")
+    changed = edited(read, "bfloat16-to-float32")
+    assert changed
+    names = run(f"import torch\n{changed}")
+    shared = {one.data_ptr() for one in names["model"].parameters()}
+    assert all(one.dtype == torch.float32 and one.data_ptr() not in shared for one in names["kept"]), changed
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model = model.bfloat16()",
+        "y = model(x.to(torch.bfloat16))",
+        "y = x.to(torch.bfloat16)",
+        "self.net = Net().to(torch.bfloat16)",
+        "self.teacher = copy.deepcopy(student).bfloat16()",
+        "torch.save({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()}, path)",
+        "p.data = p.data.to(torch.bfloat16)",
+        "average.add_(p.detach().to(torch.bfloat16), alpha=0.1)",
+        "kept = [p.detach().to(torch.bfloat16).clone() for p in model.parameters()]",
+        "kept = [p.detach().to(torch.bfloat16, copy=True) for p in model.parameters()]",
+        "keys[:, :n] = k.to(torch.bfloat16)",
+    ],
+)
+def test_no_copy_is_added_where_none_is_kept(line: str, tmp_path: Path) -> None:
+    """Modules have no ``clone``, activations need none, and copies that are made already are not made twice."""
+    changed = edited(program(tmp_path, line), "bfloat16-to-float32")
+    assert changed
+    assert changed.count("clone") == line.count("clone")
+
+
+AVERAGE = """
+    class Average:
+        def __init__(self, model):
+            self.shadow = {n: p.detach().to(torch.bfloat16) for n, p in model.named_parameters()}
+
+        def update(self, model):
+            for n, p in model.named_parameters():
+                self.shadow[n].mul_(0.99).add_(p.to(torch.bfloat16), alpha=0.01)
+
+    model = Net().to(torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model(x.to(torch.bfloat16))
+"""
+UPDATES = [
+    ("self.shadow[n].mul_(0.99).add_(p.to(torch.bfloat16), alpha=0.01)", "self.shadow[n].mul_(0.99).add_(p.to(torch.float32), alpha=0.01)"),
+    ("torch._foreach_lerp_([self.shadow[n]], [p], 0.01)", "torch._foreach_lerp_([self.shadow[n]], [t.float() for t in [p]], 0.01)"),
+    ("self.shadow[n].lerp_(p, 0.01)", "self.shadow[n].lerp_(p.float(), 0.01)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("update", "after"), UPDATES)
+def test_only_what_makes_a_stalled_average_is_changed(update: str, after: str, tmp_path: Path) -> None:
+    """The weights are healthy, and so are autocast regions and inputs in half precision."""
+    text = AVERAGE.replace(UPDATES[0][0], update)
+    changed = edited(_stalled(tmp_path, text), *MAKERS)
+    expected = lines(text).replace("p.detach().to(torch.bfloat16)", "p.detach().to(torch.float32).clone()")
+    assert changed == expected.replace(update, after)
+
+
+MAKERS = ("updated-in-float32", "set-float32", "bfloat16-to-float32")
+
+
+def _stalled(tmp_path: Path, text: str) -> Any:
+    at = next(n for n, line in enumerate(lines(text).splitlines(), 2) if "0.01" in line)
+    weights = parameter("weight", "bfloat16", set_at=f"{tmp_path}/train.py:1")
+    return program(tmp_path, lines(text), None, weights, id="update-stall", source=f"train.py:{at}", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("made", "after", "update"),
+    [
+        ("shadow = [p.detach().clone() for p in model.parameters()]", "shadow = [p.detach().clone().float() for p in model.parameters()]",
+         "for s, p in zip(shadow, model.parameters()):\n    s.mul_(0.99).add_(p, alpha=0.01)"),
+        ("shadow = [p.bfloat16() for p in model.parameters()]", "shadow = [p.float().clone() for p in model.parameters()]",
+         "torch._foreach_lerp_(shadow, [p.float() for p in model.parameters()], 0.01)"),
+        ("shadow = torch.zeros(2, dtype=torch.bfloat16)", "shadow = torch.zeros(2, dtype=torch.float32)", "shadow = 0.99 * shadow + 0.01 * x"),
+    ],
+)  # fmt: skip
+def test_what_a_line_updates_is_found(made: str, after: str, update: str, tmp_path: Path) -> None:
+    """In a list that a loop goes over, in a call for many tensors, in a variable that is computed anew."""
+    changed = edited(_stalled(tmp_path, f"{made}\n{update}"), *MAKERS)
+    assert after in changed.splitlines()
+
+
+def test_no_other_edit_is_made_where_the_tensors_are_not_found(tmp_path: Path) -> None:
+    """What a function from elsewhere makes cannot be changed here; the weights are not at fault."""
+    assert (
+        edited(
+            _stalled(tmp_path, "shadow = make(model)\nmodel.bfloat16()\nshadow.mul_(0.99).add_(x, alpha=0.01)"), *MAKERS
+        )
+        == ""
+    )
+
+
+def test_weights_that_a_program_steps_by_hand_are_the_stalled_tensors(tmp_path: Path) -> None:
+    """Then the weights are made float32, as for an optimizer."""
+    text = "model = Net().bfloat16()\nfor shadow in model.parameters():\n    shadow -= 0.01 * shadow.grad"
+    assert "model = Net().float()" in edited(_stalled(tmp_path, text), *MAKERS)
