@@ -21,7 +21,9 @@ from dtypedoctor.trace.records.silent import Updates
 from dtypedoctor.trials.results import Treatment
 
 MOST_LINES = 12
-"""Changed lines that the first screen shows."""
+"""Changed lines that the first screen always shows; where there are more it names the patch that has all."""
+PATCH = "do-this.patch"
+"""The edits for the first finding, in the run directory."""
 
 
 def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
@@ -277,23 +279,31 @@ def _first_way(finding: Finding) -> str:
     return " ".join(plain.replace("`", "").split())
 
 
-def do_this(advice: Advice, most: int = MOST_LINES) -> tuple[Block, ...]:
-    """The advice as it stands on the first screen: the sentence, then the change as a unified diff of at most so many lines."""
+def do_this(advice: Advice, most: int | None = None, patch: str = "") -> tuple[Block, ...]:
+    """The advice: the sentence, then the change as a unified diff.
+
+    Args:
+        advice: what to do.
+        most: changed lines that are shown where there are more than :data:`MOST_LINES`; None for all.
+        patch: the file that holds all of them, as it is typed.
+    """
     if not advice.text:
         return ()
-    diff = [Code(diff_of(advice.edits, most), "diff")] if advice.edits else []
+    cut = most is not None and len(advice.edits) > MOST_LINES
+    diff = [Code(diff_of(advice.edits[:most] if cut else advice.edits), "diff")] if advice.edits else []
+    rest = counted(len(advice.edits) - (most or 0), "more changed line")
+    left = [Paragraph(f"… and {rest}. Apply all: patch -p0 < {patch}")] if cut else []
     code = [Code(advice.code, "python")] if advice.code else []
-    return (Heading("do this"), Paragraph(advice.text), *diff, *code)
+    return (Heading("do this"), Paragraph(advice.text), *diff, *left, *code)
 
 
-def diff_of(edits: tuple[Edit, ...], most: int = MOST_LINES) -> str:
-    """The edits as a unified diff, which `patch -p0` takes where all are shown."""
-    shown, rest = edits[:most], len(edits) - most
+def diff_of(edits: tuple[Edit, ...]) -> str:
+    """The edits as a unified diff, which `patch -p0` takes."""
     lines, moved = [f"--- {edits[0].file}", f"+++ {edits[0].file}"], 0
-    for edit in shown:
+    for edit in edits:
         new = edit.new.split("\n") if edit.new else []
         begin = edit.line + moved if new else edit.line + moved - 1
         count = "" if len(new) == 1 else f",{len(new)}"
         lines += [f"@@ -{edit.line} +{begin}{count} @@", f"-{edit.old}", *(f"+{line}" for line in new)]
         moved += len(new) - 1
-    return "\n".join(lines) + (f"\n… and {rest} more changed lines (report.json, do_this)" if rest > 0 else "")
+    return "\n".join(lines)

@@ -13,7 +13,7 @@ from dtypedoctor.plugins import left_out
 from dtypedoctor.redaction.redact import redact
 from dtypedoctor.replay.capsule import MODEL, Capsule, NoCapsule, read_capsule
 from dtypedoctor.replay.script import TENSORS, CannotBeWrittenError, capsule_script
-from dtypedoctor.report.advice import advice_on, excerpts_of
+from dtypedoctor.report.advice import PATCH, advice_on, diff_of, excerpts_of
 from dtypedoctor.report.magnitude_table import origin_strip
 from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.noticed import noticed_in
@@ -193,7 +193,7 @@ def _held_inputs(treatment: Treatment) -> Iterator[str]:
 
 
 def write_report(directory: Path, report: Report) -> None:
-    """Writes ``report.json`` and ``report.md`` into ``directory``.
+    """Writes ``report.json`` and ``report.md`` into ``directory``, and ``do-this.patch`` where there is an edit for the first finding.
 
     Reports are attached to public tickets, so private strings are replaced first; ``report`` itself, for the person at
     the prompt, keeps them.
@@ -201,6 +201,9 @@ def write_report(directory: Path, report: Report) -> None:
     public = redact(report)
     _replace(directory / REPORT_JSON, render_json(public))
     _replace(directory / REPORT_MD, render_markdown(run_document(public)))
+    edits = report.do_this[0].edits if report.do_this else ()
+    if edits and Path(edits[0].file).is_file():  # not a cell of a notebook; what may be a secret is in no edit
+        _replace(directory / PATCH, f"{diff_of(edits)}\n")
 
 
 def _replace(path: Path, text: str) -> None:

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
+from shlex import quote
 from typing import NamedTuple
 
 from rich.console import Console
 
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.wording import THE_RUN_ENDED
-from dtypedoctor.report.advice import do_this, where_it_shows
+from dtypedoctor.report.advice import PATCH, do_this, where_it_shows
 from dtypedoctor.report.document import (
     Block,
     Document,
@@ -50,7 +51,7 @@ class Room(NamedTuple):
     Attributes:
         excerpt: whether the line of source is.
         evidence: how many measurements.
-        edits: how many changed lines.
+        edits: how many changed lines, where they are too many for a screen.
         longest: characters of a text.
     """
 
@@ -87,9 +88,10 @@ def print_first_screen(report: Report, console: Console, directory: str, files: 
         print_document(run_document(report), console)
         return
     at = f"Full report: {directory}/{files[0]}" + (f" ({', '.join(files[1:])})" if len(files) > 1 else "")
-    pages = (first_screen(report, at, room) for room in ROOMS)
+    patch = quote(f"{directory}/{PATCH}")
+    pages = (first_screen(report, at, room, patch) for room in ROOMS)
     fitting = (page for page in pages if _height(page, console) <= MOST_LINES)
-    print_document(next(fitting, None) or first_screen(report, at, ROOMS[-1]), console)
+    print_document(next(fitting, None) or first_screen(report, at, ROOMS[-1], patch), console)
 
 
 def _height(page: Document, console: Console) -> int:
@@ -98,16 +100,17 @@ def _height(page: Document, console: Console) -> int:
     return len(drawn.getvalue().splitlines())
 
 
-def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0]) -> Document:
+def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0], patch: str = PATCH) -> Document:
     """The document of a run, cut down to one screen.
 
     Args:
         report: what was found.
         where_the_rest_is: a sentence.
         room: how much of the finding is shown.
+        patch: the file with all changed lines, as it is typed.
     """
     parts = (
-        *(_about_finding(report, report.findings[0], room) if report.findings else ()),
+        *(_about_finding(report, report.findings[0], room, patch) if report.findings else ()),
         tuple(_gaps(report)),
         (*_trust(report), Paragraph(where_the_rest_is, Look.DIM)),
     )
@@ -120,7 +123,7 @@ def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0]) 
     )
 
 
-def _about_finding(report: Report, finding: Finding, room: Room) -> Iterator[tuple[Block, ...]]:
+def _about_finding(report: Report, finding: Finding, room: Room, patch: str) -> Iterator[tuple[Block, ...]]:
     """Where, what to do, why, and what else was found."""
     advice = report.do_this[0] if report.do_this else None
     has_edit = advice is not None and advice.is_shown
@@ -131,7 +134,7 @@ def _about_finding(report: Report, finding: Finding, room: Room) -> Iterator[tup
     )
     yield (Facts(tuple((label, _short(line, room.longest)) for label, line in facts)),)
     if advice is not None:
-        yield do_this(replace(advice, text=clipped(advice.text, 2 * room.longest)), most=room.edits)
+        yield do_this(replace(advice, text=clipped(advice.text, 2 * room.longest)), most=room.edits, patch=patch)
     if room.excerpt:
         yield where_it_shows(report.excerpts[:1])
     yield tuple(_why(report, finding, room))

@@ -1,7 +1,9 @@
 """The first screen after a run: what it holds, and that it fits."""
 
 import io
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from report_builders import everything, overflow
@@ -9,6 +11,7 @@ from rich.console import Console
 
 from dtypedoctor.cli import reported
 from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt
+from dtypedoctor.report.build import write_report
 from dtypedoctor.report.first_screen import MOST_LINES, WIDTH, print_first_screen
 from dtypedoctor.report.model import Report
 
@@ -66,6 +69,33 @@ def test_it_holds_verdict_place_edit_reason_and_one_command() -> None:
     assert "train.py:41" in text
     assert sum(line.startswith("Next") for line in text.splitlines()) == 1
     assert "Can this be trusted?" not in text
+
+
+def test_a_change_is_shown_whole_or_one_command_applies_it() -> None:
+    """Twelve lines are shown, and none of them is left out however little room there is; of twenty the patch is named."""
+    report, names = crowded(), [f"line {n}" for n in range(12)]
+    edits = tuple(Edit(file="train.py", line=3 * n, old=name, new=f"{name} +") for n, name in enumerate(names, 1))
+    text = shown(replace(report, do_this=(replace(report.do_this[0], edits=edits),)))
+    assert all(f"+{name} +" in text for name in names)
+    assert "more changed line" not in text
+    text = shown(report)
+    assert "more changed lines. Apply all: patch -p0 < 'runs/my run/do-this.patch'" in " ".join(text.split())
+
+
+def test_the_patch_in_the_run_directory_applies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the working directory, to the file that the edits name; there is none for a cell of a notebook."""
+    monkeypatch.chdir(tmp_path)
+    edits = tuple(Edit(file="train.py", line=n, old=f"x = {n}", new=f"x = {-n}") for n in range(1, 21))
+    Path("train.py").write_text("".join(f"{edit.old}\n" for edit in edits))
+    report = overflow()
+    write_report(tmp_path, replace(report, do_this=(replace(report.do_this[0], edits=edits),)))
+    subprocess.run("patch -p0 < do-this.patch", shell=True, check=True, capture_output=True)
+    assert Path("train.py").read_text() == "".join(f"{edit.new}\n" for edit in edits)
+    assert "+x = -20" in Path("report.md").read_text()
+    Path("do-this.patch").unlink()
+    cell = tuple(replace(edit, file="<cell 3>") for edit in edits)
+    write_report(tmp_path, replace(report, do_this=(replace(report.do_this[0], edits=cell),)))
+    assert not Path("do-this.patch").exists()
 
 
 def test_where_no_file_could_be_written_everything_is_printed() -> None:
