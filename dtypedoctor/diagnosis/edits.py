@@ -149,6 +149,7 @@ MAKERS: dict[str, Maker] = {
     "shard-apart": dtype_edits.shard_apart,
     "lower-learning-rate": value_edits.lower_learning_rate,
     "keep-in-domain": value_edits.keep_in_domain,
+    "mask-where-made": value_edits.mask_where_made,
     "finite-mask": value_edits.finite_mask,
     "finite-fill": value_edits.finite_fill,
     "smaller-masks": value_edits.smaller_masks,

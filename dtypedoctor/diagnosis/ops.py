@@ -6,8 +6,10 @@ operator that made the first inf is the origin. Infinities that a program asks f
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from itertools import filterfalse
+from math import isfinite
 
 from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Op, Replay, TensorNote
@@ -224,6 +226,55 @@ def _upstream(
 def asked_for(op: Op) -> bool:
     """Whether what is not finite in its results was asked for by name, as in a mask, or is memory as it was."""
     return op.op.startswith(UNINITIALIZED) or any(CONSTANT.match(text) for text in op.scalars)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask:
+    """How rows of ``-inf`` came before a softmax.
+
+    Attributes:
+        fill: the op that filled a tensor with ``value``.
+        value: -inf, or a finite number that became -inf.
+        infinite: the op whose result is -inf: ``fill`` itself, or a cast.
+        narrowest: of the dtypes that the -inf went through, the one with the smallest range.
+    """
+
+    fill: Op
+    value: float
+    infinite: Op
+    narrowest: str
+
+
+def mask_before(graph: OpGraph, softmax: Op) -> Mask | None:
+    """The mask that filled what a softmax got, where it was made with -inf or with a number that a cast made -inf; else None."""
+    before = ancestry(graph, softmax)
+    infinite = next(iter([*before.asked, *before.computed]), None)
+    fill = infinite
+    while fill is not None and fill.op.startswith(_KEEPING):
+        fill = next(iter(graph.makers(fill.inputs[:1])), None)
+    value = min(_numbers(fill), default=0.0) if fill is not None else 0.0
+    if fill is None or infinite is None or value > -MASKING or (infinite is fill and isfinite(value)):
+        return None
+    through, _ = _upstream(graph, [softmax], has_inf)
+    dtypes = {t.dtype for op in through for t in (*op.inputs, *op.outputs) if t.num_neginf}
+    narrowest = next((dtype for dtype in ("float16", "bfloat16") if dtype in dtypes), infinite.outputs[0].dtype)
+    return Mask(fill=fill, value=value, infinite=infinite, narrowest=narrowest)
+
+
+MASKING = 1e4
+"""Magnitude from which on a negative number in a fill is taken for a mask's."""
+_KEEPING = (
+    "aten._to_copy.", "aten.to.", "aten.view", "aten._unsafe_view", "aten.unsqueeze.", "aten.expand.", "aten.slice.", "aten.transpose.",
+    "aten.clone.", "aten.squeeze.", "aten.alias.", "aten.detach.", "aten.select.", "aten.permute.",
+)  # fmt: skip
+"""Ops that only convert, copy or view."""
+
+
+def _numbers(op: Op) -> Iterator[float]:
+    """The numbers among the scalar arguments of an op."""
+    for text in op.scalars:
+        with suppress(ValueError):
+            yield float(text)
 
 
 def _in_order(ops: Iterable[Op]) -> tuple[Op, ...]:

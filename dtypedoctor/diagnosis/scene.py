@@ -264,7 +264,8 @@ class Scene:
     def line_at(self, place: str) -> tuple[Source, int] | None:
         """The file and line of ``train.py:31``; None for a place in none of the program's files, or in one of several of that name."""
         name, _, line = place.rpartition(":")
-        named = {str(Path(file).resolve()) for file in self._files() if f"/{file}".endswith(f"/{name}")}
+        beside = (str(folder / name) for folder in self.folders if name and (folder / name).is_file())
+        named = {str(Path(file).resolve()) for file in (*self._files(), *beside) if f"/{file}".endswith(f"/{name}")}
         if cell_source(name) is not None:
             named = {name}
         if len(named) != 1 or not line.isdigit():

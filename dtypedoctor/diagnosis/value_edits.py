@@ -3,13 +3,14 @@
 import ast
 from collections.abc import Iterator, Mapping
 
-from dtypedoctor.diagnosis.ops import overload_free
+from dtypedoctor.diagnosis.ops import MASKING, Mask, graph_of, mask_before, overload_free
 from dtypedoctor.diagnosis.scene import (
     ATOMS,
     Change,
     Changes,
     Scene,
     Source,
+    function_around,
     has_torch,
     in_calls,
     names_a_module,
@@ -280,6 +281,56 @@ def finite_mask(scene: Scene) -> Changes | None:
             if keyword.arg == "key_padding_mask" and isinstance(keyword.value, ast.Name):
                 changes += source.after(keyword.value, f" & ~{keyword.value.id}.all(-1, keepdim=True)")
     return (source, changes) if changes else None
+
+
+def mask_where_made(scene: Scene) -> Changes | None:
+    """Fills a mask with the smallest finite number of the dtype that it is cast to, where another file makes it or another dtype holds it first."""
+    graph = graph_of(scene.trace)
+    here = (op for op in graph.ops if op.op == scene.finding.op and op.source == scene.finding.source)
+    mask = next(filter(None, (mask_before(graph, op) for op in here)), None)
+    at = scene.line_at(mask.fill.source or "") if mask is not None else None
+    if mask is None or at is None or not has_torch(at[0]):
+        return None
+    failing, stays = scene.failing_line(), mask.narrowest == mask.fill.outputs[0].dtype
+    if stays and failing is not None and failing[0].path == at[0].path:
+        return None
+    source, line = at
+    own = dict(_infinities(source)) if stays else {}
+    values = [node for node in source.on_line(line) if _masks(source, node)]
+    inner = [node for node in values if not any(node in ast.walk(other) for other in values if other is not node)]
+    return some(
+        source,
+        [
+            source.instead(node, f"torch.finfo({own.get(node) or _dtype_cast_to(source, node, mask)}).min")
+            for node in inner
+        ],
+    )
+
+
+def _masks(source: Source, node: ast.expr) -> bool:
+    """Whether an expression is -inf, a large negative number, or a variable of the file that is one."""
+    if isinstance(node, ast.Name):
+        made = [
+            one.value for one in source.tree.body if isinstance(one, ast.Assign) and _names(one.targets[0], node.id)
+        ]
+        return len(made) == 1 and not isinstance(made[0], ast.Name) and _masks(source, made[0])
+    if _is_infinity(node):
+        return True
+    is_number = (
+        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
+    )
+    return is_number and float(ast.unparse(node).replace(" ", "")) <= -MASKING
+
+
+def _dtype_cast_to(source: Source, node: ast.expr, mask: Mask) -> str:
+    """The parameter of the function that the mask is cast to, or else the dtype by its name."""
+    function = function_around(source, node)
+    names = {one.arg for one in function.args.args} if isinstance(function, ast.FunctionDef) else set()
+    calls = [call for call in ast.walk(function) if isinstance(call, ast.Call) and call.args]
+    casts = [
+        ast.unparse(call.args[0]) for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "to"
+    ]
+    return next((name for name in casts if name in names), f"torch.{mask.narrowest}")
 
 
 def finite_fill(scene: Scene) -> Changes | None:

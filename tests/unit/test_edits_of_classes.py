@@ -549,3 +549,40 @@ def test_a_table_that_a_library_makes_has_no_edit(tmp_path: Path) -> None:
     found = {"fqn": "rotary", "phase": "static", "dtype": None, "source": None}
     before = program(tmp_path, TABLE, builder, parameter("rotary.cos", "bfloat16", (9, 9, 8, 33)), **found)
     assert edited(before, "table-in-float32", "bfloat16-to-float32", "set-float32") == ""
+
+
+@pytest.mark.parametrize(
+    ("fill", "value", "after"),
+    [
+        ("NEG", -1e9, "torch.finfo(dtype).min"),
+        ("-1e9", -1e9, "torch.finfo(dtype).min"),
+        ('float("-inf")', -float("inf"), "torch.finfo(dtype).min"),
+    ],
+)
+@pytest.mark.parametrize("in_another_file", [True, False])
+def test_a_mask_is_finite_in_the_dtype_that_it_is_cast_to(
+    fill: str, value: float, after: str, in_another_file: bool, tmp_path: Path
+) -> None:
+    """On the line that fills it, which may be in a module beside the script: float32's smallest number is -inf in float16."""
+    line = "bias = torch.zeros(4).masked_fill(gone, {})"
+    text = f"NEG = -1e9\ndef mask(gone, dtype):\n    {line.format(fill)}\n    return bias.to(dtype)\n"
+    made_in = "masking.py" if in_another_file else "train.py"
+    (tmp_path / "masking.py").write_text(f"import torch\n{text}")
+    infinite = value < -1e38
+    builder = TraceBuilder()
+    filled = tensor(2, abs(value) if not infinite else 0.0, dtype="float32", num_neginf=4 if infinite else 0)
+    builder.op(
+        "aten.masked_fill.Scalar",
+        "",
+        [tensor(1, dtype="float32")],
+        [filled],
+        scalars=[str(value)],
+        source=f"{made_in}:4",
+    )
+    builder.op("aten._to_copy.default", "", [filled], [tensor(3, num_neginf=4)], source=f"{made_in}:5")
+    softmax = builder.op(
+        "aten._softmax.default", "", [tensor(3, num_neginf=4)], [tensor(4, nan=4)], source="train.py:2"
+    )
+    read = program(tmp_path, "w = s.softmax(-1)" if in_another_file else text, builder, op=softmax.op)
+    edits, _ = edits_for(read, ["mask-where-made"])
+    assert [(edit.file, edit.new) for edit in edits] == [(made_in, f"    {line.format(after)}")]

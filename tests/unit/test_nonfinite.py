@@ -250,6 +250,29 @@ def test_a_mask_of_large_numbers_that_leaves_the_range_is_still_a_mask(masks: di
     assert finding.evidence[0].startswith("aten.add.Tensor at model.py:7 made -inf of finite float16 numbers")
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("-inf", "model.py:3 fills the mask with -inf."),
+        ("-1e9", "model.py:3 fills the mask with -1e9, and model.py:4 casts it to float16"),
+    ],
+)
+def test_a_mask_is_told_by_the_line_that_fills_it(value: str, said: str) -> None:
+    """And by the cast that makes a finite number infinite; nothing is said of an addition that was not made."""
+    trace = TraceBuilder()
+    infinite = 4 if value == "-inf" else 0
+    filled = tensor(2, 1e9, dtype="float32", num_neginf=infinite)
+    trace.op(
+        "aten.masked_fill.Scalar", "look", [tensor(1, dtype="float32")], [filled], scalars=[value], source="model.py:3"
+    )
+    trace.op("aten._to_copy.default", "look", [filled], [tensor(3, num_neginf=4)], source="model.py:4")
+    trace.op("aten._softmax.default", "look", [tensor(3, num_neginf=4)], [tensor(4, nan=8)])
+    finding = only(trace.sample("look", 0.0, nan=8).sample("", 0.0, nan=8))
+    assert said in finding.cause
+    assert "smallest finite number of float16" in finding.cause
+    assert "added" not in finding.cause
+
+
 def test_a_number_that_torch_refuses_to_make_float16_is_an_overflow() -> None:
     """The operator and the module are those of the exception; other conversions are none of our business."""
     for dtype, ids in (("c10::Half", ["float16-overflow"]), ("at::Half", ["float16-overflow"]), ("uint8_t", [])):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtypedoctor.diagnosis.nonfinite_origin import PRODUCTS, SOFTMAX, Origin, attention_experiment, skipped_scale
-from dtypedoctor.diagnosis.ops import OpGraph, ancestry, has_inf, overload_free
+from dtypedoctor.diagnosis.ops import Mask, OpGraph, ancestry, has_inf, mask_before, overload_free
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.wording import (
     bad_elements,
@@ -158,14 +158,23 @@ TO_SOFTMAX = 12
 _FUSED = "the same attention with its scores in float32 is finite"
 _UNMASKED = "the same softmax on the same scores without the mask is finite"
 
-_ADVICE = {
-    False: "Leave each query at least one position that it may attend to, or replace the output of such a row.",
-    True: (
-        "Not every entry was -inf at first: the mask holds finite numbers, and what was added to them left the range. One mask made by "
-        "torch.where, or scores and mask added in float32, leave such a row finite."
-    ),
-}
-"""What to do, by whether the mask was finite."""
+_AT_LEAST_ONE = (
+    "Leave each query at least one position that it may attend to, or mask with the smallest finite number of {dtype}."
+)
+
+
+def _how_it_was_masked(mask: Mask | None, left: Op | None) -> str:
+    """What made every entry of a row -inf, as measured, and what to do about it."""
+    advice = _AT_LEAST_ONE.format(dtype=mask.narrowest if mask is not None else "the dtype")
+    if mask is not None and mask.infinite is mask.fill:
+        return f"{mask.fill.source} fills the mask with -inf. {advice}"
+    if mask is not None:
+        limit = number(limit_of(mask.narrowest))
+        cast = f"{mask.infinite.source} casts it to {mask.narrowest}, whose smallest number is -{limit}"
+        return f"{mask.fill.source} fills the mask with {f'{mask.value:g}'.replace('e+0', 'e')}, and {cast}. {advice}"
+    if left is not None:
+        return "Not every entry was -inf at first: the mask holds finite numbers, and what was added to them left the range. Add scores and mask in float32."
+    return advice
 
 
 def judge_attention_scores(origin: Origin) -> Finding | None:
@@ -203,16 +212,17 @@ def judge_masked_row(origin: Origin) -> Finding | None:
     scores = next(t for t in op.inputs if has_inf(t))
     tried = attention_experiment(origin.trace, op)
     left = next(iter(ancestry(origin.graph, op).computed), None)
+    mask = mask_before(origin.graph, op)
     statement = Statement(
         id="fully-masked-row",
         proven_by=_UNMASKED if tried is not None and tried.is_of_the_mask else _in_a_wider_dtype(origin),
         summary=f"{short(place(op))} takes a softmax over rows in which every position is masked, in step {op.step}.",
         cause=(
             "Softmax subtracts the largest entry of a row. Where every entry is -inf that is -inf - (-inf), which is NaN "
-            f"in every dtype. {_ADVICE[left is not None]}"
+            f"in every dtype. {_how_it_was_masked(mask, left)}"
         ),
         evidence=(
-            *((_how_it_left(left),) if left is not None else ()),
+            *((_how_it_left(left),) if left is not None and mask is None else ()),
             f"The scores that {op.op} got hold {scores.num_neginf} times -inf, no +inf and no NaN.",
             f"{bad_elements(origin.result)} of its result are NaN.",
             *(tried.evidence if tried is not None else ()),
