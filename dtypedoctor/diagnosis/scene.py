@@ -356,10 +356,14 @@ def floats(tensors: Iterable[TensorNote]) -> list[str]:
 
 
 def has_torch(source: Source) -> bool:
-    """Whether a file can say ``torch``."""
+    """Whether a file can say ``torch``; a cell of a notebook, whether any cell has imported it."""
+    sources = [source]
+    if cell_source(str(source.path)) is not None:
+        sources += filter(None, (_cell(name, cell_source(name) or "") for name in cells()))
     return any(
         isinstance(node, ast.Import) and any(alias.name == "torch" and not alias.asname for alias in node.names)
-        for node in source.tree.body
+        for one in sources
+        for node in one.tree.body
     )
 
 

@@ -62,7 +62,8 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
             of so many steps, and all of them again at the first sign of trouble. ``"1/16"`` measures each in one of 16 steps; None all.
         replay: fork the process now and then, and replay what fails from such a fork when the block ends, with each operator on
             record (Linux on x86-64); the failing call is left in ``capsule`` of the run directory. The block's end waits for that, two
-            minutes at most. A process that uses CUDA makes the call again at once, without a fork.
+            minutes at most. A process that uses CUDA makes the call again at once, without a fork. False forks nothing, and the report
+            seldom knows the operator and the edit.
         statistics: keep the numbers that :meth:`scalars` gives.
 
     Attributes:
@@ -81,7 +82,7 @@ class watch:  # noqa: N801  (used as a function is: `with dtypedoctor.watch(mode
         out: str | os.PathLike[str] | None = None,
         every: int = 1,
         overhead_budget: float | str | None = None,
-        replay: bool = False,
+        replay: bool = True,
         statistics: bool = False,
     ) -> None:
         self._model = model
@@ -164,6 +165,13 @@ class WatchReport(Report):
 
     __repr__ = __str__
 
+    def first_lines(self) -> list[str]:
+        """The headline and what to do about the first finding; redacted too, since a notebook keeps what is printed, and a job's log."""
+        public = redact(self)
+        advice = next(iter(public.do_this), None)
+        todo = _advised(advice) if advice is not None else ()
+        return [one_line(public.headline, 600), *todo]
+
     def lines(self) -> list[str]:
         """What was found, each finding with its cause, its line and what was measured, for a log."""
         public = redact(self)
@@ -197,13 +205,15 @@ class WatchReport(Report):
 def _what_to_do(finding: Finding, advice: Advice | None) -> Iterator[str]:
     """The advice on a finding, the edit where there is one, and the fix that needs none."""
     if advice is not None:
-        yield f"  do this: {one_line(advice.text, 300)}"
-    if advice is not None and advice.code:
-        yield f"    {advice.code}"
-    if advice is not None and advice.edits:
-        yield from (f"    {line}" for line in diff_of(advice.edits).splitlines())
+        yield from (f"  {line}" for line in _advised(advice))
     if finding.fqn and "bfloat16" in finding.remedies:
         yield f'  to try without an edit: dtypedoctor.apply(model, "{KEEP_FLOAT32}:{finding.fqn}")'
+
+
+def _advised(advice: Advice) -> Iterator[str]:
+    yield f"do this: {one_line(advice.text, 300)}"
+    changed = diff_of(advice.edits) if advice.edits else advice.code
+    yield from (f"  {line}" for line in changed.splitlines())
 
 
 def numbered(out: Path | None, call: int) -> Path | None:
@@ -317,10 +327,8 @@ class Watched:
         if ours.error is not None:
             self._say(f"dtypedoctor: no report: {type(ours.error).__name__}: {ours.error}")
         if self.report is not None:
-            headline = one_line(
-                redact(self.report).headline, 600
-            )  # a notebook keeps what is printed, and a job's log too
-            self._say(f"dtypedoctor: {headline}\ndtypedoctor: report in {self.directory}")
+            lines = [*self.report.first_lines(), f"report in {self.directory}"]
+            self._say("\n".join(f"dtypedoctor: {line}" for line in lines))
             if "directory" in (self.report.capsule or {}):
                 self._say(f"dtypedoctor: failing call: {replay_command(self.report, shlex.quote(str(self.directory)))}")
 

@@ -38,7 +38,7 @@ class DtypeDoctorCallback(TrainerCallback):
         every: every module is measured in each ``every``-th training step, the first included; in the others, and always
             with 0, only the residual stream and the loss.
         overhead_budget: share of the time that measuring may take, see :class:`dtypedoctor.watch`.
-        replay: replay what fails with each operator on record, see :class:`dtypedoctor.watch`.
+        replay: replay what fails with each operator on record, see :class:`dtypedoctor.watch`; False forks nothing, and seldom knows the edit.
         log_to: the trainer, whose experiment trackers (``report_to``) get per-module statistics whenever it logs, and the findings at the end::
 
             trainer.add_callback(DtypeDoctorCallback(log_to=trainer))
@@ -53,7 +53,7 @@ class DtypeDoctorCallback(TrainerCallback):
         *,
         every: int = 1,
         overhead_budget: float | str | None = None,
-        replay: bool = False,
+        replay: bool = True,
         log_to: "Trainer | None" = None,
     ) -> None:
         self._out = Path(out) if out is not None else None

@@ -16,16 +16,19 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from dtypedoctor.errors import UsageError as RefusedError
 from dtypedoctor.inprocess import numbered, watch
+from dtypedoctor.instrument.dtype_lines import follow_notebook, leave_notebook
 
 
 def load(shell: InteractiveShell) -> None:
     """Registers ``%%doctor`` in this shell; a second time replaces it."""
     shell.register_magic_function(_Doctor(shell), magic_kind="cell", magic_name="doctor")
+    follow_notebook()
 
 
 def unload(shell: InteractiveShell) -> None:
     """Takes ``%%doctor`` out of this shell again."""
     shell.magics_manager.magics["cell"].pop("doctor", None)
+    leave_notebook()
 
 
 _VALUE = "__dtypedoctor_value__"

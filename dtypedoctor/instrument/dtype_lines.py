@@ -9,10 +9,12 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
@@ -20,7 +22,7 @@ from torch.nn.modules.module import (
 
 from dtypedoctor._torch_private import buffers_of, follow_casts, parameters_of
 from dtypedoctor.instrument.frames import Call, Statement, callee, own_statement
-from dtypedoctor.instrument.session import Guard
+from dtypedoctor.interruptions import contained
 
 _WHAT = "which line has set the dtype of some parameters"
 _LOADERS = ("from_pretrained()", "from_config()")
@@ -31,23 +33,33 @@ MOST_SEARCHES = 50
 """Parameters whose other holders are searched for, each among all modules."""
 
 
-class DtypeLines:
-    """Remembers, for each module that is alive, the statement that gave each of its own tensors the dtype that it had then."""
+Shield = Callable[[Callable[..., Any], str], Callable[..., None]]
+"""What makes a hook of a callback, as :meth:`Guard.shield` does."""
+_Known = dict[int, tuple[ref[nn.Module], dict[str, tuple[torch.dtype, Statement]]]]
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self._of: dict[int, tuple[ref[nn.Module], dict[str, tuple[torch.dtype, Statement]]]] = {}
+
+class DtypeLines:
+    """Remembers, for each module that is alive, the statement that gave each of its own tensors the dtype that it had then.
+
+    Args:
+        shield: keeps what a hook raises from the program.
+        earlier: what has followed the program before, whose memory is used.
+    """
+
+    def __init__(self, shield: Shield, earlier: "DtypeLines | None" = None) -> None:
+        self._shield = shield
+        self._of: _Known = earlier._of if earlier is not None else {}
         self._undo: list[Callable[[], None]] = []
         self._dtypes_before: dict[tuple[int, str], torch.dtype] = {}
         self._searches = 0
 
     def start(self) -> None:
         """Begins to follow."""
-        hook = self._guard.shield(self._registered, _WHAT)
+        hook = self._shield(self._registered, _WHAT)
         for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
             self._undo.append(register(hook).remove)
-        begin = self._guard.shield(self._before_cast, _WHAT)
-        end = self._guard.shield(self._after_cast, _WHAT)
+        begin = self._shield(self._before_cast, _WHAT)
+        end = self._shield(self._after_cast, _WHAT)
         self._undo.append(follow_casts(begin, end))
 
     def stop(self) -> None:
@@ -111,6 +123,37 @@ class DtypeLines:
             if before.get((id(child), name), tensor.dtype) is not tensor.dtype:
                 assert statement is not None
                 self._remember(child, name, tensor.dtype, statement)
+
+
+_notebook: list[DtypeLines] = []
+"""What follows a notebook from ``%load_ext`` on: its models are made in cells that nobody watches."""
+
+
+def follow_notebook() -> None:
+    """Begins to follow a notebook; does nothing where that has begun."""
+    if not _notebook:
+        _notebook.append(DtypeLines(_contained))
+        _notebook[0].start()
+
+
+def leave_notebook() -> None:
+    """Puts everything back as it was."""
+    while _notebook:
+        _notebook.pop().stop()
+
+
+def lines_of_notebook() -> DtypeLines | None:
+    """What follows this process as a notebook; None in any other."""
+    return _notebook[0] if _notebook else None
+
+
+def _contained(callback: Callable[..., Any], _: str) -> Callable[..., None]:
+    def hook(*args: Any) -> None:
+        if not is_compiling():
+            with contained():
+                callback(*args)
+
+    return hook
 
 
 def _dtypes(module: nn.Module) -> dict[tuple[int, str], torch.dtype]:

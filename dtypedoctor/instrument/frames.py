@@ -117,7 +117,8 @@ class Statement(NamedTuple):
         """The call that the instruction is part of."""
         expression = _expression(self.code, self.instruction)
         called = callee(expression) if isinstance(expression, ast.Call) else ""
-        return Call(f"{self.code.co_filename}:{self.line}", called, span_of(self.code, self.instruction))
+        file = self.code.co_filename
+        return Call(f"{cell_of(file) or file}:{self.line}", called, span_of(self.code, self.instruction))
 
 
 def callee(node: ast.expr) -> str:

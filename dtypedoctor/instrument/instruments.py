@@ -16,7 +16,7 @@ from dtypedoctor.instrument.bad_values import OPERATOR_CAPSULES, BadValues, Kept
 from dtypedoctor.instrument.budget import Budget
 from dtypedoctor.instrument.collectives import Collectives, Row
 from dtypedoctor.instrument.contents import tensors_given
-from dtypedoctor.instrument.dtype_lines import DtypeLines
+from dtypedoctor.instrument.dtype_lines import DtypeLines, lines_of_notebook
 from dtypedoctor.instrument.facts import ModelFacts, ShardCalls
 from dtypedoctor.instrument.float32_program import Originals
 from dtypedoctor.instrument.gradients import LeafGradients, OptimizerSamples, ScalerLog, UnscaleLog
@@ -93,7 +93,7 @@ class Instruments:
         self._gradients = 0
         self.collectives = Collectives(session, self._sample_collective)
         self.sharding = ShardCalls(session)
-        self._dtype_lines = DtypeLines(session.guard)
+        self._dtype_lines = DtypeLines(session.guard.shield, lines_of_notebook())
         session.names.set_by = self._dtype_lines.set_by
         originals = Originals()
         self.silent = SilentChecks(session, originals, look=look)

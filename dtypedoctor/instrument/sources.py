@@ -111,7 +111,7 @@ class Sources:
             self._parts[name] = f"{name} = collections.namedtuple({name!r}, {list(thing._fields)!r})"
             return
         try:
-            text = textwrap.dedent(inspect.getsource(thing))
+            text = _text_of(thing)
             tree = ast.parse(text)
         except (OSError, SyntaxError, TypeError) as error:
             raise TypeError(f"the source of {name} is not there: {error}") from None
@@ -182,6 +182,27 @@ class Sources:
             self.state[name] = thing
         if "." not in path and getattr(sys.modules.get(module), path, None) is thing:
             self._parts[name] = f"from {module} import {path}" + (f" as {name}" if path != name else "")
+
+
+def _text_of(thing: Any) -> str:
+    """The source of a class or function.
+
+    Raises:
+        OSError: it is not there.
+    """
+    try:
+        return textwrap.dedent(inspect.getsource(thing))
+    except (OSError, TypeError):  # a class whose module has no file, such as one of a notebook's cell
+        method = next(_functions_of(thing), None)
+        if not isinstance(thing, type) or method is None:
+            raise
+        lines = inspect.findsource(method)[0]
+        wanted, at = thing.__qualname__.rpartition(".")[2], method.__code__.co_firstlineno
+        for node in ast.walk(ast.parse("".join(lines))):
+            if isinstance(node, ast.ClassDef) and node.name == wanted and node.lineno <= at <= (node.end_lineno or at):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                return textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
+        raise
 
 
 def _is_state(value: Any) -> bool:

@@ -23,6 +23,7 @@ from dtypedoctor._torch_private import (
     next_sequence_number,
     sequence_number,
 )
+from dtypedoctor.cells import cell_of
 from dtypedoctor.instrument.frames import (
     function_context,
     function_name,
@@ -351,14 +352,18 @@ def _around(found: TracebackType | None) -> list[str]:
     around: list[str] = []
     while frame is not None and len(around) < MAX_FRAMES:
         if not _is_onlooker(frame) and not frame.f_code.co_filename.startswith("<frozen"):
-            around.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+            around.append(_described(frame, frame.f_lineno))
         frame = frame.f_back
     return around[::-1]
 
 
 def _frames(found: TracebackType | None) -> list[str]:
-    frames = [f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in traceback.walk_tb(found)]
-    return frames[-MAX_FRAMES:]
+    return [_described(frame, line) for frame, line in traceback.walk_tb(found)][-MAX_FRAMES:]
+
+
+def _described(frame: FrameType, line: int) -> str:
+    code = frame.f_code
+    return f"{cell_of(code.co_filename) or code.co_filename}:{line} {code.co_name}"
 
 
 def _links(found: TracebackType | None) -> Iterator[TracebackType]:

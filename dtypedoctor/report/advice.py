@@ -29,6 +29,7 @@ PATCH = "do-this.patch"
 def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
     """What to do about each finding, in their order; without edits where the program's files may not be read."""
     shown: dict[tuple[str, int], tuple[str, str]] = {}
+    unmended = ""  # a reader in a hurry applies the only diff that there is, so those of milder findings wait
     for finding in treatment.findings:
         spec = spec_of(finding.id)
         scene = _scene(treatment, finding)
@@ -40,6 +41,11 @@ def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
             yield Advice(finding=finding.id, text=text)
             continue
         edits, remark = edits_for(scene, spec.edits) if own_files else ((), "")
+        if edits and unmended and finding.severity is not Severity.ERROR:
+            yield Advice(finding=finding.id, text=f"First {unmended}, then this: {_uncapitalized(_text(spec, scene))}")
+            continue
+        if not edits and finding is treatment.findings[0] and _ends_the_run(scene):
+            unmended = f"fix {finding.id}, which ends the run"
         text = f"{_text(spec, scene)} {_filled(remark, scene)}".rstrip()
         text += _covers(edits, shown) + _scaler_left(spec, scene, edits)
         shown |= {(edit.file, edit.line): (finding.id, edit.new) for edit in edits}
@@ -174,7 +180,15 @@ def _text(spec: FindingSpec, scene: Scene) -> str:
     do_this = (spec.of_line if scene.finding.source else "") or spec.do_this
     text = _filled(do_this, scene) if do_this else _first_way(scene.finding)
     milder = scene.finding.severity is Severity.INFO and spec.severity is not Severity.INFO
-    return f"It may stay as it is. To change it: {text[:1].lower()}{text[1:]}" if milder else text
+    return f"It may stay as it is. To change it: {_uncapitalized(text)}" if milder else text
+
+
+def _uncapitalized(text: str) -> str:
+    return f"{text[:1].lower()}{text[1:]}"
+
+
+def _ends_the_run(scene: Scene) -> bool:
+    return scene.finding.severity is Severity.ERROR and scene.raised is not None and not scene.raised.caught
 
 
 def _filled(text: str, scene: Scene) -> str:

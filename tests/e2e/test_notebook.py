@@ -29,9 +29,17 @@ pooled = nn.Sequential(nn.Linear(4, 4, bias=False), Pooling())
 nn.init.eye_(pooled[0].weight)
 pooled = pooled.half()
 x = torch.full((2, 4), 9.0, dtype=pooled[0].weight.dtype)"""
+GATED_MODEL = """class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+    def forward(self, x, t):
+        return x * self.gate(t.float())
+gated = Gated().half()"""
 CELLS = (
     LOADS, HEALTHY, MISMATCH, "%%doctor\nx;", "%%doctor --step 2\n1", "%%doctor --out kept\n1", "%reload_ext dtypedoctor",
     "%%doctor --no-replay\nx", OVERFLOW_MODEL, "%%doctor\npooled(x)",
+    GATED_MODEL, "%%doctor --out gated\ngated(x, x)",
 )  # fmt: skip
 
 
@@ -103,6 +111,16 @@ def test_a_finding_names_the_cell_and_the_line_and_the_edit_of_it(cells: Sequenc
     assert 'dtypedoctor.apply(model, "keep-float32:1")' in text
     page = shown["data"]["text/html"]
     assert "ipykernel_launcher" not in page
+
+
+def test_a_model_of_earlier_cells_gets_the_edit_its_cells_and_a_capsule(cells: Sequence[Any], folder: Path) -> None:
+    """Where models are defined, cast and used in cells of their own, and torch is imported in another."""
+    (shown,) = outputs(cells[11], "display_data")
+    assert "+        return x * self.gate(t.float().to(torch.float16))" in shown["data"]["text/plain"]
+    report = (folder / "gated" / "report.md").read_text()
+    assert "parameter bias (Gated().half()) in gate at cell In[11]:7" in report
+    assert "RuntimeError at cell In[11]:6 in step 1" in report
+    assert (folder / "gated" / "capsule").is_dir()
 
 
 def test_wrong_options_are_refused_without_a_traceback(cells: Sequence[Any]) -> None:

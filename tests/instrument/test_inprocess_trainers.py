@@ -134,6 +134,14 @@ def test_a_failing_training_is_found_where_it_fails(tmp_path: Path) -> None:
     assert finding["fqn"].startswith("model.layers.0.mlp")
 
 
+def test_the_callback_as_the_readme_adds_it_names_the_operator(tmp_path: Path) -> None:
+    """What failed is replayed without an option: the finding is proven, with its operator, and the call is kept."""
+    plain(tmp_path, dtypedoctor.DtypeDoctorCallback(tmp_path / "run"), model=overflowing_llama(), max_steps=1).train()
+    finding = report_in(tmp_path / "run")["findings"][0]
+    assert (finding["op"], finding["confidence"]) == ("aten.mul.Tensor", "proven")
+    assert (tmp_path / "run" / "capsule").is_dir()
+
+
 def test_one_callback_serves_several_trainings_and_an_end_that_was_not_told(tmp_path: Path) -> None:
     """Each training has a directory of its own; the one that raised is written up when the next one begins."""
     callback = dtypedoctor.DtypeDoctorCallback(tmp_path / "run")

@@ -40,7 +40,7 @@ class BadGradient(torch.autograd.Function):
 
 
 def test_a_watched_block_leaves_what_exec_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Report, Markdown and trace; the module that overflows is named, and stderr says where to look."""
+    """Report, Markdown and trace; the module that overflows is named, and stderr says what to do and where to look."""
     with dtypedoctor.watch(overflowing(), out=tmp_path / "run") as watched:
         assert watched.report is None
         overflowing()(torch.ones(2, 4).half())
@@ -51,7 +51,11 @@ def test_a_watched_block_leaves_what_exec_leaves(tmp_path: Path, capsys: pytest.
     assert watched.report.headline == report["headline"]
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == f"dtypedoctor: {report['headline']}\ndtypedoctor: report in {watched.directory}\n"
+    headline, advice, where, call = said.err.splitlines()
+    assert headline == f"dtypedoctor: {report['headline']}"
+    assert advice.startswith("dtypedoctor: do this: Use bfloat16")
+    assert where == f"dtypedoctor: report in {watched.directory}"
+    assert call.startswith("dtypedoctor: failing call: ")
 
 
 def test_a_model_that_is_given_is_the_first_root(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from traces import TraceBuilder, tensor
@@ -11,7 +13,8 @@ from dtypedoctor.diagnosis.edits import MAKERS, edits_for
 from dtypedoctor.diagnosis.registry import finding_ids, spec_of
 from dtypedoctor.diagnosis.rule import Confidence, Edit, Finding, Link, Severity
 from dtypedoctor.diagnosis.scene import Scene, masked_line, safe_line
-from dtypedoctor.report.advice import _covers, _scaler_left
+from dtypedoctor.report.advice import _covers, _scaler_left, advice_on
+from dtypedoctor.scenario.model import Script
 from dtypedoctor.trace.events import Raised
 
 FINDING = Finding(
@@ -249,3 +252,29 @@ def test_two_edits_of_one_line_say_which_covers_both() -> None:
     shown = {("train.py", 50): ("float16-overflow", "    return net.to(torch.bfloat16)")}
     assert "float32 covers both, so make this edit only." in _covers((wide,), shown)
     assert _covers((replace(wide, line=51),), shown) == ""
+
+
+def test_the_edit_for_a_milder_finding_waits_for_the_one_that_ends_the_run(tmp_path: Path) -> None:
+    """A reader in a hurry applies the only diff that there is: without an edit for the first finding, no warning shows one."""
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nm = make(torch.bfloat16)\n")
+    found = (
+        replace(FINDING, id="operand-dtype-mismatch", source=None),
+        replace(FINDING, id="rounded-rotary-buffer", severity=Severity.WARNING, dtype="bfloat16", source=None),
+    )
+    for raised, shown in ((True, False), (False, True)):
+        trace = TraceBuilder()
+        if raised:
+            trace.add(
+                Raised(n=1, step=1, call=1, phase="forward", type="RuntimeError", message="", frames=[], modules=[])
+            )
+        run = trace.build()
+        workload = Script(kind="script", path=str(script))
+        examined: Any = SimpleNamespace(
+            findings=found, diagnosed=run, before=SimpleNamespace(trace=SimpleNamespace(header=None)),
+            scenario=SimpleNamespace(steps=[SimpleNamespace(workload=workload)]),
+        )  # fmt: skip
+        first, second = advice_on(examined, own_files=True)
+        assert not first.edits
+        assert bool(second.edits) is shown
+        assert second.text.startswith("First fix operand-dtype-mismatch, which ends the run") is raised
