@@ -100,10 +100,10 @@ def stale(relative_error: float = 0.2) -> TraceBuilder:
                 region="train.py:12", calls=2)  # fmt: skip
 
 
-def rotary(dtype: str = "bfloat16") -> TraceBuilder:
+def rotary(dtype: str = "bfloat16", name: str = "rope.freqs", angle_error: float = 1.16) -> TraceBuilder:
     """A rounded table of frequencies."""
-    return seen("rotary-table", "rope", name="rope.freqs", dtype=dtype, rounded_to="bfloat16", length=16, first=1.0,
-                last=1.8e-4, deviation=0.0046, angle_error=1.16, read=True)  # fmt: skip
+    return seen("rotary-table", "rope", name=name, dtype=dtype, rounded_to="bfloat16", length=16, first=1.0,
+                last=1.8e-4, deviation=0.0046, angle_error=angle_error, read=True)  # fmt: skip
 
 
 def positions() -> TraceBuilder:

@@ -21,6 +21,7 @@ from silent_examples import (
 from traces import TraceBuilder
 
 from dtypedoctor.diagnosis import diagnose
+from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.diagnosis.wording import listed, percent
@@ -283,3 +284,20 @@ def test_of_four_names_all_are_listed() -> None:
     assert listed(list("abc")) == "a, b, c"
     assert listed(list("abcd")) == "a, b, c and d"
     assert listed(list("abcde")) == "a, b, c and 2 more"
+
+
+@pytest.mark.parametrize(("error", "severity"), [(0.0074, Severity.INFO), (0.05, Severity.WARNING)])
+def test_a_rounded_table_is_a_note_where_rounding_the_queries_does_as_much(error: float, severity: Severity) -> None:
+    """0.03 rad in bfloat16; below that no edit casts a whole model."""
+    found = only(rotary(angle_error=error))
+    assert found.severity is severity
+    instead = spec_of(found.id).instead
+    assert instead is not None
+    assert bool(instead(found)) is (severity is Severity.INFO)
+
+
+def test_tables_of_the_same_numbers_are_one_finding() -> None:
+    """transformers keeps `original_inv_freq` beside `inv_freq`."""
+    builder = rotary()
+    builder.add(*rotary(name="rope.original").build().all(Observed))
+    assert "The same numbers are in rope.original." in only(builder).evidence

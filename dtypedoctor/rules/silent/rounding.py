@@ -144,6 +144,16 @@ def detect_router_flips(trace: Trace) -> Iterator[Finding]:
     yield make_finding_of(seen, statement, dtype=what.dtype, op=what.scores_op, source=what.scores_source)
 
 
+def _harmless_table(finding: Finding) -> str:
+    """What to do about a table whose rounding is small; empty for any other finding."""
+    if finding.severity is not Severity.INFO:
+        return ""
+    return (
+        "It may stay as it is. To keep only the table in float32, hold it while the model is cast: `table = rotary.inv_freq` before the cast, "
+        "`rotary.inv_freq = table` after it."
+    )
+
+
 ROUNDED_ROTARY_BUFFER = FindingSpec(
     id="rounded-rotary-buffer",
     title="Rotary frequencies, positions or angles were rounded to half precision",
@@ -155,19 +165,29 @@ ROUNDED_ROTARY_BUFFER = FindingSpec(
     ),
     do_this="Compute the rotary table in float32, its positions and angles included, and leave it there.",
     edits=("table-in-float32", "bfloat16-to-float32", "set-float32"),
+    instead=_harmless_table,
 )
 
 
+NOTICEABLE = {"bfloat16": 0.03, "float16": 0.004}
+"""Errors of an angle (rad) that change attention scores about as much as rounding the finished queries and keys to the dtype does (measured: the finding's page)."""
+
+
 def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
-    """Rotary frequencies that equal their own rounding."""
-    for seen in trace.observed(RotaryTable):
+    """Rotary frequencies that equal their own rounding; one table stands for all of the same numbers."""
+    alike: dict[tuple[object, ...], list[Observed[RotaryTable]]] = {}
+    for one in trace.observed(RotaryTable):
+        numbers = (one.what.dtype, one.what.rounded_to, one.what.length, one.what.first, one.what.last)
+        alike.setdefault((*numbers, one.what.position), []).append(one)
+    for seen, *others in alike.values():
         what = seen.what
+        small = what.angle_error < NOTICEABLE[what.rounded_to]
         restored = what.dtype != what.rounded_to
         was = f"has the dtype {what.dtype} again and still" if restored else f"is {what.dtype}, so it"
         cast = f", here at {what.source}" if what.source is not None else ""
         statement = Statement(
             id="rounded-rotary-buffer",
-            severity=Severity.WARNING,
+            severity=Severity.INFO if small else Severity.WARNING,
             proven_by=(
                 f"a table computed in float32 differs from the one that is read by up to {percent(what.deviation)}"
                 if what.read
@@ -190,10 +210,18 @@ def detect_rotary_tables(trace: Trace) -> Iterator[Finding]:
                     f"They are up to {percent(what.deviation)} off the geometric progression through the first and the "
                     "last, which a table in float32 follows."
                 ),
+                *((_little(what.rounded_to),) if small else ()),
+                *((f"The same numbers are in {listed([short(o.what.name) for o in others])}.",) if others else ()),
             ),
         )
         found = make_finding_of(seen, statement, dtype=what.dtype, source=what.source)
         yield replace(found, phase="static", step=None)
+
+
+def _little(dtype: str) -> str:
+    return (
+        f"Rounding queries and keys to {dtype} changes attention scores about as much as {NOTICEABLE[dtype]:g} rad do."
+    )
 
 
 def detect_rounded_positions(trace: Trace) -> Iterator[Finding]:
