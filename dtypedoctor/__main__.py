@@ -17,9 +17,9 @@ def main() -> None:
     if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] != [home]:
         del sys.path[0]
     gc.set_threshold(_THRESHOLD, *gc.get_threshold()[1:])
-    atexit.register(_leave)  # what is registered first is called last
     from dtypedoctor.cli.main import main as run
 
+    status: object = None
     try:
         if is_interrupted:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,10 +28,10 @@ def main() -> None:
     except KeyboardInterrupt:  # a second one, while the first ended the command
         _end()
     except SystemExit as leaving:
-        _status.append(leaving.code)
-        raise
+        status = leaving.code
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has ended; so that it does with its own status
+    _leave(status)
 
 
 _THRESHOLD = 50_000
@@ -55,20 +55,18 @@ def _again(lost: "sys.UnraisableHookArgs") -> None:
     Timer(0.01, _thread.interrupt_main).start()
 
 
-_status: list[object] = []
-"""What the command ends with, once that is known."""
-
-
-def _leave() -> None:
+def _leave(status: object) -> None:
     """Ends the process without taking its modules and objects apart one by one, a tenth of what a short command costs."""
+    import threading
     from contextlib import suppress
 
-    if not (_status and isinstance(_status[0], int)):
-        return
+    if not isinstance(status, int) or threading.active_count() > 1:
+        raise SystemExit(status)
+    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # there is none, nobody reads it, it is closed
             stream.flush()
-    os._exit(_status[0])
+    os._exit(status)
 
 
 if __name__ == "__main__":
