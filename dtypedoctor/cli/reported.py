@@ -76,7 +76,7 @@ def _next_of_script(report: Report, directory: Path, rerun: str = "") -> str:
     if not report.command.startswith(verb):
         return ""
     again = shlex.join(_without_out(shlex.split(report.command), directory))
-    if report.do_this and report.do_this[0].is_shown:
+    if report.asks_for_edit:
         return again
     options = rerun.partition(": ")[0]
     if options and " N " not in options:  # nobody but its launcher knows how many processes

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dtypedoctor.diagnosis.ops import overload_free
 from dtypedoctor.diagnosis.rule import Link
 from dtypedoctor.diagnosis.scene import (
+    ATOMS,
     Change,
     Changes,
     Scene,
@@ -39,6 +40,31 @@ def cast_operand(scene: Scene) -> Changes | None:
     if isinstance(node, ast.BinOp):
         return _side(source, node, op, scene)
     return _arguments(source, node, op, scene) if isinstance(node, ast.Call) else None
+
+
+def cast_head_input(scene: Scene) -> Changes | None:
+    """Casts the input of the last module to float32, where its weights are trained in that: in half precision they would lose updates."""
+    found, op = scene.failing_node(), scene.rejected
+    if found is None or op is None:
+        return None
+    source, node, inside_library = found
+    if inside_library or not isinstance(node, ast.Call) or not _calls_module(scene):
+        return None
+    notes = [scene.parameters.get(tensor.name or "") for tensor in op.inputs if tensor.origin == "parameter"]
+    trained = [note for note in notes if note is not None and note.requires_grad and note.dtype == "float32"]
+    if not trained or not node.args or not has_torch(source) or not _is_returned_by_outermost(scene, source, node):
+        return None
+    return source, source.after(node.args[0], cast("float32"))
+
+
+def _is_returned_by_outermost(scene: Scene, source: Source, node: ast.expr) -> bool:
+    """Whether the forward of the outermost module returns what the failing call does, so that no module follows it."""
+    raised = scene.raised
+    frames = raised.frames if raised is not None else []
+    called = next((n for n, frame in enumerate(frames) if frame.endswith(" _wrapped_call_impl")), len(frames))
+    forward = next((frame for frame in frames[called:] if frame.endswith(" forward")), "")
+    returns = source.around(node, ast.Return)
+    return forward.startswith(f"{source.path}:{node.lineno} ") and bool(returns) and returns[-1].value is node
 
 
 def _arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
@@ -129,7 +155,42 @@ def _side(source: Source, node: ast.BinOp, op: Op, scene: Scene) -> Changes | No
     if len(dtypes) != 2 or scene.finding.dtype not in dtypes:
         return None
     odd = dtypes.index(scene.finding.dtype)
-    return source, source.after((node.left, node.right)[odd], cast(dtypes[1 - odd]))
+    side = (node.left, node.right)[odd]
+    return source, [*source.after(side, cast(dtypes[1 - odd])), *_later_products(source, node, side)]
+
+
+def _later_products(source: Source, node: ast.BinOp, side: ast.expr) -> Iterator[Change]:
+    """The same variable in later products of the function, ``grad.t() @ x``: it gets the dtype of what it meets there."""
+    name = _root(side)
+    function = function_around(source, node)
+    stored = [
+        one
+        for one in ast.walk(function)
+        if isinstance(one, ast.Name) and one.id == name and isinstance(one.ctx, ast.Store)
+    ]
+    again = min((one.lineno for one in stored if one.lineno > node.lineno), default=source.end(node) + 1)
+    for later in ast.walk(function):
+        if (
+            not isinstance(later, ast.BinOp)
+            or not isinstance(later.op, ast.MatMult)
+            or not isinstance(node.op, ast.MatMult)
+        ):
+            continue
+        for one, other in ((later.left, later.right), (later.right, later.left)):
+            if (
+                later is not node
+                and _root(one) == name
+                and node.lineno <= later.lineno <= again
+                and isinstance(other, ATOMS)
+            ):
+                yield from source.after(one, f".to({source.text(other)}.dtype)")
+
+
+def _root(node: ast.expr) -> str:
+    """The variable of ``grad.t()``; empty where something is computed before."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _odd_arguments(source: Source, node: ast.Call, op: Op, scene: Scene) -> Changes | None:
@@ -442,8 +503,14 @@ def bfloat16_to_float32(scene: Scene) -> Changes | None:
     source = scene.failing_file()
     if source is None or _is_table(scene):
         return None
-    changes = [change for node in ast.walk(source.tree) for change in _without_bfloat16(source, node)]
-    return (source, changes) if changes else None
+    return some(source, [change for node in _used(source) for change in _without_bfloat16(source, node)])
+
+
+def _used(source: Source) -> Iterator[ast.AST]:
+    """The parts of a file that are computed with: not what is written to a checkpoint, which is cast again where it is loaded."""
+    saves = [call for call in source.every(ast.Call) if ast.unparse(call.func) == "torch.save"]
+    saved = {id(node) for call in saves for node in ast.walk(call)}
+    return (node for node in ast.walk(source.tree) if id(node) not in saved)
 
 
 def _is_table(scene: Scene) -> bool:
@@ -510,8 +577,7 @@ def _half_to(scene: Scene, dtype: str) -> Changes | None:
 
 
 def _without_halves(source: Source, dtype: str) -> Changes | None:
-    changes = [change for node in ast.walk(source.tree) for change in _without_half(source, node, dtype)]
-    return (source, changes) if changes else None
+    return some(source, [change for node in _used(source) for change in _without_half(source, node, dtype)])
 
 
 def _without_half(source: Source, node: ast.AST, dtype: str) -> list[Change]:

@@ -15,11 +15,11 @@ from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, may_be_s
 
 
 def edits_for(scene: Scene, makers: Sequence[str]) -> tuple[tuple[Edit, ...], str]:
-    """The lines that the first maker changes which sees what to change, none where none does; and a remark about them, which may be empty."""
+    """The lines that the first maker changes which sees what to change, and its name; none and no name where none does."""
     for name in update_edits.fitting(scene, tuple(makers)):
         made = MAKERS[name](scene)
         if made is not None and (edits := _checked(scene, *_with_copies(scene, name, *made))):
-            return edits, REMARKS.get(name, "")
+            return edits, name
     return (), ""
 
 
@@ -122,10 +122,16 @@ REMARKS = {
     "without-compiler": _UNCOMPILED,
 }
 """What an edit costs, or does besides the sentence above it."""
+INSTEAD = {
+    "autocast-around": "Call the model under autocast, which casts what meets in a product.",
+    "cast-head-input": "Cast the input of {module} to {dtype}, in which its weights are trained.",
+}
+"""The sentence itself, of makers that do something else than the finding's says."""
 
 Maker = Callable[[Scene], Changes | None]
 MAKERS: dict[str, Maker] = {
     "cast-operand": dtype_edits.cast_operand,
+    "cast-head-input": dtype_edits.cast_head_input,
     "make-in-dtype": dtype_edits.make_in_dtype,
     "cast-where-set": dtype_edits.cast_where_set,
     "cast-met-weights": dtype_edits.cast_met_weights,

@@ -138,7 +138,8 @@ def named_in(trace: Trace, finding: Finding) -> Finding:
     promoting = [
         link.source for link in finding.provenance if link.fqn == finding.fqn and link.dtype_in and link.dtype_out
     ]
-    line = (promoting[-1] if promoting else None) or finding.source
+    here = any(op.error is not None and (op.source, place(op)) == (finding.source, finding.fqn) for op in trace.all(Op))
+    line = (promoting[-1] if promoting and not here else None) or finding.source
     own_line = line if line and "/" not in line else ""
     known = ", ".join(filter(None, (cls, own_line)))
     summary = usual.sub(lambda found: f"{name or found[0]} ({known})", finding.summary, count=1) if known else ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from dtypedoctor.diagnosis.edits import edits_for
+from dtypedoctor.diagnosis.edits import INSTEAD, REMARKS, edits_for
 from dtypedoctor.diagnosis.registry import page, spec_of
 from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec, Severity
 from dtypedoctor.diagnosis.scene import Scene, Source, masked_line, scalers
@@ -40,13 +40,15 @@ def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
         if spec.instead is not None and (text := spec.instead(finding)):
             yield Advice(finding=finding.id, text=text)
             continue
-        edits, remark = edits_for(scene, spec.edits) if own_files else ((), "")
+        edits, maker = edits_for(scene, spec.edits) if own_files else ((), "")
+        instead = INSTEAD.get(maker, "")
         if edits and unmended and finding.severity is not Severity.ERROR:
-            yield Advice(finding=finding.id, text=f"First {unmended}, then this: {_uncapitalized(_text(spec, scene))}")
+            text = _uncapitalized(_text(spec, scene, instead))
+            yield Advice(finding=finding.id, text=f"First {unmended}, then this: {text}")
             continue
         if not edits and finding is treatment.findings[0] and _ends_the_run(scene):
             unmended = f"fix {finding.id}, which ends the run"
-        text = f"{_text(spec, scene)} {_filled(remark, scene)}".rstrip()
+        text = f"{_text(spec, scene, instead)} {_filled(REMARKS.get(maker, ''), scene)}".rstrip()
         text += _covers(edits, shown) + _scaler_left(spec, scene, edits)
         shown |= {(edit.file, edit.line): (finding.id, edit.new) for edit in edits}
         yield Advice(finding=finding.id, text=text, edits=edits)
@@ -176,8 +178,9 @@ def _lines(one: Excerpt) -> Iterator[str]:
 _EXPONENTIAL = " If it is a softmax written out, exp(x) / sum: use torch.softmax, or subtract the maximum of x first."
 
 
-def _text(spec: FindingSpec, scene: Scene) -> str:
-    do_this = (spec.of_line if scene.finding.source else "") or spec.do_this
+def _text(spec: FindingSpec, scene: Scene, of_edit: str) -> str:
+    """The sentence of the edit that is shown, where it has one of its own; else that of the finding."""
+    do_this = of_edit or (spec.of_line if scene.finding.source else "") or spec.do_this
     text = _filled(do_this, scene) if do_this else _first_way(scene.finding)
     milder = scene.finding.severity is Severity.INFO and spec.severity is not Severity.INFO
     return f"It may stay as it is. To change it: {_uncapitalized(text)}" if milder else text
@@ -195,6 +198,8 @@ def _filled(text: str, scene: Scene) -> str:
     """``text`` with the names and dtypes of the finding."""
     finding = scene.finding
     module = finding.module.partition(" (")[0] or short(finding.fqn)
+    if finding.fqn is None and finding.phase == "backward":
+        module = "the backward pass"
     about_optimizer = "{model}" in text or "{before_optimizer}" in text
     model, before = _optimizer_of(scene) if about_optimizer else ("", "")
     return text.format(

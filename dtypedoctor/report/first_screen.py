@@ -25,7 +25,7 @@ from dtypedoctor.report.document import (
     named,
     parts_of,
 )
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.model import Report, Status
 from dtypedoctor.report.run_document import expectation_line, run_document
 from dtypedoctor.report.run_facts import (
     CONFIDENCE,
@@ -126,14 +126,16 @@ def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0], 
 def _about_finding(report: Report, finding: Finding, room: Room, patch: str) -> Iterator[tuple[Block, ...]]:
     """Where, what to do, why, and what else was found."""
     advice = report.do_this[0] if report.do_this else None
-    has_edit = advice is not None and advice.is_shown
+    has_edit = report.asks_for_edit
     facts = (
         *where_facts(report),
         ("what", (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}")),
         *(fact for fact in outcome_facts(report) if not (has_edit and (fact[0] in _PROPOSED or fact == NO_FIX))),
     )
     yield (Facts(tuple((label, _short(line, room.longest)) for label, line in facts)),)
-    if advice is not None:
+    if advice is not None and report.status is Status.HEALTHY:
+        yield (Paragraph("It may stay as it is; the full report shows how to change it."),)
+    elif advice is not None:
         yield do_this(replace(advice, text=clipped(advice.text, 2 * room.longest)), most=room.edits, patch=patch)
     if room.excerpt:
         yield where_it_shows(report.excerpts[:1])

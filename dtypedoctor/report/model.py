@@ -197,3 +197,8 @@ class Report:
     """With which options another run of the script would tell more, and what; empty where it would not."""
     pictures: tuple[Picture, ...] = ()
     """What the traces of the runs look like, for formats that can show it; not part of report.json."""
+
+    @property
+    def asks_for_edit(self) -> bool:
+        """Whether the first screen shows a change to make; not of a note on a healthy run, which may stay as it is."""
+        return self.status is not Status.HEALTHY and bool(self.do_this) and self.do_this[0].is_shown

@@ -103,7 +103,7 @@ def _about(report: Report) -> str:
 
 def _is_after_edit(report: Report) -> bool:
     """Whether what to type next runs the script that the report shows an edit of."""
-    return bool(report.do_this and report.do_this[0].is_shown) and "dtypedoctor exec " in report.next_command
+    return report.asks_for_edit and "dtypedoctor exec " in report.next_command
 
 
 def public_run(report: Report) -> Document:

@@ -54,7 +54,7 @@ def test_a_kept_copy_stays_a_copy(text: str, tmp_path: Path) -> None:
         "y = x.to(torch.bfloat16)",
         "self.net = Net().to(torch.bfloat16)",
         "self.teacher = copy.deepcopy(student).bfloat16()",
-        "torch.save({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()}, path)",
+        "model.bfloat16()\nstore.write({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})",
         "p.data = p.data.to(torch.bfloat16)",
         "average.add_(p.detach().to(torch.bfloat16), alpha=0.1)",
         "kept = [p.detach().to(torch.bfloat16).clone() for p in model.parameters()]",
@@ -67,6 +67,15 @@ def test_no_copy_is_added_where_none_is_kept(line: str, tmp_path: Path) -> None:
     changed = edited(program(tmp_path, line), "bfloat16-to-float32")
     assert changed
     assert changed.count("clone") == line.count("clone")
+
+
+@pytest.mark.parametrize(("maker", "dtype"), [("bfloat16-to-float32", "bfloat16"), ("half-to-bfloat16", "float16")])
+def test_what_is_written_to_a_checkpoint_keeps_its_dtype(maker: str, dtype: str, tmp_path: Path) -> None:
+    """It is cast again where it is loaded; what the program computes with changes."""
+    save = f"torch.save({{k: v.to(torch.{dtype}) for k, v in model.state_dict().items()}}, path)"
+    changed = edited(program(tmp_path, f"model = Net().to(torch.{dtype})\n{save}"), maker).splitlines()
+    assert dtype not in changed[0].replace("bfloat16", "" if dtype == "float16" else "bfloat16")
+    assert changed[1] == save
 
 
 AVERAGE = """

@@ -586,3 +586,37 @@ def test_a_mask_is_finite_in_the_dtype_that_it_is_cast_to(
     read = program(tmp_path, "w = s.softmax(-1)" if in_another_file else text, builder, op=softmax.op)
     edits, _ = edits_for(read, ["mask-where-made"])
     assert [(edit.file, edit.new) for edit in edits] == [(made_in, f"    {line.format(after)}")]
+
+
+def test_an_operand_of_several_products_is_cast_in_each(tmp_path: Path) -> None:
+    """The next line would raise as the first one did; what has another variable, or another value by then, stays."""
+    text = "def backward(g, w, h):\n    a = g @ w\n    b = g.t() @ h\n    c = h @ w\n    g = h\n    return a, b, c, g @ w\n"
+    program(tmp_path, text)
+    operands = [tensor(1, dtype="float32"), tensor(2, dtype="bfloat16", origin="parameter")]
+    builder = failing(tmp_path, (3, "g @ w", ""), inputs=operands)
+    after = edited(program(tmp_path, text, builder), "cast-operand")
+    assert (
+        after == text.replace("a = g @", "a = g.to(torch.bfloat16) @").replace("g.t() @", "g.t().to(h.dtype) @").strip()
+    )
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("line", ["return self.head(x)", "x = self.head(x)"])
+def test_a_trained_head_gets_its_input_in_its_own_dtype(line: str, trained: bool, tmp_path: Path) -> None:
+    """Where it is the last module and is trained; the sentence is that of the edit."""
+    text = f"def forward(self, x):\n    {line}\n\nloss = model(x)\n"
+    program(tmp_path, text)
+    operands = [
+        tensor(1, dtype="float32", name="head.0.bias", origin="parameter"),
+        tensor(2, dtype="bfloat16"),
+        tensor(3, dtype="float32", name="head.0.weight", origin="parameter"),
+    ]
+    builder = failing(tmp_path, (5, "model(x)", CALL), (3, "self.head(x)", CALL), inputs=operands)
+    raised = builder.build().last(Raised)
+    assert raised is not None
+    raised.frames[2] = raised.frames[2].replace(" f", " forward")
+    notes = [replace(parameter(name, "float32"), requires_grad=trained) for name in ("head.0.bias", "head.0.weight")]
+    read = program(tmp_path, text, builder, *notes)
+    last = trained and line.startswith("return")
+    after = text.replace("self.head(x)", "self.head(x.to(torch.float32))").strip().replace("\n\n", "\n")
+    assert edited(read, "cast-head-input") == (after if last else "")

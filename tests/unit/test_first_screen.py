@@ -13,7 +13,7 @@ from dtypedoctor.cli import reported
 from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt
 from dtypedoctor.report.build import write_report
 from dtypedoctor.report.first_screen import MOST_LINES, WIDTH, print_first_screen
-from dtypedoctor.report.model import Report
+from dtypedoctor.report.model import Report, Status
 
 FILES = ("report.html", "report.md")
 LONG = "word " * 200
@@ -96,6 +96,19 @@ def test_the_patch_in_the_run_directory_applies(tmp_path: Path, monkeypatch: pyt
     cell = tuple(replace(edit, file="<cell 3>") for edit in edits)
     write_report(tmp_path, replace(report, do_this=(replace(report.do_this[0], edits=cell),)))
     assert not Path("do-this.patch").exists()
+
+
+def test_a_note_on_a_healthy_run_is_one_line() -> None:
+    """It may stay as it is: no change is shown, nor a command that would follow one."""
+    report = replace(overflow(), status=Status.HEALTHY, next_command="dtypedoctor exec train.py")
+    edits = (Edit(file="train.py", line=1, old="x = 1", new="x = 2"),)
+    report = replace(report, do_this=(replace(report.do_this[0], edits=edits),))
+    text = shown(report)
+    assert "It may stay as it is; the full report shows how to change it." in " ".join(text.split())
+    assert "do this" not in text
+    assert "+x = 2" not in text
+    assert "after the edit" not in text
+    assert "+x = 2" in shown(replace(report, status=Status.FINDINGS))
 
 
 def test_where_no_file_could_be_written_everything_is_printed() -> None:

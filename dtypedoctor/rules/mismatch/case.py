@@ -297,7 +297,9 @@ def settled_by(case: Case, operand: Operand | None) -> str | None:
     """The experiment of :func:`is_settled` as a clause; None where nothing is settled."""
     if operand is None or not is_settled(case, operand):
         return None
-    return f"{op_name(case)} run again with its {operand.dtype} operand alone cast to {case.rule} does not raise"
+    if case.ran(f"operand-{operand.index}-as-{case.rule}"):
+        return f"{op_name(case)} run again with its {operand.dtype} operand alone cast to {case.rule} does not raise"
+    return ran_in(case, case.rule)
 
 
 def ran_in(case: Case, dtype: str | None) -> str | None:

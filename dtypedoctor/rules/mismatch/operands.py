@@ -84,6 +84,7 @@ def _input(case: Case, odd: Operand) -> Verdict:
 def _adapter(case: Case, odd: Operand) -> Verdict:
     origin = odd.origin
     wrapper = case.census.saved_copy(origin.root, origin.fqn or "")
+    region = "autocast does not cast this operator" if case.op.autocast else "no autocast region is open"
     return Verdict(
         id="adapter-dtype-mismatch",
         proven_by=settled_by(case, odd),
@@ -91,8 +92,8 @@ def _adapter(case: Case, odd: Operand) -> Verdict:
         fqn=wrapper or origin.fqn,
         summary=f"The adapter {short(origin.fqn)} is {odd.dtype}, the base model and its activations are {case.rule}.",
         cause=(
-            f"{origin.name} is a trainable {odd.dtype} weight{set_in_words(origin)} beside a frozen {case.rule} one. Neither autocast nor a cast at "
-            "the adapter's input brings the two together here."
+            f"{origin.name} is a trainable {odd.dtype} weight{set_in_words(origin)} beside a frozen {case.rule} one. Nothing casts one to the "
+            f"other: {region}, and the adapter's input has the dtype of the base model."
         ),
     )
 
@@ -133,13 +134,15 @@ def _given_dtype(case: Case) -> str | None:
 
 
 def _fallback(case: Case, odd: Operand) -> Verdict:
-    origin = odd.origin
+    origin, module = odd.origin, place(case.op)
+    in_backward = case.op.phase == "backward" and module == ""  # of a custom function: no module computes it
+    where = f"the backward pass at {case.op.source}" if in_backward and case.op.source else short(module)
     return Verdict(
         id="operand-dtype-mismatch",
         proven_by=settled_by(case, odd),
         blamed=odd,
-        fqn=origin.fqn if origin.reason in OF_THE_OWNER else place(case.op),
-        summary=f"{op_name(case)} in {short(place(case.op))} gets {' and '.join(case.dtypes)}.",
+        fqn=origin.fqn if origin.reason in OF_THE_OWNER else None if in_backward else module,
+        summary=f"{op_name(case)} in {where} gets {' and '.join(case.dtypes)}.",
         cause=f"{case.rule} is what {_ruled_by(case)}. The {odd.dtype} operand goes back to {described(origin)}.{_more(case, origin)}",
     )
 

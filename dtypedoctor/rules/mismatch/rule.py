@@ -49,7 +49,7 @@ OPERAND_DTYPE_MISMATCH = FindingSpec(
     references=("https://github.com/unslothai/unsloth/issues/4970",),
     ablations=("autocast-off", *OF_ANY_FINDING),
     do_this="Give all operands of `{op}` in {module} one dtype: cast the {dtype} one to {other}.",
-    edits=("make-in-dtype", "cast-where-set", "cast-operand", "autocast-around"),
+    edits=("make-in-dtype", "cast-head-input", "cast-where-set", "cast-operand", "autocast-around"),
 )
 AUTOCAST_BYPASS = FindingSpec(
     id="autocast-bypass",
