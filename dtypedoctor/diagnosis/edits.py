@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from dtypedoctor.diagnosis import dtype_edits, update_edits, value_edits
-from dtypedoctor.diagnosis.kept_copies import still_copying
+from dtypedoctor.diagnosis.kept_copies import dtypes_in, still_copying
 from dtypedoctor.diagnosis.rule import Edit
 from dtypedoctor.diagnosis.scene import Change, Changes, Scene, Source, may_be_shown
 
@@ -18,7 +18,7 @@ def edits_for(scene: Scene, makers: Sequence[str]) -> tuple[tuple[Edit, ...], st
     """The lines that the first maker changes which sees what to change, and its name; none and no name where none does."""
     for name in update_edits.fitting(scene, tuple(makers)):
         made = MAKERS[name](scene)
-        if made is not None and (edits := _checked(scene, *_with_copies(scene, name, *made))):
+        if made is not None and (edits := _with_copies(scene, name, *made)):
             return edits, name
     return (), ""
 
@@ -29,10 +29,13 @@ _OF_WEIGHTS = frozenset(
 """Makers that give weights another dtype."""
 
 
-def _with_copies(scene: Scene, maker: str, source: Source, changes: list[Change]) -> Changes:
-    """The changes, with those that keep copies of weights from sharing the storage of the weights."""
+def _with_copies(scene: Scene, maker: str, source: Source, changes: list[Change]) -> tuple[Edit, ...]:
+    """The changed lines, with those that keep copies of weights from sharing the storage of the weights, in other files of the program too."""
     modules = {tuple(note.set_span) for note in scene.parameters.values() if note.set_span}
-    return source, [*changes, *still_copying(source, changes, modules, of_weights=maker in _OF_WEIGHTS)]
+    dtypes = dtypes_in(changes) if maker in _OF_WEIGHTS else ()
+    edits = _checked(scene, source, [*changes, *still_copying(source, changes, modules, dtypes)])
+    others = [one for one in scene.imported_files() if one.path != source.path] if edits and dtypes else []
+    return (*edits, *(edit for one in others for edit in _checked(scene, one, still_copying(one, (), set(), dtypes))))
 
 
 def _checked(scene: Scene, source: Source, changes: list[Change]) -> tuple[Edit, ...]:

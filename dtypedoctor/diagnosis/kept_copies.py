@@ -5,7 +5,7 @@ them. Nothing raises. So each cast that may stop copying gets ``.clone()``.
 """
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 
 from dtypedoctor.diagnosis.scene import Change, Source
@@ -35,19 +35,27 @@ _DTYPE = regex(r"\b(bfloat16|float16|float32|float64|half|float|double)\b")
 _STORES = (ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 
 
-def still_copying(source: Source, changes: Sequence[Change], modules: set[Span], *, of_weights: bool) -> list[Change]:
+def still_copying(
+    source: Source, changes: Sequence[Change], modules: set[Span], of_weights: Collection[str]
+) -> list[Change]:
     """``.clone()`` behind each cast in the file whose copy is kept, and which may copy nothing more after the changes.
 
     Args:
         source: the file.
         changes: what is changed in it.
         modules: the casts that are known to be those of modules, which change in place and have no ``clone``.
-        of_weights: the changes give weights another dtype, so a cast of them that is left as it is may stop copying.
+        of_weights: the dtypes that weights get, here or in another file: a cast of them to one of these stops copying.
     """
-    casts = _Casts(source, changes)
+    casts = _Casts(source, changes, of_weights)
     calls = ((call, span_of(call) in modules) for call in source.every(ast.Call))
-    found = [call for call, of_module in calls if casts.may_stop(call, surely=of_module, of_weights=of_weights)]
+    found = [call for call, of_module in calls if casts.may_stop(call, surely=of_module)]
     return [(source.end(call), source.end(call), b".clone()") for call in found if casts.is_kept(call, set())]
+
+
+def dtypes_in(changes: Sequence[Change]) -> set[str]:
+    """The dtypes that changes write."""
+    named = {name for _, _, text in changes for name in _DTYPE.findall(text.decode())}
+    return {_METHODS.get(name, name) for name in named}
 
 
 def span_of(node: ast.expr) -> Span:
@@ -61,6 +69,7 @@ class _Casts:
 
     source: Source
     changes: Sequence[Change]
+    of_weights: Collection[str]
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
@@ -73,16 +82,10 @@ class _Casts:
         """The variables, attributes and parameters whose value is changed: ``dtype = torch.bfloat16``."""
         return {name for node in ast.walk(self.source.tree) for name, value in _values(node) if self._touched(value)}
 
-    @cached_property
-    def introduced(self) -> set[str]:
-        """The dtypes that the changes write."""
-        named = {name for _, _, text in self.changes for name in _DTYPE.findall(text.decode())}
-        return {_METHODS.get(name, name) for name in named}
-
     def _touched(self, node: ast.expr) -> bool:
         return any(self.source.start(node) <= start and end <= self.source.end(node) for start, end, _ in self.changes)
 
-    def may_stop(self, call: ast.Call, *, surely: bool, of_weights: bool) -> bool:
+    def may_stop(self, call: ast.Call, *, surely: bool) -> bool:
         """Whether a call casts a tensor, ``surely`` or as it seems, and the changes alter its dtype or that of the weights it casts."""
         receiver = _receiver(call)
         if receiver is None:
@@ -91,11 +94,12 @@ class _Casts:
         used = {getattr(one, "id", getattr(one, "attr", "")) for part in _arguments(call) for one in ast.walk(part)}
         if any(begin <= start < end and stop <= end for start, stop, _ in self.changes) or used & self.renamed:
             return self._is_tensor(receiver, surely=surely)
-        widens = _dtype_of(call) in self.introduced
-        return of_weights and widens and self._is_tensor(receiver, surely=True)
+        return _dtype_of(call) in self.of_weights and self._is_tensor(receiver, surely=True)
 
     def _is_tensor(self, node: ast.expr, *, surely: bool) -> bool:
         """Whether what is cast is a tensor; ``surely`` where nothing else can be meant."""
+        if isinstance(node, ast.BinOp | ast.UnaryOp) or _calls_torch(node):
+            return False  # made here: nothing else shares its storage
         chain = list(_chain(node))
         if any(isinstance(one, ast.Attribute) and one.attr in _OF_TENSORS for one in chain) or self._is_listed(
             chain[-1]
@@ -162,6 +166,12 @@ class _Casts:
         parent = self.parents.get(container)
         if isinstance(parent, _STORES):
             return self._is_container_kept(parent)
+        if (
+            isinstance(parent, ast.Assign)
+            and isinstance(container, ast.Tuple)
+            and isinstance(parent.targets[0], ast.Tuple)
+        ):
+            return False  # a, b = x.half(), y.half()
         return not isinstance(parent, ast.Call) or ast.unparse(parent.func).rpartition(".")[2] in _KEEPING
 
     def _is_kept_in(self, target: ast.expr, seen: set[str]) -> bool:
@@ -191,6 +201,10 @@ def _receiver(call: ast.Call) -> ast.expr | None:
         return call.args[0] if call.args else None
     casts = function.attr in _METHODS and bool(_arguments(call)) is (not _METHODS[function.attr])
     return function.value if casts else None
+
+
+def _calls_torch(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("torch.", "F."))
 
 
 def _is_cast_of(node: ast.expr, target: ast.expr) -> bool:

@@ -19,6 +19,7 @@ from dtypedoctor.trace.model import Trace
 from dtypedoctor.values import dataclass
 
 LARGEST_SOURCE = 2 << 20
+MOST_IMPORTED = 50
 LONGEST_LITERAL = 40
 LONGEST_PROSE = 16
 """Characters of a text in the source that is shown, and of one with spaces in it: longer ones may be data."""
@@ -261,6 +262,17 @@ class Scene:
         opened = [self.failing_file(), *(self.source(name) for name in named)]
         yield from {source.path: source for source in opened if source is not None}.values()
 
+    def imported_files(self) -> Iterator[Source]:
+        """The program's files, and those beside them that they import, at most :data:`MOST_IMPORTED`."""
+        waiting, seen = list(self.program_files()), set[Path]()
+        while waiting and len(seen) < MOST_IMPORTED:
+            source = waiting.pop(0)
+            if source.path not in seen:
+                seen.add(source.path)
+                yield source
+                beside = (folder / name for name in _imports(source) for folder in (source.path.parent, *self.folders))
+                waiting += [one for path in beside if path.is_file() and (one := self.source(path)) is not None]
+
     def line_at(self, place: str) -> tuple[Source, int] | None:
         """The file and line of ``train.py:31``; None for a place in none of the program's files, or in one of several of that name."""
         name, _, line = place.rpartition(":")
@@ -280,6 +292,15 @@ class Scene:
         frames = self.raised.frames if self.raised is not None else []
         yield from dict.fromkeys(place.rpartition(" ")[0].rpartition(":")[0] for place in frames)
         yield from dict.fromkeys(place.rpartition(":")[0] for place in places)
+
+
+def _imports(source: Source) -> Iterator[str]:
+    """The files that the modules which a file imports would be in, below its folder."""
+    for node in ast.walk(source.tree):
+        named = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            named = [node.module] if node.module else named
+        yield from (f"{name.replace('.', '/')}.py" for name in named)
 
 
 def _cell(name: str, text: str) -> Source | None:

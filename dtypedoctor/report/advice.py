@@ -318,8 +318,11 @@ def do_this(advice: Advice, most: int | None = None, patch: str = "") -> tuple[B
 
 def diff_of(edits: tuple[Edit, ...]) -> str:
     """The edits as a unified diff, which `patch -p0` takes."""
-    lines, moved = [f"--- {edits[0].file}", f"+++ {edits[0].file}"], 0
+    lines, moved, file = [], 0, ""
     for edit in edits:
+        if edit.file != file:
+            lines += [f"--- {edit.file}", f"+++ {edit.file}"]
+            moved, file = 0, edit.file
         new = edit.new.split("\n") if edit.new else []
         begin = edit.line + moved if new else edit.line + moved - 1
         count = "" if len(new) == 1 else f",{len(new)}"

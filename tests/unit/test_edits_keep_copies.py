@@ -1,11 +1,15 @@
 """Edits never make a kept copy share its storage with the weights that it was made from; nor do they change what a stalled average has no part in."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_edits_of_classes import edited, lines, parameter, program
+
+from dtypedoctor.diagnosis.edits import edits_for
+from dtypedoctor.report.advice import diff_of
 
 HEAD = "model = torch.nn.Linear(2, 2)\n"
 
@@ -60,6 +64,9 @@ def test_a_kept_copy_stays_a_copy(text: str, tmp_path: Path) -> None:
         "kept = [p.detach().to(torch.bfloat16).clone() for p in model.parameters()]",
         "kept = [p.detach().to(torch.bfloat16, copy=True) for p in model.parameters()]",
         "keys[:, :n] = k.to(torch.bfloat16)",
+        "x, y = torch.randn(2, 2).bfloat16(), data.bfloat16()",
+        "self.x = torch.randn(2, 2).bfloat16()",
+        "kept = [(a + b).to(torch.bfloat16)]",
     ],
 )
 def test_no_copy_is_added_where_none_is_kept(line: str, tmp_path: Path) -> None:
@@ -67,6 +74,24 @@ def test_no_copy_is_added_where_none_is_kept(line: str, tmp_path: Path) -> None:
     changed = edited(program(tmp_path, line), "bfloat16-to-float32")
     assert changed
     assert changed.count("clone") == line.count("clone")
+
+
+def test_copies_in_other_files_of_the_program_stay_copies(tmp_path: Path) -> None:
+    """The average is made in a module that the script imports, by a cast that copied half-precision weights; the patch changes both files."""
+    (tmp_path / "average.py").write_text(
+        "def shadow(model):\n    return [p.detach().float() for p in model.parameters()]\n"
+    )
+    (tmp_path / "other.py").write_text("def loss(x):\n    y = x.float()\n    return [y.detach().half()]\n")
+    read = program(tmp_path, "import average, other\nmodel = Net().bfloat16()\nkept = average.shadow(model)")
+    edits, _ = edits_for(read, ["bfloat16-to-float32"])
+    assert [(edit.file, edit.new.strip()) for edit in edits] == [
+        ("train.py", "model = Net().float()"),
+        ("average.py", "return [p.detach().float().clone() for p in model.parameters()]"),
+    ]
+    patch = ["patch", "-p0"]
+    subprocess.run(patch, input=f"{diff_of(edits)}\n", text=True, cwd=tmp_path, check=True, capture_output=True)
+    assert ".clone()" in (tmp_path / "average.py").read_text()
+    assert "Net().float()" in (tmp_path / "train.py").read_text()
 
 
 @pytest.mark.parametrize(("maker", "dtype"), [("bfloat16-to-float32", "bfloat16"), ("half-to-bfloat16", "float16")])
