@@ -425,7 +425,10 @@ def _done(treatment: Treatment) -> str:
     before = treatment.before_summary
     if before.steps_planned:
         return f"{before.steps_completed}/{before.steps_planned} steps completed"
-    return f"the script completed after {counted(before.steps_completed, 'optimizer step')}"
+    skipped = len({state.step for state in treatment.before.trace.all(ScalerState) if state.skipped})
+    done = counted(before.steps_completed - skipped, "optimizer step")
+    more = f" ({skipped} more skipped by the gradient scaler)" if skipped else ""
+    return f"the script completed after {done}{more}"
 
 
 def _capital(text: str) -> str:

@@ -85,10 +85,10 @@ def summed_gradient(name: str, gradient: float) -> TraceBuilder:
     return trace.sample(name, gradient, kind="grad", phase="backward", dtype="bfloat16", shape=[32])
 
 
-def scaled(zeros_scaled: int, *, scaler: bool = False) -> TraceBuilder:
+def scaled(zeros_scaled: int, *, scaler: bool = False, name: str = "enc.weight") -> TraceBuilder:
     """A gradient that is all zero, and how much of it is zero when the loss is scaled."""
     one = {"elements": 40, "zeros": 40, "zeros_scaled": zeros_scaled, "largest": 3e-9}
-    trace = seen("scaled-backward", scale=32768.0, parameters={"enc.weight": one})
+    trace = seen("scaled-backward", scale=32768.0, parameters={name: one})
     if scaler:
         trace.add(ScalerState(n=trace.n(), step=1, scale=1024.0, found_inf=False, skipped=False))
     return trace

@@ -1,6 +1,8 @@
 """Findings about what goes wrong in silence, from observations made by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from silent_examples import (
@@ -25,6 +27,7 @@ from dtypedoctor.diagnosis.registry import spec_of
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.diagnosis.window import suspicious_windows
 from dtypedoctor.diagnosis.wording import listed, percent
+from dtypedoctor.report.verdict import _done
 from dtypedoctor.scenario.model import Window
 from dtypedoctor.trace.events import Correction, Metric, Observed, ParameterNote, ScalerState
 
@@ -284,6 +287,25 @@ def test_of_four_names_all_are_listed() -> None:
     assert listed(list("abc")) == "a, b, c"
     assert listed(list("abcd")) == "a, b, c and d"
     assert listed(list("abcde")) == "a, b, c and 2 more"
+
+
+def test_a_parameter_is_named_so_that_no_other_has_the_name() -> None:
+    """`net.0` alone is the encoder's and the decoder's."""
+    trace = scaled(2, name="encoder.net.0.bias")
+    for half in ("encoder", "decoder"):
+        trace.sample(f"{half}.net.0", 1.0)
+    assert "the gradient of encoder.net.0.bias is flushed to zero" in only(trace).summary
+
+
+def test_steps_that_the_scaler_skips_are_not_counted_as_made() -> None:
+    """The headline of a run that completed says both numbers."""
+    trace = TraceBuilder()
+    for step, skipped in ((1, True), (2, True), (3, False)):
+        trace.add(ScalerState(n=trace.n(), step=step, scale=1024.0, found_inf=skipped, skipped=skipped))
+    treatment: Any = SimpleNamespace(
+        before=SimpleNamespace(trace=trace.build()), before_summary=SimpleNamespace(steps_planned=0, steps_completed=8)
+    )
+    assert _done(treatment) == "the script completed after 6 optimizer steps (2 more skipped by the gradient scaler)"
 
 
 @pytest.mark.parametrize(("error", "severity"), [(0.0074, Severity.INFO), (0.05, Severity.WARNING)])

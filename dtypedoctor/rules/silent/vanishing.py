@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import prod, sqrt
 
 from dtypedoctor.diagnosis.rule import OF_ANY_FINDING, SILENT, Finding, FindingSpec, Rule, Severity
-from dtypedoctor.diagnosis.wording import listed, module_of, percent, short_parameter
+from dtypedoctor.diagnosis.wording import indexed, listed, module_of, percent
 from dtypedoctor.dtypes import DTYPES
 from dtypedoctor.rules import Statement, make_finding_of
 from dtypedoctor.rules.nonfinite.rule import OPTIMIZER_EPSILON_UNDERFLOW
@@ -70,7 +70,7 @@ def _underflow(trace: Trace, seen: Observed[ScaledBackward], revived: dict[str, 
         severity=Severity.WARNING,
         proven_by=f"with {seen.what.of} multiplied by {seen.what.scale:g} the same backward pass gives gradients that are not zero",
         summary=_capital(
-            f"{percent(worst.zeros / worst.elements)} of the gradient of {short_parameter(name)} is flushed to zero in float16: "
+            f"{percent(worst.zeros / worst.elements)} of the gradient of {indexed(name)} is flushed to zero in float16: "
             "there is no loss scaler."
         ),
         cause=(
@@ -348,7 +348,7 @@ def _overshoot(what: Overshoots, name: str, worst: OvershotParameter) -> Stateme
         id="optimizer-epsilon-underflow",
         proven_by=f"the same {what.optimizer} steps on a float32 copy, with its state in float32, move these elements at most {worst.update:.3g}",
         summary=(
-            f"{what.optimizer} moves elements of {short_parameter(name)} by up to {worst.moved:.3g}, in float32 it moves them at most "
+            f"{what.optimizer} moves elements of {indexed(name)} by up to {worst.moved:.3g}, in float32 it moves them at most "
             f"{worst.update:.3g}: what it divides by rounds to zero in {worst.dtype}."
         ),
         cause=(
