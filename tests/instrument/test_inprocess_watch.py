@@ -58,6 +58,21 @@ def test_a_watched_block_leaves_what_exec_leaves(tmp_path: Path, capsys: pytest.
     assert call.startswith("dtypedoctor: failing call: ")
 
 
+@pytest.mark.parametrize(("largest", "weight"), [(9e5, 1.0), (1.0, 6e4)])
+def test_an_input_that_float16_cannot_hold_is_told_from_what_the_model_computes(
+    largest: float, weight: float, tmp_path: Path
+) -> None:
+    """The data may be wrong then, and bfloat16 would hide it."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        net[0].weight.fill_(weight)
+    with dtypedoctor.watch(net, out=tmp_path / "run"), torch.autocast("cpu", dtype=torch.float16):
+        net(torch.full((2, 4), largest))
+    (finding,) = report_in(tmp_path / "run")["findings"]
+    assert finding["id"] == "float16-overflow"
+    assert ("It casts the model's input (args.0)" in finding["cause"]) is (largest > weight)
+
+
 def test_a_model_that_is_given_is_the_first_root(tmp_path: Path) -> None:
     """Names in the report begin at it, although another module is called before it."""
     model = nn.Sequential(nn.Linear(2, 2))

@@ -44,11 +44,21 @@ def judge_overflow(origin: Origin) -> Finding | None:
             f"{number(limit)}, although the result would not. Later modules only propagate it."
             if fits(origin)
             else f"{op.op} at {op.source} has finite operands and a result larger than the largest finite {dtype} value, "
-            f"{number(limit)}, which becomes inf. Later modules only propagate it."
+            f"{number(limit)}, which becomes inf.{_of_the_input(op)} Later modules only propagate it."
         ),
         evidence=tuple(overflow_evidence(origin)),
     )
     return make_finding_at(origin, statement)
+
+
+def _of_the_input(op: Op) -> str:
+    """A sentence where what overflows is the cast of the model's own input: nothing that the model computes; else empty."""
+    if overload_free(op.op) not in _CASTS or not op.inputs or op.inputs[0].origin != "input":
+        return ""
+    return (
+        f" It casts the model's input ({op.inputs[0].name}), which is too large before anything is computed with it: look at the data first (units, scaling, a corrupt "
+        "row). bfloat16 holds such values, and hides them."
+    )
 
 
 def proof(origin: Origin) -> str | None:
@@ -101,6 +111,7 @@ def overflow_evidence(origin: Origin) -> Iterator[str]:
     yield from how_the_run_ended(origin.trace)
 
 
+_CASTS = frozenset({"_to_copy", "to"})
 REDUCTIONS = frozenset({"sum", "mean"})
 LENGTHS = frozenset({"linalg_vector_norm", "norm"})
 ROOTS = frozenset({"sqrt", "rsqrt"})
