@@ -50,11 +50,16 @@ def cast_head_input(scene: Scene) -> Changes | None:
     source, node, inside_library = found
     if inside_library or not isinstance(node, ast.Call) or not _calls_module(scene):
         return None
+    fits = _trains_float32(scene, op) and has_torch(source) and _is_returned_by_outermost(scene, source, node)
+    return some(
+        source, [change for one in node.args[:1] for change in source.after(one, cast("float32"))] if fits else []
+    )
+
+
+def _trains_float32(scene: Scene, op: Op) -> bool:
+    """Whether a parameter among the operands is float32 and trained."""
     notes = [scene.parameters.get(tensor.name or "") for tensor in op.inputs if tensor.origin == "parameter"]
-    trained = [note for note in notes if note is not None and note.requires_grad and note.dtype == "float32"]
-    if not trained or not node.args or not has_torch(source) or not _is_returned_by_outermost(scene, source, node):
-        return None
-    return source, source.after(node.args[0], cast("float32"))
+    return any(note is not None and note.requires_grad and note.dtype == "float32" for note in notes)
 
 
 def _is_returned_by_outermost(scene: Scene, source: Source, node: ast.expr) -> bool:

@@ -100,10 +100,7 @@ class _Casts:
         """Whether what is cast is a tensor; ``surely`` where nothing else can be meant."""
         if isinstance(node, ast.BinOp | ast.UnaryOp) or _calls_torch(node):
             return False  # made here: nothing else shares its storage
-        chain = list(_chain(node))
-        if any(isinstance(one, ast.Attribute) and one.attr in _OF_TENSORS for one in chain) or self._is_listed(
-            chain[-1]
-        ):
+        if _names_tensor(node) or self._is_listed(list(_chain(node))[-1]):
             return True
         return not surely and not self._is_module(node)
 
@@ -119,20 +116,23 @@ class _Casts:
     def _is_module(self, node: ast.expr) -> bool:
         """Whether what is cast seems to be a module: it is made by a class, is called, or has its parameters listed."""
         if isinstance(node, ast.Call):
-            return _MAKES_MODULES.search(ast.unparse(node.func)) is not None and not ast.unparse(node.func).startswith(
-                "torch."
-            )
+            return _MAKES_MODULES.search(ast.unparse(node.func)) is not None
         text = ast.unparse(node)
-        uses = [self.parents.get(one) for one in self.source.every(type(node)) if ast.unparse(one) == text]
-        values = [
-            made for one in ast.walk(self.source.tree) for name, made in _values(one) if name == text.rpartition(".")[2]
-        ]
+        name = text.rpartition(".")[2]
         return (
-            text.rpartition(".")[2] in ("self", "model", "module", "net")
-            or any(isinstance(use, ast.Call) and ast.unparse(use.func) == text for use in uses)
-            or any(isinstance(use, ast.Attribute) and use.attr in _OF_MODULES for use in uses)
-            or any(isinstance(made, ast.Call) and made is not node and self._is_module(made) for made in values)
+            name in ("self", "model", "module", "net")
+            or self._is_used_as_module(node, text)
+            or self._made_by_class(name)
         )
+
+    def _is_used_as_module(self, node: ast.expr, text: str) -> bool:
+        uses = [self.parents.get(one) for one in self.source.every(type(node)) if ast.unparse(one) == text]
+        called = any(isinstance(use, ast.Call) and ast.unparse(use.func) == text for use in uses)
+        return called or any(isinstance(use, ast.Attribute) and use.attr in _OF_MODULES for use in uses)
+
+    def _made_by_class(self, name: str) -> bool:
+        pairs = (pair for node in ast.walk(self.source.tree) for pair in _values(node))
+        return any(own == name and isinstance(made, ast.Call) and self._is_module(made) for own, made in pairs)
 
     def is_kept(self, node: ast.expr, seen: set[str]) -> bool:
         """Whether the value of an expression is kept: in an attribute, a container, a variable that is; or written in place."""
@@ -140,18 +140,14 @@ class _Casts:
         if isinstance(parent, ast.Attribute):
             return self._is_kept_by_method(parent, seen)
         if isinstance(parent, ast.Call):
-            function = ast.unparse(parent.func).rpartition(".")[2]
-            return function in _KEEPING and node is not parent.func
+            return node is not parent.func and _keeps(parent)
         if isinstance(parent, ast.IfExp | ast.Starred | ast.NamedExpr):
             return self.is_kept(parent, seen)
-        if isinstance(parent, _STORES):
-            return self._is_container_kept(parent)
         if isinstance(parent, ast.Return | ast.Yield | ast.Lambda):
-            return any(isinstance(one, ast.Attribute) and one.attr in _OF_TENSORS for one in _chain(node))
-        if isinstance(parent, ast.Assign | ast.AnnAssign):
-            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
-            return any(self._is_kept_in(target, seen) for target in targets if not _is_cast_of(node, target))
-        return False
+            return _names_tensor(node)
+        if isinstance(parent, _STORES):
+            return self._is_container_kept(parent, node)
+        return any(self._is_kept_in(target, seen) for target in _targets(parent) if not _is_cast_of(node, target))
 
     def _is_kept_by_method(self, method: ast.Attribute, seen: set[str]) -> bool:
         """``cast.mul_(x)`` writes in place; ``cast.cpu()`` may be the same tensor."""
@@ -161,18 +157,14 @@ class _Casts:
         in_place = method.attr.endswith("_") and not method.attr.endswith("__") and method.attr != "requires_grad_"
         return in_place or (method.attr in _SHARING and self.is_kept(call, seen))
 
-    def _is_container_kept(self, container: ast.expr) -> bool:
-        """Not where a function that only reads gets it: ``torch.save({...})``."""
+    def _is_container_kept(self, container: ast.expr, node: ast.expr) -> bool:
+        """Not where a function that only reads gets it: ``torch.save({...})``; nor where it is taken apart: ``a, b = x.half(), y``, ``return x.half(), y``."""
         parent = self.parents.get(container)
         if isinstance(parent, _STORES):
-            return self._is_container_kept(parent)
-        if (
-            isinstance(parent, ast.Assign)
-            and isinstance(container, ast.Tuple)
-            and isinstance(parent.targets[0], ast.Tuple)
-        ):
-            return False  # a, b = x.half(), y.half()
-        return not isinstance(parent, ast.Call) or ast.unparse(parent.func).rpartition(".")[2] in _KEEPING
+            return self._is_container_kept(parent, node)
+        if isinstance(container, ast.Tuple) and isinstance(parent, ast.Assign | ast.Return):
+            return _names_tensor(node) and not any(isinstance(target, ast.Tuple) for target in _targets(parent))
+        return not isinstance(parent, ast.Call) or _keeps(parent)
 
     def _is_kept_in(self, target: ast.expr, seen: set[str]) -> bool:
         """An attribute, an element that has a name, or a variable that is kept or written in place; not rows of a tensor."""
@@ -181,13 +173,20 @@ class _Casts:
         if not isinstance(target, ast.Name) or target.id in seen:
             return isinstance(target, ast.Attribute)
         seen.add(target.id)
-        uses = [one for one in self.source.every(ast.Name) if one.id == target.id and self._beside(one, target)]
-        return any(
-            isinstance(self.parents.get(one), ast.AugAssign) for one in uses if isinstance(one.ctx, ast.Store)
-        ) or any(self.is_kept(one, seen) for one in uses if isinstance(one.ctx, ast.Load))
+        return any(self._is_use_kept(one, seen) for one in self.source.every(ast.Name) if self._beside(one, target))
 
-    def _beside(self, one: ast.expr, other: ast.expr) -> bool:
-        """Whether two expressions stand in the same function."""
+    def _is_use_kept(self, one: ast.Name, seen: set[str]) -> bool:
+        """``x += y`` writes in place."""
+        return (
+            isinstance(self.parents.get(one), ast.AugAssign)
+            if isinstance(one.ctx, ast.Store)
+            else self.is_kept(one, seen)
+        )
+
+    def _beside(self, one: ast.Name, other: ast.Name) -> bool:
+        """Whether a variable is another one: of the same name, in the same function."""
+        if one.id != other.id:
+            return False
         around = [self.source.around(node, ast.FunctionDef)[-1:] for node in (one, other)]
         return around[0] == around[1]
 
@@ -212,6 +211,23 @@ def _is_cast_of(node: ast.expr, target: ast.expr) -> bool:
     return isinstance(target, ast.Attribute | ast.Subscript) and ast.unparse(target) in map(ast.unparse, _chain(node))
 
 
+def _names_tensor(node: ast.expr) -> bool:
+    """Whether ``p.detach()``, ``p.data`` or the like is a part of an expression."""
+    return any(isinstance(one, ast.Attribute) and one.attr in _OF_TENSORS for one in _chain(node))
+
+
+def _keeps(call: ast.Call) -> bool:
+    """Whether a function keeps what it gets."""
+    return ast.unparse(call.func).rpartition(".")[2] in _KEEPING
+
+
+def _targets(statement: ast.AST | None) -> list[ast.expr]:
+    """What a statement assigns to; nothing for other statements."""
+    if isinstance(statement, ast.AnnAssign):
+        return [statement.target]
+    return statement.targets if isinstance(statement, ast.Assign) else []
+
+
 def _arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
@@ -234,11 +250,16 @@ def _chain(node: ast.expr) -> Iterator[ast.expr]:
 def _values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """The names that a part of a program gives values, and the values."""
     if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        yield from ((ast.unparse(target).rpartition(".")[2], node.value) for target in targets)
+        yield from ((ast.unparse(target).rpartition(".")[2], node.value) for target in _targets(node))
     elif isinstance(node, ast.keyword):
         yield node.arg or "", node.value
     elif isinstance(node, ast.arguments):
-        given = [*node.posonlyargs, *node.args]
-        yield from zip((one.arg for one in given[len(given) - len(node.defaults) :]), node.defaults, strict=True)
-        yield from ((one.arg, value) for one, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value)
+        yield from _defaults(node)
+
+
+def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
+    """The parameters that have a default."""
+    given = [*arguments.posonlyargs, *arguments.args][::-1]
+    yield from ((one.arg, value) for one, value in zip(given, arguments.defaults[::-1], strict=False))
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    yield from ((one.arg, value) for one, value in pairs if value is not None)

@@ -249,16 +249,25 @@ def mask_before(graph: OpGraph, softmax: Op) -> Mask | None:
     """The mask that filled what a softmax got, where it was made with -inf or with a number that a cast made -inf; else None."""
     before = ancestry(graph, softmax)
     infinite = next(iter([*before.asked, *before.computed]), None)
-    fill = infinite
-    while fill is not None and fill.op.startswith(_KEEPING):
-        fill = next(iter(graph.makers(fill.inputs[:1])), None)
+    fill = _filled_by(graph, infinite) if infinite is not None else None
     value = min(_numbers(fill), default=0.0) if fill is not None else 0.0
     if fill is None or infinite is None or value > -MASKING or (infinite is fill and isfinite(value)):
         return None
+    return Mask(fill=fill, value=value, infinite=infinite, narrowest=_narrowest(graph, softmax, infinite))
+
+
+def _filled_by(graph: OpGraph, op: Op | None) -> Op | None:
+    """The op behind those that only convert or view."""
+    while op is not None and op.op.startswith(_KEEPING):
+        op = next(iter(graph.makers(op.inputs[:1])), None)
+    return op
+
+
+def _narrowest(graph: OpGraph, softmax: Op, infinite: Op) -> str:
+    """Of the dtypes that -inf went through to a softmax, the one with the smallest range."""
     through, _ = _upstream(graph, [softmax], has_inf)
     dtypes = {t.dtype for op in through for t in (*op.inputs, *op.outputs) if t.num_neginf}
-    narrowest = next((dtype for dtype in ("float16", "bfloat16") if dtype in dtypes), infinite.outputs[0].dtype)
-    return Mask(fill=fill, value=value, infinite=infinite, narrowest=narrowest)
+    return next((dtype for dtype in ("float16", "bfloat16") if dtype in dtypes), infinite.outputs[0].dtype)
 
 
 MASKING = 1e4

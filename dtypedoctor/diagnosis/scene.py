@@ -276,8 +276,7 @@ class Scene:
     def line_at(self, place: str) -> tuple[Source, int] | None:
         """The file and line of ``train.py:31``; None for a place in none of the program's files, or in one of several of that name."""
         name, _, line = place.rpartition(":")
-        beside = (str(folder / name) for folder in self.folders if name and (folder / name).is_file())
-        named = {str(Path(file).resolve()) for file in (*self._files(), *beside) if f"/{file}".endswith(f"/{name}")}
+        named = {str(Path(file).resolve()) for file in self._files(name) if f"/{file}".endswith(f"/{name}")}
         if cell_source(name) is not None:
             named = {name}
         if len(named) != 1 or not line.isdigit():
@@ -285,7 +284,9 @@ class Scene:
         source = self.source(*named)
         return (source, int(line)) if source is not None and source.has(int(line)) else None
 
-    def _files(self) -> Iterator[str]:
+    def _files(self, name: str) -> Iterator[str]:
+        """The files that the run tells of, and one of that name in a folder of the program."""
+        yield from (str(folder / name) for folder in self.folders if name and (folder / name).is_file())
         if self.script is not None:
             yield str(self.script)
         places = [note.set_at for note in self.trace.all(ParameterNote) if note.set_at is not None]

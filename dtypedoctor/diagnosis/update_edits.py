@@ -68,7 +68,7 @@ def _updated(statement: ast.stmt) -> ast.expr | None:
         return statement.targets[0]
     node: ast.expr | None = statement.value if isinstance(statement, ast.Expr) else None
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if ast.unparse(node.func).startswith("torch._foreach_"):
+        if node.func.attr.startswith("_foreach_"):
             first = node.args[0] if node.args else None
             return first.elts[0] if isinstance(first, ast.List) and first.elts else first
         node = node.func.value
@@ -86,19 +86,15 @@ def _looped_over(source: Source, target: ast.expr, statement: ast.stmt) -> ast.e
 
 def _pairs(target: ast.expr, values: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
     """The variables of a loop, each with what it goes over."""
+    parts = target.elts if isinstance(target, ast.Tuple) else [target]
     called = ast.unparse(values.func) if isinstance(values, ast.Call) else ""
-    parts = target.elts if isinstance(target, ast.Tuple) else []
-    if isinstance(values, ast.Call) and called == "zip" and len(parts) == len(values.args):
-        for part, value in zip(parts, values.args, strict=True):
+    if not isinstance(values, ast.Call):
+        yield target, values
+    elif called in ("zip", "enumerate"):
+        for part, value in zip(parts[called == "enumerate" :], values.args, strict=False):
             yield from _pairs(part, value)
-    elif isinstance(values, ast.Call) and called == "enumerate" and len(parts) == 2:
-        yield from _pairs(parts[1], values.args[0])
-    elif (
-        isinstance(values, ast.Call)
-        and isinstance(values.func, ast.Attribute)
-        and values.func.attr in ("values", "items")
-    ):
-        yield (parts[-1] if parts else target), values.func.value
+    elif isinstance(values.func, ast.Attribute) and values.func.attr in ("values", "items"):
+        yield parts[-1], values.func.value
     else:
         yield target, values
 
@@ -147,7 +143,7 @@ def _in_place_of_half(source: Source, statement: ast.stmt) -> list[Change]:
 
 def _lerp(source: Source, call: ast.Call, function: str) -> list[Change]:
     """``lerp_`` takes one dtype only, where other operators promote."""
-    if function == "torch._foreach_lerp_" and len(call.args) > 1:
+    if function.endswith("._foreach_lerp_") and len(call.args) > 1:
         return [source.instead(call.args[1], f"[t.float() for t in {source.text(call.args[1])}]")]
     return source.after(call.args[0], ".float()") if function.endswith(".lerp_") and call.args else []
 

@@ -65,6 +65,7 @@ def test_a_kept_copy_stays_a_copy(text: str, tmp_path: Path) -> None:
         "kept = [p.detach().to(torch.bfloat16, copy=True) for p in model.parameters()]",
         "keys[:, :n] = k.to(torch.bfloat16)",
         "x, y = torch.randn(2, 2).bfloat16(), data.bfloat16()",
+        "def f(x, y):\n    return x, y.to(torch.bfloat16)",
         "self.x = torch.randn(2, 2).bfloat16()",
         "kept = [(a + b).to(torch.bfloat16)]",
     ],
