@@ -309,27 +309,27 @@ def mask_where_made(scene: Scene) -> Changes | None:
 
 def _masks(source: Source, node: ast.expr) -> bool:
     """Whether an expression is -inf, a large negative number, or a variable of the file that is one."""
-    if isinstance(node, ast.Name):
-        made = [
-            one.value for one in source.tree.body if isinstance(one, ast.Assign) and _names(one.targets[0], node.id)
-        ]
-        return len(made) == 1 and not isinstance(made[0], ast.Name) and _masks(source, made[0])
-    if _is_infinity(node):
-        return True
-    is_number = (
-        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
-    )
-    return is_number and float(ast.unparse(node).replace(" ", "")) <= -MASKING
+    if not isinstance(node, ast.Name):
+        return _is_infinity(node) or _number_of(node) <= -MASKING
+    assignments = (one for one in source.tree.body if isinstance(one, ast.Assign))
+    made = [one.value for one in assignments if _names(one.targets[0], node.id)]
+    return len(made) == 1 and not isinstance(made[0], ast.Name) and _masks(source, made[0])
+
+
+def _number_of(node: ast.expr) -> float:
+    """The number that an expression is written as; 0 for any other."""
+    try:
+        return float(ast.literal_eval(node))
+    except (TypeError, ValueError, OverflowError, SyntaxError):
+        return 0.0
 
 
 def _dtype_cast_to(source: Source, node: ast.expr, mask: Mask) -> str:
     """The parameter of the function that the mask is cast to, or else the dtype by its name."""
     function = function_around(source, node)
-    names = {one.arg for one in function.args.args} if isinstance(function, ast.FunctionDef) else set()
+    names = {one.arg for one in ast.walk(function) if isinstance(one, ast.arg)}
     calls = [call for call in ast.walk(function) if isinstance(call, ast.Call) and call.args]
-    casts = [
-        ast.unparse(call.args[0]) for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "to"
-    ]
+    casts = [ast.unparse(call.args[0]) for call in calls if source.text(call.func).endswith(".to")]
     return next((name for name in casts if name in names), f"torch.{mask.narrowest}")
 
 

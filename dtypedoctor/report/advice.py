@@ -10,6 +10,7 @@ from dtypedoctor.diagnosis.edits import INSTEAD, REMARKS, edits_for
 from dtypedoctor.diagnosis.registry import page, spec_of
 from dtypedoctor.diagnosis.rule import Advice, Edit, Excerpt, Finding, FindingSpec, Severity
 from dtypedoctor.diagnosis.scene import Scene, Source, masked_line, scalers
+from dtypedoctor.diagnosis.update_edits import fitting
 from dtypedoctor.diagnosis.wording import class_of, listed, short, shown_line
 from dtypedoctor.errors import DoctorError
 from dtypedoctor.patterns import regex
@@ -33,7 +34,7 @@ def advice_on(treatment: Treatment, *, own_files: bool) -> Iterator[Advice]:
     for finding in treatment.findings:
         spec = spec_of(finding.id)
         scene = _scene(treatment, finding)
-        if spec.partly_frozen is not None and not (spec.of_line and finding.source) and _is_partly_frozen(scene):
+        if spec.partly_frozen is not None and _is_partly_frozen(scene):
             text, code = (_filled(part, scene) for part in spec.partly_frozen)
             yield Advice(finding=finding.id, text=text, code=code)
             continue
@@ -197,9 +198,7 @@ def _ends_the_run(scene: Scene) -> bool:
 def _filled(text: str, scene: Scene) -> str:
     """``text`` with the names and dtypes of the finding."""
     finding = scene.finding
-    module = finding.module.partition(" (")[0] or short(finding.fqn)
-    if finding.fqn is None and finding.phase == "backward":
-        module = "the backward pass"
+    module = _module_in_words(finding)
     about_optimizer = "{model}" in text or "{before_optimizer}" in text
     model, before = _optimizer_of(scene) if about_optimizer else ("", "")
     return text.format(
@@ -216,6 +215,12 @@ def _filled(text: str, scene: Scene) -> str:
     )
 
 
+def _module_in_words(finding: Finding) -> str:
+    if finding.fqn is None and finding.phase == "backward":
+        return "the backward pass"
+    return finding.module.partition(" (")[0] or short(finding.fqn)
+
+
 def _parameters_of(scene: Scene) -> list[ParameterNote]:
     """The parameters of the run, each as it was noted last."""
     notes = {(note.root, note.name): note for note in scene.trace.all(ParameterNote) if not note.buffer}
@@ -223,8 +228,10 @@ def _parameters_of(scene: Scene) -> list[ParameterNote]:
 
 
 def _is_partly_frozen(scene: Scene) -> bool:
-    """Whether a line that casts the whole model would widen weights that nobody trains."""
-    return any(not note.requires_grad and note.dtype == scene.finding.dtype for note in _parameters_of(scene))
+    """Whether a line that casts the whole model would widen weights that nobody trains; not of a finding about tensors that are no weights."""
+    return bool(fitting(scene, ("set-float32",))) and any(
+        not note.requires_grad and note.dtype == scene.finding.dtype for note in _parameters_of(scene)
+    )
 
 
 _MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Lion": 1, "Adagrad": 1}

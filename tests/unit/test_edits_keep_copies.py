@@ -1,5 +1,6 @@
 """Edits never make a kept copy share its storage with the weights that it was made from; nor do they change what a stalled average has no part in."""
 
+import ast
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from test_edits_of_classes import edited, lines, parameter, program
 
 from dtypedoctor.diagnosis.edits import edits_for
+from dtypedoctor.diagnosis.value_edits import _masks
 from dtypedoctor.report.advice import diff_of
 
 HEAD = "model = torch.nn.Linear(2, 2)\n"
@@ -172,3 +174,14 @@ def test_weights_that_a_program_steps_by_hand_are_the_stalled_tensors(tmp_path: 
     """Then the weights are made float32, as for an optimizer."""
     text = "model = Net().bfloat16()\nfor shadow in model.parameters():\n    shadow -= 0.01 * shadow.grad"
     assert "model = Net().float()" in edited(_stalled(tmp_path, text), *MAKERS)
+
+
+@pytest.mark.parametrize(
+    ("value", "masks"), [("-1e9", True), ("-True", False), ("-'a'", False), ("-1j", False), ("-5", False)]
+)
+def test_only_numbers_are_taken_for_those_of_a_mask(value: str, masks: bool, tmp_path: Path) -> None:
+    """Whatever stands behind a minus."""
+    source = program(tmp_path, f"x = {value}").failing_file()
+    assert source is not None
+    node = next(source.every(ast.Assign)).value
+    assert _masks(source, node) is masks
