@@ -50,10 +50,9 @@ def cast_head_input(scene: Scene) -> Changes | None:
     source, node, inside_library = found
     if inside_library or not isinstance(node, ast.Call) or not _calls_module(scene):
         return None
-    fits = _trains_float32(scene, op) and has_torch(source) and _is_returned_by_outermost(scene, source, node)
-    return some(
-        source, [change for one in node.args[:1] for change in source.after(one, cast("float32"))] if fits else []
-    )
+    if not (_trains_float32(scene, op) and has_torch(source) and _is_returned_by_outermost(scene, source, node)):
+        return None
+    return some(source, list(source.after(node.args[0], cast("float32"))) if node.args else [])
 
 
 def _trains_float32(scene: Scene, op: Op) -> bool:

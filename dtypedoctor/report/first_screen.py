@@ -126,12 +126,8 @@ def first_screen(report: Report, where_the_rest_is: str, room: Room = ROOMS[0], 
 def _about_finding(report: Report, finding: Finding, room: Room, patch: str) -> Iterator[tuple[Block, ...]]:
     """Where, what to do, why, and what else was found."""
     advice = report.do_this[0] if report.do_this else None
-    has_edit = report.asks_for_edit
-    facts = (
-        *where_facts(report),
-        ("what", (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}")),
-        *(fact for fact in outcome_facts(report) if not (has_edit and (fact[0] in _PROPOSED or fact == NO_FIX))),
-    )
+    what = ("what", (named(finding.id), f": {finding.severity}, {CONFIDENCE[finding.confidence]}"))
+    facts = (*where_facts(report), what, *_outcome(report))
     yield (Facts(tuple((label, _short(line, room.longest)) for label, line in facts)),)
     if advice is not None and report.status is Status.HEALTHY:
         yield (Paragraph("It may stay as it is; the full report shows how to change it."),)
@@ -142,6 +138,13 @@ def _about_finding(report: Report, finding: Finding, room: Room, patch: str) -> 
     yield tuple(_why(report, finding, room))
     if others := report.findings[1:]:
         yield _also_found(others, room.longest // 2, _MOST_OTHERS if room.evidence else 0)
+
+
+def _outcome(report: Report) -> list[tuple[str, Line]]:
+    """What came of fixes; where the report shows an edit, that none is proposed needs no line."""
+    if not report.asks_for_edit:
+        return list(outcome_facts(report))
+    return [fact for fact in outcome_facts(report) if fact[0] not in _PROPOSED and fact != NO_FIX]
 
 
 def _also_found(others: Sequence[Finding], longest: int, most: int) -> tuple[Block, ...]:
