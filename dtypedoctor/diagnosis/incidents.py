@@ -12,6 +12,7 @@ tests for and replaces.
 import re
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
+from math import prod
 
 from dtypedoctor.diagnosis.ops import Ancestry, OpGraph, all_finite, ancestry, graph_of, has_nan, nonfinite
 from dtypedoctor.dtypes import DTYPES
@@ -231,24 +232,24 @@ def _incidents(trace: Trace) -> tuple[Incident, ...]:
     return found
 
 
-FAR = 0.01
-"""Share of a dtype's largest number below which finite values are far from an overflow."""
+FAR, MASKED = 0.01, 0.5
+"""Share of a dtype's largest number below which finite values are far from an overflow; and of the elements, which are infinite."""
 
 
 def looks_like_a_mask(trace: Trace, incident: Incident) -> bool:
-    """Whether modules output infinities and no NaN, far from an overflow, and nothing is known to have suffered: scores that are masked for a sampler look so."""
-    places = [trace.sites[sample.site] for sample in incident.samples]
-    return (
-        bool(places)
-        and all(
-            site.kind == "output"
-            and not sample.num_nan
-            and site.dtype in DTYPES
-            and sample.absmax < FAR * DTYPES[site.dtype].max
-            for sample, site in zip(incident.samples, places, strict=True)
-        )
-        and _refused(trace) is None
-    )
+    """Whether modules output infinities for the most part, no NaN, and finite values far from an overflow, and nothing is known to have suffered.
+
+    Scores that are masked for a sampler look so. What overflows as a whole leaves no finite value.
+    """
+    samples = [(sample, trace.sites[sample.site]) for sample in incident.samples]
+    return bool(samples) and all(_is_masked(*one) for one in samples) and _refused(trace) is None
+
+
+def _is_masked(sample: Sample, site: Site) -> bool:
+    if site.kind != "output" or sample.num_nan or site.dtype not in DTYPES:
+        return False
+    mostly = sample.num_inf >= MASKED * prod(site.shape)
+    return mostly and 0 < sample.absmax < FAR * DTYPES[site.dtype].max
 
 
 def _refused(trace: Trace) -> Raised | None:

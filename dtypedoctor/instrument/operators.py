@@ -377,6 +377,8 @@ class OperatorMode(DispatchMode):
             above.append(pop_mode())
         try:
             self.__exit__(None, None, None)
+        except IndexError:  # an interruption in the middle of that has restored torch's flags, and left the mode on
+            pop_mode()
         finally:
             for mode in reversed(above):
                 push_mode(mode)

@@ -96,7 +96,7 @@ def test_arguments_are_not_recorded(tmp_path: Path) -> None:
 
 def test_what_is_gone_is_forgotten(tmp_path: Path) -> None:
     """Memory is bounded by the modules that are alive, and torch is as it was before."""
-    lines = DtypeLines(Session(TraceWriter(tmp_path)).guard)
+    lines = DtypeLines(Session(TraceWriter(tmp_path)).guard.shield)
     original = nn.Module._apply
     lines.start()
     try:

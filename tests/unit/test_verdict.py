@@ -205,12 +205,14 @@ def test_a_mask_is_said_to_reach_nothing() -> None:
         (4.0, {"inf": 8}, "bfloat16", Status.UNKNOWN),
         (4.0, {"inf": 8, "nan": 1}, "bfloat16", Status.FINDINGS),
         (30000.0, {"inf": 8}, "float16", Status.FINDINGS),
+        (4.0, {"inf": 1}, "float16", Status.FINDINGS),
+        (0.0, {"inf": 16}, "float16", Status.FINDINGS),
     ],
 )
 def test_infinities_of_a_sampler_are_no_finding_where_no_op_trace_tells_what_made_them(
     absmax: float, bad: dict[str, int], dtype: str, status: Status
 ) -> None:
-    """Masked scores are -inf, and so is a logarithm of 0; NaN, and infinities beside numbers near the dtype's maximum, are no mask."""
+    """Masked scores are -inf; NaN, few infinities or nothing else, and infinities beside numbers near the dtype's maximum are no mask."""
     trace = TraceBuilder().sample("inner", 1.0).sample("", absmax, cls="Sampler", dtype=dtype, **bad)
     report = report_on(trace.add(Coverage(module_calls=2, module_calls_measured=2)).build())
     assert report.status is status, report.headline
