@@ -58,7 +58,8 @@ def test_the_title_says_how_many_weights_stay_what_they_were(tmp_path: Path) -> 
     assert share is not None, report["headline"]
     assert 90 < int(share[1]) <= 100
     assert re.search(
-        r"are unchanged after 8 optimizer steps: bfloat16 rounds (more than )?\d+% of their updates away\.", report["headline"]
+        r"are unchanged after 8 optimizer steps: bfloat16 rounds (more than )?\d+% of their updates away\.",
+        report["headline"],
     )
     (edit,) = report["do_this"][0]["edits"]
     after, _ = examined(tmp_path / "mended", text.replace(edit["old"], edit["new"]))
