@@ -20,6 +20,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 Set before torch is imported here or in what a test starts; one that is set already stays.
 """
 
+os.environ.pop(
+    "PYTHONUNBUFFERED", None
+)  # print() then writes a line and its end one by one, and ranks write into each other's
+
 SLOW_FOLDERS = ("e2e", "benchmarks")
 
 collect_ignore = ["e2e/extension"]  # the test of a package that is not installed here; test_extension.py runs it

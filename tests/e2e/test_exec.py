@@ -376,7 +376,8 @@ def test_in_a_terminal_the_script_has_the_terminal(tmp_path: Path) -> None:
         import sys, time
         print([stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)])
         print("hello", input("name? "), flush=True)
-        time.sleep(600)
+        for _ in range(6000):  # a signal just before a sleep waits for its end
+            time.sleep(0.1)
     """
     path, out = script(tmp_path, source), tmp_path / "run"
     child, terminal = os.forkpty()
