@@ -37,7 +37,7 @@ class Words:
 
     Attributes:
         target: the dotted name of the module that it leads to, where that is not the text.
-        anchor: a name under which a page can be opened at this text; what cannot be linked to shows nothing of it.
+        anchor: a name under which a page can be opened at this text; formats without links ignore it.
     """
 
     text: str
