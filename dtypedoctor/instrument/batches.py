@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dtypedoctor._torch_private import base_of, raw_stream, version_now
 from dtypedoctor.instrument.device_rows import DIRECT, Asked, Counts, DeviceRows, as_dense
+from dtypedoctor.instrument.meter import Meter, bytes_per_second
 from dtypedoctor.interruptions import is_interruption
 from dtypedoctor.unpatched import monotonic, sleep
 
@@ -122,12 +123,27 @@ class Batches:
         """Whether the device has stopped to answer."""
         self.dropped = 0
         """Rows that were given up: no room, or the device was dead."""
+        self.meter: Meter | None = None
+        """Counts the device's seconds for reading; None where nobody asks."""
 
     @property
     def worth_reading(self) -> bool:
         """Whether the host has time for results, as the device is several batches behind; or has left too many unread."""
         flying = self._flying
         return len(flying) > MOST_UNREAD or (len(flying) > AHEAD and self._rows.arrived(flying[-AHEAD][0], 1) is None)
+
+    def newest(self) -> int:
+        """Number of the newest batch that is on its way; -1 where there is none."""
+        return self._flying[-1][0] if self._flying else -1
+
+    def is_flying(self, number: int) -> bool:
+        """Whether batch ``number``, or one before it, is still on its way."""
+        return (
+            number >= 0
+            and bool(self._flying)
+            and self._flying[0][0] <= number
+            and self._rows.arrived(number, 1) is None
+        )
 
     def begin_call(self) -> None:
         """An outermost module call begins: its stream is the one that modules compute on."""
@@ -250,6 +266,9 @@ class Batches:
         for index, row in enumerate(batch, start=self._rows.index(number)):
             row.index = index
         self._flying.append((number, batch))
+        if self.meter is not None:
+            read = sum(row.tensor.nbytes for row in batch if row.tensor is not None and row.gate is None)
+            self.meter.device += read / bytes_per_second(self._device)
 
     def _launch_on_stream(self, batch: list[Row]) -> int:
         """Launches rows of one stream on it."""

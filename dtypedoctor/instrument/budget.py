@@ -1,33 +1,40 @@
 """Thins the watch so that it costs no more than a share of the program's time.
 
-The first steps are measured whole. Then the seconds of such steps are compared with those of steps in which only the residual stream and
-the loss are measured, and each layer takes its turn in every Nth step, so that the differences, those of the first steps included, stay within the
+The first steps are measured whole, and what measuring takes is measured with them: the host's seconds in hooks and the device's seconds for reading.
+From then on each layer takes its turn in every Nth step, so that all that has been spent, that of the first steps included, comes back into the
 budget. At the first sign of trouble a few steps are measured whole again. Time decides nothing else, and nothing at all where the schedule is fixed.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from math import ceil, inf, isfinite
+from math import ceil, inf
 
 import torch
 
 from dtypedoctor.errors import UsageError
+from dtypedoctor.instrument.meter import Meter
 from dtypedoctor.instrument.statistics import median
 from dtypedoctor.trace.events import NotWatched
-from dtypedoctor.unpatched import monotonic
+from dtypedoctor.unpatched import perf_counter
 
-WHOLE = 32
+WHOLE = 8
 """Steps at the beginning that are measured whole."""
 HORIZON = 160
 """Steps within which what has been spent so far is to be brought back into the budget."""
 LEAST = 4
 """At least one part in so many of the budget is spent, whatever has been spent before."""
-COMPARED = 6
-"""Steps of each kind whose seconds are compared."""
+MORE = 1.5
+"""At most so many times the budget is spent, whatever has not been spent before."""
+PLANNED = 16
+"""Steps after which it is planned anew how many layers are measured."""
+LATEST = 16
+"""Steps whose seconds are known."""
 MOST = 64
 """Every layer has its turn in one of so many steps at least."""
-AGAIN = 512
-"""Steps after which the seconds are compared anew."""
+LOSS_ALONE = -1
+"""The period of a step in which not even the residual stream is measured: where that alone would take more than the budget."""
+APART = 16
+"""The residual stream is measured in one of so many steps at least."""
 AFTER_SIGN = 8
 """Steps that are measured whole after a sign of trouble."""
 WINDOW = 32
@@ -67,61 +74,85 @@ class Budget:
         clock: seconds.
     """
 
-    def __init__(self, share: float = 0.0, *, fixed: int = 0, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, share: float = 0.0, *, fixed: int = 0, clock: Callable[[], float] = perf_counter) -> None:
         self._share, self._fixed, self._clock = share, fixed, clock
-        self._step, self._began = 0, inf
+        self.meter = None if fixed else Meter()
+        """Counts what measuring takes; None where that decides nothing."""
+        self._step, self._began, self._metered = 0, inf, (0.0, 0.0, 0.0)
+        self.spent = 0.0
+        """Seconds that measuring has added to the program's, the first step aside, as far as they are known."""
         self._period = 1
-        self._seconds: dict[int, deque[float]] = {1: deque(maxlen=COMPARED), 0: deque(maxlen=COMPARED)}
-        self._compare_from = 1 if fixed else WHOLE - COMPARED
-        self._each = fixed or 1
+        self._program = 0.0
+        self._seconds: deque[float] = deque(maxlen=LATEST)
+        self._whole: deque[float] = deque(maxlen=LATEST)
+        self._outline: deque[float] = deque(maxlen=LATEST)
+        self._loss: deque[float] = deque(maxlen=LATEST)
+        self._each, self._apart, self._plan_at = fixed or 1, 1, 0
         self._whole_until = 1 if fixed else WHOLE
         self._magnitudes: dict[int, tuple[int, float]] = {}
         self._close: set[int] = set()
         self.steps: Counter[int] = Counter()
-        """Finished steps by how they were measured: 1 whole, 0 the residual stream alone, N one of N layers."""
+        """Finished steps by how they were measured: 1 whole, N one of N layers, :data:`LOSS_ALONE`."""
         self.signs: list[tuple[int, str]] = []
         """Steps in which something made the watch measure whole steps again, and what."""
 
     def period(self, step: int) -> int:
-        """How ``step``, which begins, is measured: 1 whole, 0 in outline (the residual stream and the loss), N one of N layers and the outline."""
-        now = self._clock()
-        before = self._period
+        """How ``step``, which begins, is measured: 1 whole, N one of N layers and the outline (the residual stream and the loss), :data:`LOSS_ALONE`."""
         if self._step:
-            self.steps[before] += 1
-        if step == self._step + 1 and before in self._seconds and step > self._compare_from:
-            self._seconds[before].append(now - self._began)
-        self._period = self._plan(step)
-        # the first step after a change has the end of what went before in it
-        self._step, self._began = step, now if self._period == before else inf
+            self.steps[self._period] += 1
+        if self.meter is not None:
+            self._account(step, self.meter)
+        self._step = step
+        if step <= self._whole_until:
+            self._period = 1
+        elif self._fixed:
+            self._period = self._fixed
+        else:
+            if step >= self._plan_at:
+                self._plan_at = step + PLANNED
+                self._each, self._apart = self._turns()
+            self._period = self._each if step % self._apart == 0 else LOSS_ALONE
         return self._period
 
-    def _plan(self, step: int) -> int:
-        if step <= self._whole_until:
-            return 1
-        if self._fixed:
-            return self._fixed
-        if step > self._compare_from + AGAIN:  # compares anew: whole steps first
-            self._compare_from = step - 1
-            self._seconds[1].clear()
-            self._seconds[0].clear()
-            self._whole_until = step + COMPARED
-            return 1
-        if len(self._seconds[0]) < COMPARED:
-            return 0
-        if self._each == 1 or self._period == 0 or step % COMPARED == 0:
-            self._each = self._turns()
-        return self._each
+    def _account(self, step: int, meter: Meter) -> None:
+        """A step has ended: what it took, and what measuring took of that."""
+        now, metered = self._clock(), (meter.host, meter.device, meter.waited)
+        host, device, waited = (after - before for after, before in zip(metered, self._metered, strict=True))
+        cost = waited + device + (0.0 if meter.behind else host)
+        meter.behind = False
+        # the first step builds what all others use: the seconds of that are said, and not brought back
+        if step == self._step + 1 and self._step > 1:
+            program = max(0.0, now - self._began - cost)
+            self._program += program
+            self.spent += cost
+            self._seconds.append(program)
+            if self._period == 1:
+                self._whole.append(cost)
+            elif self._period == LOSS_ALONE:
+                self._loss.append(cost)
+            elif self._whole:
+                whole = median(self._whole)
+                self._outline.append(max(0.0, cost - whole / self._period) / (1 - 1 / self._period))
+        self._began, self._metered = now, metered
 
-    def _turns(self) -> int:
-        """In one of how many steps each layer has its turn, for the time of measuring to stay within the budget."""
-        whole, outline = (list(filter(isfinite, self._seconds[period])) for period in (1, 0))
-        if not whole or not outline:
-            return self._each
-        extra = median(whole) / median(outline) - 1
-        spent = extra * sum(steps / period for period, steps in self.steps.items() if period)
-        left = self._share * (self.steps.total() + HORIZON) - spent
-        share = min(self._share, max(self._share / LEAST, left / HORIZON))
-        return min(MOST, max(1, ceil(extra / share)))
+    def _turns(self) -> tuple[int, int]:
+        """In one of how many steps each layer has its turn, and in one of how many there is an outline, for the seconds of measuring to
+        come back into the budget."""
+        if not self._whole:
+            return self._each, 1
+        whole, outline, loss = (
+            median(seconds) if seconds else 0.0 for seconds in (self._whole, self._outline, self._loss)
+        )
+        step = median(self._seconds)
+        share = self._share * step
+        left = self._share * self._program - self.spent
+        allowed = min(MORE * share, max(share / LEAST, share + left / HORIZON))
+        if whole <= allowed:
+            return 1, 1
+        if allowed > outline and (each := ceil((whole - outline) / (allowed - outline))) <= MOST:
+            return each, 1
+        outline += (whole - outline) / MOST
+        return MOST, min(APART, ceil((outline - loss) / (allowed - loss))) if allowed > loss else APART
 
     def measured(self, step: int, site: int, kind: str, dtype: torch.dtype, magnitude: float) -> None:
         """A sample has become known: looks for signs that something is about to go wrong.
@@ -160,10 +191,10 @@ class Budget:
         total = sum(self.steps.values())
         what = f"some layers, and operators outside of modules, in {sum(thinned.values()):,} of {_steps(total)}"
         how = [
-            f"{_steps(steps)} with each layer measured in 1 of {period} steps"
-            if period
-            else f"{_steps(steps)} with the residual stream and the loss alone"
-            for period, steps in sorted(thinned.items())
+            f"{_steps(steps)} with the loss alone"
+            if period == LOSS_ALONE
+            else f"{_steps(steps)} with each layer measured in 1 of {period} of them"
+            for period, steps in sorted(thinned.items(), reverse=True)
         ]
         limit = f"1/{self._fixed}" if self._fixed else f"{self._share * 100:g}%"
         why = f"the overhead budget ({limit}): {_steps(self.steps[1])} measured whole, {', '.join(how)}"

@@ -63,18 +63,19 @@ class OptimizerSamples:
         self._sample = sample
         self._kept: WeakKeyDictionary[Optimizer, _Kept] = WeakKeyDictionary()
 
-    def before_step(self, optimizer: Optimizer, each: int = 1) -> None:
+    def before_step(self, optimizer: Optimizer, each: int = 1, turn: int = 0) -> None:
         """Measures the gradients, and before the first step the parameters as they were before any training.
 
         Args:
             optimizer: is about to take a step.
-            each: every so-many-th gradient is measured, in each step others.
+            each: every so-many-th gradient is measured.
+            turn: says which of them.
         """
         kept = self._of(optimizer)
         if kept.when is None and not kept.steps:
             self._sample("initial", [_held(one) for one in kept.named], "optimizer", None)
         held = []
-        first = -self._position.step % each
+        first = -turn % each
         for root, name, parameter in kept.named[first::each]:
             grad = parameter.grad
             if grad is not None:

@@ -69,7 +69,8 @@ class Instruments:
         budget: Budget | None = None,
         look: bool = True,
     ) -> None:
-        self.session = session = Session(writer)
+        self._budget = budget if watch and every == 1 and not windows else None
+        self.session = session = Session(writer, self._budget.meter if self._budget is not None else None)
         self.writer = writer
         self.position, self.names, self.guard = session.position, session.names, session.guard
         self.coverage = session.coverage
@@ -78,8 +79,9 @@ class Instruments:
         self.phases = Phases(session)
         self.modules = ModuleWatch(session)
         self.modules.every = every
-        self._budget = budget if watch and every == 1 and not windows else None
         if self._budget is not None:
+            if self._budget.meter is not None:
+                self._budget.meter.coverage = session.coverage
             self.modules.keep_to(self._budget)
         self.code_places = CodePlaces(session.names)
         self._facts = ModelFacts(session)
@@ -287,8 +289,8 @@ class Instruments:
     def _before_step(self, optimizer: Optimizer) -> None:
         self.collectives.settle()
         self._leaves.claim()
-        if self.watching and (period := self.modules.period):
-            self._samples.before_step(optimizer, period)
+        if self.watching and (period := self.modules.period) > 0:
+            self._samples.before_step(optimizer, period, self.modules.turn)
             self.modules.flush()
         elif self.watching:
             self._samples.leave_out(optimizer)

@@ -258,11 +258,12 @@ class Recorder(Protocol):
 
     Attributes:
         suspicious: set when something is found not to be finite.
-        budget: hears of each sample; None where everything is measured.
     """
 
     suspicious: bool
-    budget: "Budget | None"
+
+    def keep_to(self, budget: "Budget | None") -> None:
+        """Tells ``budget`` of each sample from here on; None where everything is measured."""
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()

@@ -28,6 +28,7 @@ from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import Extent, Named, measure_one, modes_are_on, out_of_their_sight
 from dtypedoctor.trace.events import NotWatched
 from dtypedoctor.trace.writer import SampleRow, TraceWriter
+from dtypedoctor.unpatched import thread_time
 
 
 class Nonfinite(NamedTuple):
@@ -75,9 +76,13 @@ class ImmediateRecorder:
         self._news = news
         self._known: dict[int, tuple[ref[Tensor], int, Extent]] = {}
         self.suspicious = False
-        self.budget: Budget | None = None
+        self._budget: Budget | None = None
         self.heard: Callable[[Rows, Source | None, Sequence[Named]], None] = lambda *_: None
         """Called with rows that are not finite, the call that has returned them and what went into it."""
+
+    def keep_to(self, budget: Budget | None) -> None:
+        """Tells ``budget`` of each sample from here on."""
+        self._budget = budget
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -119,8 +124,8 @@ class ImmediateRecorder:
         n, step, call = when
         for number, (site, tensor) in enumerate(rows, n):
             extent = self._extent(tensor)
-            if self.budget is not None:
-                self.budget.measured(step, site, self._sites.kind(site), self._sites.dtypes[site], extent.absmax)
+            if self._budget is not None:
+                self._budget.measured(step, site, self._sites.kind(site), self._sites.dtypes[site], extent.absmax)
             if not extent.finite:
                 finite = False
                 self._news.add(number, step, call, site)
@@ -199,8 +204,14 @@ class StreamRecorder:
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._reader: threading.Thread | None = None
+        self._end_of_call = -1
         self.suspicious = False
-        self.budget: Budget | None = None
+        self._budget: Budget | None = None
+
+    def keep_to(self, budget: Budget | None) -> None:
+        """Tells ``budget`` of each sample from here on, and what it has taken."""
+        self._budget = budget
+        self._batches.meter = budget.meter if budget is not None else None
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -309,8 +320,11 @@ class StreamRecorder:
 
         def read() -> None:
             while not self._ended.wait(READ_SECONDS):
+                began = thread_time()
                 with self._lock:
                     self._settle()
+                if self._batches.meter is not None:
+                    self._batches.meter.took(thread_time() - began)
 
         self._reader = threading.Thread(target=read, daemon=True, name="dtypedoctor-reader")
         self._reader.start()
@@ -326,9 +340,13 @@ class StreamRecorder:
     def end_call(self) -> None:
         """Launches everything; writes only if the device is busy, which is about to be given a backward pass."""
         self._send_all()
+        self._end_of_call = self._batches.newest()
 
     def flush(self) -> None:
         """Launches everything, and writes what has arrived."""
+        meter = self._batches.meter
+        if meter is not None and self._batches.is_flying(self._end_of_call):
+            meter.behind = True  # by a backward pass, or by what else has been given to it since the outermost call
         self._send_all()
         with self._lock:
             self._settle()
@@ -453,8 +471,8 @@ class StreamRecorder:
                 runs.append((n, []))
             following = n + 1
             runs[-1][1].append((site, absmax, nan, inf))
-            if self.budget is not None:
-                self.budget.measured(step, site, self._sites.kind(site), self._sites.dtypes[site], absmax)
+            if self._budget is not None:
+                self._budget.measured(step, site, self._sites.kind(site), self._sites.dtypes[site], absmax)
         if runs:
             self._writer.write_runs(*moment, runs)
 
@@ -501,7 +519,8 @@ class Recorders:
 
     def keep_to(self, budget: Budget) -> None:
         """Tells ``budget`` of each sample from here on."""
-        self._budget = self._immediate.budget = budget
+        self._budget = budget
+        self._immediate.keep_to(budget)
 
     def record(
         self, rows: Rows, when: tuple[int, int, int], source: Source | None = None, given: Sequence[Named] = ()
@@ -557,6 +576,6 @@ class Recorders:
         found: Recorder = self._immediate
         if device.type in BEHIND:
             found = StreamRecorder(self._writer, self._sites, device_rows(device), device, self.news)
-        found.budget = self._budget
+        found.keep_to(self._budget)
         self._of[device] = found
         return found

@@ -26,6 +26,7 @@ from dtypedoctor._torch_private import (
     set_grad_enabled,
 )
 from dtypedoctor.instrument.frames import source_of
+from dtypedoctor.instrument.meter import Meter
 from dtypedoctor.instrument.naming import Names, short_name
 from dtypedoctor.interruptions import contained, is_interruption
 from dtypedoctor.redaction.messages import elided
@@ -361,10 +362,12 @@ class Guard:
     Args:
         writer: where what went unwatched is recorded, once each.
         position: nothing is called while it is muted.
+        meter: counts the seconds of what is called; None where nobody asks.
     """
 
-    def __init__(self, writer: "TraceWriter", position: Position) -> None:
+    def __init__(self, writer: "TraceWriter", position: Position, meter: Meter | None = None) -> None:
         self._writer = writer
+        self._meter = meter
         self._position = position
         self._told: set[str] = set()
 
@@ -400,8 +403,9 @@ class Guard:
                     raise
                 self.failed(what, error)
 
-        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch warns of other hooks when it pickles a tensor
-        return hook
+        called = hook if self._meter is None else self._meter.timed(hook)
+        called.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch warns of other hooks when it pickles a tensor
+        return called
 
     def keeping(self, what: str) -> contained:
         """A context in which errors of ours are kept from the program: the same as :meth:`shield` for a few lines."""
@@ -442,16 +446,18 @@ class Session:
         position: step, call and phase of the moment.
         names: dotted names of modules, parameters and buffers.
         autocast: the autocast regions that are open.
+        meter: counts the seconds that instruments take; None where nobody asks.
         guard: keeps the instruments' own errors from the program.
         coverage: how much of what ran was measured.
     """
 
-    def __init__(self, writer: "TraceWriter") -> None:
+    def __init__(self, writer: "TraceWriter", meter: Meter | None = None) -> None:
         self.writer = writer
         self.position = Position()
         self.names = Names(writer)
         self.autocast = AutocastLog()
-        self.guard = Guard(writer, self.position)
+        self.meter = meter
+        self.guard = Guard(writer, self.position, meter)
         self.coverage = Coverage()
         self._once: dict[str, set[Any]] = {}
 

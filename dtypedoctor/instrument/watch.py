@@ -12,10 +12,11 @@ from threading import get_ident
 from typing import Any, Protocol
 
 from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
 from torch.nn.modules import module as hooks
 
 from dtypedoctor._torch_private import count_no_global_hook_of, forget_global_hook, tracing_state
-from dtypedoctor.instrument.budget import Budget
+from dtypedoctor.instrument.budget import LOSS_ALONE, Budget
 from dtypedoctor.instrument.operators import being_recorded
 from dtypedoctor.instrument.places import Looks, Place, Places, Rows, Sites, Source, When
 from dtypedoctor.instrument.recorders import Nonfinite, Recorders
@@ -62,6 +63,8 @@ class ModuleWatch:
         self._budget: Budget | None = None
         self._planned = -1
         self._period = 1
+        self.turn = 0
+        """How many steps so far have been measured in part: says which layers and gradients have their turn."""
         self._writer, self._position, self._names = session.writer, session.position, session.names
         self._guard, self._coverage = session.guard, session.coverage
         self._sites = Sites(session.writer)
@@ -101,13 +104,49 @@ class ModuleWatch:
 
     def start(self) -> None:
         """Begins to watch every module call of the process."""
+        enters = self._guard.shield(self._enter, "some module calls")
+        leaves = self._guard.shield(self._leave, "the outputs of some modules")
+        if self.every != 1 or self._budget is not None:
+            enters, leaves = self._only_measured(enters, leaves)
         self._handles = [
-            hooks.register_module_forward_pre_hook(self._guard.shield(self._enter, "some module calls")),
-            hooks.register_module_forward_hook(
-                self._guard.shield(self._leave, "the outputs of some modules"), with_kwargs=True, always_call=True
-            ),
+            hooks.register_module_forward_pre_hook(enters),
+            hooks.register_module_forward_hook(leaves, with_kwargs=True, always_call=True),
         ]
         self._reveal = count_no_global_hook_of(frozenset(handle.id for handle in self._handles))
+
+    def _only_measured(
+        self, enters: Callable[..., None], leaves: Callable[..., None]
+    ) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The same hooks, which pass by inner modules whose turn it is not: nearly all calls of a thinned step.
+
+        These are not on the stack of open calls, so what is said of a position is said of the call around them. One that
+        raises is told of as if it had been entered.
+        """
+        position, coverage, known = self._position, self._coverage, self._places.known
+
+        def passes_by(module: nn.Module) -> bool:
+            if self._period == 1 or position.step != self._planned or self._replay is not None or self.alone:
+                return False
+            held = known.get(id(module))
+            if held is None or held[0]() is not module:
+                return False
+            here = position.of.here or position.last
+            return bool(here.stack) and here.thread == get_ident() and not self._measures(held[1]) and held[1].fqn != ""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if is_compiling() or not passes_by(module):
+                enters(module, args)
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any = _RAISED) -> None:
+            if is_compiling() or not passes_by(module):
+                leaves(module, args, kwargs, output)
+            elif output is not _RAISED:
+                coverage.module_calls_skipped += 1
+            elif self.raised_in[0] != id(sys.exc_info()[1]):
+                (position.of.here or position.last).stack.append(module)
+                leaves(module, args, kwargs, output)
+
+        return enter, leave
 
     def stop(self) -> None:
         """Stops watching; everything measured so far gets into the trace."""
@@ -182,7 +221,7 @@ class ModuleWatch:
 
     @property
     def period(self) -> int:
-        """How this step is measured: 1 whole, 0 the residual stream and the loss alone, N these and one of N layers."""
+        """How this step is measured: 1 whole, 0 the residual stream and the loss alone, N these and one of N layers, :data:`LOSS_ALONE`."""
         if self._position.step != self._planned:
             self._plan()
         return self._period
@@ -194,6 +233,7 @@ class ModuleWatch:
             self._period = int(self.every > 1 and step % self.every == 1)
         else:
             self._period = self._budget.period(step) if self._budget is not None else 1
+            self.turn += self._period > 1
 
     @property
     def whole(self) -> bool:
@@ -205,7 +245,9 @@ class ModuleWatch:
         if self._position.step != self._planned:
             self._plan()
         period = self._period
-        return period == 1 or place.residual or (period > 1 and (place.layer + self._position.step) % period == 0)
+        if period == LOSS_ALONE:
+            return False
+        return period == 1 or place.residual or (period > 1 and (place.layer + self.turn) % period == 0)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called.

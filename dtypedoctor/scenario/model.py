@@ -292,8 +292,9 @@ class Scenario(Strict):
     )  # fmt: skip
     overhead_budget: OVERHEAD_BUDGET = Field(
         default="off",
-        description="`5%`: after the first 32 steps each layer is measured in one of so many steps that measuring takes no more of the "
-        "time; `1/16`: in one of 16 steps from the second on; `off`: always. The residual stream and the loss are measured in each step.",
+        description="`5%`: after the first 8 steps each layer is measured in one of so many steps that measuring takes no more of the "
+        "time; `1/16`: in one of 16 steps from the second on; `off`: always. The loss is measured in each step, the residual stream "
+        "unless that alone takes too long.",
     )  # fmt: skip
     distributed: Distributed | None = Field(
         default=None, description="Run it in several processes; `generate`, `unload` and compiled steps cannot be."

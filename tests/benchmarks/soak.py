@@ -51,6 +51,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "soak.json").write_text(json.dumps({**about, "left_out": left_out, "turns": turns}, indent=1) + "\n")
     (options.out / "soak.svg").write_text(_drawn(turns, f"{where}, {workload.description}, budget {options.budget}"))
+    for turn in turns:
+        print(f"{turn['seconds']:7.1f} s: overhead {turn['overhead']:6.1%}, by its own count {turn['metered']:6.1%}")
     later = [turn["overhead"] for turn in turns[1:]] or [0.0]
     print(f"{where}, {workload.description}: {sum(BARE + WATCHED for _ in turns):,} steps")
     print(
@@ -68,6 +70,7 @@ def _train(workload: Workload, budget: Budget, directory: Path, seconds: float) 
     for _ in range(BARE):
         workload.step()
     turns: list[dict[str, float]] = []
+    spent = 0.0
     began = time.perf_counter()
     before = _seconds_of(workload, BARE)
     while time.perf_counter() - began < seconds:
@@ -85,9 +88,11 @@ def _train(workload: Workload, budget: Budget, directory: Path, seconds: float) 
                 "overhead": round(watched / bare - 1, 4),
                 "memory_mib": round(resident() / 2**20, 1),
                 "device_mib": round(workload.peak() / 2**20, 1),
+                "metered": round((budget.spent - spent) / (bare * WATCHED), 4),
                 "trace_mib": round(sum(file.stat().st_size for file in directory.iterdir()) / 2**20, 3),
             }
         )
+        spent = budget.spent
     writer.close()
     return turns
 

@@ -41,6 +41,7 @@ from dtypedoctor.instrument.operators import (
 )
 from dtypedoctor.instrument.session import Session
 from dtypedoctor.instrument.statistics import is_spread
+from dtypedoctor.unpatched import perf_counter
 from dtypedoctor.values import dataclass
 
 FIRST_LOOKS = 2
@@ -153,7 +154,7 @@ class _Mode(OperatorMode):
     def __init__(self, checks: Sequence[Check], session: Session) -> None:
         super().__init__()
         self._checks = checks
-        self._position, self._guard = session.position, session.guard
+        self._position, self._guard, self._meter = session.position, session.guard, session.meter
         self._ids = TensorIds()
 
     @classmethod
@@ -164,6 +165,7 @@ class _Mode(OperatorMode):
     @contextmanager
     def aside(self) -> Any:
         """The doctor's own work: seen by no mode, recorded by nobody, and its errors kept from the program."""
+        began = perf_counter()
         with (
             self._guard.keeping("some operators in a routine look"),
             self._position.mute(),
@@ -173,6 +175,8 @@ class _Mode(OperatorMode):
             torch.no_grad(),
         ):
             yield
+        if self._meter is not None:
+            self._meter.waited += perf_counter() - began
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
