@@ -10,7 +10,7 @@ from math import inf
 
 from dtypedoctor.diagnosis.incidents import Incident, incidents
 from dtypedoctor.diagnosis.registry import rules
-from dtypedoctor.diagnosis.rule import Finding, most_severe_first
+from dtypedoctor.diagnosis.rule import Confidence, Finding, most_severe_first
 from dtypedoctor.diagnosis.wording import short
 from dtypedoctor.patterns import regex
 from dtypedoctor.trace.events import Observed, Raised, Sample, Site
@@ -49,6 +49,7 @@ class Rank:
         code: its exit status, or minus the signal that ended it.
         ended: how it ended, in words.
         stopped: whether the doctor stopped it, with all others, at the time limit.
+        lost: whether nobody knows how it ended: its trace has no end, and it had no exit status when this was asked.
     """
 
     number: int
@@ -56,6 +57,7 @@ class Rank:
     code: int
     ended: str
     stopped: bool = False
+    lost: bool = False
 
     @cached_property
     def first(self) -> Incident | None:
@@ -202,11 +204,39 @@ def _sent_since_the_failure(origin: Rank) -> Iterator[tuple[Key, Sample]]:
 
 def across_ranks(findings: Sequence[Finding], ranks: Sequence[Rank], source: int) -> tuple[Finding, ...]:
     """The findings of rank ``source``, the first of them with what the other ranks add, and what only several ranks show together."""
-    if len(ranks) < 2:
+    if size_of(ranks) < 2:
         return tuple(findings)
     own = [replace(finding, rank=source) for finding in findings]
     own[:1] = [replace(first, evidence=(*_told(ranks, source), *first.evidence)) for first in own[:1]]
-    return with_compared(own, ranks)
+    return with_compared([_begun_elsewhere(finding, ranks, source) for finding in own], ranks)
+
+
+def size_of(ranks: Sequence[Rank]) -> int:
+    """How many processes the job had, by what those say that left a trace; ranks of other machines count."""
+    told = (rank.trace.header.world_size for rank in ranks if rank.trace.header is not None)
+    return max([*told, *(rank.number + 1 for rank in ranks)], default=0)
+
+
+def not_recorded(ranks: Sequence[Rank]) -> str:
+    """The ranks of the job of which nothing was recorded here, e.g. ``ranks 1, 4-7``; empty where there are none."""
+    parts, first = [], 0
+    for number in [*sorted(rank.number for rank in ranks), size_of(ranks)]:
+        if number > first:
+            parts.append(str(first) if number == first + 1 else f"{first}-{number - 1}")
+        first = number + 1
+    several = len(parts) > 1 or "-" in "".join(parts)
+    return f"rank{'s' if several else ''} {', '.join(parts)}" if parts else ""
+
+
+def _begun_elsewhere(finding: Finding, ranks: Sequence[Rank], source: int) -> Finding:
+    """The finding; where it only shows what came in through a collective from a rank that nobody has recorded, it says so and is no more than possible."""
+    origin = next(rank for rank in ranks if rank.number == source)
+    others = not_recorded(ranks)
+    if not others or origin.first is None or not _was_carried(origin):
+        return finding
+    by = next(key[2] for key, sample in origin.collectives[RECEIVED].items() if not sample.finite)
+    said = f"Rank {source} received it through {by}: it began on another rank; not recorded here: {others}."
+    return replace(finding, summary=f"{finding.summary} {said}", confidence=Confidence.POSSIBLE, proven_by=None)
 
 
 def with_compared(own: Sequence[Finding], ranks: Sequence[Rank]) -> tuple[Finding, ...]:
@@ -218,8 +248,13 @@ def with_compared(own: Sequence[Finding], ranks: Sequence[Rank]) -> tuple[Findin
 
 
 def coverage_of(ranks: Sequence[Rank]) -> Iterator[str]:
-    """A line for each rank, how it ended and how far it came, unless all of several completed: then nothing is missing."""
-    if len(ranks) < 2 or all(rank.completed for rank in ranks):
+    """A line for each rank, how it ended and how far it came, unless all of several completed; and one for those that were not recorded."""
+    if others := not_recorded(ranks):
+        yield (
+            f"{others}: not recorded here, so nothing is known of {'them' if others.startswith('ranks') else 'it'}; "
+            "`dtypedoctor report DIR DIR` joins what several machines have recorded"
+        )
+    if size_of(ranks) < 2 or all(rank.completed for rank in ranks):
         return
     furthest = max((rank.entered() for rank in ranks), default=0)
     for rank in ranks:
@@ -237,10 +272,11 @@ def _messages(rank: Rank) -> str:
 def _told(ranks: Sequence[Rank], source: int) -> Iterator[str]:
     origin = next(rank for rank in ranks if rank.number == source)
     if origin.first is None:
-        yield f"Seen on rank {source} of {len(ranks)}."
+        yield f"Seen on rank {source} of {size_of(ranks)}."
         return
+    of_these = " recorded here" if not_recorded(ranks) else ""
     yield (
-        f"Rank {source} of {len(ranks)} was the first with something that is not finite: {origin.trace.moment(origin.first.step)}, "
+        f"Rank {source} of {len(ranks)}{of_these} was the first with something that is not finite: {origin.trace.moment(origin.first.step)}, "
         f"{origin.first.phase}, {_first_place(origin, origin.first)}."
     )
     carried = carrier(ranks, source)
@@ -309,13 +345,15 @@ def _was_carried(rank: Rank) -> bool:
 
 
 def _blame(rank: Rank) -> int:
-    """How likely the rank has brought the others down: killed, raised, raised because of another, stopped, or well."""
+    """How likely the rank has brought the others down: killed, raised, lost, raised because of another, stopped, or well."""
     raised = rank.trace.last(Raised)
     if rank.code < 0 and rank.code != -signal.SIGTERM:
         return 0
     if raised is not None:
-        return 2 if OF_ANOTHER_RANK.search(raised.message) else 1
-    return 3 if rank.code else 4
+        return 3 if OF_ANOTHER_RANK.search(raised.message) else 1
+    if rank.lost:
+        return 2
+    return 4 if rank.code else 5
 
 
 def _members(trace: Trace, site: Site) -> tuple[int, ...]:

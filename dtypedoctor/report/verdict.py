@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, fields
 
 from dtypedoctor.analysis import How, analysis_of, ended_at, ending_of
+from dtypedoctor.diagnosis.distributed import not_recorded, size_of
 from dtypedoctor.diagnosis.incidents import GRADIENTS, looks_like_a_mask
 from dtypedoctor.diagnosis.ops import asked_for
 from dtypedoctor.diagnosis.rule import Finding, Severity
@@ -36,6 +37,7 @@ from dtypedoctor.trace.events import (
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trials.capsules import is_replay
 from dtypedoctor.trials.results import Treatment
+from dtypedoctor.trials.runs import ranks_of
 from dtypedoctor.values import dataclass
 
 ENOUGH = 0.9
@@ -326,12 +328,8 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
         return Status.UNKNOWN, f"Nothing found until {_stop(stopped)}: {_as_far_as_known(trace, measured)}."
     if lack := _lack(treatment, measured):
         return Status.UNKNOWN, f"{_capital(lack)}."
-    if elsewhere := [note.what for note in trace.all(NotWatched) if note.why == WORKED_ELSEWHERE]:
-        known = _as_far_as_known(trace, measured)
-        return (
-            Status.UNKNOWN,
-            f"Nothing found in this process, but not measured: {one_line(', '.join(elsewhere), 200)}; {known}.",
-        )
+    if part := _part_recorded(treatment):
+        return Status.UNKNOWN, f"Nothing found {part}; {_as_far_as_known(trace, measured)}."
     if treatment.closer is None and (doubt := doubt_in_words(trace)):
         return Status.UNKNOWN, f"Nothing found, but {doubt}."
     if measured.swallowed and treatment.closer is None:
@@ -339,6 +337,17 @@ def _without_findings(treatment: Treatment, measured: Measured, noted: Finding |
     if trace.end is not None and treatment.observer.bitwise_equal is False:
         return Status.UNKNOWN, f"Nothing found, but instrumentation changed the run: {treatment.observer.reason}."
     return Status.HEALTHY, _healthy(treatment, measured, noted)
+
+
+def _part_recorded(treatment: Treatment) -> str:
+    """Where nothing was found, and which processes were not recorded; empty where all were."""
+    notes = treatment.before.trace.all(NotWatched)
+    if elsewhere := [note.what for note in notes if note.why == WORKED_ELSEWHERE]:
+        return f"in this process, but not measured: {one_line(', '.join(elsewhere), 200)}"
+    ranks = ranks_of(treatment.before)
+    if others := not_recorded(ranks):
+        return f"on {counted(len(ranks), 'rank')} of {size_of(ranks)}; not recorded here: {others}"
+    return ""
 
 
 def _healthy(treatment: Treatment, measured: Measured, noted: Finding | None) -> str:
@@ -411,12 +420,16 @@ def _as_far_as_known(trace: Trace, measured: Measured) -> str:
 
 
 def _ended(run: Run) -> str:
-    return f"rank {run.rank} of {len(run.ranks)}: {ended_at(run)}" if run.rank is not None else ending_of(run).words
+    return f"{_one_of(run)}: {ended_at(run)}" if run.rank is not None else ending_of(run).words
+
+
+def _one_of(run: Run) -> str:
+    return f"rank {run.rank} of {size_of(ranks_of(run))}"
 
 
 def _who(run: Run) -> str:
     if run.rank is not None:
-        return f"Rank {run.rank} of {len(run.ranks)}"
+        return _one_of(run).capitalize()
     return "The script" if run.foreign else "The worker"
 
 

@@ -39,6 +39,7 @@ STDOUT, STDERR = "stdout.txt", "stderr.txt"
 """Where a worker's streams go, in its directory."""
 EXIT = "exit.json"
 """Where it is written down how the worker ended."""
+NO_END = "left neither an end record nor an exit status: it was killed together with dtypedoctor, or is still running"
 _LONGEST_LINE = 5000
 
 
@@ -118,6 +119,8 @@ class Run:
 
     def last_words(self) -> str:
         """How the worker ended; for a Python process that failed also the last line of its standard error."""
+        if self.exit.unknown and self.trace.end is None:
+            return NO_END
         if self.exit.code <= 0 or self.exit.timed_out:
             return self.exit.describe()
         try:
@@ -246,11 +249,21 @@ def _parts(place: Path) -> Iterator[str]:
             yield str(path.parent)
 
 
+def _signal(number: Any) -> int:
+    return int(number) and int(signal.Signals(int(number)))  # whatever else a foreign file holds is none
+
+
 def _exit(directory: Path) -> WorkerExit:
     """How the worker ended; a trace that came without that and has an end is taken at its own word."""
     found = _json(directory / EXIT)
     try:
-        return WorkerExit(code=int(found["code"]), timed_out=bool(found["timed_out"]), seconds=float(found["seconds"]))
+        return WorkerExit(
+            code=int(found["code"]),
+            timed_out=bool(found["timed_out"]),
+            seconds=float(found["seconds"]),
+            asked_to_end=int(found.get("asked_to_end", 0)),
+            ended_by_launcher=_signal(found.get("ended_by_launcher", 0)),
+        )
     except (KeyError, TypeError, ValueError, OverflowError):
         return WorkerExit(code=0, timed_out=False, seconds=0.0, unknown=True)
 

@@ -84,6 +84,7 @@ def ranks_of(run: Run) -> tuple[Rank, ...]:
             code=one.exit.code,
             ended=_ended(one),
             stopped=one.exit.timed_out and one.trace.end is None,
+            lost=one.exit.unknown and one.trace.end is None,
         )
         for number, one in enumerate(run.ranks)
     )

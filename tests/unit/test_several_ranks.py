@@ -1,6 +1,7 @@
 """What the traces of several ranks say together, and where they lie."""
 
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ import pytest
 from traces import TraceBuilder
 
 from dtypedoctor.analysis import ended_at
-from dtypedoctor.diagnosis.distributed import Rank, across_ranks, carrier, coverage_of, leading_rank
+from dtypedoctor.diagnosis.distributed import Rank, across_ranks, carrier, coverage_of, leading_rank, not_recorded
 from dtypedoctor.diagnosis.rule import Confidence, Finding, Severity
 from dtypedoctor.runner.run import Run, WorkerExit
-from dtypedoctor.trace.events import Observation, Raised
+from dtypedoctor.trace.events import Header, Observation, Raised
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import (
     header,
@@ -185,6 +186,51 @@ def test_without_a_failure_rank_0_leads() -> None:
     """And a run of one process has no ranks to tell of."""
     assert leading_rank([rank(0, _healthy()), rank(1, _healthy())]) == 0
     assert across_ranks([FOUND], [], 0) == (FOUND,)
+
+
+def of_many(ranks: Sequence[Rank], size: int) -> list[Rank]:
+    """The ranks as they are recorded in a job of so many processes."""
+    first = Header(created=0.0, pid=1, world_size=size)
+    return [replace(one, trace=replace(one.trace, records=(first, *one.trace.records[1:]))) for one in ranks]
+
+
+@pytest.mark.parametrize(
+    ("seen", "size", "missing"),
+    [
+        ([0, 1], 2, ""),
+        ([0], 2, "rank 1"),
+        ([1], 3, "ranks 0, 2"),
+        ([3, 4], 10**12, "ranks 0-2, 5-999999999999"),
+    ],
+)
+def test_ranks_that_left_nothing_here_are_named(seen: list[int], size: int, missing: str) -> None:
+    """However many they are: the number stands in a file that may be anybody's."""
+    ranks = of_many([rank(number, _healthy()) for number in seen], size)
+    assert not_recorded(ranks) == missing
+    assert [line.partition(":")[0] for line in coverage_of(ranks)] == [missing] * bool(missing)
+
+
+def test_what_came_from_a_rank_that_was_not_recorded_is_not_said_to_begin_here() -> None:
+    """Rank 0 of two has it from the all_reduce: the finding says so, and is no more than possible; of rank 1 nothing is said."""
+    carried, origin = of_many(two(), 2)
+    proven = replace(FOUND, confidence=Confidence.PROVEN)
+    alone = across_ranks([proven], [carried], 0)[0]
+    assert (
+        alone.summary == "s Rank 0 received it through all_reduce: it began on another rank; not recorded here: rank 1."
+    )
+    assert alone.confidence is Confidence.POSSIBLE
+    assert "Rank 0 of 1 recorded here was the first" in alone.evidence[0]
+    for ranks, leading in (([origin], 1), ([carried, origin], 1)):
+        assert across_ranks([proven], ranks, leading)[0].summary == "s"
+        assert across_ranks([proven], ranks, leading)[0].confidence is Confidence.PROVEN
+
+
+def test_a_rank_of_which_nobody_knows_the_end_leads_those_that_complain_of_it() -> None:
+    """It was killed with its machine; one that raised an exception of its own says more."""
+    complains = rank(0, _raising("Connection closed by peer [127.0.0.1]:9377"), code=1)
+    lost = replace(rank(1, _healthy()), lost=True)
+    assert leading_rank([complains, lost]) == 1
+    assert leading_rank([complains, lost, rank(2, _raising("bad shard"), code=1)]) == 2
 
 
 @pytest.mark.parametrize(
