@@ -6,15 +6,18 @@ import sys
 from dataclasses import asdict
 from importlib.util import decode_source
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dtypedoctor.cli import completion
-from dtypedoctor.cli.launchers import taken_apart
+from dtypedoctor.cli.launchers import nodes_of, taken_apart
 from dtypedoctor.cli.output import EveryNSteps, NprocPerNode, OpenPage, Out, OverheadBudget, announce
 from dtypedoctor.errors import UsageError
 from dtypedoctor.interruptions import say
+
+if TYPE_CHECKING:
+    from dtypedoctor.report.model import Report
 
 WEEK = 604_800
 
@@ -144,7 +147,7 @@ def execute(
             )
         ],
     )
-    here = member()
+    here, nodes = member(), nodes_of(launch.launcher)
     if launch.launcher and (here is not None or nproc_per_node is not None):
         why = (
             "this process is one of several already" if here is not None else "--nproc-per-node starts torchrun itself"
@@ -166,11 +169,26 @@ def execute(
         certify=here is None and (rerun or verify_uninstrumented),  # only its launcher can start a job once more
         only=frozenset(remedies),
         ablations=rerun,
-        rerun_option="--rerun" if here is None else "--nproc-per-node N --rerun",
+        rerun_option="--rerun" if here is None and nodes is None else "--nproc-per-node N --rerun",
         capsule_limit=capsule_limit << 20,
     )
-    directory = new_directory(out, scenario.name)
-    report, status = treat_script(scenario, directory, plan, in_place=rerun_in_place)
+    if nodes is not None and plan.runs_again:
+        raise UsageError(
+            "--rerun, --try, --ablate and --verify-uninstrumented: this job has several machines, and one alone cannot start it again",
+            "Leave them out, or start the job on one machine.",
+        )
+
+    def treat_in(directory: Path) -> "tuple[Report, int]":
+        return treat_script(scenario, directory, plan, in_place=rerun_in_place)
+
+    if nodes is None or out is None:
+        directory = new_directory(out, scenario.name)
+        report, status = treat_in(directory)
+    else:
+        from dtypedoctor.cli.nodes import treated_together
+
+        directory = out
+        report, status = treated_together(out, nodes, [script, *launch.arguments], treat_in)
     from dtypedoctor.cli.output import console_for, leave_report_page, left_in
     from dtypedoctor.cli.reported import exit_code
     from dtypedoctor.report.first_screen import print_first_screen

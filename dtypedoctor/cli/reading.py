@@ -6,13 +6,16 @@ import shlex
 import sys
 from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dtypedoctor.cli import completion
 from dtypedoctor.cli.output import TERMINAL, FormatOption, announce, print_text, show, show_markdown, shows_runs
 from dtypedoctor.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from dtypedoctor.report.model import Report
 
 
 def register(app: typer.Typer) -> None:
@@ -63,11 +66,11 @@ def inspect(
 
 
 def report(
-    run: Annotated[
-        Path,
+    runs: Annotated[
+        list[Path],
         typer.Argument(
-            help="Run directory, of one run or of several scenarios, or a report.json.",
-            metavar="RUN",
+            help="Run directory, of one run or of several scenarios, or a report.json. Several: of one job, recorded on several machines.",
+            metavar="RUN...",
         ),
     ],
     format: FormatOption = TERMINAL,
@@ -82,30 +85,37 @@ def report(
 ) -> None:
     """Print the report of a finished run."""
     if project is not None:
-        _ticket(run, project, format)
+        _ticket(runs, project, format)
         return
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.files import read_matrix, report_of, with_pictures
+    from dtypedoctor.report.files import read_matrix, with_pictures
     from dtypedoctor.report.matrix import matrix_document, matrix_exit
     from dtypedoctor.report.run_document import run_document
 
     gc.disable()  # the process ends with the report, and looking for garbage in a long trace takes a fifth of the time
-    several = read_matrix(run)
+    run = runs[0]
+    several = read_matrix(run) if len(runs) == 1 else None
     if several is not None:
         rows, reports = several
         shown = reports if format == TERMINAL else list(map(redact, reports))
         show(matrix_document(rows, shown, exit_code=matrix_exit(rows)), format)
         return
-    found = report_of(run)
+    found = _report_of(runs)
     if shows_runs(format):
         found = with_pictures(found, run if run.is_dir() else run.parent)
     show(run_document(found if format == TERMINAL else redact(found)), format)
 
 
-def _ticket(run: Path, project: str, format: str) -> None:
+def _report_of(runs: list[Path]) -> "Report":
+    from dtypedoctor.report.files import report_of, report_of_machines
+
+    return report_of(runs[0]) if len(runs) == 1 else report_of_machines(runs)
+
+
+def _ticket(runs: list[Path], project: str, format: str) -> None:
     """Prints the issue, and on stderr its title and where it is filed."""
     from dtypedoctor.redaction.redact import redact
-    from dtypedoctor.report.files import read_matrix, report_of
+    from dtypedoctor.report.files import read_matrix
     from dtypedoctor.report.project_tickets import needs_capsule, template_of, ticket
     from dtypedoctor.report.run_facts import replay_command
     from dtypedoctor.report.text import one_line
@@ -113,9 +123,10 @@ def _ticket(run: Path, project: str, format: str) -> None:
     template = template_of(project)
     if format not in (TERMINAL, "md"):
         raise UsageError(f"--for {project}: an issue is Markdown", "Leave --format out.")
-    if read_matrix(run) is not None:
+    run = runs[0]
+    if len(runs) == 1 and read_matrix(run) is not None:
         raise UsageError(f"{run}: this is a folder of several runs", "Name one of them.")
-    found = redact(report_of(run))
+    found = redact(_report_of(runs))
     print_text(ticket(found, project))
     print(f"\nTitle: {one_line(found.headline, 600)}\nNew issue: {template.address}", file=sys.stderr)
     if needs_capsule(found):

@@ -250,12 +250,15 @@ def with_compared(own: Sequence[Finding], ranks: Sequence[Rank]) -> tuple[Findin
 def coverage_of(ranks: Sequence[Rank]) -> Iterator[str]:
     """A line for each rank, how it ended and how far it came, unless all of several completed; and one for those that were not recorded."""
     if others := not_recorded(ranks):
-        yield (
-            f"{others}: not recorded here, so nothing is known of {'them' if others.startswith('ranks') else 'it'}; "
-            "`dtypedoctor report DIR DIR` joins what several machines have recorded"
-        )
-    if size_of(ranks) < 2 or all(rank.completed for rank in ranks):
-        return
+        yield f"{others}: not recorded here, so nothing is known of it; {_JOIN}"
+    if size_of(ranks) > 1 and not all(rank.completed for rank in ranks):
+        yield from _progress(ranks)
+
+
+_JOIN = "`dtypedoctor report DIR DIR` joins what several machines have recorded"
+
+
+def _progress(ranks: Sequence[Rank]) -> Iterator[str]:
     furthest = max((rank.entered() for rank in ranks), default=0)
     for rank in ranks:
         count = rank.entered()

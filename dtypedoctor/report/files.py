@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from pydantic import ValidationError
 from dtypedoctor.errors import UsageError
 from dtypedoctor.foreign_files import inside, read_file, read_head, reason
 from dtypedoctor.redaction.redact import without_process_secrets
+from dtypedoctor.replay.capsule import read_capsule
 from dtypedoctor.report.build import REPORT_JSON, build_report
 from dtypedoctor.report.matrix import MatrixRow, read_matrix_json, refused_report
 from dtypedoctor.report.model import Outcome, Picture, Report
 from dtypedoctor.report.pictures import picture_of
 from dtypedoctor.report.to_json import from_json
-from dtypedoctor.runner.run import BEFORE, SavedRun, open_run
+from dtypedoctor.runner.run import BEFORE, Run, SavedRun, open_run
 from dtypedoctor.scenario.model import Scenario, ScenarioStep, Script
 from dtypedoctor.trace.lines import EVENTS
 from dtypedoctor.trace.model import Trace
@@ -24,6 +26,7 @@ from dtypedoctor.trace.ranks import leading_directory
 from dtypedoctor.trace.reader import read_trace
 from dtypedoctor.trials.results import run_of_fix
 from dtypedoctor.trials.runs import is_job, open_job
+from dtypedoctor.trials.second_run import kept_look
 from dtypedoctor.trials.treatment import examine
 
 MATRIX_JSON = "matrix.json"
@@ -112,6 +115,19 @@ def _trace(directory: Path, name: str) -> Trace | None:
         return None
 
 
+def report_of_machines(places: Sequence[Path], *, own_files: bool = False) -> Report:
+    """The report on one job that several machines have recorded in ``places``, or in one folder that all of them have, from their traces.
+
+    Args:
+        places: where the ranks lie.
+        own_files: see :func:`dtypedoctor.report.build.build_report`.
+
+    Raises:
+        UsageError: there are none, they cannot be read, or they are not of one job.
+    """
+    return _examined(open_job(*places), *places, own_files=own_files)
+
+
 def report_of(place: Path) -> Report:
     """The report in ``place``; where there is none but a trace, what the trace says.
 
@@ -134,14 +150,28 @@ def report_of(place: Path) -> Report:
     return _examined(open_run(place), place)
 
 
-def _examined(saved: SavedRun, place: Path) -> Report:
+def _examined(saved: SavedRun, place: Path, *more: Path, own_files: bool = False) -> Report:
+    places = shlex.join(map(str, (place, *more)))
     return build_report(
-        examine(_scenario(saved, place), saved.run),
+        examine(_scenario(saved, place), saved.run, look=kept_look(saved.run)),
         command=shlex.join(without_process_secrets(["dtypedoctor", *sys.argv[1:]])),
         files={"before": BEFORE} if (place / BEFORE).is_dir() else {},
-        next_command=f"dtypedoctor report {shlex.quote(str(place))} --format md",
-        own_files=False,
+        next_command=_replay_of(saved.run) or f"dtypedoctor report {places} --format md",
+        own_files=own_files,
     )
+
+
+def _replay_of(run: Run) -> str:
+    """What tries fixes on the failing call of a rank, where its machine has kept it; empty where there is none."""
+    for place in run.directory.parents[:2] if run.ranks else ():
+        try:
+            capsule = read_capsule(place)
+        except UsageError:
+            continue
+        return (
+            f"dtypedoctor replay {shlex.quote(str(capsule.directory))}{' --allow-code' if any(capsule.code()) else ''}"
+        )
+    return ""
 
 
 def _scenario(saved: SavedRun, place: Path) -> Scenario:

@@ -91,6 +91,7 @@ def scenario_name(program: str) -> str:
 _OWN = {
     REQUEST, PRIVATE_REQUEST, EVENTS, CURSOR, EXIT, STDOUT, STDERR, "server.log", "bisection.jsonl", "scenarios.jsonl", "sent.json", "random_states.json", STREAMS,
     "failures.json", LEADING, "error.json", "stdout.log", "stderr.log", "folded.json", "folded.json.part", TIMING,
+    "nodes.json", "node.json", "look.json",
 }  # fmt: skip
 _DETAIL = regex(r"detail-[0-9.]+\.jsonl")
 _REFUSED = f'"e":"{NAMES[Refused]}"'.encode()

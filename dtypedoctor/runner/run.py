@@ -39,7 +39,7 @@ STDOUT, STDERR = "stdout.txt", "stderr.txt"
 """Where a worker's streams go, in its directory."""
 EXIT = "exit.json"
 """Where it is written down how the worker ended."""
-NO_END = "left neither an end record nor an exit status: it was killed together with dtypedoctor, or is still running"
+NO_END = "left no end record and no exit status (it was killed together with dtypedoctor, or is still running)"
 _LONGEST_LINE = 5000
 
 

@@ -15,6 +15,9 @@ LEADING = "leading"
 STREAMS = "streams.json"
 """File that tells a rank, by path, where its standard output and error are to go."""
 
+NODE = "node-"
+"""How the directory of a machine begins, in the folder that several machines of a job name."""
+
 _NAME = "rank-"
 _CHILD = "spawned-"
 
@@ -58,8 +61,18 @@ def rank_directory(directory: Path, rank: int) -> Path:
 
 def rank_directories(directory: Path) -> dict[int, Path]:
     """The directories of the ranks that a run has had, in order; empty for a run of one process."""
-    found = {path.name.removeprefix(_NAME): path for path in directory.glob(f"{_NAME}*") if is_real_directory(path)}
+    return _numbered(directory, _NAME)
+
+
+def _numbered(directory: Path, name: str) -> dict[int, Path]:
+    """The directories that are called so with a number behind it, in order."""
+    found = {path.name.removeprefix(name): path for path in directory.glob(f"{name}*") if is_real_directory(path)}
     return {int(number): found[number] for number in sorted(filter(str.isdecimal, found), key=int)}
+
+
+def node_directories(directory: Path) -> list[Path]:
+    """The directories of the machines that have recorded in the folder of a job, in order."""
+    return list(_numbered(directory, NODE).values())
 
 
 def child_directory(directory: Path, number: int) -> Path:
@@ -69,8 +82,7 @@ def child_directory(directory: Path, number: int) -> Path:
 
 def child_directories(directory: Path) -> dict[int, Path]:
     """The directories of the processes that one has spawned, in order."""
-    found = {path.name.removeprefix(_CHILD): path for path in directory.glob(f"{_CHILD}*") if is_real_directory(path)}
-    return {int(number): found[number] for number in sorted(filter(str.isdecimal, found), key=int)}
+    return _numbered(directory, _CHILD)
 
 
 def lead(directory: Path, rank: int) -> None:

@@ -26,7 +26,7 @@ from dtypedoctor.trace.records.execution import (
 from dtypedoctor.unpatched import monotonic
 from dtypedoctor.values import dataclass
 
-__all__ = ["LONGEST", "Certificate", "Replays"]
+__all__ = ["LONGEST", "Certificate", "Replays", "replay_of"]
 
 LONGEST = 600.0
 SHORTEST = 30.0
@@ -93,15 +93,19 @@ class Replays:
         ended = go_on(waiting, directory, told, seconds)
         exit_ = WorkerExit(code=0, timed_out=not ended, seconds=monotonic() - began)
         by_call = self._run.trace.by_call  # a replay that is over early may have come to no optimizer step
-        made = collect(directory, exit_, foreign=by_call)
-        trace = _with_compilation(made.trace, self._run.trace)
-        status = replace(exit_, code=self._run.exit.code)  # whether a program has failed that caught its exceptions
-        judged = with_caught(replace(made, trace=trace, exit=status, foreign=True))
-        return replace(judged, exit=exit_)
+        return replay_of(self._run, collect(directory, exit_, foreign=by_call))
 
     def certificate(self, replay: Run) -> "Certificate":
         """Compares what was measured in ``replay``, made last, with what was measured in the run itself."""
         return _compare(self._run.trace, replay.trace, self._from)
+
+
+def replay_of(run: Run, made: Run) -> Run:
+    """What a process that stood by for ``run`` has made, as a run that can be judged."""
+    trace = _with_compilation(made.trace, run.trace)
+    status = replace(made.exit, code=run.exit.code)  # whether a program has failed that caught its exceptions
+    judged = with_caught(replace(made, trace=trace, exit=status, foreign=True))
+    return replace(judged, exit=made.exit)
 
 
 def _with_compilation(replay: Trace, run: Trace) -> Trace:

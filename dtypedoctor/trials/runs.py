@@ -16,7 +16,8 @@ from dtypedoctor.diagnosis.rule import Finding
 from dtypedoctor.errors import DoctorError, UsageError
 from dtypedoctor.runner.run import BEFORE, Run, SavedRun, led_by, open_run
 from dtypedoctor.scenario.model import Request
-from dtypedoctor.trace.ranks import rank_directories
+from dtypedoctor.trace.events import Header
+from dtypedoctor.trace.ranks import node_directories, rank_directories
 from dtypedoctor.trace.records.models import ProcessGroup
 
 RunRequest = Callable[[str, Request], Run]
@@ -171,26 +172,60 @@ def is_job(place: Path) -> bool:
     return bool(_directories(place))
 
 
-def open_job(place: Path) -> SavedRun:
-    """The run of the rank in which a failure began; its ``ranks`` are those that have left a trace.
+def open_job(*places: Path) -> SavedRun:
+    """The run of the rank in which a failure began; its ``ranks`` are those that have left a trace in one of ``places``.
 
     Raises:
-        UsageError: none has, or they cannot be read.
+        UsageError: none has, they cannot be read, or they are not of one job.
     """
     saved: dict[int, SavedRun] = {}
-    problem = UsageError(f"{place}: no trace here", "Give a directory that a run has left.")
-    for rank, directory in _directories(place).items():
-        try:
-            saved[rank] = open_run(directory)
-        except UsageError as error:  # this rank may have died before it had begun
-            problem = error
+    problem = UsageError(f"{places[0]}: no trace here", "Give a directory that a run has left.")
+    for place in places:
+        if len(places) > 1 and not _directories(place):
+            raise UsageError(f"{place}: no trace of a job here", "Give run directories of machines of one job.")
+        for rank, directory in _directories(place).items():
+            if rank in saved:
+                raise UsageError(
+                    f"rank {rank} was recorded twice, in {saved[rank].run.directory} and {directory}",
+                    "Give run directories of machines of one job, each once.",
+                )
+            try:
+                saved[rank] = open_run(directory)
+            except UsageError as error:  # this rank may have died before it had begun
+                problem = error
     if not saved:
         raise problem
-    ranks = tuple(replace(one.run, rank=rank) for rank, one in saved.items())
+    _require_one_job(saved)
+    ranks = tuple(replace(one.run, rank=rank) for rank, one in sorted(saved.items()))
     leading = leading_rank(ranks_of(replace(ranks[0], ranks=ranks)))
     run = next(one for one in ranks if one.rank == leading)
-    return replace(saved[leading], label=str(place), run=replace(run, ranks=ranks))
+    return replace(saved[leading], label=", ".join(map(str, places)), run=replace(run, ranks=ranks))
+
+
+TOGETHER = 1800.0
+"""Seconds within which the ranks of one job begin: torchrun waits 600 for its machines, and their clocks may differ."""
+
+
+def _require_one_job(saved: Mapping[int, SavedRun]) -> None:
+    """Raises a UsageError where the ranks belong to several jobs: another number of processes, or another time."""
+    first: tuple[int, Header] | None = None
+    for rank, one in saved.items():
+        own = one.run.trace.header
+        if own is None:
+            continue
+        first = first or (rank, own)
+        if own.world_size != first[1].world_size:
+            why = f"rank {first[0]} is one of {first[1].world_size:,}, rank {rank} one of {own.world_size:,}"
+        elif abs(own.created - first[1].created) > TOGETHER:
+            why = f"ranks {first[0]} and {rank} began {abs(own.created - first[1].created) / 3600:,.1f} hours apart"
+        else:
+            continue
+        raise UsageError(f"these are not of one job: {why}", "Give run directories of machines of one job.")
 
 
 def _directories(place: Path) -> dict[int, Path]:
-    return rank_directories(place) or rank_directories(place / BEFORE)
+    """The directories of ranks: of a job, a run, or a folder in which several machines have recorded one."""
+    found = rank_directories(place) or rank_directories(place / BEFORE)
+    for node in () if found else reversed(node_directories(place)):
+        found |= rank_directories(node / BEFORE)
+    return dict(sorted(found.items()))

@@ -1,5 +1,6 @@
 """Looks at a failure with the op trace on: in a replay of the part of the run that failed, or in another run of the scenario."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -8,18 +9,21 @@ from dtypedoctor.diagnosis.incidents import Incident
 from dtypedoctor.diagnosis.rule import Confidence, Finding
 from dtypedoctor.diagnosis.window import eager_window, shows_failure, suspicious_windows
 from dtypedoctor.diagnosis.wording import short
+from dtypedoctor.errors import UsageError
+from dtypedoctor.foreign_files import parse_json, read_file
 from dtypedoctor.runner.process import ending_by_interrupt
-from dtypedoctor.runner.run import Run
+from dtypedoctor.runner.run import Run, open_run
 from dtypedoctor.scenario.model import Request, Scenario, Window
 from dtypedoctor.trace.events import REPLAY_OF_FAILURES, NotWatched, Raised, Sample, Site
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.records.execution import CompileCounts, ReplayedCall
 from dtypedoctor.trials.remedies import is_script
-from dtypedoctor.trials.replays import LONGEST, Replays
+from dtypedoctor.trials.replays import LONGEST, Replays, replay_of
 from dtypedoctor.trials.runs import LaterRuns, was_asked_to_end
+from dtypedoctor.unpatched import to_json
 from dtypedoctor.values import dataclass
 
-__all__ = ["CloserLook", "another_way", "look_closer", "replayed", "unconfirmed"]
+__all__ = ["CloserLook", "another_way", "keep_look", "kept_look", "look_closer", "replayed", "unconfirmed"]
 
 
 MAX_LOOKS = 2
@@ -78,6 +82,37 @@ class CloserLook:
                 for finding in findings
             )
         return findings if self.other is None else unconfirmed(findings, self.other.trace, self.doubt)
+
+
+LOOK = "look.json"
+"""In the directory of a replay: how it compared with the run."""
+
+
+def keep_look(look: CloserLook) -> None:
+    """Writes down beside a replay how it compared with the run, for who joins what several machines have recorded."""
+    if look.closer is None or not look.certificate:
+        return
+    told = {"of": look.before.directory.name, "certificate": look.certificate, "differs": look.differs}
+    with contextlib.suppress(OSError):  # it is told in this run's report all the same
+        (look.closer.directory / LOOK).write_text(to_json(told), encoding="utf-8")
+
+
+def kept_look(run: Run) -> CloserLook:
+    """The replay of a finished run that was made when it ended, on its machine; else what the run itself shows."""
+    for path in sorted(run.directory.parent.glob(f"closer*/{LOOK}")):
+        try:
+            told = parse_json(read_file(path))
+            if told["of"] == run.directory.name:
+                made = replace(open_run(path.parent).run, foreign=run.trace.by_call)
+                return CloserLook(
+                    before=run,
+                    closer=replay_of(run, made),
+                    certificate=str(told["certificate"]),
+                    differs=str(told["differs"]),
+                )
+        except (OSError, ValueError, TypeError, KeyError, UsageError):  # as good as none
+            continue
+    return _replayed_in_place(run) if run.trace.observed(ReplayedCall) else CloserLook(before=run)
 
 
 def look_closer(scenario: Scenario, before: Run, later: LaterRuns, *, may_rerun: bool) -> CloserLook:

@@ -42,7 +42,7 @@ from dtypedoctor.trials.runs import (
     said_of_spawned,
     was_asked_to_end,
 )
-from dtypedoctor.trials.second_run import CloserLook, look_closer, replayed
+from dtypedoctor.trials.second_run import CloserLook, keep_look, look_closer, replayed
 from dtypedoctor.trials.summary import compare_unwatched, summarise
 from dtypedoctor.values import dataclass
 
@@ -82,6 +82,7 @@ def treat(
     later = LaterRuns(run, before)
     try:
         look = look_closer(scenario, before, later, may_rerun=plan.closer)
+        keep_look(look)
         findings = _found_in(look.seen, before, static)
         capsule = caught_in(before, findings, plan.capsule_limit) if is_script(scenario) else None
     finally:
@@ -161,16 +162,18 @@ def _certificate(scenario: Scenario, before: Run, run: LaterRuns) -> Observer:
     return compare_unwatched(before, unwatched)
 
 
-def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
+def examine(scenario: Scenario, run: Run, *, replay: bool = False, look: CloserLook | None = None) -> Treatment:
     """Diagnoses a run that is over and cannot be done again from here.
 
     Args:
         scenario: stands for the program that was watched.
         run: what was watched of it.
         replay: replay what failed from the forks that the run has left, and keep the failing call as a capsule.
+        look: the replay that was made already, where there is one.
     """
     run = with_caught(run)
-    look, capsule = CloserLook(before=run, no_closer=WATCHED_LIVE), None
+    look = CloserLook(before=run) if look is None else look
+    capsule = None
     try:
         if replay:
             look = replayed(scenario, run, LIVE_SECONDS)
@@ -187,7 +190,7 @@ def examine(scenario: Scenario, run: Run, *, replay: bool = False) -> Treatment:
         before=run,
         before_summary=summarise("before", run, scenario),
         closer=look.closer,
-        no_closer=look.no_closer,
+        no_closer=look.no_closer or WATCHED_LIVE,
         replayed=look.certificate,
         capsule=capsule,
         diagnosed=seen,
