@@ -348,7 +348,7 @@ def _was_carried(rank: Rank) -> bool:
 
 
 def _blame(rank: Rank) -> int:
-    """How likely the rank has brought the others down: killed, raised, lost, raised because of another, stopped, or well."""
+    """How likely the rank has brought the others down: killed, raised, lost, raised because of another, failed, ended by torchrun, or well."""
     raised = rank.trace.last(Raised)
     if rank.code < 0 and rank.code != -signal.SIGTERM:
         return 0
@@ -356,7 +356,7 @@ def _blame(rank: Rank) -> int:
         return 3 if OF_ANOTHER_RANK.search(raised.message) else 1
     if rank.lost:
         return 2
-    return 4 if rank.code else 5
+    return 6 if not rank.code else 5 if rank.code == -signal.SIGTERM else 4
 
 
 def _members(trace: Trace, site: Site) -> tuple[int, ...]:

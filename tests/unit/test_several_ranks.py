@@ -156,6 +156,11 @@ def test_the_rank_that_brought_the_others_down_leads(others: str, code: int, tra
     assert leading_rank([complains, stopped, guilty]) == 2, others
 
 
+def test_a_rank_that_left_with_a_status_leads_one_that_torchrun_ended_for_it() -> None:
+    """Rank 0 was on its way to a good end when it got SIGTERM."""
+    assert leading_rank([rank(0, _healthy(), code=-signal.SIGTERM), rank(1, TraceBuilder(), code=3)]) == 1
+
+
 def test_of_ranks_that_hang_the_one_that_is_behind_leads() -> None:
     """The others wait for it in a collective that it never enters."""
     waiting, behind = rank(0, _healthy(3), stopped=True), rank(1, _healthy(2), stopped=True)
