@@ -9,12 +9,13 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import field, replace
 from importlib import import_module
 from pathlib import Path
@@ -210,11 +211,14 @@ def machines(where: Where, folder: Path, seconds: float) -> Iterator[tuple[Execu
         UsageError: it cannot be used, or there is no such cluster.
     """
     require_executor(where)
-    executor = _make(where, folder, seconds)
-    try:
-        yield executor, where.jobs or int(getattr(executor, "width", 1))
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+    with (
+        redirect_stdout(sys.stderr) if where.executor == RAY else nullcontext()
+    ):  # Ray prints there what it hears of nodes
+        executor = _make(where, folder, seconds)
+        try:
+            yield executor, where.jobs or int(getattr(executor, "width", 1))
+        finally:
+            executor.shutdown(wait=True, cancel_futures=True)
 
 
 def _make(where: Where, folder: Path, seconds: float) -> Executor:

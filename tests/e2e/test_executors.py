@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import dtypedoctor, report_of
+from command import dtypedoctor, in_this_process, report_of
 from patience import PATIENCE, becomes
 
 from dtypedoctor.runner.ending import end
@@ -139,6 +140,92 @@ def test_a_scenario_whose_node_is_killed_runs_on_the_other_one(cluster: Any, pro
     again = dtypedoctor("run", "--resume", "out", cwd=project)
     assert (again.code, "1 of 1 scenario as expected" in again.out) == (0, True)
     assert "1/1" not in again.err
+
+
+OVERFLOWS = """
+from network import LanguageModel
+
+class Overflowing(LanguageModel):
+    def forward(self, input_ids, labels=None):
+        found = super().forward(input_ids, labels)
+        found.logits = found.logits * 1e6 / 1e6
+        return found
+
+make = Overflowing
+"""
+
+
+@pytest.fixture(scope="module")
+def bisected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bisection that was made here, with its answer; once for all tests that go on with a copy of it."""
+    project = tmp_path_factory.mktemp("bisected")
+    (project / "network.py").write_text(NETWORK)
+    (project / "overflows.py").write_text(OVERFLOWS)
+    made = in_this_process("bisect", "--model", "overflows:make", "--workload", "forward", "--out", "here", cwd=project)
+    assert made.code == 10, made.err
+    return project / "here"
+
+
+def interrupted(bisected: Path, name: str, probes: int) -> tuple[Path, set[str]]:
+    """A copy of the bisection as it was before it had made the last of its probes, and these."""
+    copy = bisected.with_name(name)
+    shutil.copytree(bisected, copy)
+    (copy / "report.json").unlink()
+    lost = {f"probes/{path.name}" for path in sorted((copy / "probes").iterdir())[:probes]}
+    for place in lost:
+        shutil.rmtree(copy / place)
+    return copy, lost
+
+
+def answer(directory: Path) -> dict[str, Any]:
+    """What a bisection has found, without what it took."""
+    found = report_of(directory)["bisection"]
+    said = ("end", "culprits", "corrections", "candidates", "one_minimal", "confirmed", "flaky", "failure")
+    modes = [(verdict["mode"], verdict["outcome"], verdict["fqn"]) for verdict in found["verdicts"]]
+    return {name: found[name] for name in said} | {"modes": modes}
+
+
+def runs_of(directory: Path) -> list[str]:
+    """The runs that a bisection has really made, in order."""
+    events = map(json.loads, (directory / "bisection.jsonl").read_text().splitlines()[1:])
+    return [event["place"] for event in events if event["event"] == "run"]
+
+
+def test_a_bisection_goes_on_with_ray_and_a_lost_node_is_no_failing_probe(cluster: Any, bisected: Path) -> None:
+    """It runs what is missing and nothing else, the probe of the killed node again on the other one, and finds what was found here."""
+    one, nodes = cluster
+    copy, lost = interrupted(bisected, "on-ray", 2)
+    before = len(runs_of(copy))
+    started = subprocess.Popen(
+        [sys.executable, "-m", "dtypedoctor", "bisect", "--resume", copy.name, "--allow-code", "--executor", "ray", "--address", one.address],
+        cwd=copy.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    try:
+        raylets = [raylet_of(node) for node in nodes]
+        end(until(lambda: next((one for one in raylets if running(one, "dtypedoctor.runner.launch")), 0)))
+        out, err = started.communicate(timeout=PATIENCE)
+    finally:
+        started.kill()
+        started.wait()
+    assert started.returncode == 10, err
+    assert err.count("its machine was lost") == 1
+    assert out.startswith("Smallest fix: keep the outermost module's own operators in float32."), (
+        "Ray's own messages are no answer"
+    )
+    assert answer(copy) == answer(bisected)
+    assert sorted(runs_of(copy)[before:]) == sorted(lost)
+
+
+def test_a_bisection_goes_on_with_submitit(bisected: Path) -> None:
+    """The same without a cluster, by what starts jobs of Slurm."""
+    pytest.importorskip("submitit", reason="needs the extra dtypedoctor[slurm]")
+    copy, lost = interrupted(bisected, "on-slurm", 1)
+    before = len(runs_of(copy))
+    made = dtypedoctor("bisect", "--resume", copy.name, "--allow-code", "--executor", "submitit-local", cwd=copy.parent)
+    assert made.code == 10, made.err
+    assert answer(copy) == answer(bisected)
+    assert runs_of(copy)[before:] == list(lost)
 
 
 def test_a_cluster_that_is_not_there_is_said_at_once(project: Path) -> None:
