@@ -36,7 +36,7 @@ def require_at_hand(scenario: Scenario) -> None:
         raise UsageError(f"this scenario needs a CUDA device and there is none: {why}", "Run it with `--device cpu`.")
     for step in scenario.steps:
         if step.model is not None:
-            _require_model(step.model.name, searched=not scenario.requires)
+            require_model(step.model.name, searched=not scenario.requires)
         if isinstance(step.workload, Plugin) and step.workload.name not in registered(Workload):
             meant = did_you_mean(step.workload.name, registered(Workload))
             raise UsageError(f"there is no workload {step.workload.name!r}{meant}", known(Workload))
@@ -93,12 +93,15 @@ def _version_of_torch() -> str:
     return ""
 
 
-def _require_model(name: str, *, searched: bool) -> None:
+def require_model(name: str, *, searched: bool) -> None:
     """Checks one model.
 
     Args:
         name: as a scenario or ``--model`` names it.
         searched: whether a worker imports from the same places as this process.
+
+    Raises:
+        UsageError: it is certainly not there.
     """
     if name.startswith(CAPSULE):
         return

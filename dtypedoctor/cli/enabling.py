@@ -104,7 +104,9 @@ def job_report(
 
     The first process of a job does that when it ends; a job that was killed has none yet.
     """
-    from dtypedoctor.cli.output import console_for, kept, left_in
+    from dtypedoctor.cli.output import announce, console_for, kept, left_in
+
+    announce(f"Reading {directory}", terminal_only=True)
     from dtypedoctor.cli.reported import exit_code, next_command
     from dtypedoctor.redaction.redact import without_process_secrets
     from dtypedoctor.report.build import REPORT_JSON, REPORT_MD, build_report

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shlex
 import sys
 from math import isfinite
@@ -50,6 +51,7 @@ def inspect(
 
     Weights are not loaded: only a checkpoint's headers are read, in milliseconds. Exits 0 if nothing is found, else 10.
     """
+    announce(f"Inspecting {model}", terminal_only=True)  # one that has no files is built, after the import of torch
     from dtypedoctor.diagnosis import preflight
     from dtypedoctor.diagnosis.checkpoint import FLOATS, Intent
     from dtypedoctor.report.surveys import Inspection, inspection_document
@@ -59,6 +61,10 @@ def inspect(
         raise UsageError(
             f"--dtype: {dtype!r} is not a dtype to load a model in", f"Known: {', '.join(sorted(FLOATS))}."
         )
+    if ":" in model and not os.path.exists(model):
+        from dtypedoctor.cli.at_hand import require_model
+
+        require_model(model, searched=True)
     subject = subject_of(model, Intent(dtype=dtype, scaler=scaler, fsdp=fsdp))
     inspection = Inspection(subject=subject, findings=preflight(subject))
     show(inspection_document(inspection), "json" if as_json else format)
@@ -84,6 +90,7 @@ def report(
     ] = None,
 ) -> None:
     """Print the report of a finished run."""
+    announce(f"Reading {', '.join(map(str, runs))}", terminal_only=True)  # a long trace without a report takes seconds
     if project is not None:
         _ticket(runs, project, format)
         return
@@ -153,6 +160,7 @@ def compare(
     They may differ in dtype, device, library versions or attention implementation; all differences are listed. Exits 0 if
     they are equal within the tolerance, 10 if they diverge or if one lacks what the other has measured.
     """
+    announce(f"Comparing {run_a} with {run_b}", terminal_only=True)
     from dtypedoctor.redaction.redact import redact
     from dtypedoctor.report.comparison_document import comparison_document
     from dtypedoctor.runner.run import open_run
