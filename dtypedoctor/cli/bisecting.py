@@ -75,6 +75,7 @@ def new_case(options: Options, *, elsewhere: bool = False) -> Case:
         UsageError: the options contradict each other, the scenario cannot be read, or the directory cannot be made.
     """
     scenario = override(_scenario(options), device=options.device)
+    _require_one_process(scenario)
     if options.time_limit is not None:
         scenario = scenario.with_changes(time_limit=options.time_limit)
     if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
@@ -99,8 +100,22 @@ def resumed_case(directory: Path, beside: Options) -> Case:
             "--resume continues with the original options", "Pass it alone, or with --jobs and --allow-code."
         )
     asked = Journal(directory).asked()
+    _require_one_process(asked.scenario)
     allow_directory(directory, allowed=beside.allow_code)
     return Case(asked=asked, directory=directory, resumed=True)
+
+
+def _require_one_process(scenario: Scenario) -> None:
+    """Each probe is one process: of a model that several share it would run another program, without the sharding.
+
+    Raises:
+        UsageError: the scenario has several.
+    """
+    if scenario.distributed is not None:
+        raise UsageError(
+            f"{scenario.name}: a bisection runs the model in one process, and this scenario distributes it over {scenario.distributed.processes}",
+            "`dtypedoctor run` runs it as it is and names the rank, module and operator; without `distributed` it can be bisected, if it fits.",
+        )
 
 
 def _scenario(options: Options) -> Scenario:
