@@ -16,6 +16,8 @@ from patience import PATIENCE
 
 from dtypedoctor.cli import main as command_line
 
+LATE_CLOCK = Path(__file__).with_name("late_clock.py")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
@@ -27,11 +29,16 @@ class Finished:
 
 
 def dtypedoctor(
-    *arguments: str | Path, cwd: Path | None = None, timeout: float = PATIENCE, **environment: str
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    timeout: float = PATIENCE,
+    late_with: Path | None = None,
+    **environment: str,
 ) -> Finished:
-    """Runs ``dtypedoctor ARGUMENTS`` in a process of its own."""
+    """Runs ``dtypedoctor ARGUMENTS`` in a process of its own; as soon as ``late_with`` exists, all its time limits are over."""
+    program = ["-m", "dtypedoctor"] if late_with is None else [str(LATE_CLOCK), str(late_with)]
     done = subprocess.run(
-        [sys.executable, "-m", "dtypedoctor", *map(str, arguments)],
+        [sys.executable, *program, *map(str, arguments)],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         capture_output=True,

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,12 @@ def renamed_mlp_input() -> nn.Module:
 
 
 class _Deadly(nn.Module):
-    def __init__(self, signal_number: int | None) -> None:
+    def __init__(self, end: Callable[[], None]) -> None:
         super().__init__()
-        self.signal_number = signal_number
+        self.end = end
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.signal_number is None:
-            time.sleep(600)
-        else:
-            os.kill(os.getpid(), self.signal_number)
+        self.end()
         return x
 
 
@@ -54,17 +52,22 @@ def _with(module: nn.Module) -> nn.Module:
 
 def killed() -> nn.Module:
     """Dies by SIGKILL inside its second MLP, as under the kernel's out-of-memory killer."""
-    return _with(_Deadly(signal.SIGKILL))
+    return _with(_Deadly(lambda: os.kill(os.getpid(), signal.SIGKILL)))
 
 
 def crashes() -> nn.Module:
     """Dies by SIGSEGV inside its second MLP."""
-    return _with(_Deadly(signal.SIGSEGV))
+    return _with(_Deadly(lambda: os.kill(os.getpid(), signal.SIGSEGV)))
 
 
-def hangs() -> nn.Module:
-    """Never returns from its second MLP."""
-    return _with(_Deadly(None))
+def hangs(note: str) -> nn.Module:
+    """Never returns from its second MLP; the file ``note`` says that it was entered."""
+
+    def hang() -> None:
+        Path(note).touch()
+        time.sleep(2000)
+
+    return _with(_Deadly(hang))
 
 
 def llama_that_waits(**sizes: Any) -> nn.Module:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 PATIENCE = 1000.0
 """Seconds after which something that has to happen is given up. Four processes on two cores need a twentieth of it."""
@@ -17,6 +18,12 @@ def becomes(holds: Callable[[], object]) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def late_with(path: Path) -> Callable[[], float]:
+    """A clock like ``time.monotonic`` that is past every time limit as soon as ``path`` exists."""
+    true_time = time.monotonic
+    return lambda: true_time() + 1e6 * path.exists()
 
 
 def read_to_end(terminal: int) -> bytes:

@@ -60,7 +60,7 @@ SCRIPTS = {
     "SIGKILL": ("import os; os.kill(os.getpid(), 9)", 10, "worker-died"),
     "SIGTERM": ("import os; os.kill(os.getpid(), 15)", 10, "worker-died"),
     "Ctrl-C": ("raise KeyboardInterrupt", 10, "error"),
-    "the time limit": ("import time; time.sleep(600)", 10, "worker-died"),
+    "the time limit": ("import pathlib, time; pathlib.Path('hangs').touch(); time.sleep(2000)", 10, "worker-died"),
     "its directory is gone": ("import shutil, sys; shutil.rmtree(sys.argv[1])", 3, ""),
     "killed before its first record": ("print(1)", 3, "worker-died"),
 }
@@ -77,11 +77,10 @@ def test_a_script_that_ends_in_any_way_ends_with_the_code_of_the_table(ending: s
         (tmp_path / "site").mkdir()
         (tmp_path / "site" / "sitecustomize.py").write_text(KILLED_AT_BIRTH)
         paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])}
-    limit = ["--time-limit", "20"] if ending == "the time limit" else []
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    finished = dtypedoctor(
-        "exec", "--out", tmp_path / "run", *limit, tmp_path / "work.py", tmp_path / "run", cwd=tmp_path, **paths
-    )
+    late = tmp_path / "hangs" if ending == "the time limit" else None
+    command = ("exec", "--out", tmp_path / "run", "--time-limit", "1000", tmp_path / "work.py", tmp_path / "run")
+    finished = dtypedoctor(*command, cwd=tmp_path, late_with=late, **paths)
     assert finished.code == code, finished.err
     assert "dtypedoctor itself failed" not in finished.err
     if status:

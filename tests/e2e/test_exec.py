@@ -40,10 +40,12 @@ def script(folder: Path, source: str, name: str = "work.py") -> Path:
     return path
 
 
-def execute(folder: Path, *arguments: str | Path, **environment: str) -> tuple[Finished, Path]:
+def execute(
+    folder: Path, *arguments: str | Path, late_with: Path | None = None, **environment: str
+) -> tuple[Finished, Path]:
     """Runs ``dtypedoctor exec --out FOLDER/run ARGUMENTS`` in ``folder``."""
-    out = folder / "run"
-    return dtypedoctor("exec", "--out", out, *arguments, cwd=folder, OMP_NUM_THREADS="1", **environment), out
+    command, out = ("exec", "--out", folder / "run", *arguments), folder / "run"
+    return dtypedoctor(*command, cwd=folder, late_with=late_with, OMP_NUM_THREADS="1", **environment), out
 
 
 def python(folder: Path, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
@@ -279,8 +281,9 @@ def test_environment_set_before_torch_is_imported_is_heeded(tmp_path: Path) -> N
 
 def test_a_time_limit_ends_the_script_and_says_so(tmp_path: Path) -> None:
     """What it printed until then is shown, and that it was stopped is the verdict."""
-    source = "import time\nprint('hung', flush=True)\ntime.sleep(600)"  # without torch, whose import takes long on a busy machine
-    finished, out = execute(tmp_path, "--time-limit", "20", script(tmp_path, source))
+    source = "import pathlib, time\nprint('hung', flush=True)\npathlib.Path('hangs').touch()\ntime.sleep(2000)"
+    limit = ("--time-limit", "1000")
+    finished, out = execute(tmp_path, *limit, script(tmp_path, source), late_with=tmp_path / "hangs")
     assert finished.out == "hung\n"
     assert finished.code == 10
     report = report_of(out)
@@ -291,18 +294,22 @@ def test_a_time_limit_ends_the_script_and_says_so(tmp_path: Path) -> None:
 def test_a_hang_inside_of_a_module_is_told_with_the_module(tmp_path: Path) -> None:
     """The second step never returns from its second layer; the headline says so, and in which step and pass."""
     source = """
-        import time
+        import pathlib, time
         import torch
         from torch import nn
+        def hang(*_):
+            pathlib.Path("hangs").touch()
+            time.sleep(2000)
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for step in (1, 2):
             if step == 2:
-                net[1].register_forward_pre_hook(lambda *_: time.sleep(600))
+                net[1].register_forward_pre_hook(hang)
             net(torch.ones(2, 4)).sum().backward()
             optimizer.step()
     """
-    finished, out = execute(tmp_path, "--time-limit", "90", script(tmp_path, source))
+    limit = ("--time-limit", "1000")
+    finished, out = execute(tmp_path, *limit, script(tmp_path, source), late_with=tmp_path / "hangs")
     assert finished.code == 10
     assert "Traceback" not in finished.err
     report = report_of(out)

@@ -1,11 +1,13 @@
 """What goes wrong before and during a run ends with one clear message and the right exit code."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from command import Finished, dtypedoctor, in_this_process, report_of
+from patience import late_with
 
 GRPO: dict[str, Any] = {"kind": "grpo", "steps": 8, "learning_rate": 0.05, "gradient_accumulation": 4}
 LORA: dict[str, Any] = {
@@ -96,10 +98,13 @@ def test_an_output_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("factory", "words"), [("killed", "SIGKILL"), ("crashes", "SIGSEGV"), ("hangs", "time limit")])
 def test_a_worker_that_dies_leaves_a_report_that_names_the_last_module(
-    factory: str, words: str, tmp_path: Path
+    factory: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed, crashed or hung in the second MLP: the report says how and where, and the doctor is alive."""
-    path = scenario(tmp_path, model={"name": f"factories:{factory}", "lora": None}, time_limit=30)
+    note = tmp_path / "hangs"
+    monkeypatch.setattr(time, "monotonic", late_with(note))
+    options = {"note": str(note)} if factory == "hangs" else {}
+    path = scenario(tmp_path, model={"name": f"factories:{factory}", "options": options, "lora": None}, time_limit=1000)
     finished, directory = run(path)
     assert finished.code == 10, finished.err
     assert "Traceback" not in finished.err

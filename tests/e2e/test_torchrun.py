@@ -11,13 +11,15 @@ import textwrap
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Finished, dtypedoctor, forked, report_of
-from patience import PATIENCE
+from patience import PATIENCE, becomes
 
+from dtypedoctor.trace.cursor import CURSOR, read_entered
 from dtypedoctor.trace.events import Op, Root
 from dtypedoctor.trace.model import Trace
 from dtypedoctor.trace.ranks import LEADING
@@ -57,7 +59,7 @@ DDP = (
         if (fault, rank, step) == ("kill", 1, 2):
             net.module.down.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         if (fault, rank, step) == ("hang", 1, 2):
-            net.module.down.register_forward_pre_hook(lambda *_: signal.pause())
+            net.module.down.register_forward_pre_hook(lambda *_: (open("hangs", "w").close(), signal.pause()))
         loss = (net(x).float() ** 2).mean()
         loss.backward()
         optimizer.step()
@@ -337,7 +339,21 @@ def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path) -> None:
     """Both are stopped at the time limit; the report is about the one that never entered the collective."""
-    finished, out = execute(tmp_path, DDP, "--time-limit", "90", "--", "hang")
+    traces, late = tmp_path / "run" / "before", tmp_path / "late"
+
+    def wait_for_both() -> None:
+        def entered(rank: int) -> int:
+            return read_entered((traces / f"rank-{rank}" / CURSOR).read_bytes()) or 0
+
+        if becomes((tmp_path / "hangs").exists) and becomes(lambda: entered(0) > entered(1)):
+            late.touch()
+
+    waiting = threading.Thread(target=wait_for_both)
+    waiting.start()
+    finished, out = execute(
+        tmp_path, DDP, "--time-limit", "2000", "--", "hang", command=partial(dtypedoctor, cwd=tmp_path, late_with=late)
+    )
+    waiting.join()
     assert finished.code == 10
     report = report_of(out)
     assert report["status"] == "worker-died"
