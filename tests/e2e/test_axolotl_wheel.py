@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command import Finished, dtypedoctor, in_this_process, report_of
+from command import Finished, forked, in_this_process, report_of
 from released_wheels import released
 
 from dtypedoctor.plugins import Correction, registered
@@ -18,7 +18,7 @@ def run(verb: str, version: str, *options: str | Path) -> Finished:
     """The program with this release on the module path."""
     folder = released("axolotl", version, as_source=version in WITHOUT_A_WHEEL)
     path = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    return dtypedoctor(verb, *options, PROGRAM, **path)
+    return forked(verb, *options, PROGRAM, **path)
 
 
 def losses(text: str) -> list[str]:
