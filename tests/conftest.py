@@ -2,11 +2,13 @@
 
 import os
 import sys
+from compileall import compile_dir
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+import dtypedoctor
 from dtypedoctor.runner.view import NoViewError, require_view
 
 settings.register_profile("untimed", deadline=None)
@@ -49,7 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+    if not hasattr(config, "workerinput"):
+        _compile_the_package()
     _allow_reruns_where_no_view_is_possible()
+
+
+def _compile_the_package() -> None:
+    """Once, before tests start hundreds of processes: under ``PYTHONDONTWRITEBYTECODE`` each of them would compile it for itself."""
+    compile_dir(Path(dtypedoctor.__file__).parent, quiet=2)
 
 
 def _allow_reruns_where_no_view_is_possible() -> None:
