@@ -27,6 +27,7 @@ SLOW_PARTS = {
         "torch._subclasses.schema_check_mode",
         "dtypedoctor.worker.script",
         "dtypedoctor.worker.process_watch",
+        "dtypedoctor.worker.spawned",
         "dtypedoctor.worker.standbys",
     ),
     "transformers": (
@@ -68,8 +69,12 @@ _last = Child(pid=0, code=0)
 
 
 def fork(function: Callable[..., Any], *arguments: object) -> Child:
-    """Run ``function`` of an importable module in a new child; it exits with the integer returned, with 1 if it raises."""
+    """Run ``function`` of an importable module in a new child; it exits with the integer returned, with 1 if it raises.
+
+    It has torch and what watches scripts imported, whether or not a test has asked for more.
+    """
     global _last
+    preload(frozenset())
     _last = Child(pid=int(_call(("fork", (function, arguments)))))
     return _last
 
