@@ -89,6 +89,14 @@ def running(below: int, words: str) -> bool:
     return any(words in command and descends(process) for process, command in commands.items() if process in parents)
 
 
+SOON_LOST = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 3,
+}
+"""Ray asks nodes more often whether they live; each has as long as ever to answer, but one that was killed refuses at once."""
+
+
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """A Ray cluster with a head that runs nothing and two nodes that run a job each."""
@@ -97,7 +105,12 @@ def cluster() -> Iterator[Any]:
 
     one = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 << 20},
+        head_node_args={
+            "num_cpus": 0,
+            "include_dashboard": False,
+            "object_store_memory": 80 << 20,
+            "_system_config": SOON_LOST,
+        },
     )
     try:
         yield one, [one.add_node(num_cpus=1, object_store_memory=80 << 20) for _ in range(2)]
@@ -275,8 +288,12 @@ def test_a_probe_runs_as_a_job_and_leaves_its_trace_here(
     assert json.loads((project / "run" / "request.json").read_text()) == json.loads(request.model_dump_json())
 
 
-def test_a_job_of_submitit_that_is_killed_is_submitted_again(submitit: Executor, tmp_path: Path) -> None:
+def test_a_job_of_submitit_that_is_killed_is_submitted_again(
+    submitit: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A scheduler that preempts it kills all of its processes; its second time it runs to its end."""
+    core = pytest.importorskip("submitit.core.core")
+    monkeypatch.setattr(core.Job, "_results_timeout_s", 1)  # that it waits for a shared folder to show a result
     begun = tmp_path / "begun"
     program = f"import os, time; p = {str(begun)!r}; n = os.path.exists(p); open(p, 'w').close(); n or time.sleep(1000)"
     job = Job(
