@@ -98,6 +98,7 @@ def _standing_by(directory: Path, work: Path, seed: float) -> int:
     standbys.FREE_SECONDS = 1e9
     standbys.MOST_READ = -1  # they stay, also where nothing fails
     standbys.MAX_KEPT = 1 << 30
+    standbys.IDLE_SECONDS = 1.5  # one that waits for a thread which it has not ends sooner
     drawn, before_call = random.Random(seed), standbys.Standbys._before_call
 
     def kept(self: standbys.Standbys, module: object) -> None:
