@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import Finished, dtypedoctor, in_this_process
+from command import Finished, dtypedoctor, forked, in_this_process
 from patience import PATIENCE
 
 HEAVY = ("torch", "transformers", "numpy", "rich", "yaml", "dtypedoctor.scenario", "dtypedoctor.trials")
@@ -129,7 +129,7 @@ def test_a_run_knows_how_long_the_last_one_of_its_kind_took(tmp_path: Path) -> N
         assert finished.code == 0, finished.err
         return finished.err
 
-    first = said("--out", "runs/a", by=dtypedoctor)
+    first = said("--out", "runs/a", by=forked)
     assert "importing torch and the trainers" in first
     assert "The last run took" not in first
     kept = json.loads((tmp_path / "runs" / "a" / "timing.json").read_text())

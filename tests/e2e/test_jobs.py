@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from command import dtypedoctor, report_of
+from command import forked, report_of
 
 BEGIN = """
     import sys
@@ -40,7 +40,7 @@ AVERAGED = """
 def test_ranks_that_reduce_two_dtypes_are_told_with_both(other: str, status: str, tmp_path: Path) -> None:
     """Of one size the sum is wrong without a word; of another size the process is aborted in a thread of gloo."""
     path, out = written(tmp_path, AVERAGED), tmp_path / "run"
-    finished = dtypedoctor("exec", "--once", "--nproc-per-node", "2", "--out", out, path, other, OMP_NUM_THREADS="1")
+    finished = forked("exec", "--once", "--nproc-per-node", "2", "--out", out, path, other, OMP_NUM_THREADS="1")
     assert finished.code == 10, finished.err
     report = report_of(out)
     first = report["findings"][0]
@@ -75,7 +75,7 @@ def test_ranks_that_a_script_spawns_are_compared(tmp_path: Path) -> None:
     """They have no number from a launcher; the process group knows it."""
     path, out = tmp_path / "work.py", tmp_path / "run"
     path.write_text(SPAWNED)
-    finished = dtypedoctor("exec", "--once", "--out", out, path, tmp_path / "store", OMP_NUM_THREADS="1")
+    finished = forked("exec", "--once", "--out", out, path, tmp_path / "store", OMP_NUM_THREADS="1")
     assert finished.code == 10, finished.err
     (first,) = report_of(out)["findings"]
     assert first["id"] == "collective-dtype-mismatch"
@@ -101,7 +101,7 @@ def test_each_rank_that_raised_is_told_with_the_programs_own_line_and_torchrun_n
     """One raised by itself; the other one waited for it, so that its exception is the consequence. There is one next command."""
     path, out = written(tmp_path, UNEVEN), tmp_path / "run"
     torchrun = ("torchrun", "--standalone", "--nproc-per-node", "2")
-    finished = dtypedoctor("exec", "--once", "--out", out, *torchrun, path, OMP_NUM_THREADS="1")
+    finished = forked("exec", "--once", "--out", out, *torchrun, path, OMP_NUM_THREADS="1")
     assert finished.code == 10, finished.err
     lines = path.read_text().splitlines()
     raises = 1 + lines.index('    raise ValueError(f"bad shard {number}")')

@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from command import Finished, dtypedoctor, in_this_process, report_of
+from command import Finished, dtypedoctor, forked, in_this_process, report_of
 from rich.console import Console
 from snapshot import check_against_snapshot, entry, forget_others, read_snapshot
 
@@ -64,7 +64,7 @@ def chosen(pytestconfig: pytest.Config) -> list[str]:
 def everything(chosen: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     """One run of the chosen scenarios."""
     out = tmp_path_factory.mktemp("scenarios") / "out"
-    return dtypedoctor("run", *(SCENARIOS / f"{name}.yaml" for name in chosen), "--out", out), out
+    return forked("run", *(SCENARIOS / f"{name}.yaml" for name in chosen), "--out", out), out
 
 
 @pytest.fixture(scope="session")

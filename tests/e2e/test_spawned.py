@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import dtypedoctor, forked, report_of
+from command import forked, report_of
 
 TRAINING = """
     import sys, torch
@@ -65,7 +65,7 @@ def spawning(folder: Path, way: str, bad: int) -> Path:
 def test_training_in_spawned_processes_is_measured(way: str, tmp_path: Path) -> None:
     """A healthy one is healthy because its processes were measured, and prints what it prints alone."""
     path = spawning(tmp_path, way, 0)
-    done = dtypedoctor("exec", "--out", "run", path, cwd=tmp_path)
+    done = forked("exec", "--out", "run", path, cwd=tmp_path)
     report = report_of(tmp_path / "run")
     assert (done.code, report["status"]) == (0, "healthy"), report["headline"]
     assert report["measured"]["module_calls"] == [18, 18]

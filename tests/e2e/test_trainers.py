@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import dtypedoctor, report_of
-from patience import PATIENCE
+from command import forked, report_of
 
 from dtypedoctor.scenario.loading import load_scenario
 
@@ -32,9 +31,7 @@ ALL = {
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
     """One run of all of them: its folder, and the rows of the matrix by scenario."""
     out = tmp_path_factory.mktemp("trainers") / "out"
-    done = dtypedoctor(
-        "run", *(FOLDER / f"{name}.yaml" for name in ALL), "--out", out, timeout=PATIENCE, OMP_NUM_THREADS="1"
-    )
+    done = forked("run", *(FOLDER / f"{name}.yaml" for name in ALL), "--out", out, OMP_NUM_THREADS="1")
     assert done.code == 0, done.out
     return out, {row["scenario"]: row for row in json.loads((out / "matrix.json").read_text())["rows"]}
 
