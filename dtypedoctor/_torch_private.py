@@ -229,7 +229,7 @@ def jagged_values(tensor: Any) -> Tensor | None:
 
 
 def kind_of(cls: type) -> str:
-    """Which of torch's own classes of tensors ``cls`` is: ``fake``, ``async``, ``nested``; empty for another, and without the names."""
+    """Which of torch's own classes of tensors ``cls`` is: ``fake``, ``functional``, ``async``, ``nested``; empty for another, and without the names."""
     for kind, (module, name) in _CLASSES.items():
         if cls is getattr(sys.modules.get(module), name, None):
             return kind
@@ -238,6 +238,7 @@ def kind_of(cls: type) -> str:
 
 _CLASSES = {
     "fake": ("torch._subclasses.fake_tensor", "FakeTensor"),
+    "functional": ("torch._subclasses.functional_tensor", "FunctionalTensor"),
     "async": ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
     "nested": ("torch.nested._internal.nested_tensor", "NestedTensor"),
 }

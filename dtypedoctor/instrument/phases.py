@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dtypedoctor._torch_private import COMPILER, MODES_CAN_IGNORE_COMPILED, before_compiled, modes_on
+from dtypedoctor._torch_private import COMPILER, MODES_CAN_IGNORE_COMPILED, before_compiled, kind_of, modes_on
 from dtypedoctor.instrument.frames import is_own_file
 from dtypedoctor.instrument.operators import OperatorMode
 from dtypedoctor.instrument.session import Guard, Session, begin_thread, steps_running
@@ -133,6 +133,10 @@ class Phases:
             return original(*args, **kwargs)
         first = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         tensors = [first] if isinstance(first, Tensor) else [t for t in (first or ()) if isinstance(t, Tensor)]
+        if any(kind_of(type(tensor)) in ("fake", "functional") for tensor in tensors):
+            return original(
+                *args, **kwargs
+            )  # the compiler traces a backward pass; torch 2.9 does not say so by is_compiling()
         self.forget_ended_steps()
         if not self._position.backward_depth:
             self._tell(self.before_backward, "some losses", tensors)

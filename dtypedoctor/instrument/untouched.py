@@ -60,6 +60,8 @@ _READS = frozenset(
 )
 _ENVIRONMENT = frozenset({"os.putenv", "os.unsetenv"})
 """Changes inside of the process, which are put back: accelerate's hooks set variables while they ask for devices."""
+_DRIVER = ("ctypes.dlopen", "libnvidia-ml.so.1")
+"""What torch asks for the number of devices where it is built for CUDA, and accelerate asks torch each time that it has loaded weights."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 MAX_BUFFER = 16 << 20
 """Bytes of a buffer that is copied although no operator is known to write to it."""
@@ -206,7 +208,8 @@ class _Audit:
         if not self._thread or threading.get_ident() != self._thread:
             return
         opens = event == "open" and isinstance(args[2], int) and args[2] & _WRITING
-        if (opens or (event.startswith(_CHANGES) and event not in _READS | _ENVIRONMENT)) and not self._allowed():
+        asks = event in _READS | _ENVIRONMENT or (event, *args[:1]) == _DRIVER
+        if (opens or (event.startswith(_CHANGES) and not asks)) and not self._allowed():
             raise CannotReplayError(f"it changes something outside of the process ({event})")
 
 

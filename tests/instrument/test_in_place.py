@@ -1,5 +1,6 @@
 """Calls that fail are made again in the process itself: what the op trace then says, and that the program cannot tell."""
 
+import ctypes
 import importlib
 import io
 import json
@@ -9,6 +10,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -758,3 +760,12 @@ def test_variables_of_the_environment_are_put_back() -> None:
         with pytest.raises(CannotReplayError):
             os.mkdir("/never/made")
     assert dict(os.environ) == before
+
+
+def test_the_driver_may_be_asked_for_devices_and_no_other_library_is_loaded() -> None:
+    """A torch that is built for CUDA asks it each time, also where there is no such library."""
+    with as_before([], threading.get_ident(), bool):
+        with suppress(OSError):
+            ctypes.CDLL("libnvidia-ml.so.1")
+        with pytest.raises(CannotReplayError):
+            ctypes.CDLL("libof-somebody-else.so")

@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 from watched import watched
 
+from dtypedoctor._torch_private import MODES_CAN_IGNORE_COMPILED
 from dtypedoctor.diagnosis import diagnose
 from dtypedoctor.diagnosis.rule import Finding, Severity
 from dtypedoctor.instrument.frames import Line
@@ -508,6 +509,8 @@ def line_of(script: str, text: str) -> str:
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_log_probabilities_are_found_with_a_line_of_the_script(name: str, tmp_path: Path) -> None:
     """One finding, a warning, at a line of the script."""
+    if name == "model that names them" and not MODES_CAN_IGNORE_COMPILED:
+        pytest.skip("beside compiled code no operator outside of modules is seen with this torch (2.9.1)")
     (found,) = gaps(run(ROUNDED[name], tmp_path))
     assert found.severity is Severity.WARNING
     assert found.source is not None
