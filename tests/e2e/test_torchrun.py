@@ -145,11 +145,11 @@ def written(folder: Path, text: str, name: str) -> Path:
 
 
 def execute(
-    folder: Path, source: str, *arguments: str, command: Callable[..., Finished] = dtypedoctor
+    folder: Path, source: str, *arguments: str, command: Callable[..., Finished] = forked
 ) -> tuple[Finished, Path]:
     """``dtypedoctor exec --nproc-per-node 2`` on a script, options before ``--`` and the script's own arguments behind it.
 
-    With ``command=forked`` the doctor and torchrun are forks; the ranks are interpreters, since torchrun has threads.
+    The doctor and torchrun are forks; the ranks are interpreters, since torchrun has threads.
     """
     path, out = written(folder, source, "work.py"), folder / "run"
     options, own = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
@@ -184,7 +184,7 @@ def test_a_healthy_ddp_run_has_no_findings_and_is_bitwise_what_it_is_unwatched(t
 
 def test_an_overflow_on_one_rank_is_told_with_the_all_reduce_that_carried_it(tmp_path: Path) -> None:
     """Rank, module and op of the origin, and the collective by which it came to the rank whose own gradients were finite."""
-    finished, out = execute(tmp_path, DDP, "--rerun", "--", "overflow", command=forked)
+    finished, out = execute(tmp_path, DDP, "--rerun", "--", "overflow")
     assert finished.code == 10
     report = report_of(out)
     first = report["findings"][0]
@@ -229,8 +229,8 @@ TRAINING = Path(__file__).with_name("sharded_training.py")
 def trained(tmp_path: Path, *arguments: str, **environment: str) -> tuple[dict[str, Any], list[str], Path]:
     """The report on two ranks of ``sharded_training.py``, run once, and the line in which each rank says what it has trained."""
     out = tmp_path / "run"
-    done = dtypedoctor("exec", "--once", "--nproc-per-node", "2", "--out", out, TRAINING, *arguments, OMP_NUM_THREADS="1",
-                       **environment)  # fmt: skip
+    command = ("exec", "--once", "--nproc-per-node", "2", "--out", out, TRAINING, *arguments)
+    done = forked(*command, OMP_NUM_THREADS="1", **environment)
     return report_of(out), sorted(line for line in done.out.splitlines() if ": weights" in line), out
 
 
@@ -254,7 +254,7 @@ def test_a_failing_call_of_fsdp_is_replayed_while_its_parameters_are_unsharded(
     assert (first["rank"], first["step"], first["confidence"]) == (1, 2, "proven")
     assert any("replayed in the process itself, at the moment" in line for line in report["coverage"])
     assert not any("dtypedoctor failed there" in line for line in report["coverage"])
-    again = dtypedoctor("replay", out / "capsule", "--allow-code", cwd=tmp_path)
+    again = forked("replay", out / "capsule", "--allow-code", cwd=tmp_path)
     assert f"Same verdict as in the run: {wanted[0]}, {wanted[2]}" in " ".join(again.out.split()), again.out
 
 
@@ -314,7 +314,7 @@ def test_a_replay_ends_at_a_collective_and_names_it(tmp_path: Path) -> None:
 
 def test_an_overflow_in_one_stage_of_a_pipeline_is_told_with_the_message_that_carried_it(tmp_path: Path) -> None:
     """There is no collective at all: the second stage gets infinities, and sends gradients that are not finite back."""
-    finished, out = execute(tmp_path, PIPELINE, "--rerun", "--", command=forked)
+    finished, out = execute(tmp_path, PIPELINE, "--rerun", "--")
     assert finished.code == 10
     report = report_of(out)
     first = report["findings"][0]
@@ -327,7 +327,7 @@ def test_an_overflow_in_one_stage_of_a_pipeline_is_told_with_the_message_that_ca
 
 def test_a_killed_rank_is_named_with_its_last_module(tmp_path: Path) -> None:
     """SIGKILL in the middle of a module; the other rank only tells of a lost connection."""
-    finished, out = execute(tmp_path, DDP, "--", "kill")
+    finished, out = execute(tmp_path, DDP, "--", "kill", command=dtypedoctor)
     assert finished.code == 10
     report = report_of(out)
     assert report["status"] == "worker-died"
@@ -365,7 +365,7 @@ def test_a_rank_that_hangs_is_told_from_the_one_that_waits_for_it(tmp_path: Path
 def test_a_sharded_scenario_with_a_precision_policy_is_healthy(tmp_path: Path) -> None:
     """FSDP2 in ``run``: local shards of parameters and gradients are measured, and what units gather and scatter."""
     path, out = written(tmp_path, FSDP, "sharded.yaml"), tmp_path / "run"
-    finished = dtypedoctor("run", "--out", out, path)
+    finished = forked("run", "--out", out, path)
     assert finished.code == 0, finished.err
     report = report_of(out)
     assert report["status"] == "healthy"
