@@ -3,7 +3,7 @@
 Importing them costs two to eight seconds for each program that a test starts; a fork costs milliseconds. The program is run as
 ``python script.py``, ``python -m module`` or ``python -c text`` would: with its own streams, environment, working directory, process
 group, signals, ``sys.path``, ``__main__`` and exit status, and it is a child of whoever starts it. The programs that it starts itself
-are forked, too, while it has one thread. What differs: modules of these libraries are imported already, and ``sys.flags`` is that of the tests.
+are forked, too, while it has one thread; those of torchrun, which has several, by a process that stays beside it. What differs: modules of these libraries are imported already, and ``sys.flags`` is that of the tests.
 
 For tests of what is found. Those of how a program is started, what it sees of itself, and what it costs use fresh interpreters.
 """
@@ -13,17 +13,21 @@ from __future__ import annotations
 import _posixsubprocess
 import atexit
 import builtins
+import ctypes
 import gc
 import importlib
 import io
 import itertools
 import json
 import os
+import pickle
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -40,7 +44,13 @@ from nursery import fork, preload
 LIBRARIES = frozenset({"transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets"})
 SAFE, SAFE_PATH = "-P", "PYTHONSAFEPATH"
 """Leave the program's folder out of ``sys.path``."""
+LAUNCHERS = frozenset({"torch.distributed.run", "elastic.py"})
+"""Programs that have threads when they start others."""
+CHILD_SUBREAPER = 36
+"""``PR_SET_CHILD_SUBREAPER`` of ``prctl``: who is left by its parent becomes a child of this process."""
 _fork_exec = _posixsubprocess.fork_exec
+_forker: socket.socket | None = None
+"""Leads to the process that forks for this one."""
 
 
 def run(arguments: Sequence[str], folder: Path, environment: Mapping[str, str], streams: Path) -> int:
@@ -72,24 +82,81 @@ def _new(path: Path) -> int:
 
 def _started(*request: Any) -> int:
     """In place of ``fork_exec``, whose arguments it takes: the process id of the new child."""
-    (args, _, close_fds, keep, cwd, environment, given, _, _, out, _, err, _, _, _, session, group, *own) = request
+    (args, _, close_fds, keep, cwd, environment, given, _, _, out, _, err, _, failure, _, session, group, *own) = (
+        request
+    )
     words = [os.fsdecode(word) for word in args]
-    has_threads = len(os.listdir("/proc/self/task")) > 1  # a fork would have their locks, and not them
-    if has_threads or not _is_program(words) or any(one is not None for one in (*own[:3], own[4])):
+    keep = set(keep) - {failure}  # this end of a pipe is closed as soon as a program runs
+    if not _is_program(words) or any(one is not None for one in (*own[:3], own[4])):
         return _fork_exec(*request)
+    named = None if environment is None else [os.fsdecode(line).split("=", 1) for line in environment]
+    variables = dict(os.environ) if named is None else dict(named)
+    if len(os.listdir("/proc/self/task")) > 1:  # a fork would have their locks, and not them
+        if _forker is None or keep or not close_fds:
+            return _fork_exec(*request)
+        return _forked_for_us(
+            _forker, (words, os.fspath(cwd or os.getcwd()), variables, session, group), (given, out, err)
+        )
     child = os.fork()
     if child == 0:
-        if session:
-            os.setsid()
-        if group >= 0:
-            os.setpgid(0, group)
         _move_streams((given, out, err))
         _close_others(lambda descriptor: descriptor in keep or (not close_fds and os.get_inheritable(descriptor)))
-        if cwd is not None:
-            os.chdir(cwd)
-        named = None if environment is None else [os.fsdecode(line).split("=", 1) for line in environment]
-        _become(words, dict(os.environ) if named is None else dict(named))
+        _begin(words, os.fspath(cwd or os.getcwd()), variables, session, group)
     return child
+
+
+def _begin(words: list[str], folder: str, environment: dict[str, str], session: bool, group: int) -> NoReturn:
+    """Runs the program in this new child."""
+    if session:
+        os.setsid()
+    if group >= 0:
+        os.setpgid(0, group)
+    os.chdir(folder)
+    _become(words, environment)
+
+
+def _keep_forker() -> None:
+    """Leaves a process beside this one that stays without threads, and can so be forked when this one has some."""
+    global _forker
+    _forker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ctypes.CDLL(None).prctl(CHILD_SUBREAPER, 1)
+    if os.fork() == 0:
+        _forker.close()
+        _fork_for_others(theirs)
+    theirs.close()
+
+
+def _forked_for_us(forker: socket.socket, program: tuple[Any, ...], streams: tuple[int, int, int]) -> int:
+    """The process id of a new child of this process, which another one has forked."""
+    places = [place for place, descriptor in enumerate(streams) if descriptor >= 0]
+    socket.send_fds(forker, [pickle.dumps((program, places))], [streams[place] for place in places])
+    return int(forker.recv(32))
+
+
+def _fork_for_others(requests: socket.socket) -> NoReturn:
+    """Forks until nobody is left who could ask. A child whose parent has ended becomes one of the process that has asked."""
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 3)
+        if not data:
+            os._exit(0)
+        program, places = pickle.loads(data)
+        told, tell = os.pipe()
+        parent = os.fork()
+        if parent == 0:
+            between, child = os.getpid(), os.fork()
+            if child:
+                os.write(tell, str(child).encode())
+                os._exit(0)
+            while os.getppid() == between:  # a program may ask to be ended with its parent
+                time.sleep(0.001)
+            given = dict(zip(places, descriptors, strict=True))
+            _move_streams((given.get(0, -1), given.get(1, -1), given.get(2, -1)))
+            _close_others(lambda descriptor: False)
+            _begin(*program)
+        os.waitpid(parent, 0)
+        requests.send(os.read(told, 32))
+        for descriptor in (told, tell, *descriptors):
+            os.close(descriptor)
 
 
 def _executed(path: str, words: Sequence[str]) -> NoReturn:
@@ -150,6 +217,8 @@ def _become(words: list[str], environment: dict[str, str]) -> NoReturn:
     sys.path[:] = [*named, *_interpreters_path()]
     importlib.invalidate_caches()
     _numbers_of_its_own(environment)
+    if not LAUNCHERS.isdisjoint(map(os.path.basename, rest[:2])):
+        _keep_forker()
     _end(lambda: _run(rest, main, safe=safe))
 
 

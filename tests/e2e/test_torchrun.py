@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Finished, dtypedoctor, forked, report_of
+from command import Finished, dtypedoctor, forked, python, report_of
+from nursery import preload
 from patience import PATIENCE, becomes
 
 from dtypedoctor.trace.cursor import CURSOR, read_entered
@@ -137,6 +138,12 @@ SFT = """
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def libraries_are_imported_once() -> None:
+    """Launchers and ranks are forked from a process that has them."""
+    preload(frozenset({"torch.distributed.run", "torch.distributed.fsdp"}))
+
+
 def written(folder: Path, text: str, name: str) -> Path:
     """Writes a script or a scenario."""
     path = folder / name
@@ -149,7 +156,7 @@ def execute(
 ) -> tuple[Finished, Path]:
     """``dtypedoctor exec --nproc-per-node 2`` on a script, options before ``--`` and the script's own arguments behind it.
 
-    The doctor and torchrun are forks; the ranks are interpreters, since torchrun has threads.
+    The doctor, torchrun and the ranks are forks; with ``command=dtypedoctor`` they are interpreters.
     """
     path, out = written(folder, source, "work.py"), folder / "run"
     options, own = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
@@ -279,11 +286,9 @@ def test_a_collective_of_the_failing_call_ends_its_replay_and_is_named(tmp_path:
     assert any("all_reduce needs the other ranks" in line for line in report["coverage"])
 
 
-def without_dtypedoctor(*script: str) -> "subprocess.CompletedProcess[str]":
+def without_dtypedoctor(*script: str) -> Finished:
     """The script on two ranks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run([*torchrun, *script], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
-                          text=True, check=False, timeout=PATIENCE)  # fmt: skip
+    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.parametrize("arguments", [["fsdp"], ["ddp"], ["fsdp", "--recompute"]], ids=" ".join)
@@ -297,10 +302,10 @@ def test_forced_replays_leave_the_results_of_all_ranks_bitwise_unchanged(argumen
     phases = {(op.call, op.phase) for trace in ranks_of(out) for op in trace.all(Op)}
     assert {(call, phase) for call in (1, 2, 3, 4) for phase in ("forward", "backward")} <= phases
     bare = without_dtypedoctor(str(TRAINING), strategy, "none", *others)
-    if bare.returncode:  # another test's job may have taken its port in between
+    if bare.code:  # another test's job may have taken its port in between
         bare = without_dtypedoctor(str(TRAINING), strategy, "none", *others)
-    assert bare.returncode == 0, bare.stderr
-    assert forced == sorted(line for line in bare.stdout.splitlines() if ": weights" in line)
+    assert bare.code == 0, bare.err
+    assert forced == sorted(line for line in bare.out.splitlines() if ": weights" in line)
     assert len(forced) == 2
 
 
